@@ -16,6 +16,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- peaks: MODEL -->               the measured peaks of a model, plain and fused
     <!-- activations -->                the activations that `act=` takes
     <!-- families -->                   what fuse does to every class of transformers
+    <!-- card: h100 -->                 the quoted cases of one GPU in short, and in which of them Tigon is not first
     <!-- engines: *-composition.json -->  what fused models miss under each way to spread a step over processes
     <!-- sweep: *-sweep.json -->       drawn cases: how often Tigon is first, and where it is not
     <!-- adapters -->              a step with adapters, of several libraries
@@ -23,6 +24,9 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- sam -->, <!-- samcost -->      the study of sharpness-aware minimization, and what its steps cost
     <!-- study: links -->               a part of the study of retrieval: filters, cold, every, links, edges, towers,
                                         source or towers-source
+    <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
+                                        int8, speed or source
+    <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, retrieve, sft, sharpness
+from studies import adapters, convergence, interactions, prompts, retrieve, sft, sharpness
 from studies import compression as compression  # its columns
+from studies.clicks import page as clicks
 
 import tigon
 from tigon.bench import plots, report, verdicts
@@ -146,6 +152,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "goals": goals,
         "engines": engines,
         "sweep": sweeps,
+        "card": lambda name: cards.page(RESULTS, name),
         "operators": lambda _: overview(),
         "counted": lambda _: counted(),
         "modules": lambda _: modules(),
@@ -160,6 +167,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
+        "clicks": lambda what: clicks.page(RESULTS, what),
+        "prompts": lambda what: prompts.page(RESULTS, what),
+        "interactions": lambda what: interactions.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

@@ -14,6 +14,7 @@ case, so that a run which is stopped loses the case at hand and no other. Whole 
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import time
 from collections.abc import Collection
@@ -31,7 +32,7 @@ from tigon.bench.runner import Settings, choose, measure_ceilings, parse_shape, 
 
 SMALL = Settings(1, 5.0, 20.0, 2.0)
 # For shapes that no quoted table has.
-EXTRA = Settings(3, 10.0, 30.0, 5.0)
+EXTRA = Settings(3, 10.0, 30.0, 5.0, freeze=True)
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,10 @@ def run_cases(options: argparse.Namespace) -> None:
         if began - start > options.budget:
             late.append(title)
             continue
+        # A case collects garbage some thirty times, which takes milliseconds without all that was imported.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
         chosen = choose(case.op, peers, device)
         if not case.main and compiling > options.compile_budget:
             chosen.pop("compile", None)
@@ -171,7 +176,7 @@ def run_cases(options: argparse.Namespace) -> None:
             device,
             ceilings,
             implementations=chosen,
-            settings=SMALL if options.small else Settings(options.rounds) if case.main else EXTRA,
+            settings=SMALL if options.small else Settings(options.rounds, freeze=True) if case.main else EXTRA,
             ignored=options.ignored,
             checked=None if case.main else [name for name in chosen if name.startswith("tigon")],
             # Beyond the quoted tables one compilation, of dynamic shapes from the second on, serves an operator.
@@ -187,6 +192,7 @@ def run_cases(options: argparse.Namespace) -> None:
         save(options, content)
         took = time.monotonic() - began
         print(f"{time.monotonic() - start:6.1f} s  {title}: {took:.1f} s", flush=True)
+    gc.unfreeze()
     if content is not None:
         print(report.to_text({**content, "rows": content["rows"][-len(rows) :]}))
     for title in late:

@@ -1,36 +1,45 @@
-"""The next item of a history by LiGR and by SASRec: leave-one-out, full ranking; and what a ranking costs.
+"""The next item of a history by LiGR, SASRec and peers: leave-one-out, full ranking; and what a ranking costs.
 
     python benchmarks/rank_sequences.py --data s3rec --sets Beauty,Yelp --output benchmarks/results
+    python benchmarks/rank_sequences.py --data s3rec --methods "ligr; rectools-sasrec; recbole-sasrec" --output …
     python benchmarks/rank_sequences.py --part speed --output benchmarks/results
 
-Sets may run side by side, each with an output of its own: `--resume a/*.json b/*.json --sets "" --output …` joins them.
+Fits are bound by the host: `--jobs 8` runs as many side by side on one device. `--resume a.json b.json --sets ""` joins
+result files, and goes on from them.
 
 Sets are a reader's own: `NAME.txt` with lines `user item item …` in time order (S3-Rec's form), or `NAME.inter` in
 RecBole's form (ml-100k). Of each user the last event is the test, the one before validates, the others train; of these
-the latest 50 are read. All items are ranked. Both models are trained in the same run, on the same sequences, with the
+the latest 50 are read. All items are ranked. All models are trained in the same run, on the same sequences, with the
 same loss over all items, and stop where validation says so; the test decides nothing.
 
-SASRec is the pre-norm form with learned positions, as RecBole has it, written here in plain PyTorch.
+SASRec is the pre-norm form with learned positions, written here in plain PyTorch. RecTools' SASRec, LiGR layers and
+HSTU and RecBole's SASRec are trained by their packages, where these are installed: `studies/rank_peers` says how.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import copy
 import csv
+import difflib
+import functools
 import itertools
 import json
 import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from studies import rank_peers
+from studies.rows import Row
 from torch import Tensor, nn
 
 import tigon
@@ -40,24 +49,8 @@ from tigon.bench import report
 LONGEST = 50
 CUTS = (5, 10, 20)
 PACKAGES = ("torch", "triton")
-
-
-@dataclass
-class Row:
-    """One fit, or one timing. measures: of the test; those with `_new` leave out what the user had."""
-
-    part: str  # quality | speed
-    data: str
-    seed: int
-    method: str
-    setting: dict[str, Any]
-    measures: dict[str, float]
-    validation: dict[str, float] = field(default_factory=dict)
-    seconds: float | None = None
-    note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+SETTINGS = ("width", "layers", "heads", "weight_decay", "warmup", "batch_size", "epochs", "every", "patience")
+CHOSEN = ("dropout", "lr")  # of seed 0, by validation
 
 
 # -------------------------------------------------------------------------------------------------------- the sequences
@@ -165,6 +158,10 @@ class Side(nn.Module):
     @property
     def table(self) -> Tensor:
         raise NotImplementedError
+
+    def scores(self, users: Tensor, left_out: int) -> Tensor:
+        """(B, items + 1) fp32, of item 0 too, which is none."""
+        return self.hidden(users, left_out).float() @ self.table.float().t()
 
 
 class LiGRSide(Side):
@@ -282,19 +279,19 @@ SIDES: dict[str, tuple[type[Side], dict[str, Any]]] = {
     "ligr, stars": (LiGRSide, {"stars": True}),
     "ligr, times and stars": (LiGRSide, {"times": True, "stars": True}),
 }
-DEFAULT_SIDES = "sasrec; ligr; ligr, no gate"
+DEFAULT_SIDES = "; ".join(("sasrec", "ligr", "ligr, no gate", *rank_peers.PEERS))
 
 
 # ------------------------------------------------------------------------------------------------------------- the fits
 
 
 @torch.no_grad()
-def ranks(side: Side, data: Sequences, left_out: int, new: bool, size: int = 2048) -> Tensor:
+def ranks(side: Side | rank_peers.Peer, data: Sequences, left_out: int, new: bool, size: int = 2048) -> Tensor:
     """(users,), the place from 1 of the event before the last `left_out`. new: among items that a user did not have."""
     side.eval()
-    found, table = [], side.table.float()
+    found = []
     for users in torch.arange(data.users).split(size):
-        z = side.hidden(users, left_out + 1).float() @ table.t()
+        z = side.scores(users, left_out + 1)
         z[:, 0] = -torch.inf
         target = data.items[(data.offsets[users + 1] - 1 - left_out).to(z.device)].unsqueeze(1)
         wanted = z.gather(1, target)
@@ -308,6 +305,7 @@ def ranks(side: Side, data: Sequences, left_out: int, new: bool, size: int = 204
 
 
 def measures(places: Tensor, suffix: str = "") -> dict[str, float]:
+    """Hit rate and NDCG of places. suffix: "_new" where a user's own items are left out."""
     gain = 1 / torch.log2(places.double() + 1)
     found = {}
     for k in CUTS:
@@ -334,6 +332,8 @@ def batches(data: Sequences, size: int, draw: np.random.Generator) -> Iterator[T
 
 
 def fit(name: str, data: Sequences, seed: int, setting: dict[str, Any], device: torch.device) -> Row:
+    if name in rank_peers.PEERS:
+        return fit_peer(name, data, seed, setting)
     kind, options = SIDES[name]
 
     def made() -> Side:
@@ -394,6 +394,18 @@ def fit(name: str, data: Sequences, seed: int, setting: dict[str, Any], device: 
     own = {**setting, **options, "best_epoch": best_epoch, "epochs_run": epoch}
     own["parameters"] = sum(p.numel() for p in side.parameters())
     own["losses"] = [round(x, 4) for x in losses]
+    return Row("quality", data.name, seed, name, own, test, validation, seconds)
+
+
+def fit_peer(name: str, data: Sequences, seed: int, setting: dict[str, Any]) -> Row:
+    """A row as `fit` gives, of a peer that its package trains."""
+
+    def judge(peer: rank_peers.Peer) -> float:
+        return measures(ranks(peer, data, 1, False))["ndcg@10"]
+
+    peer, own, seconds = rank_peers.fit(name, data, seed, setting, LONGEST, judge)
+    validation = measures(ranks(peer, data, 1, False))
+    test = measures(ranks(peer, data, 0, False)) | measures(ranks(peer, data, 0, True), "_new")
     return Row("quality", data.name, seed, name, own, test, validation, seconds)
 
 
@@ -614,7 +626,9 @@ def table(rows: list[Row]) -> str:
                 values = [row.measures[name] for row in some]
                 said += f"  {name} {statistics.mean(values):.4f} ± {statistics.pstdev(values):.4f}"
             epochs = [row.setting["best_epoch"] for row in some]
-            lines.append(said + f"  epochs {epochs}  {statistics.mean(row.seconds or 0 for row in some):.1f} s")
+            cut = sum(row.setting.get("ended") == "seconds" for row in some)
+            said += f"  epochs {epochs}  {statistics.mean(row.seconds or 0 for row in some):.1f} s"
+            lines.append(said + (f"  {cut} ended by their time" if cut else ""))
     for row in rows:
         if row.part == "speed":
             said = "  ".join(f"{name} {value:.4g}" for name, value in row.measures.items())
@@ -622,12 +636,175 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def points(method: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """What validation of seed 0 chooses among. A peer's own dropout and step size are always among it, if not told."""
+    peer = rank_peers.PEERS.get(method)
+    dropout = options.dropout if peer is None or options.peer_dropout is None else options.peer_dropout
+    found = [{"dropout": float(p), "lr": float(lr)} for p in dropout.split(",") for lr in options.lr.split(",")]
+    own = {} if peer is None or options.peer_dropout else {"dropout": peer.dropout, "lr": peer.lr}
+    return found if not own or own in found else [*found, own]
+
+
+# ------------------------------------------------------------------------------------------------------------- the runs
+
+
+class Task(NamedTuple):
+    """A fit to do: of a method on a set, with a seed and settings."""
+
+    data: str
+    method: str
+    seed: int
+    setting: dict[str, Any]
+
+    @property
+    def seconds(self) -> float:
+        """At most, about."""
+        preparing = rank_peers.PREPARING if self.method in rank_peers.PEERS else 0.0
+        return float(self.setting["seconds"]) + preparing
+
+
+@functools.cache
+def on_device(folder: Path, name: str, users: int | None, device: str) -> Sequences:
+    """A set, or its first users, read once a process."""
+    data = read(folder, name)
+    if users:
+        end = int(data.offsets[users])
+        data = data._replace(
+            items=data.items[:end], offsets=data.offsets[: users + 1],
+            seconds=None if data.seconds is None else data.seconds[:end],
+            stars=None if data.stars is None else data.stars[:end],
+        )  # fmt: skip
+    return data.to(torch.device(device))
+
+
+def attempt(task: Task, folder: Path, users: int | None, device: str) -> Row | str:
+    """The row of a fit, or what a peer's package failed with."""
+    data = on_device(folder, task.data, users, device)
+    try:
+        return fit(task.method, data, task.seed, task.setting, torch.device(device))
+    except Exception as error:
+        if task.method not in rank_peers.PEERS:
+            raise
+        return f"{task.data}, {task.method}, seed {task.seed}: {type(error).__name__}: {error}"
+
+
+def attempts(
+    waiting: collections.deque[Task], options: argparse.Namespace, began: float
+) -> Iterator[tuple[Task, Row | str]]:
+    """Results as they come, of tasks that may be added meanwhile; without those for which no time is left."""
+    given = options.data, options.users, options.device
+
+    def chosen() -> Iterator[Task]:
+        while waiting:
+            task = waiting.popleft()
+            if time.monotonic() - began + task.seconds <= options.budget:
+                yield task
+            else:
+                print(f"left out, the budget was spent: {task.data}, {task.method}, seed {task.seed}", flush=True)
+
+    if options.jobs == 1:
+        for task in chosen():
+            yield task, attempt(task, *given)
+        return
+    # One thread each: fits are bound by the host, and the threads of several would wait for each other.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (1,)) as pool:
+        running: dict[concurrent.futures.Future[Row | str], Task] = {}
+        while True:
+            for task in itertools.islice(chosen(), options.jobs - len(running)):
+                running[pool.submit(attempt, task, *given)] = task
+            if not running:
+                return
+            for done in concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED).done:
+                yield running.pop(done), done.result()
+
+
+def best_of(found: list[Row]) -> Row:
+    """The fit that validation chooses among settings, with what was tried."""
+    first = max(found, key=lambda row: row.validation["ndcg@10"])
+    if len(found) > 1:
+        first.setting["tried"] = [
+            {key: row.setting[key] for key in CHOSEN} | {"ndcg@10": row.validation["ndcg@10"]} for row in found
+        ]
+        for row in found:
+            row.setting["losses"] = []
+    return first
+
+
+def tasks_of(name: str, method: str, rows: list[Row], options: argparse.Namespace) -> list[Task]:
+    """What is to do first of a method on a set: the settings to choose among, or with those of kept rows all seeds."""
+    peer = method in rank_peers.PEERS
+    base = {key: getattr(options, key) for key in SETTINGS}
+    base["seconds"] = options.peer_seconds if peer else options.seconds
+    kept = [row for row in rows if (row.part, row.data, row.method) == ("quality", name, method)]
+    if not kept:
+        return [Task(name, method, 0, base | point) for point in points(method, options)]
+    point = {key: kept[0].setting[key] for key in CHOSEN}
+    done = {row.seed for row in kept}
+    return [Task(name, method, seed, base | point) for seed in range(options.seeds) if seed not in done]
+
+
+def quality(rows: list[Row], keep: Callable[[Row], None], options: argparse.Namespace, began: float) -> list[str]:
+    """All fits, each row kept as it comes. Returns what packages failed with."""
+    waiting: collections.deque[Task] = collections.deque()
+    methods = [one.strip() for one in options.methods.split(";")]
+    for method in methods:
+        if method not in SIDES and method not in rank_peers.PEERS:
+            near = difflib.get_close_matches(method, [*SIDES, *rank_peers.PEERS], 1)
+            said = f"did you mean {near[0]!r}?" if near else f"use {'; '.join([*SIDES, *rank_peers.PEERS])}"
+            raise SystemExit(f"rank_sequences.py: --methods has no {method!r}; {said}")
+    lacking = {
+        method: lacks for method in methods if method in rank_peers.PEERS and (lacks := rank_peers.lacks(method))
+    }
+    for lacks in lacking.values():
+        print(lacks, flush=True)
+    for name in filter(None, options.sets.split(",")):
+        data = on_device(options.data, name, options.users, "cpu")
+        print(f"{name}: {data.users:,} users, {data.catalogue:,} items, {len(data.items):,} events", flush=True)
+        for method in methods:
+            reads = SIDES[method][1].keys() & {"times", "stars"} if method in SIDES else set()
+            if method not in lacking and not (reads and data.seconds is None):
+                waiting += tasks_of(name, method, rows, options)
+    tried: dict[tuple[str, str], list[Row]] = {}
+    asked = collections.Counter((task.data, task.method) for task in waiting if task.seed == 0)
+    failed = []
+    for task, found in attempts(waiting, options, began):
+        of = tried.setdefault((task.data, task.method), [])
+        if isinstance(found, str):
+            # What others found is kept; the run says at its end that it is not whole.
+            failed.append(found)
+            print(f"left out, the package failed: {found}", flush=True)
+            asked[task.data, task.method] -= task.seed == 0
+        elif task.seed == 0:
+            of.append(found)
+        if task.seed == 0:
+            if not of or len(of) < asked[task.data, task.method]:
+                continue
+            found = best_of(of)
+        if isinstance(found, str):
+            continue
+        keep(found)
+        if task.seed == 0:
+            waiting += tasks_of(task.data, task.method, rows, options)
+        said = ", ".join(f"{k} {found.measures[k]:.4f}" for k in ("hr@10", "ndcg@10", "ndcg@10_new"))
+        print(
+            f"{time.monotonic() - began:5.0f} s  {found.data}, {found.method}, seed {found.seed}: {said}; validation "
+            f"{found.validation['ndcg@10']:.4f}, epoch {found.setting['best_epoch']} of "
+            f"{found.setting['epochs_run']}, {found.seconds:.1f} s, { {key: found.setting[key] for key in CHOSEN} }",
+            flush=True,
+        )
+    return failed
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--part", choices=["quality", "speed"], default="quality")
     parser.add_argument("--data", type=Path, help="folder of the sets")
     parser.add_argument("--sets", default="Beauty,Sports_and_Outdoors,Toys_and_Games,Yelp,ml-100k")
-    parser.add_argument("--sides", default=DEFAULT_SIDES, help=f"separated by semicolons: {'; '.join(SIDES)}")
+    parser.add_argument(
+        "--methods", "--sides", dest="methods", default=DEFAULT_SIDES,
+        help=f"separated by semicolons: {'; '.join([*SIDES, *rank_peers.PEERS])}",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -643,15 +820,26 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=2, help="epochs between validations")
     parser.add_argument("--patience", type=int, default=10, help="validations without a better one that end a fit")
     parser.add_argument("--seconds", type=float, default=40.0, help="of a fit, at most")
+    parser.add_argument("--peer-seconds", type=float, default=60.0, help="of a fit of RecTools or RecBole, at most")
+    parser.add_argument(
+        "--peer-dropout", help="likewise; by default the values of --dropout and what the package takes by default"
+    )
     parser.add_argument("--budget", type=float, default=560.0, help="seconds after which no further fit is begun")
+    parser.add_argument("--jobs", type=int, default=1, help="fits side by side, each a process on the one device")
     parser.add_argument("--users", type=int, help="the first users of a set alone, to try")
     parser.add_argument("--output", type=Path, required=True, help="folder of the result file")
     parser.add_argument("--resume", type=Path, nargs="+", default=[], help="result files whose fits are kept")
     parser.add_argument("--tiny", action="store_true", help="speed: sizes for a CPU, which say nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     began, device = time.monotonic(), torch.device(options.device)
     rows = [Row(**row) for path in options.resume for row in report.load(path)["rows"]]
+    if options.part == "speed":
+        rows = [row for row in rows if row.part != "speed"]
 
     def keep(*more: Row) -> None:
         rows.extend(more)
@@ -661,76 +849,19 @@ def main() -> None:
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     if options.part == "speed":
-        rows = [row for row in rows if row.part != "speed"]
         for row in cost(device, options.tiny):
             keep(row)
             print(f"{time.monotonic() - began:5.0f} s  {table([row])}", flush=True)
         return
     if options.data is None:
         raise SystemExit("rank_sequences.py: --data must be given for quality")
-    names = (
-        "width",
-        "layers",
-        "heads",
-        "weight_decay",
-        "warmup",
-        "batch_size",
-        "epochs",
-        "every",
-        "patience",
-        "seconds",
-    )
-    base = {name: getattr(options, name) for name in names}
-    grid = [{"dropout": float(p), "lr": float(lr)} for p in options.dropout.split(",") for lr in options.lr.split(",")]
-    done = {(row.data, row.method, row.seed) for row in rows if row.part == "quality"}
     keep()
-    for name in filter(None, options.sets.split(",")):
-        data = read(options.data, name)
-        if options.users:
-            end = int(data.offsets[options.users])
-            data = data._replace(
-                items=data.items[:end], offsets=data.offsets[: options.users + 1],
-                seconds=None if data.seconds is None else data.seconds[:end],
-                stars=None if data.stars is None else data.stars[:end],
-            )  # fmt: skip
-        data = data.to(device)
-        print(f"{name}: {data.users:,} users, {data.catalogue:,} items, {len(data.items):,} events", flush=True)
-        for method in (one.strip() for one in options.sides.split(";")):
-            if SIDES[method][1].keys() & {"times", "stars"} and data.seconds is None:
-                continue
-            chosen: dict[str, Any] | None = None
-            first: Row | None = None
-            kept = [row for row in rows if (row.part, row.data, row.method) == ("quality", name, method)]
-            if kept:
-                chosen = {key: kept[0].setting[key] for key in grid[0]}
-            for seed in range(options.seeds):
-                if (name, method, seed) in done:
-                    continue
-                tried = grid if chosen is None else [chosen]
-                if time.monotonic() - began + options.seconds * len(tried) > options.budget:
-                    print(f"left out, the budget was spent: {name}, {method}, seed {seed}", flush=True)
-                    break
-                found = [fit(method, data, seed, {**base, **point}, device) for point in tried]
-                first = max(found, key=lambda row: row.validation["ndcg@10"])
-                chosen = {key: first.setting[key] for key in grid[0]}
-                if len(found) > 1:
-                    for row in found:
-                        row.setting["losses"] = []
-                    first.setting["tried"] = [
-                        {key: row.setting[key] for key in grid[0]} | {"ndcg@10": row.validation["ndcg@10"]}
-                        for row in found
-                    ]
-                keep(first)
-                said = ", ".join(f"{k} {first.measures[k]:.4f}" for k in ("hr@10", "ndcg@10", "ndcg@10_new"))
-                print(
-                    f"{time.monotonic() - began:5.0f} s  {name}, {method}, seed {seed}: {said}; validation "
-                    f"{first.validation['ndcg@10']:.4f}, epoch {first.setting['best_epoch']} of "
-                    f"{first.setting['epochs_run']}, {first.seconds:.1f} s, {chosen}",
-                    flush=True,
-                )
+    failed = quality(rows, keep, options, began)
     print(table(rows))
     if not math.isfinite(sum(value for row in rows for value in row.measures.values())):
         raise SystemExit("rank_sequences.py: a measure is not finite")
+    if failed:
+        raise SystemExit("rank_sequences.py: packages failed: " + "; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main() -> None:
     print(f"{len(train)} requests to train on, {len(held)} held out; fields: {', '.join(train.schema.fields)}")
 
     ranker = rank.LiGR(train.schema, width=16, layers=2, heads=2).to(DEVICE)
-    options = rank.FitOptions(lr=0.02, epochs=4, batch_size=8, history_max=20, metric="gauc")
+    options = rank.FitOptions(lr=0.02, epochs=8, batch_size=8, history_max=20, metric="gauc")
 
     def report() -> None:
         found = rank.evaluate(rank.score(ranker, held, options.drawing), at=(3,), draws=100).labels["like"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
-from studies import retrieve
+from studies import interactions, retrieve
 
 from tigon.bench import report
 
@@ -219,3 +219,52 @@ def test_a_server_and_two_gpus():
     assert max(b / a for a, b in zip(one, two, strict=True)) < 0.56
     assert "in 0.56 of its time" in text
     assert all(row["same"] for row in rows if row["side"] == "tigon, 2 GPUs")
+
+
+def test_interactions_of_ten_functions():
+    rows = report.load(RESULTS / "h100-interactions.json")["rows"]
+    by = interactions.groups(rows)
+    assert {row["seed"] for row in rows} == set(range(10))
+    assert {row["function"] for row in rows} == set(interactions.FUNCTIONS)
+    text = " ".join((ROOT / "docs" / "rank" / "interactions.md").read_text().split())
+    fast = interactions.groups(report.load(RESULTS / "cpu-fast-interactions.json")["rows"])[0.0, interactions.FAST]
+    penalties = sorted({l1 for l1, _ in by})
+    least = penalties[0]
+    assert (len(penalties), interactions.best(by, "NID")) == (5, least)
+    nid, square, cube = (by[least, name] for name in ("NID", "persistence, q = 2", "persistence, q = 3"))
+    ahead = interactions.ahead(square, nid, "auc")[0]
+    assert ahead > 0.015  # what it was built for
+    each = [a - b for a, b in zip(*(interactions.by_seed(some, "auc") for some in (square, nid)), strict=True)]
+    said = (
+        f"Persistence with the square is {ahead:.3f} ahead of NID, in each of the ten seeds by {min(each):.3f} or more"
+    )
+    assert said in text
+    behind = {f: interactions.mean(nid, "auc", f) - interactions.mean(square, "auc", f) for f in interactions.FUNCTIONS}
+    assert [f for f, less in behind.items() if less > 0] == ["F1", "F7"]
+    assert f"on F1 and F7 it is behind, by {behind['F1']:.3f} and {behind['F7']:.3f}." in text
+    assert f"The third power is {interactions.ahead(cube, nid, 'auc')[0]:.3f} ahead for pairs" in text
+    assert f"took {interactions.mean(fast, 'seconds'):.1f} seconds a function" in text
+    lead = interactions.ahead(square, fast, "auc")[0]
+    assert f"On the mean it is {lead:.3f} behind persistence, and ahead on F1 and F10" in text
+    auc = {f: [interactions.mean(some, "auc", f) for some in (fast, square)] for f in interactions.FUNCTIONS}
+    assert [f for f, (trees, ours) in auc.items() if trees > ours] == ["F1", "F10"]
+    seconds = report.load(RESULTS / "h100-interactions.json")["setting"]["seconds"]
+    assert f"the 500 of five penalties in {seconds:.0f} seconds on an H100" in text
+    for measure in ("sets", "sets_pruned", "sets_largest"):
+        for name in ("NID", "persistence, q = 2"):
+            assert interactions.best(by, name, measure) == least
+        assert interactions.mean(cube, measure) < interactions.mean(square, measure)
+        assert 0.43 < interactions.mean(nid, measure) < interactions.mean(square, measure) < 0.53
+    for measure, said in (("sets", "as they are"), ("sets_largest", "where of nested sets the largest alone are left")):
+        assert "{:.3f} ± {:.3f} ".format(*interactions.ahead(square, nid, measure)) + said in text
+    for l1 in penalties[1:]:
+        assert interactions.ahead(by[l1, "persistence, q = 2"], by[l1, "NID"], "auc")[0] < 0.008
+        assert interactions.mean(by[l1, "persistence, q = 2"], "auc") < interactions.mean(square, "auc")
+
+
+def test_one_power_of_persistence_is_nid_in_the_record():
+    by = interactions.groups(report.load(RESULTS / "h100-interactions.json")["rows"])
+    for l1 in {l1 for l1, _ in by}:
+        for measure in ("auc", "top_pairs"):
+            ours, nid = (interactions.mean(by[l1, name], measure) for name in ("persistence, q = 1", "NID"))
+            assert ours == pytest.approx(nid, abs=1e-3)

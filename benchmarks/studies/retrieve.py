@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from studies.rows import columns
 from tigon.bench import report
 
 MOVIELENS = "MovieLens 100K"
@@ -40,20 +41,7 @@ class Row:
         return asdict(self)
 
 
-def _text(values: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
-    )
-
-
-report.COLUMNS["retrieve-study"] = {
-    "part": lambda r: r["part"],
-    "data": lambda r: r["data"],
-    "seed": lambda r: str(r["seed"]),
-    "by": lambda r: r["method"],
-    "setting": lambda r: _text(r["setting"]) or "–",
-    "measures": lambda r: _text(r["measures"]),
-}
+report.COLUMNS["retrieve-study"] = columns("part", "data", "seed")
 
 
 Rows = list[dict[str, Any]]

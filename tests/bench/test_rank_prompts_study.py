@@ -1,9 +1,7 @@
-"""The study of prompt rankers on a table like MovieLens': what it shows whom, and that both ways of tuning are one."""
+"""The study of prompt rankers: what it shows whom, that both ways of tuning are one, and what it records."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -12,27 +10,31 @@ import torch
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("transformers")
+from studies import prompt_tables, prompts
+
+from tigon.bench import report
+
 ROOT = Path(__file__).parents[2]
+GROUPS = ("new members", "known members", "new films", "known films")
 
 
 @pytest.fixture(scope="module")
-def study():
-    places = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "rank")]
-    sys.path[:0] = places
+def study(script):
+    sys.path.insert(0, str(ROOT / "tests" / "rank"))
     try:
-        yield importlib.import_module("rank_prompts")
+        yield script("rank_prompts")
     finally:
-        for place in places:
-            sys.path.remove(place)
+        sys.path.remove(str(ROOT / "tests" / "rank"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Eight members, one after the other, of 24 ratings each; 32 films."""
     folder = tmp_path_factory.mktemp("ml")
     ratings = [(u, i, 1 + (u * i) % 5, 1000 * u + 10 * k) for u in range(1, 9) for k, i in enumerate(range(u, u + 24))]
     text = ["user_id:token\titem_id:token\trating:float\ttimestamp:float", *("\t".join(map(str, r)) for r in ratings)]
     (folder / "ml-100k.inter").write_text("\n".join(text))
-    films = [f"{i}\tFilm {i}\t{1980 + i}\tDrama Crime" for i in range(1, 33)]
+    films = [f'{i}\tThe "Film" {i}\t{1980 + i}\tDrama Crime' for i in range(1, 33)]
     (folder / "ml-100k.item").write_text(
         "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n" + "\n".join(films)
     )
@@ -43,49 +45,153 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_requests_are_ten_ratings_and_what_came_before(study, folder):
-    split = study.Split(folder, train=8, test=4)
-    requests = {len(r.candidates): r for r in split.all_train}
-    assert set(requests) == {10, 4}
-    assert {len(r.events) for r in split.all_train} == {0, 10, 20}
-    told = split.told()
-    assert (told["train_requests"], told["test_requests"]) == (8, 4)
-    assert told["rows_of_new_members"] + told["rows_of_known_members"] == told["test_rows"]
-    assert 0 < told["rows_of_new_films"] < told["test_rows"]
-    worth = split.worth(split.labels * 0.5 + 0.25)
-    assert worth["auc all"] == worth["ndcg@10"] == 1
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"Clothing ID": n // 25, "Age": 20 + n, "Title": "Fine" if n % 2 else None, "Review Text": f"It is {n}.",
+             "Recommended IND": int(n % 3 > 0), "Department Name": "Tops", "Class Name": "Knits"}
+            for n in range(100)]  # fmt: skip
+    path = tmp_path_factory.mktemp("garments") / "reviews.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_requests_are_ten_ratings_and_what_came_before(folder):
+    films = prompt_tables.Films(folder, few=8)
+    hidden = prompt_tables.hidden_films([str(i) for i in range(1, 33)])
+    assert len(hidden) == 2
+    said = {f'The "Film" {i}' for i in hidden}
+    early = [*films.train, *films.validation]
+    assert len(early) + len(films.test) == 24
+    for request in early:
+        assert len(request.candidates) <= 10
+        assert not said & {row["title"] for row in (*request.candidates, *request.events)}
+    assert any(row["title"] in said for request in films.test for row in request.candidates)
+    assert not any(row["title"] in said for request in films.test for row in request.events)
+    assert {len(r.events) for r in films.train} <= set(range(21))
+    assert films.train[0].candidates[0]["genres"] == "Drama, Crime"
+    told = films.told()
+    for kind in ("members", "films"):
+        assert told[f"test rows new {kind}"] + told[f"test rows known {kind}"] == told["test rows"] > 0
+    assert told["test rows new films"] > 0
+    worth = films.worth(films.labels * 0.5 + 0.25)
+    assert worth["auc"] == worth["ndcg@10"] == worth["auc known films"] == 1
+
+
+def test_ligr_sees_the_same_requests(folder):
+    films = prompt_tables.Films(folder, few=8)
+    few, train, validation, test = films.for_ligr()
+    assert (len(few), len(train), len(validation), len(test)) == (
+        8, len(films.train), len(films.validation), len(films.test),
+    )  # fmt: skip
+    batch = test.batch(torch.arange(len(test)))
+    assert torch.equal(batch.labels["like"], films.labels)
+    assert torch.equal(batch.offsets, films.offsets)
+    assert (batch.items["item"] == 0).tolist() == films.rows[" new films"].tolist()
+    assert few.schema == train.schema
+
+
+def test_garments_are_ten_reviews_of_one(reviews):
+    garments = prompt_tables.Garments(reviews, most=3)
+    assert [len(r.candidates) for r in (*garments.train, *garments.test)] == [10] * 6
+    said = [row["text"] for r in (*garments.train, *garments.test) for row in r.candidates]
+    assert len(set(said)) == 60
+    for r in garments.train:
+        for row, place in zip(r.candidates, r.labels["recommend"], strict=True):
+            assert place == int(int(row["text"].split()[2][:-1]) % 3 == 0)
+    assert garments.worth(garments.labels)["auc"] == 1
 
 
 def test_both_ways_have_one_loss_and_one_gradient(study, folder):
     from prompts import model, tokenizer
 
-    split = study.Split(folder, train=3, test=1)
-    ranker = study.PromptRanker(model(positions=2048).double(), tokenizer(), study.PROMPT, prefix_len=400)
-    (batch,) = ranker.batches(split.train, tokens=1 << 30, labelled=True)
+    films = prompt_tables.Films(folder, few=3)
+    ranker = study.PromptRanker(model(positions=2048).double(), tokenizer(), study.FILMS, prefix_len=150)
+    encoded = study.encoded(ranker, films.train[3:5])
+    batch = study.joined(encoded)
     loss = ranker.loss(batch)
     want = torch.autograd.grad(loss, list(ranker.model.parameters()))
-    total, tokens = study.separate_loss(ranker, batch, 2000)
+    total, tokens = study.separate_loss(ranker, batch, 1000)
     torch.testing.assert_close(total.double(), loss.detach().double(), rtol=1e-5, atol=0)
-    assert tokens > 2 * batch.shared.rows
+    assert tokens >= batch.shared.separate_rows > 1.5 * batch.shared.rows
     largest = max(g.abs().max() for g in want)
     for p, g in zip(ranker.model.parameters(), want, strict=True):
         assert (p.grad - g).abs().max() <= 1e-5 * largest
+    probabilities = ranker.probabilities(films.train[3:5])["like"]
+    torch.testing.assert_close(study.answered(ranker, encoded), probabilities)
 
 
-def test_a_whole_run_writes_its_record(study, folder, tmp_path, monkeypatch):
+def test_a_whole_run_is_recorded_shown_and_gone_on_with(study, folder, reviews, tmp_path, monkeypatch, capsys):
     from prompts import model, tokenizer
 
     model(positions=2048).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(study, "PREFIX", 200)
-    monkeypatch.setattr(study, "BATCH", 4)
-    monkeypatch.setattr(sys, "argv", [
-        "rank_prompts.py", "--data", str(folder), "--model", str(tmp_path / "model"), "--json",
-        str(tmp_path / "out.json"), "--seeds", "1", "--train-requests", "8", "--test-requests", "4", "--only",
-        "zero,shared,separate",
-    ])  # fmt: skip
-    study.main()
-    runs = {run["way"]: run for run in json.loads((tmp_path / "out.json").read_text())["runs"]}
-    assert runs["shared"]["steps"] == runs["separate"]["steps"] == 2
-    assert runs["shared"]["auc all"] == pytest.approx(runs["separate"]["auc all"], abs=0.02)
-    assert runs["shared"]["tokens"] < runs["separate"]["tokens"] / 2
+    monkeypatch.setattr(study, "PREFIX", 150)
+    monkeypatch.setattr(study, "BATCH", 2)
+    monkeypatch.setattr(study, "EXTRA", 1)
+    monkeypatch.setattr(study, "LIGR", [{**study.LIGR[0], "width": 8}, {**study.LIGR[3], "width": 8}])
+
+    def run(output, *more):
+        words = (
+            "--data", folder, "--model", tmp_path / "model", "--output", tmp_path / output, "--requests", 4,
+            "--train-requests", 4, "--test-requests", 2, "--student-epochs", 1, "--ligr-epochs", 1, "--shape",
+            "24,3,4,1", "--device", "cpu", *more,
+        )  # fmt: skip
+        monkeypatch.setattr("sys.argv", ["rank_prompts.py", *map(str, words)])
+        study.main()
+        (path,) = (tmp_path / output).glob("*-rank-prompts.json")
+        return path, report.load(path)["rows"]
+
+    first, rows = run("first", "--parts", "speed,steps,zero,rates", "--rates", "1e-3,1e-2", "--garments", reviews)
+    best = max((row for row in rows if row["part"] == "rates"), key=lambda row: row["validation"]["auc"])
+    second, rows = run(
+        "second", "--parts", "ligr,ways,two,all", "--seeds", "3", "--garments", reviews, "--resume", first,
+    )  # fmt: skip
+    by = {row["method"]: row for row in rows if row["part"] == "films"}
+    assert set(by) == set(prompts.FILMS)
+    assert by["shared"]["setting"]["rate"] == by["separate"]["setting"]["rate"] == best["setting"]["rate"]
+    assert by["shared"]["setting"]["steps"] == 2
+    assert by["shared"]["measures"]["auc"] == pytest.approx(by["separate"]["measures"]["auc"], abs=0.02)
+    assert by["shared"]["setting"]["tokens"] < by["separate"]["setting"]["tokens"] / 1.5
+    assert by["student taught"]["setting"]["weights"] < by["LiGR, all requests"]["setting"]["weights"] * 1000
+    assert len(eval(by["LiGR, all requests"]["setting"]["tried"])) == 2
+    monkeypatch.setattr(study.Study, "ranker", lambda *_: pytest.fail("it was there"))
+    _, third = run("third", "--parts", "ways,two,all,ligr,zero", "--seeds", "3", "--resume", first, second)
+    assert third == rows
+
+    folder_of = second.parent
+    said = capsys.readouterr().out
+    for part in prompts.PARTS:
+        shown = prompts.page(folder_of, part)
+        assert shown in said
+    assert len(prompts.page(folder_of, "films").splitlines()) == 2 + len(prompts.FILMS)
+    assert len(prompts.page(folder_of, "garments").splitlines()) == 2 + len(prompts.GARMENTS)
+    speed = prompts.page(folder_of, "speed").splitlines()
+    assert [line.split(" | ")[0] for line in speed[2:]] == ["| scoring", "| training", "| a step of training"]
+    assert prompts.apart(rows) == [by["shared"]["measures"]["auc"] - by["separate"]["measures"]["auc"]]
+    assert len(prompts.page(folder_of, "bars").splitlines()) == 2 + 4
+    assert prompts.page(tmp_path / "none", "films") == "No run has been recorded yet."
+
+
+def made(part, method, seed=0, **measures):
+    return {"part": part, "method": method, "seed": seed, "measures": measures}
+
+
+def test_what_was_asked_for_is_met_or_missed():
+    rows = [made("speed", way, **{"separate ms": 99.0, "shared ms": 10.0}) for way in ("scoring", "training")]
+    rows += [made("films", "shared", seed, auc=0.70 + 0.01 * seed) for seed in range(3)]
+    rows += [made("films", "separate", seed, auc=0.709 + 0.01 * seed) for seed in (2, 0, 1)]
+    rows += [made("films", prompts.TEACHER, auc=0.8), made("films", "student taught", auc=0.7961)]
+    assert prompts.apart(rows) == pytest.approx([-0.009] * 3)
+    lines = [line.strip("| ").split(" | ") for line in prompts.bars(rows).splitlines()[2:]]
+    assert [line[1:] for line in lines] == [
+        ["10 ×", "9.9 ×", "missed"], ["8 ×", "9.9 ×", "met"], ["the seeds' 0.0100", "0.0090", "met"],
+        ["0.5 %", "0.49 %", "met"],
+    ]  # fmt: skip
+    rows[-1]["measures"]["auc"] = 0.795
+    for row in rows[2:5]:
+        row["measures"]["auc"] -= 0.002
+    assert [line.split(" | ")[-1] for line in prompts.bars(rows).splitlines()[4:]] == ["missed |", "missed |"]
+    assert prompts.behind(rows) == pytest.approx(0.00625)

@@ -92,6 +92,14 @@ def test_both_learn_and_a_run_goes_on(folder, monkeypatch, capsys):
     assert second[:2] == first
     assert [row["method"] for row in second[2:]] == ["ligr, no gate"]  # the set has no ratings
     assert "ndcg@10" in capsys.readouterr().out
+    # Side by side, by other processes: settings are chosen by seed 0, and a seed's fit is the one that it is alone.
+    both = ("--seeds", 2, "--sides", "sasrec", "--epochs", 3, "--dropout", "0.1,0.3")
+    rows = {jobs: run(*both, "--jobs", jobs)[1] for jobs in (1, 2)}
+    for row in (row for found in rows.values() for row in found):
+        del row["seconds"]
+    assert [row["seed"] for row in rows[2]] == [0, 1]
+    assert len(rows[2][0]["setting"].pop("tried")) == len(rows[1][0]["setting"].pop("tried")) == 2
+    assert rows[1] == rows[2]
 
 
 def test_costs_are_of_equal_numbers():

@@ -24,7 +24,7 @@ HOSTS = (
 RETURNED = {
     "Fusion", "Report", "Row", "TrainerFusion", "TrainerReport", "Hpz", "Plan", "Traffic", "LogProb", "GraphStep",
     "Hits", "MemoryPlan", "Explanation", "Impressions", "Batch", "Ragged", "Cache", "Fitted", "Progress", "Evaluation",
-    "Measured", "Scored",
+    "Measured", "Scored", "Interaction", "Interactions", "TableMLP",
 }  # fmt: skip
 
 

@@ -309,11 +309,14 @@ def test_the_next_item_without_labels_and_the_log_of_every_step(folder, tigon, t
         (("--data", "{train}", "--label", "clik"), ("clik", "click")),
         (("--data", "{train}", "--label", "stars"), ("must be 0 or 1", "stars")),
         (("--data", "{train}", "--item", "thing"), ("there is no column 'thing'",)),
-        (("--data", "{items}", "--label", "kind=='k0'"), ("--val-split='time' needs times",)),
+        (
+            ("--data", "{items}", "--label", "kind=='k0'", "--val-split", "time"),
+            ("--val-split='time' needs times",),
+        ),
         (("--data", "{train}", "--loss", "hinge"), ("--loss must be one of bce, softmax", "got 'hinge'")),
         (("--data", "{train}", "--lr", "0"), ("--lr must be above 0, got 0",)),
         (("--data", "{train}", "--metric", "map"), ("--metric must be one of auc", "got 'map'")),
-        (("--data", "{train}", "--model", "dcn"), ("--model must be one of ligr, got dcn",)),
+        (("--data", "{train}", "--model", "dcn"), ("--model must be one of ligr, lirank, got dcn",)),
         (
             ("--data", "{train}", "--label-weight", "click"),
             ("--label-weight must be a label and a number", "got click"),

@@ -20,3 +20,21 @@ def test_a_ligr_that_learns_what_users_like_from_their_history(example):
     assert len(films) == 3
     assert len({genre for genre, *_ in films}) == 1
     assert [float(p) for _, p, _ in films] == sorted((float(p) for _, p, _ in films), reverse=True)
+
+
+def test_a_lirank_that_learns_which_apps_are_installed(example):
+    for package in ("pyarrow", "accelerate", "safetensors"):
+        pytest.importorskip(package)
+    said = example(EXAMPLES / "rank_clicks.py")
+    found = re.findall(r"^(.+): AUC (0\.\d+) .*, ECE (0\.\d+)$", said, re.MULTILINE)
+    assert [name for name, *_ in found][:3] == ["before", "fitted", "calibrated"]
+    aucs, errors = ([float(one[n]) for one in found] for n in (1, 2))
+    assert aucs[0] < 0.6
+    assert min(aucs[1:]) > 0.68  # 0.8 knows all
+    assert max(errors[1:]) < 0.1
+    assert aucs[3] == pytest.approx(aucs[2], abs=0.003)
+    small, large = (int(x.replace(",", "")) for x in re.findall(r"\d[\d,]*", found[3][0]))
+    assert small * 32 == large * 12  # 8 numbers of 4 bytes, and 8 of one with 4 more
+    rows = re.findall(r"^app\d+ for user\d+: install (0\.\d+), long (0\.\d+); score (\d\.\d+)$", said, re.MULTILINE)
+    assert len(rows) == 3
+    assert all(float(score) == pytest.approx(float(a) + float(b), abs=0.011) for a, b, score in rows)

@@ -63,6 +63,6 @@ OUTER_SOFTMAX = Op(
     large=(Case("samples share a program", (1000, 64)), Case("a sample over warps", (100, 200))),
     # A program reads a few hundred numbers and computes on each r times.
     wide_loads=False,
-    # The assembler ends at 128 registers, one short, for the widest rows on sm_90 and for r = 16 on sm_100.
-    spills=8,
+    # The backward is given 128 registers, which puts some of its sums on the stack.
+    spills=160,
 )

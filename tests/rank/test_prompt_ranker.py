@@ -118,6 +118,29 @@ def test_in_bf16(pure):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in own.model.parameters())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype):
+    """Probabilities, loss and gradients of labels and a teacher, beside the same in fp64 on the CPU."""
+    want, got = ranker(), ranker(torch.float32).to("cuda")
+    listed = taught(requests(), want)
+    if dtype == torch.bfloat16:
+        got.model.to(dtype)
+    close = 4e-3 if dtype == torch.float32 else 6e-2  # a product of fp32 may be one of tf32
+    p, q = want.probabilities(listed), got.probabilities(listed, tokens=150)
+    for name, own in p.items():
+        assert (q[name] - own).abs().max() < close
+    losses, gradients = [], []
+    for one in (want, got):
+        (batch,) = one.batches(listed, labelled=True)
+        loss = one.loss(batch)
+        losses.append(loss.item())
+        own = torch.autograd.grad(loss, list(one.model.parameters()))
+        gradients.append(torch.cat([g.double().cpu().flatten() for g in own]))
+    assert losses[1] == pytest.approx(losses[0], rel=close)
+    assert (gradients[1] - gradients[0]).norm() < 4 * close * gradients[0].norm()
+
+
 def test_the_prefix_is_cut_as_in_training():
     own = ranker()
     room = len(own.encoder.encode(requests()[0]).prefix) - 1

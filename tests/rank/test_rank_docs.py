@@ -72,6 +72,27 @@ def test_the_code_of_the_page_on_fitting_runs(capsys, tmp_path, monkeypatch):
     assert "Measured(value=" in capsys.readouterr().out
 
 
+def test_the_code_of_the_page_on_interactions_runs(capsys, tmp_path, monkeypatch):
+    for package in ("pyarrow", "matplotlib"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)
+    monkeypatch.setattr("tigon.rank.interacting.tables.EPOCHS", 10)
+    names = {}
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (PAGE.parent / "interactions.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "interactions.md", "exec"), names)
+    assert names["found"][0].features == ("hour", "price")
+    assert names["fitted"].loss[0] < 0.8 * names["fitted"].constant
+    assert (tmp_path / "pairs.png").stat().st_size > 10_000
+    assert rank.Schema.load(tmp_path / "schema.json") == names["schema"]
+    assert "hour × price" in names["data"].schema.rows
+    assert "share" in capsys.readouterr().out
+
+
 def test_the_page_on_fitting_names_what_the_library_has():
     pytest.importorskip("accelerate")
     from tigon.cli.rank.fitting import WRITTEN
@@ -107,6 +128,34 @@ def test_the_code_of_the_page_on_sequences_runs(capsys, tmp_path, monkeypatch):
     # 512 · (512 + 1) + 512 tokens are 512 sequences of a history and a candidate.
     assert "262,656" in page
     assert capsys.readouterr().out.endswith(f"(5, 3) {names['cache'].nbytes}\n")
+
+
+def test_the_code_of_the_page_on_clicks_runs(capsys, tmp_path, monkeypatch):
+    for package in ("pyarrow", "safetensors", "accelerate"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    # What takes seconds has a test of its own.
+    monkeypatch.setattr(rank.LiRank, "export", lambda ranker, folder: (Path(folder),))
+    names = {}
+    page = (PAGE.parents[1] / "how-to" / "rank-clicks.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(compile(block, "rank-clicks.md", "exec"), names)
+    assert names["data"].schema.roles.item is None
+    assert set(names["found"]) == {"auc", "log_loss", "ece"}
+    assert names["found"]["auc"].value > 0.7
+    assert names["found"]["ece"].value < 0.15
+    assert 0 < float(names["off"].abs().max()) < 0.01
+    tables, small = (sum(one.nbytes for one in of.tables()) for of in (names["ranker"], names["small"]))
+    assert 4 * 8 * small == (8 + 4) * tables  # of width 8
+    assert type(names["ranker"]) is rank.LiRank
+    assert names["ranker"].explorer is not None
+    assert 0 < float((names["drawn"].score - rank.score(names["ranker"], names["held"]).score).abs().mean()) < 0.3
+    assert names["going"].schema.fields["banner"].rows == 71
+    options = set(re.findall(r"^\| `(\w+)=", page, re.MULTILINE))
+    assert options < set(inspect.signature(rank.LiRank).parameters)
+    assert "Measured(value=" in capsys.readouterr().out
 
 
 def test_the_public_names_are_the_modules():

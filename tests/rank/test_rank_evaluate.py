@@ -34,6 +34,17 @@ def test_scores_are_those_of_the_ranker_row_by_row():
         rank.score(RANKER, Requests.drawn(0))
 
 
+def test_requests_of_a_row_each_have_no_order_to_measure():
+    data = Requests(torch.ones(60, dtype=torch.int64), DATA.x[:60], {name: y[:60] for name, y in DATA.labels.items()})
+    found = rank.evaluate(rank.score(RANKER, data), draws=3)
+    assert {label: list(names) for label, names in found.labels.items()} == {
+        label: ["auc", "log_loss", "ece"] for label in ("click", "buy")
+    }
+    assert found.notes == []
+    with pytest.raises(ValueError, match=r"a metric must be one of auc, log_loss, ece, or .* got 'ndcg@10'"):
+        found.value("ndcg@10")
+
+
 def test_products_in_bf16_change_the_scores_by_their_rounding():
     wide, narrow = (rank.score(RANKER, DATA, rank.Drawing(precision=p)).score for p in ("fp32", "bf16"))
     assert 0 < (wide - narrow).abs().max() < 0.02

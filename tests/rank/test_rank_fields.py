@@ -145,7 +145,7 @@ def test_a_value_of_another_kind_is_refused(field, column, position, said):
         (lambda: Id(vocab=[1, "a"]), "Id: vocab must hold strings or integers, of one kind, got int, str"),
         (lambda: Id(vocab=[1.5]), "Id: vocab must hold strings or integers, of one kind, got float"),
         (lambda: Id(vocab=["a", "a"]), "Id: vocab must name each value once"),
-        (lambda: Id(hash_rows=0), "Id: hash_rows must be a positive integer, got 0"),
+        (lambda: Id(hash_rows=0), "Id: hash_rows must be an integer of at least 2, or all values have one code, got 0"),
         (lambda: Ids(dim=True), "Ids: dim must be a positive integer, got True"),
         (lambda: Ids(max=0), "Ids: max must be a positive integer, got 0"),
         (lambda: Ids(pool="sum"), "Ids: pool must be one of 'mean', 'attention', got 'sum'"),
@@ -168,5 +168,5 @@ def test_a_field_that_makes_no_sense_is_refused(make, said):
 
 def test_every_kind_is_in_the_table():
     assert {kind: field.__name__ for kind, field in KINDS.items()} == {
-        name: name for name in ("Id", "Number", "Ids", "Text", "Time")
+        name: name for name in ("Id", "Number", "Ids", "Cross", "Text", "Time")
     }

@@ -10,7 +10,8 @@ pytest.importorskip("accelerate")
 from rank_made import Linear, Requests
 
 from tigon import rank
-from tigon.rank.fitting import LOSSES, _groups, _schedule
+from tigon.rank.fitting import LOSSES, _schedule
+from tigon.rank.optimizing import groups
 
 TRAIN, VAL = Requests.drawn(seed=1), Requests.drawn(60, seed=2)
 QUICK = {"lr": 0.05, "epochs": 4, "batch_size": 16}
@@ -95,6 +96,23 @@ def test_the_ranker_stays_on_its_device(monkeypatch):
         rank.fit(ranker, TRAIN)
 
 
+def test_the_precision_is_that_of_the_options(monkeypatch):
+    """Accelerate keeps the precision of a process's first Accelerator, such as a Trainer's in bf16."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    def losses():
+        seen = []
+        options = rank.FitOptions(epochs=1, batch_size=20)
+        rank.fit(Linear(dropout=0.0), TRAIN, options=options, after=lambda progress: seen.extend(progress.rows()))
+        return [row["loss"] for row in seen]
+
+    Accelerator()
+    found = losses()
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "bf16")
+    assert losses() == found
+
+
 def test_early_stopping_keeps_the_best_weights():
     kept = {}
 
@@ -138,12 +156,12 @@ def test_the_rate_rises_and_falls():
 
 def test_only_weights_of_linear_layers_decay():
     module = torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
-    decayed, others = _groups(module, 0.1)
+    decayed, others = groups(module, 0.1)
     assert [p is module[1].weight for p in decayed["params"]] == [True]
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert len(others["params"]) == 4
     module[1].requires_grad_(False)
-    assert [len(group["params"]) for group in _groups(module, 0.1)] == [3]
+    assert [len(group["params"]) for group in groups(module, 0.1)] == [3]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():

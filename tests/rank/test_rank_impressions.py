@@ -404,6 +404,28 @@ def test_a_split_fits_on_what_is_trained():
     assert again.schema.fields["item"].vocab == ("a", "b", "late")
 
 
+def test_rows_without_items_are_features_alone(tmp_path):
+    rows = {"ad": ["a", "b", "a"], "hour": [3, 4, 4], "price": [1.5, 2.5, 3.5], "click": [1, 0, 1]}
+    data = Impressions.read(rows)
+    assert data.schema.roles.item is None
+    assert {name: field.side for name, field in data.schema.fields.items()} == dict.fromkeys(
+        ("ad", "hour", "price"), "row"
+    )
+    assert (len(data), data.rows, data.request_ids) == (3, 3, [0, 1, 2])
+    batch = data.batch(torch.tensor([2, 0]))
+    assert (batch.items["ad"].tolist(), batch.labels["click"].tolist(), batch.context) == ([1, 1], [1, 1], {})
+    with pytest.raises(
+        ValueError, match=r"^rank\.Impressions: no column of these impressions is the item; name one by"
+    ):
+        _ = data.item_ids
+    assert Schema.from_json(data.schema.to_json()) == data.schema
+    # One-hot fields of libfm are ids, however many there are.
+    lines = "".join(f"{i % 2} {i}:1 {100 + i % 50}:1\n" for i in range(80))
+    (tmp_path / "clicks.libfm").write_text(lines)
+    fields = Impressions.read(tmp_path / "clicks.libfm").schema.fields
+    assert {name: field.kind for name, field in fields.items()} == {"field_0": "Id", "field_1": "Id"}
+
+
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
@@ -418,7 +440,17 @@ def changed(**columns):
         (ROWS, {"labels": ["clik"]}, "must have the column 'clik', a label; did you mean 'click'"),
         (ROWS, {"labls": ["click"]}, "there is no argument 'labls'; did you mean 'labels'"),
         (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= has the roles already, got item besides"),
-        (changed(item=None), {}, "name the column of items by item=…; there are 'request', 'user', 'time', 'click'"),
+        (
+            changed(item=None),
+            {"history": EVENTS},
+            "the history must go with impressions of items; name their column by item=…, there are 'request', 'user'",
+        ),
+        (changed(item=None), {"history": "self"}, "the history must go with impressions of items; name their column"),
+        (
+            changed(item=None),
+            {"items": {"item": [1]}},
+            "the items must go with impressions of items; name their column",
+        ),
         (
             changed(click=[0, 2, 1, 0]),
             {},
@@ -512,7 +544,7 @@ def changed(**columns):
         ),
         ("gone.parquet", {}, "there is no file gone.parquet"),
         (7, {}, "a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got int"),
-        ({}, {}, "name the column of items by item=…; there are no columns"),
+        ({}, {}, "the impressions must have columns, got none"),
     ],
 )
 def test_what_cannot_be_read_gets_a_sentence(rows, options, said):

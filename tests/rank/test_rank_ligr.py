@@ -83,9 +83,13 @@ def test_logits_are_those_of_dense_layers(options, gates):
         close(model(made), expected)
 
 
-def test_tokens_are_sums_of_what_fields_are():
+def test_tokens_are_normed_sums_of_what_fields_are():
     model, made = ranker(), batch([2], [2], seed=3)
     tokens = model.tokens
+
+    def normed(x):
+        return torch.nn.functional.layer_norm(x, x.shape, tokens.norm.weight, tokens.norm.bias)
+
     table = {name: tokens.of(name) for name in tokens.names}
     assert set(table) == set(SCHEMA.fields)
     code, gap = made.history, torch.tensor([1000.0, 5.0])
@@ -102,7 +106,7 @@ def test_tokens_are_sums_of_what_fields_are():
     for row, place in enumerate((9, 2)):  # 2⁹ ≤ 1000 + 1 < 2¹⁰, and 2² ≤ 5 + 1 < 2³
         expected = table["item"].table[code["item"][row]] + table["what"].table[code["what"][row]]
         expected = expected + genres(code["genres"], row) + number("stars", code["stars"][row])
-        torch.testing.assert_close(found[row], expected + tokens.gap[1 + place])
+        torch.testing.assert_close(found[row], normed(expected + tokens.gap[1 + place]))
     found = tokens.candidates(made.items, torch.tensor([torch.inf, 0.0]))
     for row, place in enumerate((0, 1)):
         words = made.items["words"]
@@ -112,11 +116,11 @@ def test_tokens_are_sums_of_what_fields_are():
             pooled = (rows @ table["words"].query).softmax(0) @ rows
             expected = expected + pooled
         expected = expected + number("position", made.items["position"][row])
-        torch.testing.assert_close(found[row], expected + tokens.newest[place])
+        torch.testing.assert_close(found[row], normed(expected + tokens.newest[place]))
     at = int(made.context["at"][0]) // 10**6
     expected = tokens.start + table["country"].table[made.context["country"][0]] + number("age", made.context["age"][0])
     expected = expected + table["at"].hour[at // 3600 % 24] + table["at"].day[at // 86400 % 7]
-    torch.testing.assert_close(tokens.context(made.context, 1)[0], expected)
+    torch.testing.assert_close(tokens.context(made.context, 1)[0], normed(expected))
     never = torch.tensor([torch.iinfo(torch.int64).min])
     torch.testing.assert_close(table["at"](never)[0], table["at"].missing)
 
@@ -341,7 +345,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
             LiGR.from_pretrained(tmp_path)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"kind must be one of \['ligr'\], got None"):
+    with pytest.raises(ValueError, match=r"kind must be one of \['ligr', 'lirank'\], got None"):
         LiGR.from_pretrained(tmp_path)
 
 

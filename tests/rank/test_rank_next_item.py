@@ -106,7 +106,7 @@ def test_it_learns_what_comes_next():
     items = (torch.arange(6)[None] + torch.arange(12)[:, None]) % 12 + 1
     made = dataclasses.replace(batch([6] * 12, [1] * 12, schema), history={"item": items.flatten()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(25):
+    for _ in range(35):
         optimizer.zero_grad()
         loss = model.next_item_loss(made)
         loss.backward()

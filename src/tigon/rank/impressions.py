@@ -116,7 +116,12 @@ class Impressions:
 
     @property
     def item_ids(self) -> list[Any]:
-        """The items of all candidates, request by request, as the table has them."""
+        """The items of all candidates, request by request, as the table has them.
+
+        Raises: ValueError if no column is the item.
+        """
+        if self.schema.roles.item is None:
+            raise ValueError("rank.Impressions: no column of these impressions is the item; name one by item=….")
         return self.column(self.schema.roles.item)
 
     def column(self, name: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ MANY = 1_000_000
 # Spaces in an average string from which it is a text.
 SPACES = 3.0
 ID_ENDINGS = ("id", "_code", "_type", "category", "class")
+# What `tigon.tables.libsvm` calls one-hot fields.
+ONE_HOT = re.compile(r"field_\d+")
 
 
 def fitted(schema: Schema, tables: Tables) -> Schema:
@@ -43,7 +46,10 @@ def fitted(schema: Schema, tables: Tables) -> Schema:
                     found[table] = field.values(tables.of(table)[name])
                 except BadValue as error:
                     raise tables.bad(table, name, field.kind, error) from None
-        made[name] = field.fit([*found.values()])
+        try:
+            made[name] = field.fit([*found.values()])
+        except ValueError as error:
+            raise ValueError(f"{NAME}: column {name!r} ({field.kind}): {error}") from None
         if isinstance(field, Time):
             _one_unit(name, field, found)
     return schema.replace(made) if made else schema
@@ -67,7 +73,9 @@ def _homes(name: str, field: Field, roles: Roles) -> tuple[str, ...]:
 
 def infer(tables: Tables, roles: Roles) -> Schema:
     """Roles and fields for tables. `left_out` says why a column is no field."""
-    fields: dict[str, Field] = {roles.item: Id(side="item", history=tables.history is not None)}
+    fields: dict[str, Field] = {}
+    if roles.item is not None:
+        fields[roles.item] = Id(side="item", history=tables.history is not None)
     left_out: dict[str, str] = {}
     for name in roles.action:
         column = tables.column("history", name, "an action")
@@ -139,7 +147,8 @@ def kind_of(name: str, column: Any) -> Field | str:
     if types.is_floating(kind) and distinct <= FEW:
         values = np.array(pc.unique(column).cast("float64").drop_null())
         whole = bool(np.all(np.isnan(values) | (values == np.floor(values))))
-    if whole and (distinct <= FEW or (types.is_integer(kind) and name.lower().endswith(ID_ENDINGS))):
+    named = name.lower().endswith(ID_ENDINGS) or ONE_HOT.fullmatch(name) is not None
+    if whole and (distinct <= FEW or (types.is_integer(kind) and named)):
         return coded
     return Number()
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tigon.rank.batch import Batch
+from tigon.rank.explore import FILE as EXPLORER
+from tigon.rank.explore import Explorer
 from tigon.rank.schema import Schema
 
 SCHEMA, CONFIG, MODEL = "schema.json", "config.json", "model.safetensors"
 # Where the class of each kind is, so that a folder can be read before its class was imported.
-HOMES = {"ligr": "tigon.rank.sequence.model:LiGR"}
+HOMES = {"ligr": "tigon.rank.sequence.model:LiGR", "lirank": "tigon.rank.features.model:LiRank"}
 
 
 class Ranker(nn.Module):
@@ -31,14 +33,16 @@ class Ranker(nn.Module):
     Attributes:
         labels: the names of the schema's labels; a model of next items needs none.
         score_weights: label → weight.
+        explorer: what `rank.Explorer.fit` found, which `rank.score(…, explore=…)` draws by; None before.
     """
 
     kind: ClassVar[str]
+    explorer: Explorer | None
 
     def __init__(self, schema: Schema, weights: dict[str, float] | None = None) -> None:
         super().__init__()
         name = type(self).__name__
-        self.schema, self.labels = schema, list(schema.labels)
+        self.schema, self.labels, self.explorer = schema, list(schema.labels), None
         if unknown := sorted(set(weights or {}) - set(self.labels)):
             raise ValueError(f"{name}: weights must be of the labels {self.labels}, got one of {unknown[0]!r}.")
         self.score_weights = {label: (weights or {}).get(label, 1.0 if not weights else 0.0) for label in self.labels}
@@ -67,7 +71,9 @@ class Ranker(nn.Module):
         return torch.stack([weight * logits[label].float().sigmoid() for label, weight in used.items()]).sum(0)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write schema.json, config.json and model.safetensors. Nothing is pickled.
+        """Write schema.json, config.json, model.safetensors, and explorer.safetensors if there is one.
+
+        Nothing is pickled.
 
         Args:
             folder: made if it is not there.
@@ -84,6 +90,9 @@ class Ranker(nn.Module):
         about = {"kind": self.kind, "weights": self.score_weights, **self.config()}
         self.schema.save(folder / f"{SCHEMA}.partial")
         (folder / f"{CONFIG}.partial").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        (folder / EXPLORER).unlink(missing_ok=True)  # it may be another ranker's
+        if self.explorer is not None:
+            self.explorer.save(folder)
         for name in (MODEL, SCHEMA, CONFIG):
             os.replace(folder / f"{name}.partial", folder / name)
 
@@ -122,4 +131,5 @@ class Ranker(nn.Module):
                 f"{cls.__name__}.from_pretrained: {MODEL}, {SCHEMA} and {CONFIG} of {folder} must be of one ranker, as "
                 f"save_pretrained wrote them: {lines[-1].rstrip('.')}."
             ) from error
+        ranker.explorer = Explorer.load(folder)
         return ranker.to(device).eval()

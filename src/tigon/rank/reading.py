@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.rank.fields import Field, Time
+from tigon.rank.crossed import crossed
+from tigon.rank.fields import Cross, Field, Id, Time
 from tigon.rank.held import Held, Stored
 from tigon.rank.history import ordered, windows
 from tigon.rank.labels import Label
@@ -42,7 +43,9 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
         name: Stored(time) if name == roles.time and time is not None else places.of_requests(name, field)
         for name, field in schema.context.items()
     }
-    items = {name: places.of_candidates(name, field) for name, field in {**schema.items, **schema.rows}.items()}
+    read = {name: field for name, field in {**schema.items, **schema.rows}.items() if not isinstance(field, Cross)}
+    items = {name: places.of_candidates(name, field) for name, field in read.items()}
+    items |= crossed(schema, context, items, sizes)
     events = places.events(time, notes)
     labels = {}
     for label in map(Label.of, roles.labels):
@@ -55,7 +58,9 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     weights = None
     if roles.weight is not None and (labelled or roles.weight in tables.rows):
         weights = _weights(tables, roles.weight)[order]
-    context, items = ({k: v.kept(schema.fields[k].kind == "Id") for k, v in side.items()} for side in (context, items))
+    context, items = (
+        {k: v.kept(isinstance(schema.fields[k], Id)) for k, v in side.items()} for side in (context, items)
+    )
     held = Held(schema, requests, offsets, *events, time, context, items, labels, weights, order, notes)
     _note(held, places)
     return held

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon.rank.fields import KINDS, Field, Id, Time
+from tigon.rank.fields import KINDS, Cross, Field, Id, Number, Time
 from tigon.rank.labels import Label
 from tigon.tables.arrow import nearest
 
@@ -32,7 +32,7 @@ class Roles:
     """Which columns say who was shown what, when, and what happened.
 
     Args:
-        item: the column of what was shown.
+        item: the column of what was shown. None: each row is features alone, as those of a table of clicks may be.
         request: rows with the same value were shown together. None: rows of the same user and time; without those,
             each row by itself.
         user: whose history a request reads.
@@ -42,7 +42,7 @@ class Roles:
         weight: how much a row counts in losses.
     """
 
-    item: str
+    item: str | None = None
     request: str | None = None
     user: str | None = None
     time: str | None = None
@@ -62,6 +62,7 @@ class Schema:
     Args:
         roles: a `Roles`, or a dict of its arguments.
         fields: name of a column → its field. The item's own id is the field that `roles.item` names, of side "item".
+            Without items no field has that side.
 
     Attributes:
         context, items, rows: the fields of each side, by name.
@@ -70,8 +71,8 @@ class Schema:
         is_open: whether a field is still to be fitted on data.
         left_out: why columns are no fields, where the schema was inferred.
 
-    Raises: ValueError if the item has no field, two labels have one name, or a field stands on a side where its role
-        forbids it.
+    Raises: ValueError if the item has no field, two labels have one name, a field stands on a side where its role
+        forbids it, or a cross is of fields that there are not.
     """
 
     def __init__(self, roles: Roles | Mapping[str, Any], fields: Mapping[str, Field]) -> None:
@@ -81,8 +82,11 @@ class Schema:
         for name, field in self.fields.items():
             if not isinstance(field, Field):
                 raise ValueError(f"Schema: field {name!r} must be one of {', '.join(KINDS)}, got {_type(field)}.")
-        item = self.fields.get(self.roles.item)
-        if not isinstance(item, Id) or item.side != "item":
+        item = self.fields.get(self.roles.item or "")
+        if self.roles.item is None:
+            for name in self.side("item"):
+                raise ValueError(f"Schema: field {name!r} has side 'item', but roles.item names no column of items.")
+        elif not isinstance(item, Id) or item.side != "item":
             raise ValueError(f"Schema: the item {self.roles.item!r} must have a field Id(side='item'), got {item!r}.")
         if len(set(self.labels)) < len(self.labels):
             twice = next(name for name in self.labels if self.labels.count(name) > 1)
@@ -101,6 +105,23 @@ class Schema:
         for name in self.side("action"):
             if name not in self.roles.action:
                 raise ValueError(f"Schema: field {name!r} has side 'action', but roles.action does not name it.")
+        for name, field in self.fields.items():
+            if isinstance(field, Cross):
+                self._check_cross(name, field)
+
+    def _check_cross(self, name: str, cross: Cross) -> None:
+        for part in cross.of:
+            field = self.fields.get(part)
+            what = f"Schema: cross {name!r} must be of fields of its schema"
+            if field is None:
+                raise ValueError(f"{what}, got {part!r}; {nearest(part, [one for one in self.fields if one != name])}")
+            if isinstance(field, Cross) or not isinstance(field, (Id, Number)) or field.side == "action":
+                raise ValueError(f"{what} that are an Id or a Number of an impression, got {part!r}, {field.kind}.")
+            if isinstance(field, Number) and field.scale != "quantile":
+                raise ValueError(
+                    f"Schema: cross {name!r} must be of numbers of scale 'quantile', which says where to cut them, got "
+                    f"{part!r} of scale {field.scale!r}."
+                )
 
     def side(self, side: str) -> dict[str, Field]:
         """The fields of a side, by name."""
@@ -139,6 +160,15 @@ class Schema:
             fields: in place of those of the same names, or besides.
         """
         return Schema(self.roles, {**self.fields, **fields})._because(self.left_out)
+
+    def growing(self) -> Schema:
+        """This schema for newer data: new values of its vocabularies get the codes behind those that it has.
+
+        `Impressions.read(…, schema=schema.growing())` then knows the old values and the new ones, and `rank.grown`
+        gives a ranker their rows. Scales of numbers stay as they are.
+        """
+        coded = {name: field for name, field in self.fields.items() if getattr(field, "vocab", None) is not None}
+        return self.replace({name: dataclasses.replace(field, grows=True) for name, field in coded.items()})  # type: ignore[call-arg]
 
     def _because(self, left_out: Mapping[str, str]) -> Schema:
         self.left_out = dict(left_out)
@@ -221,8 +251,8 @@ def _roles(told: Mapping[str, Any]) -> Roles:
     for name in told:
         if name not in known:
             raise ValueError(f"Schema: there is no role {name!r}; {nearest(name, known)}")
-    if not isinstance(told.get("item"), str):
-        raise ValueError("Schema: roles must name the column of items, 'item'.")
+    if not isinstance(told.get("item"), (str, type(None))):
+        raise ValueError(f"Schema: roles must name the column of items, 'item', or none, got {told['item']!r}.")
     return Roles(**told)
 
 
@@ -232,7 +262,7 @@ def _field(name: str, told: Any) -> Field:
     if kind not in KINDS:
         raise ValueError(f"Schema: field {name!r} must have a kind; got {kind!r}, {nearest(str(kind), KINDS)}")
     options = {key: value for key, value in told.items() if key != "kind"}
-    known = [field.name for field in dataclasses.fields(KINDS[kind])]
+    known = [field.name for field in dataclasses.fields(KINDS[kind]) if field.init]
     for option in options:
         if option not in known:
             raise ValueError(f"Schema: field {name!r}: {kind} has no option {option!r}; {nearest(option, known)}")

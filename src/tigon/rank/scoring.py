@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from tigon.rank.explore import explorer_of
+
 PRECISIONS = ("auto", "bf16", "fp32")
 
 
@@ -98,13 +100,41 @@ def device_of(ranker: nn.Module) -> torch.device:
     return next((p.device for p in ranker.parameters()), torch.device("cpu"))
 
 
-def scored_batches(ranker: Any, data: Batched, drawing: Drawing = Drawing()) -> Iterator[Scored]:
+def check_schema(name: str, ranker: Any, data: Any) -> None:
+    """Raise if the codes of data are not those that the ranker knows: a field has another vocabulary, or another scale.
+
+    Data without a schema is not looked at.
+    """
+    own, other = getattr(ranker.schema, "fields", None), getattr(getattr(data, "schema", None), "fields", None)
+    if own is None or other is None or ranker.schema is data.schema:
+        return
+    for field, known in own.items():
+        found = other.get(field)
+        if found != known:
+            said = f"it has no field {field!r}" if found is None else f"field {field!r} has {_difference(known, found)}"
+            raise ValueError(f"{name}: data must be read with the ranker's schema, schema=ranker.schema: {said}.")
+
+
+def _difference(known: Any, found: Any) -> str:
+    sizes = [len(one.vocab) if getattr(one, "vocab", None) is not None else None for one in (found, known)]
+    if None not in sizes:
+        if sizes[0] == sizes[1]:
+            return f"another vocabulary of {sizes[0]:,} values"
+        return f"a vocabulary of {sizes[0]:,} values, and one of {sizes[1]:,} in the ranker's"
+    return "other options"
+
+
+def scored_batches(
+    ranker: Any, data: Batched, drawing: Drawing = Drawing(), *, explore: float = 0.0, seed: int = 0
+) -> Iterator[Scored]:
     """`score`, a batch at a time: what does not fit in memory is written as it comes."""
+    check_schema("rank.score", ranker, data)
     device = device_of(ranker)
+    draws = explorer_of("rank.score", ranker).draws(explore, seed) if explore else None
     with evaluating(ranker):
         for batch in drawing.batches(data, device):
             with drawing.autocast(device):
-                logits = ranker(batch)
+                logits = ranker(batch) if draws is None else draws.logits(ranker, batch)
             logits = {name: value.float() for name, value in logits.items()}
             weights = None if batch.weights is None else batch.weights.cpu()
             yield Scored(
@@ -113,19 +143,23 @@ def scored_batches(ranker: Any, data: Batched, drawing: Drawing = Drawing()) -> 
             )  # fmt: skip
 
 
-def score(ranker: Any, data: Batched, drawing: Drawing = Drawing()) -> Scored:
+def score(ranker: Any, data: Batched, drawing: Drawing = Drawing(), *, explore: float = 0.0, seed: int = 0) -> Scored:
     """Score every row of a table, on the device of the ranker.
 
     Args:
         ranker: a `rank.Ranker`; it is in evaluation mode meanwhile.
         data: `rank.Impressions`, with labels or without.
         drawing: `rank.Drawing`, how the table is cut into batches. Scores do not depend on it but for rounding.
+        explore: a, how far the weights of the last layer are drawn from where they are, for each request: 1 as far as
+            the data leaves open, 0 not at all. It needs `rank.Explorer.fit(ranker, data)` once.
+        seed: of the draws.
     Returns: `rank.Scored`.
-    Raises: ValueError if there are no requests.
+    Raises: ValueError if there are no requests; to explore, for a ranker without an explorer, or with one of other
+        weights.
     """
     if not len(data):
         raise ValueError("rank.score: data has no requests.")
-    return joined(list(scored_batches(ranker, data, drawing)))
+    return joined(list(scored_batches(ranker, data, drawing, explore=explore, seed=seed)))
 
 
 def joined(parts: list[Scored]) -> Scored:

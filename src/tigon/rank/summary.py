@@ -39,6 +39,28 @@ def summary(data: Impressions) -> dict[str, Any]:
     }
 
 
+def one_valued(data: Impressions) -> list[str]:
+    """A sentence for each field that has one value in all rows: nothing can be learned of it."""
+    first: dict[str, Tensor] = {}
+    varies = {data.schema.roles.time}
+    for batch in data.batches(requests=1 << 16, history_max=0):
+        for side in (batch.context, batch.items):
+            for name, values in side.items():
+                if name in varies or not isinstance(values, Tensor) or not len(values):
+                    continue
+                like = first.setdefault(name, values[0])
+                same = (values == like) | ((values != values) & (like != like))  # NaN is missing
+                if not bool(same.all()):
+                    varies.add(name)
+        if varies >= {*batch.context, *batch.items}:
+            break
+    return [
+        f"Field {name!r} has one value in all {data.rows:,} rows: nothing can be learned of it."
+        for name in first
+        if name not in varies and data.rows > 1
+    ]
+
+
 def iso(time: Tensor | int) -> str:
     """Microseconds since 1970 as a text in UTC."""
     import numpy as np

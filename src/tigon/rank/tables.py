@@ -136,7 +136,7 @@ def roles_of(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
     """The roles of columns: those that were named, and of the others what is usual.
 
     history: its columns, an `Own` or None.
-    Raises: ValueError for a role that does not exist, and for an item that no column is.
+    Raises: ValueError for a role that does not exist, and for a table without columns.
     """
     known = [one.name for one in fields(Roles)]
     for name in given:
@@ -145,10 +145,8 @@ def roles_of(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
     found: dict[str, Any] = {}
     for name in ("request", "item", "user", "time", "weight"):
         found[name] = role(rows, name, given.get(name), SPOKEN["rows"])
-    if found["item"] is None:
-        raise ValueError(
-            f"{NAME}: name the column of items by item=…; there are {', '.join(map(repr, rows)) or 'no columns'}."
-        )
+    if not rows:
+        raise ValueError(f"{NAME}: the impressions must have columns, got none.")
     labels = given.get("labels")
     if labels is None:
         usual = role(rows, "labels", None, SPOKEN["rows"])
@@ -243,6 +241,12 @@ def sides(data: Any) -> dict[str, Any]:
 def gather(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) -> Tables:
     """All tables, with one name for each role."""
     own = isinstance(history, Own)
+    for side, table in (("history", history), ("items", items)):
+        if table is not None and roles.item is None:
+            raise ValueError(
+                f"{NAME}: {SPOKEN[side]} must go with impressions of items; name their column by item=…, there are "
+                f"{', '.join(map(repr, rows))}."
+            )
     if isinstance(history, Own):
         more = None if history.more is None else renamed(history.more, roles, EVENT, SPOKEN["history"])
         history = own_history(rows, history._replace(more=more), roles)

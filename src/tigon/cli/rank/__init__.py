@@ -7,7 +7,10 @@ import importlib
 import typer
 
 # The command, and the module that has a function of the module's name.
-COMMANDS = {"fit": "fit", "eval": "evaluate", "score": "score", "export": "export", "inspect": "inspect"}
+COMMANDS = {
+    "fit": "fit", "eval": "evaluate", "score": "score", "export": "export", "compress": "compress",
+    "inspect": "inspect",
+}  # fmt: skip
 
 rank = typer.Typer(
     name="rank",

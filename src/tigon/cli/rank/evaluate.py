@@ -123,7 +123,9 @@ def plot(picture: Path, parts: dict[str, Any]) -> None:
     else:
         for label, values in whole.labels.items():
             name = "auc" if "auc" in values else "gauc"
-            _bars(axes, list(parts), [part.labels[label][name] for part in parts.values()], f"{name} of {label}")
+            # A part whose requests have a row each has no order to measure.
+            there = {part: of.labels[label][name] for part, of in parts.items() if name in of.labels.get(label, {})}
+            _bars(axes, list(there), list(there.values()), f"{name} of {label}")
         axes.set(ylabel="value")
     axes.tick_params(axis="x", rotation=30)
     axes.grid(alpha=0.3)

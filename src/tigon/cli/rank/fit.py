@@ -11,11 +11,12 @@ from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, device_of, integers, needs
+from tigon.cli.rank.going_on import WEIGHTS, anchored, folder_of, take
+from tigon.cli.rank.models import arguments_of
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
 
 NAME = "rank fit"
 _RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Model", "Optimization"
-MODELS = ("ligr",)
 SPLITS = ("time", "request")
 
 
@@ -37,24 +38,37 @@ def fit(
     action: Annotated[list[str] | None, within(_DATA, "Column of the history that says what happened, once for each.")] = None,
     weight: Annotated[str | None, within(_DATA, "Column of how much a row counts; default: sample_weight.")] = None,
     output: Annotated[Path, within(_RUN, "Folder for checkpoints, the ranker and results.", "--output", "-o")] = Path("rank-run"),
+    from_run: Annotated[Path | None, within(_RUN, "Folder of a run, or of a ranker, to go on from on newer data; new values get rows of their own.", "--from")] = None,
     resume: Annotated[bool, within(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
     overwrite: Annotated[bool, within(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
+    anchors: Annotated[bool | None, within(_RUN, "Whether to leave what --from needs, twice the size of the ranker, for which the data is read once more; default: with bce and without row-adagrad.", "--anchors/--no-anchors")] = None,
     save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
     log_every: Annotated[int, within(_RUN, "Steps between log lines.", min=1)] = 50,
-    model: Annotated[str, within(_MODEL, f"{', '.join(MODELS)}.")] = "ligr",
-    width: Annotated[int, within(_MODEL, "Width of the tokens.", min=1)] = 256,
-    layers: Annotated[int, within(_MODEL, "Layers, the set-wise ones among them.", min=1)] = 6,
-    heads: Annotated[int, within(_MODEL, "Heads of attention.", min=1)] = 4,
-    setwise_layers: Annotated[int, within(_MODEL, "Last layers in which the candidates of a request read each other.", min=0)] = 1,
+    model: Annotated[str, within(_MODEL, "ligr, by what a user did before, or lirank, by the features of a row.")] = "ligr",
+    width: Annotated[int | None, within(_MODEL, "Width of the tokens; of the embeddings of lirank. Default: 256, 16.", min=1)] = None,
+    layers: Annotated[int | None, within(_MODEL, "Layers, the set-wise ones among them; cross layers of lirank. Default: 6, 3.", min=1)] = None,
+    heads: Annotated[int | None, within(_MODEL, "ligr: heads of attention; default: 4.", min=1)] = None,
+    setwise_layers: Annotated[int | None, within(_MODEL, "ligr: last layers in which the candidates of a request read each other; default: 1.", min=0)] = None,
+    cross: Annotated[str | None, within(_MODEL, "lirank: cross layers, residual, dcn or none; default: residual.")] = None,
+    rank: Annotated[int | None, within(_MODEL, "lirank: rank of the cross layers; default: 64.", min=1)] = None,
+    mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers beside them, separated by commas, or none; default: 256,256.")] = None,
+    norm: Annotated[str | None, within(_MODEL, "lirank: of these layers, batch, layer or none; default: batch.")] = None,
+    tower: Annotated[list[str] | None, within(_MODEL, "lirank: labels that share layers of their own, such as click=click,long_dwell, once for each tower; default: all are one.")] = None,
+    tower_mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers of each tower; default: none.")] = None,
+    calibrate: Annotated[str | None, within(_MODEL, "lirank: an isotonic layer for each label (label), or for each value of a column, too; none. Fitted on the held-out rows at the end.")] = None,
+    gate: Annotated[bool, within(_MODEL, "Whether layers are gated.", "--gate/--no-gate")] = True,
     dropout: Annotated[float, within(_MODEL, "Dropout.", min=0, max=0.9)] = 0.0,
     score_weight: Annotated[list[str] | None, within(_MODEL, "Weight of a label's probability in the score, such as click=1, once for each label; default: 1 each.")] = None,
     objective: Annotated[str, within(_STEP, "impressions, or next-item: what comes next in a history, among all items.")] = "impressions",
     loss: Annotated[str, within(_STEP, "bce, softmax, pairwise, approx_ndcg or lambda, summed over the labels.")] = "bce",
     label_weight: Annotated[list[str] | None, within(_STEP, "Weight of a label's loss, such as click=0.5, once for each label; default: 1 each.")] = None,
     lr: Annotated[float, within(_STEP, "Peak of the learning rate of AdamW.")] = 1e-3,
+    table_optimizer: Annotated[str, within(_STEP, "Of embeddings: adamw as of the rest, or row-adagrad, which touches the rows of a step alone (lirank).")] = "adamw",
+    table_lr: Annotated[float, within(_STEP, "Peak of the learning rate of row-adagrad.")] = 0.02,
     weight_decay: Annotated[float, within(_STEP, "Decay of the weights of linear layers.")] = 0.01,
     warmup: Annotated[float, within(_STEP, "Share of the run in which the rate rises; then it falls by a cosine.")] = 0.05,
     clip: Annotated[float, within(_STEP, "Largest norm of the gradients; 0: any.")] = 1.0,
+    anchor: Annotated[float, within(_STEP, "With --from: how much what older data was sure of is held; n / m counts it as n rows beside the m of now.", min=0)] = 0.1,
     epochs: Annotated[int, within(_STEP, "Most passes over the requests.", min=1)] = 10,
     max_minutes: Annotated[float | None, within(_STEP, "Most minutes of training; default: any.")] = None,
     batch_size: Annotated[int, within(_STEP, "Requests of a step.", min=1)] = 256,
@@ -64,7 +78,7 @@ def fit(
     eval_every: Annotated[int, within(_STEP, "Steps between evaluations; 0: at the end of each epoch.", min=0)] = 0,
     patience: Annotated[int, within(_STEP, "Evaluations without a better one before the run stops.", min=1)] = 3,
     val_fraction: Annotated[float, within(_DATA, "Share of the requests that is held out, without --val; 0: train for --epochs.", min=0, max=0.9)] = 0.1,
-    val_split: Annotated[str, within(_DATA, "Which requests are held out: the last by time, or any (request).")] = "time",
+    val_split: Annotated[str | None, within(_DATA, "Which requests are held out: the last by time, or any (request); default: by time where there are times.")] = None,
     at: Annotated[str, within(_RUN, "Cut-offs of NDCG and HR in the results, separated by commas.")] = "1,5,10",
     draws: Annotated[int, within(_RUN, "Bootstrap draws for the intervals of the results; 0: none.", min=0)] = 200,
     seed: Annotated[int, within(_STEP, "Seed of weights, order, dropout and the split.", min=0)] = 0,
@@ -90,6 +104,10 @@ def fit(
     else:
         if not data:
             raise Problem(f"{NAME}: --data must name the impressions to train on")
+        if from_run is not None:
+            place_of = folder_of(from_run, output)
+            take(given, place_of)
+            given["from_run"] = str(place_of)
         check_room(NAME, output, overwrite)
         for name in ("data", "history", "items", "users", "val", "test"):
             given[name] = paths_of(given[name] or [])
@@ -101,9 +119,11 @@ def fit(
 
     tables = read_tables(NAME, given)
     files = [path for name in ("data", "history", "items", "users", "val", "test") for path in given[name]]
+    if given.get("from_run"):
+        files.append(str(Path(given["from_run"], WEIGHTS)))
     found = digest([path for path in files if Path(path).exists()])
     if resume and record["data"] != found:
-        raise Problem(f"{NAME}: the data is not what the run in {output} was trained on")
+        raise Problem(f"{NAME}: the data, or the ranker of --from, is not what the run in {output} was trained on")
     record = record or {"kind": NAME, "options": given, "data": found}
     run = Run(output, record, tables, options, place)
     output.mkdir(parents=True, exist_ok=True)
@@ -118,13 +138,15 @@ def fit(
 def _options(given: dict[str, Any]) -> Any:
     from tigon.rank import FitOptions
 
-    if given["model"] not in MODELS:
-        raise Problem(f"{NAME}: --model must be one of {', '.join(MODELS)}, got {given['model']}")
-    if given["val_split"] not in SPLITS:
+    arguments_of(NAME, given)
+    if given["val_split"] not in (None, *SPLITS):
         raise Problem(f"{NAME}: --val-split must be one of {', '.join(SPLITS)}, got {given['val_split']}")
-    weights_of(NAME, "--score-weight", given["score_weight"] or [])
+    if given["model"] == "lirank" and given["history"]:
+        raise Problem(f"{NAME}: --history is for --model ligr; lirank reads the features of rows alone")
     names = {field.name for field in dataclasses.fields(FitOptions)}
     chosen = {name: value for name, value in given.items() if name in names}
     chosen["label_weights"] = weights_of(NAME, "--label-weight", given["label_weight"] or [])
     with sentences(NAME):
-        return FitOptions(**chosen)
+        options = FitOptions(**chosen)
+    anchored(given.get("anchors"), options)
+    return options

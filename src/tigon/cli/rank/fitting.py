@@ -14,7 +14,9 @@ from tigon.cli.folder import METRICS
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, integers
-from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread, weights_of
+from tigon.cli.rank.going_on import anchored, leave, ranker_of, schema_of
+from tigon.cli.rank.models import made
+from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread
 
 NAME = "rank fit"
 RESULTS, PICTURE, MODEL, SCHEMA = "results.json", "fit.png", "model", "schema.json"
@@ -38,7 +40,11 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
     roles |= {plural: given[name] for plural, name in (("labels", "label"), ("action", "action")) if given[name]}
     with sentences(command):
         schema = None if given["schema"] is None else Schema.load(given["schema"])
-        if schema is not None and roles:
+        if schema is None and given.get("from_run"):
+            if roles:
+                raise Problem(f"{command}: --from has the columns already, got --{next(iter(roles))} besides")
+            schema = schema_of(Path(given["from_run"]))
+        elif schema is not None and roles:
             raise Problem(f"{command}: --schema has the columns already, got --{next(iter(roles))} besides")
         sides: dict[str, Any] = {name: given[name] or None for name in ("items", "users")}
         history = history_of(given["history"])
@@ -47,7 +53,9 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
             raise Problem(f"{command}: --label must name what happened, a column of 0 and 1, or 'like=rating>=4'")
         val = None
         if not given["val"] and given["val_fraction"]:
-            train, val = train.split(by=given["val_split"], fraction=given["val_fraction"], seed=given["seed"])
+            timed = train.schema.roles.time in train.schema.fields
+            by: Any = given["val_split"] or ("time" if timed else "request")
+            train, val = train.split(by=by, fraction=given["val_fraction"], seed=given["seed"])
         # The schema knows what the part to train on shows, whose impressions are a past of the others.
         past = after_own(history, given["data"])
         val, test = (
@@ -78,11 +86,23 @@ class Run:
         self.saved = time.monotonic()
         self.marked, self.shown = time.perf_counter(), 0
         torch.manual_seed(self.given["seed"])
+        self.anchors: list[Any] = []
         with sentences(NAME):
-            self.ranker = self._made(tables.train.schema).to(device)
+            if self.given.get("from_run"):
+                place = Path(self.given["from_run"])
+                self.ranker, self.anchors = ranker_of(place, tables.train.schema, options)
+            else:
+                self.ranker = made(NAME, self.given, tables.train.schema)
+            self.ranker.to(device)
             check(self.ranker, tables.train, tables.val, options)
+            if tables.val is not None and getattr(self.ranker, "isotonic", None) is not None:
+                from tigon.rank.features.calibrate import check_classes
+
+                check_classes(tables.val, options.drawing, "--calibrate: the rows to validate on")
 
     def go(self) -> None:
+        from tigon.rank.summary import one_valued
+
         train, val, _ = self.tables
         ranker = self.ranker
         train.schema.save(self.output / SCHEMA)
@@ -102,20 +122,13 @@ class Run:
         read = [f"{said} {', '.join(n for n in fields if fields[n] == side)}" for side, said in sides.items()
                 if side in fields.values()]  # fmt: skip
         self.console.print(f"it reads {'; '.join(read)}")
-        for note in train.notes:
+        for note in [*train.notes, *one_valued(train)]:
             self.console.print(f"note: {note}")
         repair(self.output / METRICS)
         fitted = self._fit(ranker)
+        if getattr(ranker, "isotonic", None) is not None:
+            self._calibrate(ranker, val)
         self._conclude(ranker, fitted)
-
-    def _made(self, schema: Any) -> Any:
-        from tigon.rank import LiGR
-
-        given = self.given
-        return LiGR(
-            schema, given["width"], given["layers"], given["heads"], setwise_layers=given["setwise_layers"],
-            dropout=given["dropout"], weights=weights_of(NAME, "--score-weight", given["score_weight"] or []),
-        )  # fmt: skip
 
     # ---------------------------------------------------------------------------------------------------- the loop
 
@@ -146,7 +159,7 @@ class Run:
             return bool(interrupts.signal)
 
         with interrupts, sentences(NAME):
-            fitted = rank.fit(ranker, train, val, self.options, state=state, after=after)
+            fitted = rank.fit(ranker, train, val, self.options, anchors=self.anchors, state=state, after=after)
         for progress in last:  # the steps since the last line
             append(self.output / METRICS, *progress.rows())
         if fitted.stopped:
@@ -156,6 +169,15 @@ class Run:
                 code=128 + interrupts.signal,
             )
         return fitted
+
+    def _calibrate(self, ranker: Any, val: Any) -> None:
+        """Fit the isotonic layers on the rows that were held out, where there are any."""
+        if val is None:
+            self.console.print("note: without rows that are held out, calibration is what training made of it")
+            return
+        with sentences(NAME), self.console.status("calibrating on the validation"):
+            ranker.calibrate(val, self.options.drawing)
+        self.console.print(f"calibrated on the {val.rows:,} rows of the validation, whose log loss and ECE gain by it")
 
     def _near(self, data: Any) -> Any:
         """The table on the device, or on the host where the device has too little room for it beside the training."""
@@ -198,6 +220,9 @@ class Run:
         staged = self.output / STAGING / MODEL
         shutil.rmtree(staged, ignore_errors=True)
         ranker.save_pretrained(staged)
+        anchors = self.anchors if anchored(self.given.get("anchors"), self.options) else None
+        with self.console.status("keeping what exploring and later fits need"), sentences(NAME):
+            leave(staged, ranker, self.tables.train, self.options, anchors)
         seal(staged)
         shutil.rmtree(self.output / MODEL, ignore_errors=True)
         publish(staged, self.output / MODEL)

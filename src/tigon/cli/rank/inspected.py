@@ -23,9 +23,10 @@ def fields_of(schema: Any) -> list[dict[str, Any]]:
 
 
 def parameters_of(ranker: nn.Module) -> dict[str, int]:
-    """Parameters by part, the largest first; fields have a part each."""
+    """Parameters by part, the largest first; fields have a part each. Codes of 8 bits count as what they stand for."""
     counts: dict[str, int] = {}
-    for name, p in ranker.named_parameters():
+    codes = [(name, b) for name, b in ranker.named_buffers() if name.endswith(".codes")]
+    for name, p in [*ranker.named_parameters(), *codes]:
         words = name.split(".")
         part = ".".join(words[:3]) if words[0] == "tokens" else words[0]
         counts[part] = counts.get(part, 0) + p.numel()
@@ -80,9 +81,9 @@ def _timed(ranker: Any, batch: Any, drawing: Drawing) -> float:
 def _attention(ranker: Any, batch: Any) -> int:
     """FLOPs of q kᵀ and of its product with v, over the tokens that a token reads."""
     config = ranker.config()
-    width, layers = config.get("width"), config.get("layers")
-    if width is None or layers is None:
+    if "heads" not in config:
         return 0
+    width, layers = config["width"], config["layers"]
     prefix, own = batch.history_offsets.diff() + 1, batch.offsets.diff()
     causal = prefix * (prefix + 1) // 2
     alone, across = own * (prefix + 1), own * (prefix + own)

@@ -66,7 +66,19 @@ class Opened:
                 return self.ranker.read(data, history=events, labelled=labelled, **sides)
             return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
 
-    def scored(self, data: Any, drawing: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def check_explorer(self) -> None:
+        """Raise if the ranker cannot explore."""
+        if self.by_prompt:
+            raise Problem(f"{self.command}: --explore is for rankers with a last layer of labels, got one by prompts")
+        if self.ranker.explorer is None:
+            raise Problem(
+                f"{self.command}: --explore needs explorer.safetensors beside the ranker, which tigon rank fit leaves "
+                "there by --loss bce, and rank.Explorer.fit(ranker, data) finds"
+            )
+
+    def scored(
+        self, data: Any, drawing: Any, *, explore: float = 0.0, seed: int = 0
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """`rank.Scored` of all rows and what is written of each label, a piece at a time, request by request."""
         import torch
 
@@ -75,7 +87,7 @@ class Opened:
 
         with sentences(self.command):
             if not self.by_prompt:
-                for part in scored_batches(self.ranker, data, drawing):
+                for part in scored_batches(self.ranker, data, drawing, explore=explore, seed=seed):
                     yield part, {label: logits.sigmoid() for label, logits in part.logits.items()}
                 return
             # Of answers that are worth 0 and 1, which alone have labels, the score is a probability.

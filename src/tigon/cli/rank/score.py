@@ -26,6 +26,15 @@ def score(
     history_max: Annotated[
         int | None, typer.Option(help="Newest events of a request that are read; default: the run's.", min=0)
     ] = None,
+    explore: Annotated[
+        float,
+        typer.Option(
+            help="How far weights of the last layer are drawn for each request: 1 as far as the data "
+            "leaves open, 0 not at all.",
+            min=0,
+        ),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws of --explore.", min=0)] = 0,
     precision: Annotated[str, typer.Option(help="Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
@@ -49,23 +58,26 @@ def score(
     with console.status(f"reading {run}"):
         opened = Opened(NAME, run, place)
         table = opened.read(data, history or [], items or [], users or [], labelled=False)
+    if explore:
+        opened.check_explorer()
     drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
     for note in table.notes:
         console.print(f"note: {note}")
     roles = table.schema.roles
     # Of one type in all pieces, whatever is missing in one of them.
-    requests, items_of = pa.array(table.request_ids), pa.array(table.item_ids)
-    names = (roles.request or "request", roles.item)
+    requests = pa.array(table.request_ids)
+    items_of = {} if roles.item is None else {roles.item: pa.array(table.item_ids)}
     began, row, request = time.perf_counter(), 0, 0
     output.parent.mkdir(parents=True, exist_ok=True)
     # Under its name only when it is whole.
     partial = output.with_name(output.name + ".partial")
     try:
         with _writer(partial, output.suffix) as write, console.status(f"scoring {table.rows:,} rows"):
-            for part, values in opened.scored(table, drawing):
+            for part, values in opened.scored(table, drawing, explore=explore, seed=seed):
                 sizes, n = part.offsets.diff(), len(part.rows)
                 of = torch.repeat_interleave(sizes) + request
-                columns = {names[0]: requests.take(pa.array(of.numpy())), names[1]: items_of.slice(row, n)}
+                columns = {roles.request or "request": requests.take(pa.array(of.numpy()))}
+                columns |= {name: ids.slice(row, n) for name, ids in items_of.items()}
                 columns |= {label: value.numpy() for label, value in values.items()}
                 write({**columns, "score": part.score.numpy()})
                 row, request = row + n, request + len(sizes)

@@ -43,7 +43,7 @@ def sentences(command: str) -> Iterator[None]:
 
 
 def _spoken(command: str, said: str) -> str:
-    said = re.sub(r"^(rank\.\w+|Impressions\.\w+|Schema(\.\w+)?|\w+): ", "", said)
+    said = re.sub(r"^\w+(\.\w+)?: ", "", said)
     said = re.sub(r"^by(?= must |=)", "--val-split", said).replace("labels=…", "--label")
     said = re.sub(r"\b([a-z]+)=…", r"--\1", said)
     option = re.match(r"([a-z_]+)(?= must | is not defined)", said)
@@ -57,8 +57,9 @@ OPTIONS = {
     name: name.replace("_", "-")
     for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "epochs",
                  "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed", "width",
-                 "layers", "heads", "setwise_layers", "dropout", "at")
-} | {"label_weights": "label-weight", "weights": "score-weight"}  # fmt: skip
+                 "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm", "calibrate",
+                 "table_optimizer", "table_lr", "anchor", "explore")
+} | {"label_weights": "label-weight", "weights": "score-weight", "towers": "tower"}  # fmt: skip
 
 
 def weights_of(command: str, option: str, given: list[str]) -> dict[str, float] | None:

@@ -67,17 +67,19 @@ class PrefixLayout:
         # How many of the suffixes have one token: 0 none, 1 some, 2 all.
         ones = int((suffix == 1).sum())
         self.singles = 0 if ones == 0 else 1 if ones < self.suffixes else 2
-        of_suffix = requests.repeat_interleave(many)
+        by_request = _offsets(many)
+        of_suffix = _owners(by_request[:-1], self.suffixes)
         cu_prefix, cu_suffix = _offsets(prefix), _offsets(suffix)
         # Where the suffixes of each request begin, in rows of the suffixes' half.
-        cu_request = cu_suffix[_offsets(many)]
+        cu_request = cu_suffix.index_select(0, by_request)
         lengths = torch.cat((prefix, suffix))
         starts = torch.cat((cu_prefix[:-1], cu_suffix[:-1] + self.prefix_rows))
-        first = starts.repeat_interleave(lengths)
-        before = torch.cat((torch.zeros_like(prefix), prefix[of_suffix])).repeat_interleave(lengths)
-        position = torch.arange(self.rows, device="cpu") - first + before
-        of_row = torch.cat((requests, of_suffix)).repeat_interleave(lengths)
-        stop = first + lengths.repeat_interleave(lengths)
+        sequence = _owners(starts, self.rows)
+        first = starts.index_select(0, sequence)
+        before = torch.cat((torch.zeros_like(prefix), prefix.index_select(0, of_suffix)))
+        position = torch.arange(self.rows, device="cpu") - first + before.index_select(0, sequence)
+        of_row = torch.cat((requests, of_suffix)).index_select(0, sequence)
+        stop = first + lengths.index_select(0, sequence)
         # Sequences that are cut into tiles: start, stop, and the rows that each meets as a whole. Tiles of queries meet
         # the prefix, those of a prefix's keys the suffixes of its request. The suffixes of a request are one sequence
         # of queries, so that tiles of short ones are full, and by themselves sequences of keys.
@@ -210,6 +212,14 @@ def _tensor(lengths: Sequence[int]) -> Tensor:
 
 def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+
+
+def _owners(starts: Tensor, rows: int) -> Tensor:
+    """(rows,) int64, the sequence that each row lies in. starts: ascending; equal ones are empty but for the last.
+
+    repeat_interleave starts threads at any size, and on a host whose cores are busy they wait for each other.
+    """
+    return torch.bincount(starts, minlength=rows + 1)[:rows].cumsum(0) - 1
 
 
 def _copied(host: Tensor, device: torch.device) -> Tensor:

@@ -82,6 +82,10 @@ def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Sch
     if tables.history is not None:
         prompt.check_columns("event", {*tables.of("history"), *tables.of("items")} - {str(roles.time)})
     shown = prompt.named("candidate", *questions)
+    if roles.item is None:
+        raise ValueError(
+            f"{NAME}: candidates are items; name their column by item=…, there are {', '.join(map(repr, tables.rows))}."
+        )
     item = Id(side="item", history=tables.history is not None)
     fields: dict[str, Field] = {roles.item: _known(tables, roles.item, item, ("rows", "history", "items"))}
     if roles.time is not None:

@@ -58,6 +58,11 @@ class LiGR(Ranker):
         weights: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(schema, weights)
+        if schema.roles.item is None:
+            raise ValueError(
+                "LiGR: the schema must name items, as candidates are; name their column by item=…, or take LiRank, "
+                "which reads rows of features."
+            )
         if min(width, layers, heads) < 1 or width % (2 * heads):
             raise ValueError(
                 "LiGR: width, layers and heads must be positive, width a multiple of 2 · heads, got "
@@ -159,11 +164,24 @@ class LiGR(Ranker):
         Returns: label → (C,) fp32.
         Raises: ValueError for a request without a candidate, and for a field that is missing.
         """
+        return self.logits(self._candidates(batch, layout))
+
+    def features_of(self, batch: Batch) -> dict[str, Tensor]:
+        """label → (C, width), the candidates' streams behind the last norm, of which logits are linear functions."""
+        return dict.fromkeys(self.labels, self._candidates(batch, None))
+
+    def last_layer(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """label → (width,) weights and the bias by which its logit is made of its features."""
+        if self.head is None:
+            return {}
+        return dict(zip(self.labels, zip(self.head.weight, self.head.bias, strict=True), strict=True))
+
+    def _candidates(self, batch: Batch, layout: PrefixLayout | None) -> Tensor:
         layout = self.layout(batch) if layout is None else layout
         offsets = layout.cu_prefix.long() - torch.arange(layout.requests + 1, device=layout.device)
         history, newest = events_of(self.tokens, batch, offsets)
         x = torch.cat((history, self.tokens.candidates(batch.items, newest[layout.request])))
-        return self.logits(self.through(x, layout, rows=slice(layout.prefix_rows, None)))
+        return self.through(x, layout, rows=slice(layout.prefix_rows, None))
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Cache:

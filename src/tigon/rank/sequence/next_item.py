@@ -102,22 +102,26 @@ def _last(ranker: LiGR, batch: Batch) -> Tensor:
     return x[layout.cu_suffix[1:].long() - 1]
 
 
+def _item(ranker: LiGR) -> str:
+    return str(ranker.schema.roles.item)  # which LiGR's schema always has
+
+
 def _table(ranker: LiGR) -> Tensor:
-    name = ranker.schema.roles.item
+    name = _item(ranker)
     if name not in ranker.schema.history:
         raise ValueError(f"LiGR: the history must have the items' field {name!r} to predict the next of them.")
     return ranker.tokens.of(name).table
 
 
 def _items(ranker: LiGR, batch: Batch) -> Tensor:
-    found = batch.history[ranker.schema.roles.item]
+    found = batch.history[_item(ranker)]
     assert isinstance(found, Tensor)
     return found.long()  # a table may hold narrower codes
 
 
 def _as_wide(ranker: LiGR, x: Tensor) -> Tensor:
     """As wide as the items' embeddings: h · (W e) = (Wᵀ h) · e."""
-    project = ranker.tokens.of(ranker.schema.roles.item).project
+    project = ranker.tokens.of(_item(ranker)).project
     return x if isinstance(project, nn.Identity) else x @ project.weight.to(x.dtype)
 
 
@@ -126,7 +130,7 @@ def _positives(ranker: LiGR, batch: Batch) -> Tensor:
 
     Without labels what was shown is what happened.
     """
-    item = batch.items[ranker.schema.roles.item].long()
+    item = batch.items[_item(ranker)].long()
     label = next((batch.labels[name] for name in ranker.labels[:1] if name in batch.labels), torch.ones_like(item))
     request = torch.repeat_interleave(batch.offsets.diff()).to(label.device)
     place = torch.arange(len(label), device=label.device)

@@ -1,7 +1,10 @@
 """From the fields of a batch to tokens: one for the request's context, for each event, and for each candidate.
 
-    event     = Σ its fields (item, item's features, what happened) + the time since the event before it
-    candidate = Σ its fields (item, its features, the row's) + the time since the newest event
+    event     = LN(Σ its fields (item, item's features, what happened) + the time since the event before it)
+    candidate = LN(Σ its fields (item, its features, the row's) + the time since the newest event)
+
+Fields are drawn small, and the norm brings their sum to the size of what layers add: without it the stream is what the
+first layers wrote, and little of the item itself.
 
 An event knows nothing of the request that reads it: neither its age, nor how many events follow. Its token, keys and
 values thus stay right when events are appended. How old the history is, the candidates say; how far back an event
@@ -20,6 +23,7 @@ from tigon.rank.batch import Batch
 from tigon.rank.fields import Field, Id, Ids, Number, Text
 from tigon.rank.ragged import Ragged
 from tigon.rank.schema import Schema
+from tigon.rank.sequence.layer import Norm
 
 STD = 0.02
 # Seconds are told apart by powers of two, up to 2³⁰ (34 years). Code 0: there is no such time.
@@ -38,6 +42,8 @@ class FieldTokens(nn.Module):
         self.field = field
         self.query: nn.Parameter | None = None
         if isinstance(field, (Id, Ids)):
+            if isinstance(field, Id) and field.hash != "mod":
+                raise ValueError(f"LiGR: hash of an Id must be 'mod', got {field.hash!r}, which LiRank reads.")
             dim = field.dim or width
             self.table = nn.Parameter(STD * torch.randn(field.rows, dim))
             with torch.no_grad():
@@ -76,18 +82,31 @@ class FieldTokens(nn.Module):
             rows = embedding(value.clamp(min=0), self.table)
             if self.query is None:
                 return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
-            scores = (rows @ self.query).unsqueeze(-1).masked_fill(~there, torch.finfo(rows.dtype).min)
-            return (torch.where(there, scores.softmax(-2), 0) * rows).sum(-2)
+            return attended_padded(rows, self.query, there)
         rows, offsets = embedding(value.values, self.table), value.offsets
         if not len(value.values):  # segment_reduce refuses it
             return rows.new_zeros(len(offsets) - 1, rows.shape[1]) + rows.sum()
         if self.query is None:
             counts = offsets.diff().clamp(min=1).unsqueeze(1)
             return _segment_sums(rows, offsets) / counts
-        scores, of = rows @ self.query, _segments(offsets, len(rows))
-        top = torch.segment_reduce(scores.detach(), "max", offsets=offsets, unsafe=True, initial=-torch.inf)
-        weights = (scores - top[of]).exp()
-        return _segment_sums(rows * (weights / _segment_sums(weights, offsets)[of]).unsqueeze(1), offsets)
+        return attended(rows, self.query, offsets)
+
+
+def attended(rows: Tensor, query: Tensor, offsets: Tensor) -> Tensor:
+    """(n, D) for lists of rows (m, D), m > 0: Σ softmax(rows · query) rows over each list; 0 for an empty one.
+
+    offsets: (n + 1,) int64.
+    """
+    scores, of = rows @ query, _segments(offsets, len(rows))
+    top = torch.segment_reduce(scores.detach(), "max", offsets=offsets, unsafe=True, initial=-torch.inf)
+    weights = (scores - top[of]).exp()
+    return _segment_sums(rows * (weights / _segment_sums(weights, offsets)[of]).unsqueeze(1), offsets)
+
+
+def attended_padded(rows: Tensor, query: Tensor, there: Tensor) -> Tensor:
+    """(…, D): `attended` of padded lists (…, most, D). there: (…, most, 1) bool, which rows a list has."""
+    scores = (rows @ query).unsqueeze(-1).masked_fill(~there, torch.finfo(rows.dtype).min)
+    return (torch.where(there, scores.softmax(-2), 0) * rows).sum(-2)
 
 
 def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
@@ -127,6 +146,7 @@ class Tokens(nn.Module):
         self.candidate = nn.Parameter(torch.zeros(width))
         self.gap = nn.Parameter(STD * torch.randn(BUCKETS, width)) if ages else None
         self.newest = nn.Parameter(STD * torch.randn(BUCKETS, width)) if ages else None
+        self.norm = Norm(width)
         # Integers, which no change of the module's dtype rounds.
         self.register_buffer("bounds", 2 ** torch.arange(1, BUCKETS - 1) - 1, persistent=False)
         self.width = width
@@ -146,17 +166,24 @@ class Tokens(nn.Module):
 
     def context(self, values: dict[str, Any], requests: int) -> Tensor:
         """(requests, width)."""
-        return self._sum("context", values, self.start).expand(requests, self.width)
+        found: Tensor = self.norm(self._sum("context", values, self.start))
+        return found.expand(requests, self.width)
 
     def events(self, values: dict[str, Any], gap: Tensor | None) -> Tensor:
         """(E, width). gap: (E,) seconds since the event before, infinite for the first; read if there are ages."""
         x = self._sum("events", values, self.start.new_zeros(self.width))
-        return x if self.gap is None or gap is None else x + embedding(_bucket(gap, self.bounds), self.gap)
+        if self.gap is not None and gap is not None:
+            x = x + embedding(_bucket(gap, self.bounds), self.gap)
+        found: Tensor = self.norm(x)
+        return found
 
     def candidates(self, values: dict[str, Any], newest: Tensor | None) -> Tensor:
         """(C, width). newest: (C,) seconds since the request's newest event, infinite if there is none."""
         x = self._sum("candidates", values, self.candidate)
-        return x if self.newest is None or newest is None else x + embedding(_bucket(newest, self.bounds), self.newest)
+        if self.newest is not None and newest is not None:
+            x = x + embedding(_bucket(newest, self.bounds), self.newest)
+        found: Tensor = self.norm(x)
+        return found
 
 
 def _bucket(seconds: Tensor, bounds: Tensor) -> Tensor:

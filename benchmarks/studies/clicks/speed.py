@@ -1,0 +1,242 @@
+"""A training step on many rows: its floor of products and bytes, LiRank, and FuxiCTR's DCN-V2, in one run.
+
+The floor is what the step's products take alone, measured one by one in bf16 by torch, and what the other parts have to
+move at the bandwidth of a copy, measured too; `moved` counts those bytes. Nothing overlaps in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from studies.clicks.data import LABEL, TRAIN, Clicks, Rows
+from studies.clicks.methods import columns, fuxictr_model
+from tigon import rank
+from tigon.optim import RowAdagrad
+from tigon.rank.optimizing import groups
+
+
+class Sizes(NamedTuple):
+    """Of a step. codes: of each field."""
+
+    rows: int = 65_536
+    fields: int = 40
+    width: int = 16
+    codes: int = 25_000
+    rank: int = 64
+    layers: int = 3
+    mlp: tuple[int, ...] = (3500, 3500)
+
+    @property
+    def wide(self) -> int:
+        return self.fields * self.width
+
+
+TINY = Sizes(16, 3, 4, 10, 4, 3, (8, 8))
+
+
+def products(sizes: Sizes) -> list[tuple[int, int]]:
+    """(inputs, outputs) of each linear layer."""
+    cross = [(sizes.wide, 3 * sizes.rank), (sizes.rank, sizes.wide)] * sizes.layers
+    return [*cross, *itertools.pairwise((sizes.wide, *sizes.mlp)), (sizes.wide + sizes.mlp[-1], 1)]
+
+
+def flops(sizes: Sizes) -> int:
+    """Forward, and two products in the backward pass."""
+    return 6 * sizes.rows * sum(a * b for a, b in products(sizes))
+
+
+def moved(sizes: Sizes) -> dict[str, int]:
+    """Bytes beside the products: each part reads its operands once, and writes its results once. bf16 activations,
+    fp32 weights, int64 codes; row-wise Adagrad reads and writes the rows that occur, AdamW all other weights."""
+    B, d, r, layers = sizes.rows, sizes.wide, sizes.rank, sizes.layers
+    weights = sum(a * b + b for a, b in products(sizes))
+    codes = 2 * 8 * B * sizes.fields
+    # Drawn evenly: of each field's codes so many occur.
+    touched = sizes.fields * sizes.codes * (1 - (1 - 1 / sizes.codes) ** B)
+    return {
+        "codes": codes,
+        # Rows in fp32 to x₀ in bf16; the gradient of x₀; weights and accumulators, read and written.
+        "embeddings": B * d * (4 + 2) + B * d * 2 + round(touched * (sizes.width + 1) * 4 * 2),
+        # q, k, v → h; and q, k, v, h, dh → dq, dk, dv.
+        "attention": layers * 2 * B * ((3 + 1) * r + (3 + 1 + 1 + 3) * r),
+        # x₀, u, x → x; and dx, x₀, u → du, with dx₀ read and added to.
+        "cross": layers * 2 * B * (4 * d + (3 + 1 + 2) * d),
+        # relu, and its backward from the output.
+        "relu": 2 * B * sum(sizes.mlp) * (2 + 3),
+        # To bf16; and weight, gradient and two moments read, three written.
+        "weights": weights * (4 + 2) + weights * 4 * 7,
+    }
+
+
+def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Median milliseconds, behind warm-ups."""
+    for _ in range(min(3, repeats)):
+        run()
+    found = []
+    for _ in range(repeats):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        found.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def floor(sizes: Sizes, device: torch.device, repeats: int) -> dict[str, float]:
+    """Milliseconds of the products and of the bytes, and the rates they come from."""
+    taken = dict.fromkeys(products(sizes), 0.0)
+    for a, b in taken:
+        x, w, y = (torch.randn(shape, device=device).bfloat16() for shape in ((sizes.rows, a), (a, b), (sizes.rows, b)))
+        runs: list[Callable[[], Tensor]] = [
+            lambda x=x, w=w: x @ w, lambda y=y, w=w: y @ w.t(), lambda x=x, y=y: x.t() @ y,
+        ]  # fmt: skip
+        taken[a, b] = sum(_back_to_back(run, device, repeats) for run in runs)
+    source = torch.empty((1 << 30) if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rate = 2 * source.numel() / _back_to_back(lambda: target.copy_(source), device, repeats)
+    total = sum(moved(sizes).values())
+    found = {"products_ms": sum(taken[one] for one in products(sizes)), "bytes_ms": total / rate}
+    return {
+        "ms": sum(found.values()), **found, "tflop": flops(sizes) / 1e12,
+        "tflops": flops(sizes) / found["products_ms"] / 1e9, "gb": total / 1e9, "copy_gb_s": rate / 1e6,
+    }  # fmt: skip
+
+
+def _back_to_back(run: Callable[[], Any], device: torch.device, repeats: int, many: int = 10) -> float:
+    """Milliseconds of one of several that wait for nothing between them: without the host's share."""
+
+    def several() -> None:
+        for _ in range(many):
+            run()
+
+    return timed(several, device, repeats) / many
+
+
+# ------------------------------------------------------------------------------------------------------------ the steps
+
+
+def table(sizes: Sizes, batches: int) -> Clicks:
+    """Made rows: batches · sizes.rows of them."""
+    draw = torch.Generator().manual_seed(0)
+    n = batches * sizes.rows
+    codes = torch.randint(1, sizes.codes, (n, sizes.fields), generator=draw)
+    fields = {f"f{f}": sizes.codes for f in range(sizes.fields)}
+    labels = torch.randint(0, 2, (n,), generator=draw).float()
+    return Clicks("made", codes, fields, torch.zeros(n, 0), (), labels, torch.full((n,), TRAIN))
+
+
+def made(sizes: Sizes, rows: Rows, device: torch.device, **options: Any) -> rank.LiRank:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"gate": False, "norm": "none", "cross": "residual", **options}
+    return rank.LiRank(
+        rows.schema, sizes.width, layers=sizes.layers, rank=sizes.rank, mlp=sizes.mlp, **given
+    ).to(device)  # fmt: skip
+
+
+def lirank_step(
+    ranker: rank.LiRank, batch: rank.Batch, device: torch.device, share: float = 1.0
+) -> Callable[[], Tensor]:
+    """What `rank.fit` does in a step, with a batch that is there: bf16 products, row-wise Adagrad of the tables.
+
+    share: of the peaks of both rates.
+    """
+    tables = ranker.table_gradients("rows")
+    own = {id(p) for p in tables}
+    others = [p for p in ranker.parameters() if id(p) not in own]
+    cuda = device.type == "cuda"
+    grouped = groups(ranker, 0.01, own)
+    optimizers = torch.optim.AdamW(grouped, lr=share * 1e-3, fused=cuda), RowAdagrad(tables, lr=share * 0.02)
+
+    def step() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            logits = ranker(batch)
+        loss = rank.losses.bce(logits[LABEL].float(), batch.labels[LABEL])
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def fitted_ms(sizes: Sizes, rows: Rows, device: torch.device, repeats: int) -> float:
+    """Mean milliseconds of a step of `rank.fit` itself, with what draws its batches."""
+    first, marks = min(5, repeats), list[float]()
+
+    def after(progress: rank.Progress) -> bool:
+        if progress.step in (first, first + repeats):
+            _wait(device)
+            marks.append(time.perf_counter())
+        return len(marks) == 2
+
+    options = rank.FitOptions(batch_size=sizes.rows, epochs=first + repeats, table_optimizer="row-adagrad")
+    rank.fit(made(sizes, rows, device), rows, None, options, after=after)
+    return 1e3 * (marks[1] - marks[0]) / repeats
+
+
+def fuxictr_step(sizes: Sizes, data: Clicks, rows: Rows, zoo: Path, device: torch.device) -> Callable[[], Tensor]:
+    """Its own train_step, with a batch that is there. Its cross layers have full matrices, as its default."""
+    options = {
+        "embedding_dim": sizes.width, "parallel_dnn_hidden_units": list(sizes.mlp), "num_cross_layers": sizes.layers
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = fuxictr_model("DCNv2", data.fields, (), options, zoo, folder, device)
+    model._max_gradient_norm = 10.0
+    model.train()
+    batch = columns(rows)[: sizes.rows]
+    return lambda: model.train_step(batch)
+
+
+def sides(
+    sizes: Sizes, zoo: Path | None, device: torch.device, repeats: int
+) -> Iterator[tuple[str, dict[str, float], str]]:
+    """(method, measures, note) of each side; the floor first."""
+    data = table(sizes, 1)
+    rows = Rows(data, TRAIN, device)
+    batch = rows.batch(torch.arange(sizes.rows, device=device), device)
+    least = floor(sizes, device, repeats)
+    yield "floor", least, ""
+
+    def of(run: Callable[[], Any]) -> dict[str, float]:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        ms = timed(run, device, repeats)
+        found = {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / least["ms"]}
+        if device.type == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return found
+
+    kinds: dict[str, dict[str, Any]] = {
+        "lirank-residual": {}, "lirank-dcn": {"cross": "dcn"}, "lirank-dcn-full": {"cross": "dcn"},
+        "lirank-residual, gates and batch norm": {"gate": True, "norm": "batch"},
+    }  # fmt: skip
+    for name, options in kinds.items():
+        full = sizes._replace(rank=None) if name.endswith("full") else sizes  # type: ignore[arg-type]
+        yield name, of(lirank_step(made(full, rows, device, **options).train(), batch, device)), ""
+    ms = fitted_ms(sizes, rows, device, repeats)
+    yield "lirank-residual, rank.fit", {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / least["ms"]}, ""
+    if zoo is None:
+        return
+    yield "fuxictr-dcnv2", of(fuxictr_step(sizes, data, rows, zoo, device)), ""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            yield "fuxictr-dcnv2, TF32", of(fuxictr_step(sizes, data, rows, zoo, device)), "an option of torch"
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False

@@ -1,0 +1,99 @@
+"""`tigon rank compress`: a ranker with tables of 8 bits a number, and how its scores differ."""
+
+from __future__ import annotations
+
+import json as encoder
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, check_writable, device_of, needs
+from tigon.cli.rank.shared import sentences
+
+NAME = "rank compress"
+
+
+def compress(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, or of a ranker.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the compressed ranker.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Rows to compare scores on, with labels or without; default: those of the run."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Requests of a batch.", min=1)] = 8192,
+    precision: Annotated[str, typer.Option(help="Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a ranker that is in --output.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a ranker of features with tables of 8 bits, and say what it weighs and how its scores differ."""
+    needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
+    place = device_of(device, NAME)
+    _check_room(output, run, overwrite)
+    from tigon.cli.rank.evaluate import drawing_of
+    from tigon.cli.rank.opened import Opened
+    from tigon.cli.screen import screen
+
+    console = screen(stderr=True, soft_wrap=True)
+    with console.status(f"reading {run}"):
+        opened = Opened(NAME, run, place)
+        if not hasattr(opened.ranker, "compress"):
+            raise Problem(
+                f"{NAME}: is for --model lirank, whose tables are large, got a {type(opened.ranker).__name__}"
+            )
+        files = data or opened.options.get("data")
+        # Labels are read where there are any.
+        table = opened.read(files, [], [], [], labelled=False) if files else None
+    found = _compressed(opened.ranker, table, drawing_of(NAME, opened, batch_size, None, precision), output)
+    if json:
+        print(encoder.dumps(found))
+        return
+    _show(found, files)
+    console.print(f"the compressed ranker is in {output}")
+
+
+def _check_room(output: Path, run: Path, overwrite: bool) -> None:
+    check_writable(output, f"{NAME}: --output")
+    if output.resolve() in (run.resolve(), (run / "model").resolve()):
+        raise Problem(f"{NAME}: --output {output} must be another folder than that of the ranker, which stays")
+    if output.exists() and any(output.iterdir()):
+        if not (output / "config.json").is_file() or (output / "run.json").exists():
+            raise Problem(f"{NAME}: --output {output} holds files that are no ranker; give another --output")
+        if not overwrite:
+            raise Problem(f"{NAME}: --output {output} holds a ranker; --overwrite replaces it")
+
+
+def _compressed(ranker: Any, table: Any, drawing: Any, output: Path) -> dict[str, Any]:
+    from tigon.rank.compress_tables import compared, sizes
+
+    with sentences(NAME):
+        small = ranker.compress()
+        found: dict[str, Any] = {"before": sizes(ranker), "after": sizes(small)}
+        if table is not None and len(table):
+            found["scores"] = compared(ranker, small, table, drawing)._asdict()
+        staged = output.with_name(output.name + ".partial")
+        shutil.rmtree(staged, ignore_errors=True)
+        small.save_pretrained(staged)
+        shutil.rmtree(output, ignore_errors=True)
+        staged.replace(output)
+    return found
+
+
+def _show(found: dict[str, Any], files: list[str] | None) -> None:
+    from rich.table import Table
+
+    from tigon.cli.screen import screen, show
+
+    table = Table("", "before", "after", "change")
+    for name in ("tables", "rest"):
+        before, after = found["before"][name], found["after"][name]
+        table.add_row(f"{name}, bytes", f"{before:,}", f"{after:,}", f"{after / max(before, 1) - 1:+.0%}")
+    for label, (before, after) in found.get("scores", {}).get("auc", {}).items():
+        table.add_row(f"AUC of {label}", f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
+    show(screen(width=None if sys.stdout.isatty() else 10_000), table)
+    if "scores" in found:
+        scores = found["scores"]
+        print(f"probabilities differ by {scores['mean']:.2e} on average, {scores['largest']:.2e} at most")

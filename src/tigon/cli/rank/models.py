@@ -1,0 +1,63 @@
+"""The rankers that `tigon rank fit` makes, and which of its options each of them has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tigon.cli.problem import Problem, integers
+from tigon.cli.rank.shared import weights_of
+
+# Options that only some rankers have. None stands for the ranker's own default.
+OPTIONS_OF = {
+    "ligr": ("heads", "setwise_layers"),
+    "lirank": ("cross", "rank", "mlp", "norm", "calibrate", "tower", "tower_mlp"),
+}
+MODELS = tuple(OPTIONS_OF)
+COMMON = ("width", "layers", "gate", "dropout")
+WIDTHS = ("mlp", "tower_mlp")
+
+
+def arguments_of(command: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What the class of --model takes beside the schema, of a command's options.
+
+    Raises: Problem for an unknown model, an option of another one, and values that are no widths or towers.
+    """
+    model = given["model"]
+    if model not in MODELS:
+        raise Problem(f"{command}: --model must be one of {', '.join(MODELS)}, got {model}")
+    for other, names in OPTIONS_OF.items():
+        for name in names if other != model else ():
+            if given.get(name):
+                raise Problem(f"{command}: --{name.replace('_', '-')} is for --model {other}, got {model}")
+    found = {name: given[name] for name in (*COMMON, *OPTIONS_OF[model]) if given.get(name) is not None}
+    for name in WIDTHS:
+        if name in found:
+            words = found[name]
+            option = f"--{name.replace('_', '-')}"
+            found[name] = () if words == "none" else tuple(integers(command, option, words))
+    if towers := found.pop("tower", None):
+        found["towers"] = _towers(command, towers)
+    if "calibrate" in found:
+        found["calibrate"] = {"none": False, "label": True}.get(found["calibrate"], found["calibrate"])
+    found["weights"] = weights_of(command, "--score-weight", given["score_weight"] or [])
+    return found
+
+
+def _towers(command: str, given: list[str]) -> dict[str, list[str]]:
+    towers = {}
+    for text in given:
+        name, equals, labels = text.partition("=")
+        towers[name.strip()] = [label.strip() for label in labels.split(",") if label.strip()]
+        if not equals or not name.strip() or not towers[name.strip()]:
+            raise Problem(
+                f"{command}: --tower must be a name and its labels, such as click=click,long_dwell, got {text}"
+            )
+    return towers
+
+
+def made(command: str, given: dict[str, Any], schema: Any) -> Any:
+    """The ranker of a command's options, on the CPU."""
+    from tigon import rank
+
+    arguments = arguments_of(command, given)
+    return {"ligr": rank.LiGR, "lirank": rank.LiRank}[given["model"]](schema, **arguments)

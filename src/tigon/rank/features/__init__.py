@@ -1,0 +1,1 @@
+"""Rankers that read each row by its features: what was shown, to whom, and where, without a sequence of events."""

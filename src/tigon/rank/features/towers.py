@@ -1,0 +1,113 @@
+"""Layers behind the inputs: an MLP whose layers gate themselves, and towers, which labels share.
+
+    h = dropout(relu(norm(x W + b)));   y = h ⊙ σ(h G + c)
+
+Source: LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859, sections 3.3 and 3.4; gates: Huang et al. 2020,
+GateNet, https://arxiv.org/abs/2007.03519
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Normed = Literal["none", "batch", "layer"]
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """Batch normalisation; a batch of one row, which has no variance, goes by the running mean and variance."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training and len(input) == 1:
+            return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(input)
+
+
+class Hidden(nn.Module):
+    """A layer of an MLP.
+
+    Args:
+        inputs, width: before and behind it. gate: whether it gates itself. norm: before the activation.
+        dropout: before the gate.
+    """
+
+    def __init__(self, inputs: int, width: int, gate: bool, norm: Normed, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, width)
+        self.norm = {"none": nn.Identity, "batch": BatchNorm, "layer": nn.LayerNorm}[norm](width)
+        self.dropout = nn.Dropout(dropout)
+        self.gate = nn.Linear(width, width) if gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.dropout(F.relu(self.norm(self.linear(x))))
+        return h if self.gate is None else h * self.gate(h).sigmoid()
+
+
+def mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Normed, dropout: float) -> nn.Sequential:
+    """Hidden layers of these widths."""
+    if any(width < 1 for width in widths):
+        raise ValueError(f"LiRank: mlp must be positive widths, got {tuple(widths)}.")
+    if norm not in get_args(Normed):
+        raise ValueError(f"LiRank: norm must be one of {', '.join(map(repr, get_args(Normed)))}, got {norm!r}.")
+    ends = [inputs, *widths]
+    return nn.Sequential(*(Hidden(a, b, gate, norm, dropout) for a, b in pairwise(ends)))
+
+
+class Towers(nn.Module):
+    """Logits of labels. Those of one tower share its hidden layers; a tower without has none beside the shared ones.
+
+    Args:
+        labels: of all towers. towers: name → its labels; each label stands in one.
+        inputs: what all towers read. widths: of their hidden layers. gate, norm, dropout: as those of `Hidden`.
+
+    Raises: ValueError for labels that stand in no tower, in two, or in no schema.
+    """
+
+    def __init__(
+        self, labels: Sequence[str], towers: Mapping[str, Sequence[str]], inputs: int, widths: Sequence[int],
+        gate: bool, norm: Normed, dropout: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.labels = [list(of) for of in towers.values()]
+        named = [label for of in self.labels for label in of]
+        for label in [*labels, *named]:
+            if named.count(label) != 1 or label not in labels:
+                raise ValueError(
+                    f"LiRank: towers must name each of the labels {', '.join(labels)} once, got {label!r} "
+                    f"{named.count(label)} times."
+                )
+        self.hidden = nn.ModuleList(mlp(inputs, widths, gate, norm, dropout) for _ in self.labels)
+        width = widths[-1] if widths else inputs
+        self.heads = nn.ModuleList(nn.Linear(width, len(of)) for of in self.labels)
+        for head in self.heads:
+            assert isinstance(head, nn.Linear)
+            nn.init.zeros_(head.bias)
+
+    def features(self, x: Tensor, label: str) -> Tensor:
+        """(C, width): what the head of a label reads."""
+        number = next(n for n, of in enumerate(self.labels) if label in of)
+        found: Tensor = self.hidden[number](x)
+        return found
+
+    def features_of(self, x: Tensor) -> dict[str, Tensor]:
+        """label → `features`, each tower computed once."""
+        found = [hidden(x) for hidden in self.hidden]
+        return {label: x for of, x in zip(self.labels, found, strict=True) for label in of}
+
+    def last_layer(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """label → (width,) weights and the bias of its logit."""
+        heads = [
+            (label, n, head) for of, head in zip(self.labels, self.heads, strict=True) for n, label in enumerate(of)
+        ]
+        return {label: (head.weight[n], head.bias[n]) for label, n, head in heads if isinstance(head, nn.Linear)}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """label → (C,) logits."""
+        found: dict[str, Tensor] = {}
+        for of, hidden, head in zip(self.labels, self.hidden, self.heads, strict=True):
+            found |= dict(zip(of, head(hidden(x)).unbind(-1), strict=True))
+        return found

@@ -1,0 +1,161 @@
+"""What another policy would have earned, by the log of one that was in use.
+
+    replay  mean of r over the rows where the policy takes the logged action
+    IPS     mean of w r,   w = π(a|x) / μ(a|x)
+    SNIPS   Σ w r / Σ w
+    DM      mean of Σ_b π(b|x) q(x, b)
+    DR      mean of Σ_b π(b|x) q(x, b) + w (r − q(x, a))
+
+μ is the policy that logged the action a and the reward r, π the one in question, q a model of rewards. Replay, IPS and
+DR are right in the mean where μ gives every action of π a chance, replay if μ is uniform; DR has the less variance, the
+better q is, and is right whatever q is, as long as q has not seen the row.
+
+Intervals are those of a bootstrap over rows, which knows what the rows show: where the policy's actions have few
+rewards in the log they are too narrow, and of none they have no width.
+
+Source: replay: Li et al. 2011, https://arxiv.org/abs/1003.5956; DR: Dudík et al. 2011,
+https://arxiv.org/abs/1103.4601; SNIPS: Swaminathan and Joachims 2015,
+https://papers.nips.cc/paper/5748-the-self-normalized-estimator-for-counterfactual-learning
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tigon.rank.evaluating import Measured
+
+
+def replay(reward: Tensor, matches: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> Measured:
+    """The mean reward of the rows where a policy takes the logged action. For logs of a uniform policy.
+
+    Args:
+        reward: (n,), of the logged action. matches: (n,) bool, or how likely the policy takes that action, from 0 to 1.
+        draws: of the bootstrap over rows; 0: no interval. level: of the interval. seed: of the draws.
+    Returns: `rank.Measured`; NaN if no row matches. `left_out`: how many rows say nothing.
+    Raises: ValueError for shapes that do not fit and values out of range.
+    """
+    reward, matches = _taken("replay", reward=reward, matches=matches)
+    _from_0_to_1("replay", "matches", matches)
+    return _measured(matches * reward, matches, draws, level, seed, int((matches == 0).sum()))
+
+
+def ips(
+    reward: Tensor, logged: Tensor, target: Tensor, *, clip: float = math.inf, draws: int = 1000, level: float = 0.95,
+    seed: int = 0,
+) -> Measured:  # fmt: skip
+    """Inverse propensity scoring: the mean reward, each row by how much more likely the policy takes its action.
+
+    Args:
+        reward: (n,), of the logged action.
+        logged, target: (n,), how likely that action was under the policy that logged it, above 0, and under the one in
+            question.
+        clip: the largest weight of a row: less variance, and a bias.
+        draws, level, seed: as those of `replay`.
+    Returns: `rank.Measured`.
+    Raises: ValueError for shapes that do not fit and values out of range.
+    """
+    reward, w = _weighted("ips", reward, logged, target, clip)
+    return _measured(w * reward, None, draws, level, seed)
+
+
+def snips(
+    reward: Tensor, logged: Tensor, target: Tensor, *, clip: float = math.inf, draws: int = 1000, level: float = 0.95,
+    seed: int = 0,
+) -> Measured:  # fmt: skip
+    """Self-normalised `ips`: divided by the mean weight, which is 1 in expectation.
+
+    Args:
+        reward, logged, target, clip: as those of `ips`.
+        draws, level, seed: as those of `replay`.
+    Returns: `rank.Measured`; NaN if all weights are 0.
+    Raises: ValueError as `ips`.
+    """
+    reward, w = _weighted("snips", reward, logged, target, clip)
+    return _measured(w * reward, w, draws, level, seed)
+
+
+def direct(expected: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> Measured:
+    """The direct method: what a model of rewards expects of the policy.
+
+    Args:
+        expected: (n,), Σ_b π(b|x) q(x, b) of each row.
+        draws, level, seed: as those of `replay`.
+    Returns: `rank.Measured`, whose interval knows nothing of the model's own error.
+    Raises: ValueError for another shape.
+    """
+    (expected,) = _taken("direct", expected=expected)
+    return _measured(expected, None, draws, level, seed)
+
+
+def dr(
+    reward: Tensor, logged: Tensor, target: Tensor, predicted: Tensor, expected: Tensor, *, clip: float = math.inf,
+    draws: int = 1000, level: float = 0.95, seed: int = 0,
+) -> Measured:  # fmt: skip
+    """Doubly robust: the direct method, and `ips` of what the model of rewards gets wrong.
+
+    Args:
+        reward, logged, target, clip: as those of `ips`.
+        predicted: (n,), q(x, a) of the logged action. expected: (n,), Σ_b π(b|x) q(x, b). q is of other rows.
+        draws, level, seed: as those of `replay`.
+    Returns: `rank.Measured`.
+    Raises: ValueError as `ips`.
+    """
+    reward, w = _weighted("dr", reward, logged, target, clip)
+    _, predicted, expected = _taken("dr", reward=reward, predicted=predicted, expected=expected)
+    return _measured(expected + w * (reward - predicted), None, draws, level, seed)
+
+
+def _weighted(name: str, reward: Tensor, logged: Tensor, target: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Rewards and weights, fp64."""
+    reward, logged, target = _taken(name, reward=reward, logged=logged, target=target)
+    for what, p in (("logged", logged), ("target", target)):
+        _from_0_to_1(name, what, p)
+    if bool((logged == 0).any()):
+        row = int((logged == 0).nonzero()[0])
+        raise ValueError(f"off_policy.{name}: logged must be above 0, for actions that were taken, got 0 in row {row}.")
+    if not clip > 0:
+        raise ValueError(f"off_policy.{name}: clip must be above 0, got {clip}.")
+    return reward, (target / logged).clamp(max=clip)
+
+
+def _taken(name: str, **given: Tensor) -> list[Tensor]:
+    first, n = next((key, len(x)) for key, x in given.items())
+    for key, x in given.items():
+        if x.dim() != 1 or len(x) != n or not n:
+            raise ValueError(
+                f"off_policy.{name}: {key} must be (n,) with a row or more"
+                + (f", as {first} is ({n},)" if key != first else "")
+                + f", got {tuple(x.shape)}."
+            )
+        if not bool(x.double().isfinite().all()):
+            raise ValueError(f"off_policy.{name}: {key} must be finite, got {float(x[~x.double().isfinite()][0])}.")
+    return [x.detach().cpu().double() for x in given.values()]
+
+
+def _from_0_to_1(name: str, key: str, p: Tensor) -> None:
+    if bool(((p < 0) | (p > 1 + 1e-6)).any()):
+        raise ValueError(f"off_policy.{name}: {key} must be from 0 to 1, got {float(p.min())} to {float(p.max())}.")
+
+
+def _measured(value: Tensor, weight: Tensor | None, draws: int, level: float, seed: int, left_out: int = 0) -> Measured:
+    """Σ value / Σ weight, None for ones, with the quantiles of the same over rows drawn again with repetition."""
+    if isinstance(draws, bool) or draws < 0 or not 0 < level < 1:
+        raise ValueError(f"off_policy: draws must be at least 0 and level in (0, 1), got {draws} and {level}.")
+    n = len(value)
+    parts = torch.stack((value, torch.ones_like(value) if weight is None else weight), 1)
+    top, bottom = parts.sum(0).tolist()
+    found = top / bottom if bottom else math.nan
+    if not draws or found != found:
+        return Measured(found, None, None, left_out)
+    generator, sums = torch.Generator().manual_seed(seed), []
+    for _ in range(draws):
+        # How often each row is drawn.
+        times = torch.bincount(torch.randint(0, n, (n,), generator=generator), minlength=n)
+        sums.append(times.double() @ parts)
+    again = torch.stack(sums)
+    again = (again[:, 0] / again[:, 1])[again[:, 1] > 0]
+    low, high = again.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
+    return Measured(found, low, high, left_out)
