@@ -9,12 +9,13 @@ calibration half. Models run in fp32, from the weights they have. Each row is on
 
     bits A, bits A/B share   all neurons at A bits; the heavy share at A and the others at B; groups of 64
     random A/B share         the same with neurons drawn at random in the place of the heavy ones
+    nearest A, A/B share     the same with each weight rounded to nearest, and not for the calibration's inputs
     bits within, auto        `feed_forward(method=…)` within the bytes of bits 4/3 0.25
     bits, prune, rank, svd   within 0.6 of the bytes; "recovered": with 100 steps of recovery
     torchao int4, int3       torchao's weight-only rounding to nearest, groups of 64, asymmetric: a scale and a zero
 
 loss: nats a token of held-out text; of encoders the squared difference of their answers, relative to their mean square.
-distance: the same of the calibration text against the model before (KL for predictions). ms: one token at a time.
+distance: the same of the calibration text against the model before (KL for predictions).
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ from tigon.compress.texts import Whole
 CPU = torch.device("cpu")  # where all of it runs
 FIXED = {
     "bits 4": compress.Bits(4, 4), "bits 3": compress.Bits(3, 3), "bits 4/3 0.25": compress.Bits(4, 3, 0.25),
-    "random 4/3 0.25": compress.Bits(4, 3, 0.25, chosen=False), "bits 4/3 0.125": compress.Bits(4, 3, 0.125),
+    "random 4/3 0.25": compress.Bits(4, 3, 0.25, chosen=False), "nearest 4": compress.Bits(4, 4, fit=False),
+    "nearest 3": compress.Bits(3, 3, fit=False), "nearest 4/3 0.25": compress.Bits(4, 3, 0.25, fit=False),
 }  # fmt: skip
 SPLIT, BUDGET, STEPS = "bits 4/3 0.25", 0.6, 100
 WITHIN = {"bits within": "bits", "auto within": "auto"}
 FLOATS = {"prune": 0, "rank": 0, "svd": 0, "auto": 0, "prune recovered": STEPS, "rank recovered": STEPS}
+SPLITS = ("bits 4/3 0.25", "random 4/3 0.25", "nearest 4/3 0.25", "bits within")
 PEERS = {"torchao int4": "int4", "torchao int3": "int3"}
 WAYS = ("whole", *FIXED, *WITHIN, *FLOATS, *PEERS)
-LENGTH, TURNS = 256, 15
+LENGTH = 256
 BATCH, SHORT = 8, 128  # sequences of a step of training `relu`, and their bytes
 
 
@@ -64,10 +67,8 @@ class Row:
     share: float | None = None  # of the bytes in fp32
     distance: float | None = None
     loss: float | None = None
-    ms: float | None = None  # the quickest of 15 calls
-    ms_dense: float | None = None  # of the model before, right after
     error: float | None = None  # mean over the layers
-    seconds: float | None = None
+    seconds: float | None = None  # of the processor
     tokens: int | None = None  # of calibration
     held: int | None = None
 
@@ -166,7 +167,7 @@ def pretrained(folder: Path, data: tuple[list[str], list[str]], calibration: int
 
 
 def measured(case: Case, way: str) -> Row:
-    row, began = Row(case.name, way, tokens=case.calibration.numel(), held=case.held.numel()), time.perf_counter()
+    row, began = Row(case.name, way, tokens=case.calibration.numel(), held=case.held.numel()), time.process_time()
     undo: Callable[[], None] = lambda: None  # noqa: E731
     try:
         if way == "whole":
@@ -177,13 +178,11 @@ def measured(case: Case, way: str) -> Row:
             undo = compressed(case, way, row)
         row.loss = case.loss()
         row.distance = case.known.distance() if row.distance is None else row.distance
-        row.seconds = time.perf_counter() - began
-        row.ms = one_token(case.model)
+        row.seconds = time.process_time() - began
     except Exception as error:
         row.status, row.reason = "failed", f"{type(error).__name__}: {error}"
     finally:
         undo()
-    row.ms_dense = one_token(case.model)
     return row
 
 
@@ -231,27 +230,18 @@ def with_torchao(case: Case, word: str, row: Row) -> Callable[[], None]:
     return undo
 
 
-@torch.no_grad()
-def one_token(model: nn.Module) -> float:
-    """Milliseconds of a call of one token: the quickest, which other programs of the machine disturb least."""
-    ids = torch.tensor([[1]])
-    times = []
-    for _ in range(TURNS):
-        began = time.perf_counter()
-        model(input_ids=ids)
-        times.append(1e3 * (time.perf_counter() - began))
-    return min(times)
-
-
 def told(rows: list[Row]) -> list[str]:
     """How much of what 3 bits lose against 4 each split takes back, in held-out loss and in distance."""
     lines = []
     for model, what in ((m, w) for m in dict.fromkeys(row.model for row in rows) for w in ("loss", "distance")):
         loss = {row.method: getattr(row, what) for row in rows if row.model == model and row.loss is not None}
-        for way in ("bits 4/3 0.25", "random 4/3 0.25", "bits 4/3 0.125", "bits within"):
-            if {"bits 3", "bits 4", way} <= set(loss) and loss["bits 3"] != loss["bits 4"]:
-                back = (loss["bits 3"] - loss[way]) / (loss["bits 3"] - loss["bits 4"])
-                lines.append(f"{model}: {way} takes back {back:.0%} of the {what} between 3 bits and 4")
+        for start in ("nearest", "bits"):
+            three, four = f"{start} 3", f"{start} 4"
+            if not {three, four} <= set(loss) or loss[three] == loss[four]:
+                continue
+            for way in (way for way in SPLITS if way in loss):
+                back = (loss[three] - loss[way]) / (loss[three] - loss[four])
+                lines.append(f"{model}: {way} takes back {back:.0%} of the {what} between {three} and {four}")
     return lines
 
 
@@ -279,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
         for way in (way for way in options.only if way not in there):
             rows.append(measured(case, way))
             row = rows[-1]
-            print(f"{case.name}: {way}: {row.bits} bits, loss {row.loss}, distance {row.distance}, {row.ms} ms "
+            print(f"{case.name}: {way}: {row.bits} bits, loss {row.loss}, distance {row.distance} "
                   f"({row.seconds} s) {row.reason}", file=sys.stderr, flush=True)  # fmt: skip
             report.save(path, report.result("compress", rows, device=CPU, notes=told(rows)))
     print("\n".join(told(rows)))

@@ -17,7 +17,6 @@ def test_ways_are_recorded_and_not_measured_again(study, tmp_path, monkeypatch, 
         (tmp_path / "data" / name).write_text(f"The text of {name} says what it says. " * 40)
     monkeypatch.setattr(study, "LENGTH", 64)
     monkeypatch.setattr(study, "SHORT", 16)
-    monkeypatch.setattr(study, "TURNS", 1)
     ways = ["whole", "bits 3", "bits 4", "bits 4/3 0.25", "prune"]
     arguments = ["--data", str(tmp_path / "data"), "--model", "relu", "--output", str(tmp_path), "--name", "c.json",
                  "--tokens", "512", "--held", "256", "--steps", "3", "--only"]  # fmt: skip

@@ -19,9 +19,8 @@ pytest.importorskip("safetensors")
 
 @pytest.mark.parametrize(
     ("family", "method", "budget"),
-    [("llama", "bits", 0.2), ("llama", "rank", 0.6), ("phi3", "rank", 0.6), ("phi3", "prune", 0.6),
-     ("bert", "bits", 0.2), ("gpt2", "prune", 0.6)],
-)  # fmt: skip
+    [("phi3", "rank", 0.6), ("phi3", "prune", 0.6), ("bert", "bits", 0.2), ("gpt2", "prune", 0.6)],
+)
 def test_a_model_opens_as_it_was_saved(family, method, budget, tmp_path):
     model = FAMILIES[family][0]()
     compress.feed_forward(model, IDS, method=method, budget=budget)

@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.compress.finding import FeedForward, weight_of
-from tigon.compress.layers import LowRank, Packed, SplitLinear, Stacked
 from tigon.compress.low_rank import Spectrum
 from tigon.compress.options import Bits
-from tigon.compress.packing import GROUP, LARGEST, groups_of, pack, quantize_groups, stored_bytes, widen_groups
+from tigon.compress.packing import GROUP, LARGEST, groups_of, quantize_groups, stored_bytes, widen_groups
 from tigon.ops.acts import ACTS
 
 HELD = 256  # rows that errors are measured on, a fifth of all at most
@@ -49,7 +48,6 @@ class Candidate:
     rank: int
     bytes: int
     error: float
-    seed: int | None = None  # of neurons drawn at random in the place of the heavy ones
 
 
 class Layer:
@@ -89,7 +87,6 @@ class Layer:
             draw = torch.Generator().manual_seed(seed)
             order = torch.randperm(self.neurons, generator=draw).to(score.device)
         self._sort(order)
-        self.seed = seed
         total = float(score.sum())
         self.tenth = float(score.sort(descending=True).values[: max(1, self.neurons // 10)].sum()) / (total or 1.0)
         self.h_held = self.inner(self.held)
@@ -160,7 +157,7 @@ class Layer:
             if count:
                 size += (self.matrices - 1) * stored_bytes(count, self.width, width)
                 size += stored_bytes(len(self.down), count, width)
-        return Candidate("bits", heavy, bits, 0, size, self.error(y), self.seed)
+        return Candidate("bits", heavy, bits, 0, size, self.error(y))
 
     def by_bits(self, budget: float) -> Iterator[Candidate]:
         """Of all sizes: there are not many."""
@@ -195,15 +192,20 @@ class Layer:
         return Candidate("prune", heavy, None, 0, heavy * each + biases, self.error(y))
 
     @functools.cached_property
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Of the inputs of up and of down."""
-        return self.fit.t() @ self.fit / len(self.fit), self.h_fit.t() @ self.h_fit / len(self.h_fit)
+    def outer_moment(self) -> Tensor:
+        """Of the inputs of gate and up: (d, d)."""
+        return self.fit.t() @ self.fit / len(self.fit)
+
+    @functools.cached_property
+    def inner_moment(self) -> Tensor:
+        """Of the inputs of down: (N, N)."""
+        return self.h_fit.t() @ self.h_fit / len(self.h_fit)
 
     def spectra(self, heavy: int) -> list[Spectrum]:
         """Of the rest of gate, up and down."""
-        xx, hh = self.moments
         rows = [weight[heavy:] for weight in (self.gate, self.up) if weight is not None]
-        return [*(Spectrum(w, xx) for w in rows), Spectrum(self.down[:, heavy:], hh[heavy:, heavy:])]
+        down = Spectrum(self.down[:, heavy:], self.inner_moment[heavy:, heavy:])
+        return [*(Spectrum(w, self.outer_moment) for w in rows), down]
 
     def by_rank(self, budget: float) -> Iterator[Candidate]:
         for heavy in self._counts((budget / 4, budget / 2, 3 * budget / 4)):
@@ -232,61 +234,6 @@ class Layer:
         numbers = self.matrices * (heavy * self.width + rank * (rest + self.width))
         return Candidate(method, heavy, None, rank, numbers * self.dtype.itemsize + self.bias_bytes, self.error(y))
 
-    # --------------------------------------------------------------------------------------------------- new layers
-
-    @torch.no_grad()
-    def built(self, chosen: Candidate) -> dict[str, nn.Module]:
-        """The layers that take the places of the old ones, by their names in the model."""
-        if chosen.method == "prune":
-            return self._built_pruned(chosen.heavy)
-        factors = [s.factors(chosen.rank) for s in self.spectra(chosen.heavy)] if chosen.rank else []
-        parts = [self._parts(w, "rows", chosen, f) for w, f in self._rows(factors)]
-        down = self._parts(self.down, "columns", chosen, factors[-1] if factors else None)
-        made = {self.found.down: SplitLinear("columns", *down, self._kept(self.down_bias), dtype=self.dtype)}
-        if self.found.packed:
-            assert self.gate is not None
-            joined = [None if g is None else _stacked(g, u) for g, u in zip(*parts, strict=True)]
-            bias = self._kept(self._packed_bias())
-            made[self.found.up] = SplitLinear("rows", *joined, bias, halves=2, dtype=self.dtype)
-            return dict(made)
-        names = [name for name in (self.found.gate, self.found.up) if name is not None]
-        biases = [self.gate_bias, self.up_bias][-len(names) :]
-        for name, own, bias in zip(names, parts, biases, strict=True):
-            made[name] = SplitLinear("rows", *own, self._kept(bias), dtype=self.dtype)
-        return dict(made)
-
-    def _rows(self, factors: list[Any]) -> list[tuple[Tensor, Any]]:
-        rows = [weight for weight in (self.gate, self.up) if weight is not None]
-        return [(w, factors[i] if factors else None) for i, w in enumerate(rows)]
-
-    def _parts(self, weight: Tensor, axis: str, chosen: Candidate, factors: Any) -> list[Any]:
-        at = chosen.heavy
-        pieces = (weight[:at], weight[at:]) if axis == "rows" else (weight[:, :at], weight[:, at:])
-        if chosen.bits is not None:
-            return [Packed.of(w, b) if w.numel() else None for w, b in zip(pieces, chosen.bits, strict=True)]
-        heavy = _dense(pieces[0].to(self.dtype)) if at else None
-        return [heavy, LowRank.of(*(t.to(self.dtype).contiguous() for t in factors))]
-
-    def _built_pruned(self, heavy: int) -> dict[str, nn.Module]:
-        up, up_bias = self.up[:heavy], self.up_bias[:heavy] if self.up_bias is not None else None
-        made = {self.found.down: _dense(self.down[:, :heavy].to(self.dtype), self._kept(self.down_bias))}
-        gate_bias = self.gate_bias[:heavy] if self.gate_bias is not None else None
-        if self.gate is not None and self.found.packed:
-            up = torch.cat((self.gate[:heavy], up))
-            up_bias = torch.cat((gate_bias, up_bias)) if gate_bias is not None and up_bias is not None else None
-        elif self.gate is not None:
-            assert self.found.gate is not None
-            made[self.found.gate] = _dense(self.gate[:heavy].to(self.dtype), self._kept(gate_bias))
-        made[self.found.up] = _dense(up.to(self.dtype), self._kept(up_bias))
-        return dict(made)
-
-    def _packed_bias(self) -> Tensor | None:
-        both = [b for b in (self.gate_bias, self.up_bias) if b is not None]
-        return torch.cat(both) if both else None
-
-    def _kept(self, bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else bias.to(self.dtype)
-
 
 def _rounded(weight: Tensor, bits: int) -> Tensor:
     return widen_groups(*quantize_groups(weight, bits), weight.shape[1], torch.float32)
@@ -295,27 +242,6 @@ def _rounded(weight: Tensor, bits: int) -> Tensor:
 def _bias(module: Any) -> Tensor | None:
     bias = module._parameters.get("bias")
     return None if bias is None else bias.detach().float()
-
-
-def _dense(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    with torch.device("meta"):
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    made.weight = nn.Parameter(weight.contiguous())
-    if bias is not None:
-        made.bias = nn.Parameter(bias)
-    return made
-
-
-def _stacked(gate: Any, up: Any) -> Any:
-    """One part of gate's rows above up's, of two parts of one kind."""
-    if isinstance(gate, nn.Linear):
-        return _dense(torch.cat((gate.weight, up.weight)))
-    if isinstance(gate, LowRank):
-        return Stacked(gate, up)
-    made = Packed(gate.in_features, gate.out_features + up.out_features, gate.bits, gate.group)
-    codes = torch.cat((gate.unpacked()[0], up.unpacked()[0]))
-    made.codes, made.scales = pack(codes, gate.bits), torch.cat((gate.scales, up.scales))
-    return made
 
 
 def fixed(layer: Layer, chosen: Bits) -> Candidate:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tigon.compress import candidates, texts
+from tigon.compress import building, candidates, texts
 from tigon.compress.candidates import Candidate, Layer
 from tigon.compress.finding import FeedForward, Left, find, is_conv1d, weight_of
-from tigon.compress.options import NAMES, Bits, Method
+from tigon.compress.options import NAMES, Bits, Method, checked_method
 from tigon.compress.planning import least_bytes, plan
-from tigon.compress.recovering import output, recover
+from tigon.compress.recovering import recover as recovered
 from tigon.compress.report import LayerRow, MethodRow, Report, swap
 from tigon.compress.saving import describe
 
@@ -75,27 +76,6 @@ def feed_forward(
     return Report(rows, methods, left, tokens, unit, pass_.notes, model, before)
 
 
-def checked_method(method: Any, budget: Any, recover: Any) -> str:
-    """The method's name; a sentence for what does not fit together."""
-    known = (*get_args(Method), "Bits(…)")
-    if not isinstance(method, Bits) and method not in known[:-1]:
-        near = difflib.get_close_matches(str(method), known[:-1], 1)
-        meant = f"; did you mean {near[0]!r}?" if near else "."
-        kind = ValueError if isinstance(method, str) else TypeError
-        raise kind(f"feed_forward: method must be one of {', '.join(known)}, got {method!r}{meant}")
-    if isinstance(method, Bits):
-        if budget is not None:
-            raise ValueError(f"feed_forward: budget must be left out where method is Bits(…), got {budget}.")
-    elif not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget <= 1:
-        raise ValueError(
-            "feed_forward: budget must be a share of the bytes that the feed-forward layers take now, above 0 and at "
-            f"most 1, got {budget}."
-        )
-    if not isinstance(recover, int) or recover < 0:
-        raise ValueError(f"feed_forward: recover must be a number of steps, 0 or more, got {recover}.")
-    return "bits" if isinstance(method, Bits) else str(method)
-
-
 @contextlib.contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
     """In evaluation mode, without a cache of keys and values, and as before afterwards."""
@@ -130,6 +110,8 @@ class _Pass:
     ) -> None:  # fmt: skip
         self.model, self.found, self.method = model, found, method
         self.seed = 0 if isinstance(method, Bits) and not method.chosen else None
+        self.fit = method.fit if isinstance(method, Bits) else True
+        self.packed: dict[tuple[int, int, Any], dict[str, nn.Module]] = {}  # layers in bits, which take time to make
         self.inputs = texts.inputs_of(model, found, batches)
         self.batches = batches
         self.whole = texts.Whole(model, texts.share(batches, CHECKED))
@@ -180,12 +162,12 @@ class _Pass:
                 else f"feed_forward: no method can make the layers so small: got a budget of {budget}."
             )
         tried = possible if name == "auto" else {name: possible[name]}
-        far = {one: self._distance(row) for one, row in tried.items()}
-        best = min(far, key=lambda one: far[one])
-        found = [
-            MethodRow(one, sum(c.bytes for c in row), _mean(row), far.get(one), one == best)
-            for one, row in possible.items()
-        ]
+        far = {one: self._tried(row) for one, row in tried.items()}
+        best = min(far, key=lambda one: far[one][1])
+        found = []
+        for one, row in possible.items():
+            error, distance = far.get(one, (statistics.fmean(c.error for c in row), None))
+            found.append(MethodRow(one, sum(c.bytes for c in row), error, distance, one == best))
         return possible[best], found
 
     def _look(
@@ -208,19 +190,22 @@ class _Pass:
         self, name: str, budget: float, rows: dict[str, list[list[Candidate]]]
     ) -> dict[str, list[Candidate] | None]:  # fmt: skip
         room = int(budget * sum(self.sizes))
-        weights = self._weights() if budget < 1 else [1.0] * len(self.found)
+        weights, rows = self._weighed(rows) if budget < 1 else ([1.0] * len(self.found), rows)
         plans = {one: plan(own, room, weights) for one, own in rows.items()}
         if name == "auto":
             mixed = [[c for own in rows.values() for c in own[place]] for place in range(len(self.found))]
             plans["mixed"] = plan(mixed, room, weights)
         return plans
 
-    def _built(self, chosen: Sequence[Candidate]) -> dict[str, nn.Module]:
-        layers: dict[str, nn.Module] = {}
-        for place, (one, candidate) in enumerate(zip(self.found, chosen, strict=True)):
-            if candidate.method != "whole":
-                layers |= self._ready(self.layer(place, candidate.method).built(candidate), one)
-        return layers
+    def _built(self, place: int, candidate: Candidate, layer: Layer) -> dict[str, nn.Module]:
+        """The candidate's layers; those in bits are made once and kept, since `auto` and the end take the same."""
+        key = place, candidate.heavy, candidate.bits
+        if candidate.bits is not None and key in self.packed:
+            return self.packed[key]
+        made = self._ready(building.built(layer, candidate, fit=self.fit), self.found[place])
+        if candidate.bits is not None:
+            self.packed[key] = made
+        return made
 
     def _ready(self, layers: dict[str, nn.Module], found: FeedForward) -> dict[str, nn.Module]:
         """New layers trained or frozen, and in the mode, as those whose places they take."""
@@ -236,29 +221,47 @@ class _Pass:
                 vars(layer)["pruned_from"] = (*weight_of(old).shape, halves)
         return layers
 
-    def _distance(self, chosen: Sequence[Candidate]) -> float:
-        layers = self._built(chosen)
-        if not layers:
-            return 0.0
+    def _tried(self, chosen: Sequence[Candidate]) -> tuple[float, float]:
+        """The layers' mean error, and the whole model's distance from itself before."""
+        layers: dict[str, nn.Module] = {}
+        errors = []
+        for place, candidate in enumerate(chosen):
+            if candidate.method == "whole":
+                errors.append(0.0)
+                continue
+            layer = self.layer(place, candidate.method)
+            own = self._built(place, candidate, layer)
+            errors.append(building.error(layer, own))
+            layers |= own
+        return statistics.fmean(errors), self._distance(self.whole, layers) if layers else 0.0
+
+    def _distance(self, whole: texts.Whole, layers: dict[str, nn.Module]) -> float:
         before = swap(self.model, layers)
         try:
-            return self.whole.distance()
+            found = whole.distance()
         finally:
             swap(self.model, before)
+        return found if math.isfinite(found) else math.inf
 
-    def _weights(self) -> list[float]:
-        """How far the whole model moves for each unit of one layer's error, measured at 3 bits or where it prunes."""
+    def _weighed(
+        self, rows: dict[str, list[list[Candidate]]]
+    ) -> tuple[list[float], dict[str, list[list[Candidate]]]]:  # fmt: skip
+        """How far the model moves for a unit of each layer's error, and the candidates with the errors they will have.
+
+        Both are measured where the layer is at 3 bits. Candidates in bits were measured with weights rounded to
+        nearest: rounding for the inputs makes all errors of a layer smaller by about the same factor.
+        """
         probe = texts.Whole(self.model, texts.share(self.batches, PROBED))
-        weights = []
-        for place, one in enumerate(self.found):
+        weights, found = [], {name: list(own) for name, own in rows.items()}
+        for place in range(len(self.found)):
             layer = self.layer(place, "bits")
             candidate = layer.split_by_bits(layer.neurons, (3, 3))
-            before = swap(self.model, self._ready(layer.built(candidate), one))
-            try:
-                weights.append(max(probe.distance(), 1e-9) / max(candidate.error, 1e-9))
-            finally:
-                swap(self.model, before)
-        return weights
+            layers = self._built(place, candidate, layer)
+            error = max(building.error(layer, layers), 1e-9)
+            weights.append(max(self._distance(probe, layers), 1e-9) / error)
+            gain = error / max(candidate.error, 1e-9)
+            found["bits"][place] = [replace(c, error=gain * c.error) for c in rows["bits"][place]]
+        return weights, found
 
     def finish(self, chosen: Sequence[Candidate], steps: int) -> tuple[list[LayerRow], dict[str, nn.Module]]:
         """Put the new layers in, recovered where that is asked for; rows, and the layers from before."""
@@ -267,11 +270,10 @@ class _Pass:
             size, error = candidate.bytes, candidate.error
             if candidate.method != "whole":
                 layer = self.layer(place, candidate.method)
-                layers = layer.built(candidate)
-                size, error = _bytes(layers), _error(layer, layers)
-                if steps:
-                    error = self._recovered(layer, layers, steps)
-                new |= self._ready(layers, one)
+                layers = self._built(place, candidate, layer)
+                size = _bytes(layers)
+                error = self._recovered(layer, layers, steps) if steps else building.error(layer, layers)
+                new |= self._ready(layers, one)  # again: recovery trains all of a layer
             neurons = self.neurons[place]
             share = candidate.heavy / neurons
             rows.append(
@@ -284,21 +286,9 @@ class _Pass:
         target = layer.h_fit @ layer.down.t()
         if layer.down_bias is not None:
             target = target + layer.down_bias
-        return recover(layer.found, layers, layer.fit, target, steps, lambda: _error(layer, layers))
-
-
-@torch.no_grad()
-def _error(layer: Layer, layers: Mapping[str, nn.Module]) -> float:
-    """Of the new layers as they are, rounding of their dtype included."""
-    dtype = next((p.dtype for module in layers.values() for p in module.parameters()), layer.dtype)
-    y: Tensor = output(layer.found, layers, layer.held.to(dtype)).float()
-    return layer.error(y if layer.down_bias is None else y - layer.down_bias)
+        return recovered(layer.found, layers, layer.fit, target, steps, lambda: building.error(layer, layers))
 
 
 def _bytes(layers: Mapping[str, nn.Module]) -> int:
     tensors = (t for module in layers.values() for t in (*module.parameters(), *module.buffers()))
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _mean(row: Sequence[Candidate]) -> float:
-    return sum(c.error for c in row) / len(row)

@@ -104,6 +104,8 @@ def find(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[list[FeedForwar
     """The feed-forward layers that can be changed, in the order of their calls, and those that cannot.
 
     batch: what the model is called with, by keyword.
+
+    Raises: ValueError where a layer takes numbers that are not finite: no formula could be told from them.
     """
     linears = _linears(model)
     calls: list[_Call] = []
@@ -125,6 +127,12 @@ def find(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[list[FeedForwar
     finally:
         for handle in handles:
             handle.remove()
+    broken = next((call.name for call in calls if not bool(torch.isfinite(call.x).all())), None)
+    if broken is not None:
+        raise ValueError(
+            f"feed_forward: the calibration gives numbers that are not finite (NaN or infinite) at {broken}; check the "
+            "weights before it, and the dtype."
+        )
     found, odd = _matched(calls)
     counts = Counter(call.name for call in calls)
     shared = _shared(model)

@@ -37,8 +37,12 @@ class Packed(nn.Module):
     @classmethod
     def of(cls, weight: Tensor, bits: int, group: int = GROUP) -> Packed:
         """A matrix, rounded to nearest."""
-        made = cls(weight.shape[1], weight.shape[0], bits, group)
-        codes, scales = quantize_groups(weight, bits, group)
+        return cls.holding(*quantize_groups(weight, bits, group), weight.shape[1], bits, group)
+
+    @classmethod
+    def holding(cls, codes: Tensor, scales: Tensor, width: int, bits: int, group: int = GROUP) -> Packed:
+        """Codes (M, G, S) and scales (M, G, 2) of a matrix (M, width), as `packing.quantize_groups` gives them."""
+        made = cls(width, len(codes), bits, group)
         made.codes, made.scales = pack(codes, bits), scales.view(torch.int16)
         return made
 

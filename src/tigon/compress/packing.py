@@ -1,4 +1,4 @@
-"""Weights in 2 to 8 bits: round to nearest between the extremes of each group, codes packed without a bit lost.
+"""Weights in 2 to 8 bits: rounded to nearest on a grid for each group, codes packed without a bit lost.
 
     w ≈ scale · code + offset       a scale and an offset in fp16 for each group of about 64 numbers of a row
 
@@ -17,6 +17,9 @@ from torch import Tensor
 WIDTHS = (2, 3, 4, 5, 6, 8)
 GROUP = 64  # numbers of a row that share a scale
 LARGEST = 65504.0  # of fp16, which scales and offsets have
+# Of the way between a group's extremes. Numbers outside are clipped, which costs less than wide steps do: at 3 bits the
+# squared error is about a fifth smaller.
+SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 
 
 def groups_of(width: int, group: int = GROUP) -> tuple[int, int]:
@@ -31,8 +34,36 @@ def stored_bytes(rows: int, width: int, bits: int, group: int = GROUP) -> int:
     return math.ceil(rows * count * size / 8) * bits + 4 * rows * count
 
 
+def grid(numbers: Tensor, bits: int) -> Tensor:
+    """(…, 2) fp16: scale and offset of each group that round its numbers (…, S) with the least squared error."""
+    low, high = numbers.amin(-1), numbers.amax(-1)
+    middle, half = (low + high) / 2, (high - low) / 2
+    best: Tensor | None = None
+    least: Tensor | None = None
+    for span in SPANS:
+        # Codes count from the rounded offset by the rounded scale, so that widening repeats the same arithmetic.
+        offset = (middle - span * half).half()
+        scale = ((middle + span * half - offset.float()) / (2**bits - 1)).half()
+        found = torch.stack((scale, offset), -1)
+        codes = nearest(numbers, found, bits)
+        error = (torch.addcmul(offset.float()[..., None], codes, scale.float()[..., None]) - numbers).square().sum(-1)
+        if best is None or least is None:
+            best, least = found, error
+        else:
+            best = torch.where((error < least)[..., None], found, best)
+            least = torch.minimum(error, least)
+    assert best is not None
+    return best
+
+
+def nearest(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Codes of numbers (…, S) on the grids of their groups (…, 2), still as floats."""
+    scale, offset = scales.float().split(1, -1)
+    return ((numbers - offset) / torch.where(scale == 0, 1, scale)).round().clamp(0, 2**bits - 1)
+
+
 def quantize_groups(weight: Tensor, bits: int, group: int = GROUP) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, and what widens them.
+    """Codes of a matrix, each number rounded to nearest, and what widens them.
 
     Args:
         weight: (M, N), finite floats within ±65504.
@@ -46,13 +77,8 @@ def quantize_groups(weight: Tensor, bits: int, group: int = GROUP) -> tuple[Tens
     if count * size > width:  # a copy of the last column widens no group's range
         w = torch.cat((w, w[:, -1:].expand(rows, count * size - width)), 1)
     w = w.reshape(rows, count, size)
-    low, high = w.amin(-1), w.amax(-1)
-    # Codes count from the rounded offset by the rounded scale, so that widening repeats the same arithmetic.
-    offset = low.half()
-    scale = ((high - offset.float()) / (2**bits - 1)).half()
-    step = torch.where(scale == 0, 1, scale).float()
-    codes = ((w - offset.float()[..., None]) / step[..., None]).round().clamp(0, 2**bits - 1)
-    return codes.to(torch.uint8), torch.stack((scale, offset), -1)
+    scales = grid(w, bits)
+    return nearest(w, scales, bits).to(torch.uint8), scales
 
 
 def widen_groups(codes: Tensor, scales: Tensor, width: int, dtype: torch.dtype) -> Tensor:

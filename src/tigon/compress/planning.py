@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tigon.compress.candidates import Candidate
 
-STEPS = 60  # of the bisection: doubles have no more digits
+STEPS = 100  # of the bisection: errors range over many powers of two
 
 
 def least_bytes(layers: Sequence[Sequence[Candidate]]) -> int:
@@ -19,7 +20,15 @@ def plan(layers: Sequence[Sequence[Candidate]], budget: int, weights: Sequence[f
 
     Minimises Σ weight · error within the bytes: by the price of a byte at which the layers' own best choices just fit
     (Lagrange), and then by spending what the price leaves over where it helps most.
+
+    Raises: ValueError for an error or a weight that is not finite.
     """
+    for place, (row, weight) in enumerate(zip(layers, weights, strict=True)):
+        if not all(math.isfinite(weight * c.error) for c in row):
+            raise ValueError(
+                f"feed_forward: errors must be finite to be compared, and one of layer {place} is not (NaN or "
+                "infinite): its numbers overflow; give the model in float32."
+            )
     if least_bytes(layers) > budget:
         return None
 
@@ -29,9 +38,8 @@ def plan(layers: Sequence[Sequence[Candidate]], budget: int, weights: Sequence[f
             for row, weight in zip(layers, weights, strict=True)
         ]
 
-    low, high = 0.0, 1e-12
-    while sum(c.bytes for c in at(high)) > budget:
-        high *= 4
+    # At this price a byte costs more than any error does, and each layer takes its smallest candidate.
+    low, high = 0.0, max(weight * c.error for row, weight in zip(layers, weights, strict=True) for c in row)
     for _ in range(STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(c.bytes for c in at(middle)) <= budget else (middle, high)

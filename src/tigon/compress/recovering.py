@@ -12,23 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.compress.building import output
 from tigon.compress.finding import FeedForward
 from tigon.compress.layers import Packed
-from tigon.ops.acts import ACTS
 
 ROWS, RATE = 256, 1e-3  # of a step; Adam's rate, relative to the size of each tensor
-
-
-def output(found: FeedForward, layers: Mapping[str, nn.Module], x: Tensor) -> Tensor:
-    """The feed-forward layer as its modules compute it."""
-    u = layers[found.up](x)
-    act = ACTS[found.act].value
-    if found.packed:
-        gate, u = u.chunk(2, -1)
-        h = act(gate) * u
-    else:
-        h = act(u) if found.gate is None else act(layers[found.gate](x)) * u
-    return layers[found.down](h)  # type: ignore[no-any-return]
 
 
 def recover(
@@ -45,7 +33,8 @@ def recover(
     modules = list(layers.values())
     dtypes = [next((p.dtype for p in module.parameters()), torch.float32) for module in modules]
     for module in modules:
-        module.float()  # steps are smaller than roundings of bf16; packed codes and scales are no floats
+        # Steps are smaller than roundings of bf16; packed codes and scales are no floats.
+        module.float().requires_grad_(True)
     before = held()
     saved = [{k: v.clone() for k, v in module.state_dict().items()} for module in modules]
     trained = _trained(modules)

@@ -154,6 +154,11 @@ class Whole:
         self.model, self.batches = model, batches
         self.nats = hasattr(model, "lm_head") or _has_head(model)
         self.before: list[Any] = [self._read(batch) for batch in batches]
+        if not all(bool(torch.isfinite(y[0] if self.nats else y).all()) for y in self.before):
+            raise ValueError(
+                f"{NAME}: the model's answers to the calibration are not finite (NaN or infinite); check its weights, "
+                "and the dtype."
+            )
 
     def _read(self, batch: Batch) -> Any:
         y = _output(self.model, batch).float()
