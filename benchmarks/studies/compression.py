@@ -12,3 +12,12 @@ report.COLUMNS["compress"] = {
     "held-out loss": lambda row: number(row["loss"], 5),
     "distance": lambda row: number(row["distance"]),
 }
+
+report.COLUMNS["compress-sst2"] = {
+    "model": lambda row: row["model"],
+    "stored as": lambda row: row["method"],
+    "file, MB": lambda row: number(row["mb"]),
+    "of the whole": lambda row: f"{row['share']:.1%}",
+    "accuracy": lambda row: f"{row['accuracy']:.1f} %",
+    "refitted": lambda row: f"{row['refitted']:.1f} %",
+}
