@@ -59,7 +59,8 @@ def grid(numbers: Tensor, bits: int) -> Tensor:
 def nearest(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Codes of numbers (…, S) on the grids of their groups (…, 2), still as floats."""
     scale, offset = scales.float().split(1, -1)
-    return ((numbers - offset) / torch.where(scale == 0, 1, scale)).round().clamp(0, 2**bits - 1)
+    codes: Tensor = ((numbers - offset) / torch.where(scale == 0, 1, scale)).round().clamp(0, 2**bits - 1)
+    return codes
 
 
 def quantize_groups(weight: Tensor, bits: int, group: int = GROUP) -> tuple[Tensor, Tensor]:

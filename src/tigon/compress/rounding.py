@@ -50,7 +50,8 @@ def _root(moment: Tensor) -> Tensor:
     """U, upper triangular, with Uᵀ U = the moment's inverse: row i says how inputs after i make good for i."""
     eye = torch.eye(len(moment), device=moment.device, dtype=moment.dtype)
     damped = moment + (DAMPING * moment.diagonal().mean() + 1e-12) * eye
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    return root
 
 
 def _group(own: Tensor, root: Tensor, later: Tensor, bits: int, codes: Tensor) -> Tensor:
