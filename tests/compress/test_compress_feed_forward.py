@@ -11,6 +11,7 @@ from torch import nn
 
 import tigon
 from tigon import compress
+from tigon.compress import building
 from tigon.compress.candidates import Candidate, Layer
 from tigon.compress.finding import find
 from tigon.compress.planning import plan
@@ -72,6 +73,18 @@ def test_heavy_neurons_are_worth_their_bits():
     assert four.distance < split.distance < min(drawn.distance, three.distance)
     back = (three.distance - split.distance) / (three.distance - four.distance)
     assert back > 0.75
+
+
+def test_a_fit_that_is_no_better_on_other_rows_is_not_kept(monkeypatch):
+    real = building.fitted
+
+    def wild(weight, moment, widths):
+        return [(codes, 2 * scales) for codes, scales in real(weight, moment, widths)]
+
+    near = compress.feed_forward(llama(), IDS, method=compress.Bits(4, 3, fit=False))
+    monkeypatch.setattr(building, "fitted", wild)
+    found = compress.feed_forward(llama(), IDS, method=compress.Bits(4, 3))
+    assert [row.error for row in found.layers] == [row.error for row in near.layers]
 
 
 def test_auto_is_never_further_than_the_best_of_the_others():
