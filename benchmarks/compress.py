@@ -48,7 +48,7 @@ FIXED = {
 SPLIT, BUDGET, STEPS = "bits 4/3 0.25", 0.6, 100
 WITHIN = {"bits within": "bits", "auto within": "auto"}
 FLOATS = {"prune": 0, "rank": 0, "svd": 0, "auto": 0, "prune recovered": STEPS, "rank recovered": STEPS}
-SPLITS = ("bits 4/3 0.25", "random 4/3 0.25", "nearest 4/3 0.25", "bits within")
+SPLITS = ("nearest 4/3 0.25", "bits 4/3 0.25", "random 4/3 0.25", "bits within")
 PEERS = {"torchao int4": "int4", "torchao int3": "int3"}
 WAYS = ("whole", *FIXED, *WITHIN, *FLOATS, *PEERS)
 LENGTH = 256
@@ -239,7 +239,8 @@ def told(rows: list[Row]) -> list[str]:
             three, four = f"{start} 3", f"{start} 4"
             if not {three, four} <= set(loss) or loss[three] == loss[four]:
                 continue
-            for way in (way for way in SPLITS if way in loss):
+            # Rounding to nearest is no way back from a better rounding.
+            for way in (way for way in SPLITS if way in loss and (start == "nearest" or way in SPLITS[1:])):
                 back = (loss[three] - loss[way]) / (loss[three] - loss[four])
                 lines.append(f"{model}: {way} takes back {back:.0%} of the {what} between {three} and {four}")
     return lines

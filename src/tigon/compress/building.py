@@ -126,16 +126,18 @@ def _pruned(layer: Layer, heavy: int) -> Modules:
 
 def _assembled(layer: Layer, rows: list[Parts], columns: Parts) -> Modules:
     found, dtype = layer.found, layer.dtype
-    made: Modules = {found.down: SplitLinear("columns", *columns, _kept(layer, layer.down_bias), dtype=dtype)}
+    made: Modules = {
+        found.down: SplitLinear("columns", columns[0], columns[1], _kept(layer, layer.down_bias), dtype=dtype)
+    }
     if found.packed:
         stacked = [None if g is None else _stacked(g, u) for g, u in zip(*rows, strict=True)]
         bias = _kept(layer, _joined(layer.gate_bias, layer.up_bias))
-        made[found.up] = SplitLinear("rows", *stacked, bias, halves=2, dtype=dtype)
+        made[found.up] = SplitLinear("rows", stacked[0], stacked[1], bias, halves=2, dtype=dtype)
         return made
     names = [name for name in (found.gate, found.up) if name is not None]
     biases = [layer.gate_bias, layer.up_bias][-len(names) :]
     for name, own, bias in zip(names, rows, biases, strict=True):
-        made[name] = SplitLinear("rows", *own, _kept(layer, bias), dtype=dtype)
+        made[name] = SplitLinear("rows", own[0], own[1], _kept(layer, bias), dtype=dtype)
     return made
 
 

@@ -265,7 +265,8 @@ class _Pass:
 
     def finish(self, chosen: Sequence[Candidate], steps: int) -> tuple[list[LayerRow], dict[str, nn.Module]]:
         """Put the new layers in, recovered where that is asked for; rows, and the layers from before."""
-        rows, new = [], {}
+        rows: list[LayerRow] = []
+        new: dict[str, nn.Module] = {}
         for place, (one, candidate) in enumerate(zip(self.found, chosen, strict=True)):
             size, error = candidate.bytes, candidate.error
             if candidate.method != "whole":

@@ -214,7 +214,7 @@ def _why_not(
         return f"its {kind} has an adapter; merge it first"
     if type(module) is not nn.Linear and not is_conv1d(module):
         return f"its layers are {kind}, which may be quantised or sharded"
-    weight = module._parameters.get("weight")
+    weight: Any = module._parameters.get("weight")
     if type(weight) not in _PLAIN:
         return f"its weights are {type(weight).__name__}: quantised or sharded"
     if not weight.is_floating_point():

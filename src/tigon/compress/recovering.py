@@ -49,7 +49,7 @@ def recover(
             rows = torch.randint(len(fit), (min(ROWS, len(fit)),), generator=draw).to(fit.device)
             loss = F.mse_loss(output(found, layers, fit[rows]), target[rows]) / size
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step()
     _settled(modules)

@@ -59,7 +59,8 @@ def rebuild(model: nn.Module, found: dict[str, Any]) -> None:
     new: dict[str, nn.Module] = {}
     for name, row in found["layers"].items():
         if "pruned" in row:
-            new[name] = nn.Linear(*row["pruned"], bias=row["bias"])
+            width, out = row["pruned"]
+            new[name] = nn.Linear(width, out, bias=row["bias"])
             vars(new[name])["pruned_from"] = tuple(row["from"])
         else:
             new[name] = built(row)
@@ -74,7 +75,7 @@ def rebuild(model: nn.Module, found: dict[str, Any]) -> None:
     swap(model, new)
 
 
-def save(model: nn.Module, folder: str | Path, *, tokenizer: Any = None) -> None:
+def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
     """Write a compressed model, which `load` opens without the original weights.
 
     Args:
@@ -187,7 +188,7 @@ def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
     if transposed:
         from transformers.pytorch_utils import Conv1D
 
-        made = Conv1D(*weight.shape)
+        made = Conv1D(*weight.shape)  # type: ignore[no-untyped-call]
         made.weight = nn.Parameter(weight.t().contiguous())
         made.bias = nn.Parameter(torch.zeros_like(weight[:, 0]) if bias is None else bias.detach().clone())
         return made  # type: ignore[no-any-return]
@@ -202,14 +203,14 @@ def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
 @functools.cache
 def hosted() -> tuple[Any, Any]:
     """The configuration and the quantizer that transformers opens compressed models by, registered there."""
-    from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     @register_quantization_config(METHOD)
     class TigonConfig(QuantizationConfigMixin):
         def __init__(self, format: int, layers: Any, embeddings: Any, **_: Any) -> None:
-            self.quant_method = METHOD
+            vars(self)["quant_method"] = METHOD
             self.format, self.layers, self.embeddings = format, layers, embeddings
 
     @register_quantizer(METHOD)
