@@ -62,6 +62,7 @@ from studies import (
     sft,
     sharpness,
 )
+from studies import compression as compression  # its columns
 from studies.clicks import page as clicks
 
 import tigon

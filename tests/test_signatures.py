@@ -17,6 +17,7 @@ PUBLIC = (
     "tigon.distributed",
     "tigon.retrieve",
     "tigon.rank",
+    "tigon.compress",
     "tigon.tables",
     "tigon.rank.prompt",
 )

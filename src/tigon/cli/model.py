@@ -225,6 +225,10 @@ def attention_options(attention: str | None) -> dict[str, Any]:
 
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
     """The model with its trained weights. Raises Problem where they are missing or unreadable."""
+    if stored_form(source.config) == "tigon":
+        from tigon.compress.saving import hosted
+
+        hosted()
     try:
         found = auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
         return cast("PreTrainedModel", found)

@@ -1,0 +1,152 @@
+"""`tigon compress`: a model's feed-forward layers in fewer bytes, and what each way to do it would have cost."""
+
+from __future__ import annotations
+
+import json as encoder
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tigon.cli.problem import Problem, check_writable, device_of, needs, one_line
+
+if TYPE_CHECKING:
+    from tigon.compress import Report
+
+NAME = "compress"
+METHODS = ("bits", "rank", "prune", "svd", "auto")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TAKEN = "only one of --budget and --heavy-bits can be given: a size to fit, or the split itself"
+
+
+def compress(
+    model: Annotated[str, typer.Argument(help="A folder of a model with its tokenizer, or a name on the hub.")],
+    data: Annotated[list[Path], typer.Option(help="Text to calibrate on: files, or folders of .txt and .md files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the compressed model.")],
+    budget: Annotated[
+        float | None, typer.Option(help="Bytes that the layers may take, as a share of those they take now.")
+    ] = None,
+    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")] = "bits",
+    heavy_bits: Annotated[int | None, typer.Option(help="Bits of heavy neurons, in the place of --budget.")] = None,
+    rest_bits: Annotated[int, typer.Option(help="Bits of the other neurons, with --heavy-bits.")] = 3,
+    share: Annotated[float, typer.Option(help="Share of heavy neurons, with --heavy-bits.", min=0, max=1)] = 0.25,
+    recover: Annotated[int, typer.Option(help="Steps of fine-tuning each changed layer.", min=0)] = 0,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Store embeddings in 8 bits too.")] = False,
+    dense: Annotated[bool, typer.Option("--dense", help="Save dense weights, which open without Tigon.")] = False,
+    tokens: Annotated[int, typer.Option(help="Tokens of calibration, from all of the text.", min=1)] = 8192,
+    dtype: Annotated[str, typer.Option(help=f"Of the loaded weights: {', '.join(DTYPES)}.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    plot: Annotated[Path | None, typer.Option(help="Draw the report into this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Keep heavy neurons of feed-forward layers at one width, and store the others in fewer bits, or leave them out.
+
+    The layers are recognised by their numbers. Tied, quantised and adapted layers stay as they are, and are named.
+    """
+    needs(f"tigon {NAME}", "compress", "torch", "transformers", "safetensors")
+    if plot is not None:
+        needs(f"tigon {NAME} --plot", "compress", "matplotlib")
+    if dtype not in DTYPES:
+        raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    if budget is not None and heavy_bits is not None:
+        raise Problem(f"{NAME}: {TAKEN}")
+    if budget is None and heavy_bits is None:
+        raise Problem(f"{NAME}: --budget must be given, a share such as 0.25, or --heavy-bits")
+    check_writable(output, f"{NAME}: --output")
+    if (output / "config.json").exists():
+        raise Problem(f"{NAME}: --output {output}: there is a model already")
+    place = device_of(device, NAME)
+    texts = _texts(data)
+    from tigon import compress as package
+    from tigon.cli.screen import screen
+
+    console = screen(stderr=True, soft_wrap=True)
+    with console.status(f"reading {model}"):
+        loaded, tokenizer = _opened(model, dtype)
+        loaded = loaded.to(place)
+    try:
+        chosen: Any = method if heavy_bits is None else package.Bits(heavy_bits, rest_bits, share)
+        with console.status("compressing"):
+            ids = _windows(loaded, tokenizer, texts, tokens)
+            report = package.feed_forward(loaded, ids, method=chosen, budget=budget, recover=recover)
+            tables = package.embeddings(loaded) if embeddings else None
+    except ValueError as error:
+        raise Problem(f"{NAME}: {one_line(error, 600).partition(': ')[2]}") from error
+    if plot is not None:
+        report.plot(plot)
+    for one in (report, tables):
+        if one is not None:
+            one.forget()
+    _save(package.widen(loaded) if dense else loaded, output, tokenizer)
+    _tell(report, tables, output, json)
+
+
+def _tell(report: Report, tables: Report | None, output: Path, json: bool) -> None:
+    if json:
+        print(encoder.dumps({"feed_forward": report.to_dict(), "embeddings": tables and tables.to_dict()}))
+        return
+    print(report.table())
+    if tables is not None:
+        print(f"embeddings: {tables.bytes_before / 2**20:.2f} MiB before, {tables.bytes / 2**20:.2f} now")
+        for one in tables.left:
+            print(f"left as it is: {one.name}: {one.reason}")
+    print(f"saved to {output}")
+
+
+def _texts(paths: list[Path]) -> list[str]:
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(p for kind in ("*.txt", "*.md") for p in path.rglob(kind))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise Problem(f"{NAME}: --data {path}: there is no such file or folder")
+    try:
+        texts = [path.read_text(encoding="utf-8") for path in files]
+    except UnicodeDecodeError as error:
+        raise Problem(f"{NAME}: --data must be text in UTF-8 ({one_line(error)})") from error
+    if not any(text.strip() for text in texts):
+        raise Problem(f"{NAME}: --data must hold text, got {len(files)} files without any")
+    return texts
+
+
+def _windows(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> list[dict[str, Any]]:
+    """Batches of windows from all of the text, as few as hold so many tokens."""
+    from tigon.compress.texts import batches_of, tokens_of
+
+    batches = batches_of(model, texts, tokenizer, name=NAME)
+    every = max(1, sum(map(tokens_of, batches)) // tokens)
+    return batches[::every]
+
+
+def _opened(name: str, dtype: str) -> tuple[Any, Any]:
+    """The model by the class that its configuration names, and its tokenizer."""
+    import transformers
+
+    from tigon.cli.model import load_tokenizer, quiet_transformers
+
+    quiet_transformers()
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise Problem(f"{NAME}: model {name}: the directory has no config.json, so it is not a model")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name)
+    except Exception as error:
+        raise Problem(f"{NAME}: model {name}: no configuration can be read ({one_line(error, 160)})") from error
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        raise Problem(f"{NAME}: model {name} is quantised already (by {method}); compress the model it was made from")
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+    try:
+        model = kind.from_pretrained(str(path) if path.exists() else name, dtype=dtype)
+    except Exception as error:
+        raise Problem(f"{NAME}: model {name}: its weights cannot be loaded ({one_line(error)})") from error
+    return model, load_tokenizer(name, f"{NAME}: model")
+
+
+def _save(model: Any, output: Path, tokenizer: Any) -> None:
+    """By `save_pretrained`, which writes how layers are stored too; nothing is compressed where it was widened."""
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)

@@ -1,0 +1,60 @@
+"""What `feed_forward` takes for its method, and what of it fits together."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tigon.compress.packing import WIDTHS
+
+Name = Literal["bits", "rank", "prune", "svd"]
+Method = Literal["bits", "rank", "prune", "svd", "auto"]
+NAMES: tuple[Name, ...] = ("bits", "rank", "prune", "svd")
+
+
+@dataclass(frozen=True)
+class Bits:
+    """One split by bits for all layers, in the place of a budget.
+
+    heavy, rest: bits of the weights of the heavy neurons and of the others, among 2, 3, 4, 5, 6 and 8.
+    share: of the neurons that are heavy, from 0 to 1.
+    chosen: False takes neurons at random in their place: what the choice is worth. Seeded by the layer.
+    fit: False rounds each weight to nearest, and not for the calibration's inputs: what that is worth.
+    """
+
+    heavy: int = 4
+    rest: int = 3
+    share: float = 0.25
+    chosen: bool = True
+    fit: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("heavy", "rest"):
+            if getattr(self, name) not in WIDTHS:
+                raise ValueError(
+                    f"Bits: {name} must be one of {', '.join(map(str, WIDTHS))}, got {getattr(self, name)}."
+                )
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"Bits: share must be from 0 to 1, a share of the neurons, got {self.share}.")
+
+
+def checked_method(method: Any, budget: Any, recover: Any) -> str:
+    """The method's name; a sentence for what does not fit together."""
+    known = (*get_args(Method), "Bits(…)")
+    if not isinstance(method, Bits) and method not in known[:-1]:
+        near = difflib.get_close_matches(str(method), known[:-1], 1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        kind = ValueError if isinstance(method, str) else TypeError
+        raise kind(f"feed_forward: method must be one of {', '.join(known)}, got {method!r}{meant}")
+    if isinstance(method, Bits):
+        if budget is not None:
+            raise ValueError(f"feed_forward: budget must be left out where method is Bits(…), got {budget}.")
+    elif not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 < budget <= 1:
+        raise ValueError(
+            "feed_forward: budget must be a share of the bytes that the feed-forward layers take now, above 0 and at "
+            f"most 1, got {budget}."
+        )
+    if not isinstance(recover, int) or recover < 0:
+        raise ValueError(f"feed_forward: recover must be a number of steps, 0 or more, got {recover}.")
+    return "bits" if isinstance(method, Bits) else str(method)

@@ -1,0 +1,160 @@
+"""What `feed_forward` did to each layer, what other methods would have cost, and the way back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tigon.compress.finding import Left
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer in the report.
+
+    method: "whole" where it stays as it is. heavy: the share of its neurons that is kept, or has the wider width.
+    bits: of the heavy neurons and of the others; None where weights are floats. rank: of the others, or 0.
+    bytes, bytes_before: of its weights, scales and biases. error: E‖y − ŷ‖² / E‖y‖² of its output, on rows that the
+    scores have not seen, after recovery. score_of_a_tenth: what the best tenth of its neurons holds of the score.
+    """
+
+    name: str
+    formula: str
+    method: str
+    heavy: float
+    bits: tuple[int, int] | None
+    rank: int
+    bytes: int
+    bytes_before: int
+    error: float
+    score_of_a_tenth: float
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """A method within the same budget: bytes of all layers and their mean error.
+
+    distance: of the whole model's answers to the calibration text from those before; None where it was not tried.
+    """
+
+    name: str
+    bytes: int
+    error: float
+    distance: float | None
+    chosen: bool
+
+
+@dataclass
+class Report:
+    """What `feed_forward` returns.
+
+    layers: a row each. methods: what each would have cost. left: layers that stay as they are, and why.
+    tokens: of the calibration. unit: of distances. notes: what else to know.
+
+    The report holds the layers it has replaced, for `remove()`. Memory is saved once you drop the report, or call
+    `forget()`.
+    """
+
+    layers: list[LayerRow]
+    methods: list[MethodRow]
+    left: list[Left]
+    tokens: int
+    unit: str
+    notes: list[str] = field(default_factory=list)
+    _model: Any = field(default=None, repr=False)
+    _before: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+
+    @property
+    def bytes(self) -> int:
+        return sum(row.bytes for row in self.layers)
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row.bytes_before for row in self.layers)
+
+    @property
+    def distance(self) -> float | None:
+        """Of the whole model from itself before, on the calibration text; 0 where nothing changed."""
+        return next((row.distance for row in self.methods if row.chosen), None)
+
+    def remove(self) -> None:
+        """Put the layers back that were replaced: the model computes the same bits as before.
+
+        Raises: RuntimeError after `forget()`.
+        """
+        if self._model is None:
+            raise RuntimeError("compress: the layers from before are gone, since forget() was called.")
+        from tigon.compress.saving import describe
+
+        swap(self._model, self._before)
+        describe(self._model)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the layers from before."""
+        self._model, self._before = None, {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rows as plain numbers and words."""
+        return {
+            "layers": [asdict(row) for row in self.layers], "methods": [asdict(row) for row in self.methods],
+            "left": [asdict(row) for row in self.left], "tokens": self.tokens, "unit": self.unit, "notes": self.notes,
+            "bytes": self.bytes, "bytes_before": self.bytes_before,
+        }  # fmt: skip
+
+    def table(self) -> str:
+        """All of it as text."""
+        header = ("method", 7), ("kept", 6), ("bits", 6), ("rank", 5), ("MiB", 8), ("of", 8), ("error", 9)
+        lines = [" ".join([f"{'layer':<32}", *(f"{word:>{width}}" for word, width in header), " top tenth"])]
+        for row in self.layers:
+            bits = "" if row.bits is None else "/".join(map(str, dict.fromkeys(row.bits)))
+            size, before = row.bytes / 2**20, row.bytes_before / 2**20
+            lines.append(
+                f"{row.name[-32:]:<32} {row.method:>7} {row.heavy:>6.1%} {bits:>6} {row.rank or '':>5} "
+                f"{size:>8.2f} {before:>8.2f} {row.error:>9.2e}  {row.score_of_a_tenth:.0%}"
+            )
+        lines += ["", f"within the same bytes, on {self.tokens:,} tokens of calibration"]
+        for one in self.methods:
+            distance = "" if one.distance is None else f", {one.distance:.4g} {self.unit}"
+            mark = "→" if one.chosen else " "
+            lines.append(f"{mark} {one.name:<6} {one.bytes / 2**20:9.2f} MiB  mean error {one.error:.3e}{distance}")
+        share = self.bytes / self.bytes_before if self.bytes_before else 1.0
+        lines.append(f"{self.bytes_before / 2**20:.2f} MiB before, {self.bytes / 2**20:.2f} now: {share:.1%}")
+        lines += [f"left as it is: {one.name}: {one.reason}" for one in self.left]
+        return "\n".join([*lines, *self.notes])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Errors of the layers, and distance or error of each method, as a picture; needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.bar(range(len(self.layers)), [row.error for row in self.layers], color="0.45")
+        left.set(xlabel="layer", ylabel="error of its output")
+        tried = [row for row in self.methods if row.distance is not None]
+        rows = tried if len(tried) > 1 else self.methods
+        values = [float(row.error if row.distance is None or rows is not tried else row.distance) for row in rows]
+        colors = ["tab:orange" if row.chosen else "0.7" for row in rows]
+        right.bar([row.name for row in rows], values, color=colors)
+        right.set(ylabel=self.unit if rows is tried else "mean error of the layers' outputs")
+        if values and min(values) > 0:
+            right.set_yscale("log")
+        figure.savefig(path)
+
+
+def swap(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Put layers into the places of others, by name; returns those others."""
+    before = {}
+    for name, layer in layers.items():
+        owner, _, child = name.rpartition(".")
+        parent = model.get_submodule(owner)
+        before[name] = parent._modules[child]
+        parent._modules[child] = layer
+    return before  # type: ignore[return-value]

@@ -1,0 +1,229 @@
+"""Compressed models on disk: plain safetensors, and in the configuration which layer is stored how.
+
+For a model of transformers the description stands in `config.quantization_config` as the method "tigon", which
+`save_pretrained` writes too. `load` tells transformers what it means: without that, from_pretrained warns of an unknown
+method and of missing weights, and fills them with random numbers. Other modules get a `compress.json` beside their
+tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.compress.embedding import ByteEmbedding
+from tigon.compress.layers import SplitLinear, built, layout_of
+from tigon.compress.report import swap
+
+FORMAT = 1
+METHOD = "tigon"
+WEIGHTS, LAYOUT = "model.safetensors", "compress.json"
+
+
+def layout(model: nn.Module) -> dict[str, Any]:
+    """Which layers of a model are compressed and how; JSON."""
+    layers, tables = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, SplitLinear):
+            layers[name] = {**layout_of(module), "transposed": _transposed(module)}
+        elif isinstance(module, ByteEmbedding):
+            tables[name] = [module.num_embeddings, module.embedding_dim]
+        elif "pruned_from" in vars(module):
+            size = [module.in_features, module.out_features]
+            before = {"from": list(vars(module)["pruned_from"]), "transposed": _transposed(module)}
+            layers[name] = {"pruned": size, "bias": module.bias is not None, **before}
+    return {"format": FORMAT, "layers": layers, "embeddings": tables}
+
+
+def describe(model: Any) -> None:
+    """Write the layout into the configuration of a model of transformers; take it out where nothing is compressed."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return
+    found = layout(model)
+    if found["layers"] or found["embeddings"]:
+        config.quantization_config = hosted()[0](**found)
+    elif getattr(getattr(config, "quantization_config", None), "quant_method", None) == METHOD:
+        del config.quantization_config
+
+
+def rebuild(model: nn.Module, found: dict[str, Any]) -> None:
+    """Put empty layers of this layout into a model, where its own layers are."""
+    if found["format"] != FORMAT:
+        raise ValueError(f"load: the model has layout {found['format']}, and this version of Tigon reads {FORMAT}.")
+    new: dict[str, nn.Module] = {}
+    for name, row in found["layers"].items():
+        if "pruned" in row:
+            width, out = row["pruned"]
+            new[name] = nn.Linear(width, out, bias=row["bias"])
+            vars(new[name])["pruned_from"] = tuple(row["from"])
+        else:
+            new[name] = built(row)
+        vars(new[name])["transposed"] = row["transposed"]
+    for name, (rows, width) in found["embeddings"].items():
+        new[name] = ByteEmbedding(rows, width, torch.get_default_dtype())
+    for name in new:
+        try:
+            model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"load: the layout names a layer {name}, which the model does not have.") from None
+    swap(model, new)
+
+
+def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
+    """Write a compressed model, which `load` opens without the original weights.
+
+    Args:
+        model: a model of transformers, which `save_pretrained` writes the same, or any module.
+        folder: made where it is not there.
+        tokenizer: is saved with it.
+    Raises: ValueError for a model in which nothing is compressed.
+    """
+    found = layout(model)
+    if not found["layers"] and not found["embeddings"]:
+        raise ValueError("save: nothing in the model is compressed; save it as it is, or compress it first.")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "save_pretrained"):
+        describe(model)
+        model.save_pretrained(folder)
+    else:
+        from safetensors.torch import save_file
+
+        tensors: dict[int, str] = {}
+        state = {}
+        for name, tensor in model.state_dict().items():  # a tied tensor is written once
+            if tensors.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), name) == name:
+                state[name] = tensor.contiguous()
+        save_file(state, str(folder / WEIGHTS))
+        (folder / LAYOUT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def load(folder: str | Path, model: nn.Module | None = None, *, dense: bool = False, **options: Any) -> Any:
+    """Open what `save`, or `save_pretrained` of a compressed model, has written.
+
+    Args:
+        folder: as it was written.
+        model: a module built as the original was, for what is no model of transformers; it is changed in place.
+        dense: widen everything, as `widen` does: dense speed and dense bytes.
+        options: for `from_pretrained`.
+    Returns: the model, in evaluation mode.
+    Raises: ValueError for a folder without a compressed model.
+    """
+    folder = Path(folder)
+    if model is not None:
+        from safetensors.torch import load_file
+
+        if not (folder / LAYOUT).is_file():
+            raise ValueError(f"load: {folder} has no {LAYOUT}, so save() has not written it.")
+        rebuild(model, json.loads((folder / LAYOUT).read_text(encoding="utf-8")))
+        missing, strange = model.load_state_dict(load_file(str(folder / WEIGHTS)), strict=False)
+        ties = {name for name, _ in model.named_parameters()}
+        lost = [name for name in missing if name in ties]
+        if lost or strange:
+            raise ValueError(f"load: the tensors of {folder} do not fit the model: {', '.join([*lost, *strange][:3])}.")
+        opened: Any = model.eval()
+    else:
+        opened = _hosted_model(folder, options)
+    return widen(opened) if dense else opened
+
+
+def _hosted_model(folder: Path, options: dict[str, Any]) -> Any:
+    import transformers
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"load: {folder} has no config.json; give model= for what is no model of transformers.")
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if (fields.get("quantization_config") or {}).get("quant_method") != METHOD:
+        raise ValueError(f"load: the model in {folder} is not compressed by Tigon; open it by from_pretrained.")
+    hosted()
+    kind = getattr(transformers, (fields.get("architectures") or ["AutoModel"])[0], transformers.AutoModel)
+    return kind.from_pretrained(folder, **options).eval()
+
+
+@torch.no_grad()
+def widen(model: nn.Module) -> Any:
+    """Put dense layers into the places of all compressed ones, in place: as fast and as large as before.
+
+    Neurons that were pruned come back as zeros, so that the layers have the shapes that the configuration tells.
+    Returns: the model.
+    """
+    new: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ByteEmbedding):
+            new[name] = nn.Embedding.from_pretrained(module.widened(), freeze=False)
+        elif isinstance(module, SplitLinear):
+            new[name] = _linear(module.weight, module.bias, _transposed(module))
+        elif "pruned_from" in vars(module):
+            new[name] = _padded(module, *vars(module)["pruned_from"])
+        if name in new:
+            new[name].train(module.training)
+    swap(model, new)
+    describe(model)
+    return model
+
+
+def _transposed(module: nn.Module) -> bool:
+    return bool(vars(module).get("transposed", False))
+
+
+def _padded(module: Any, out: int, width: int, halves: int) -> nn.Module:
+    """Zeros after the kept neurons; where gate is above up, after each of the two."""
+    weight, bias = module.weight, module.bias
+    rows = [nn.functional.pad(w, (0, width - w.shape[1], 0, out // halves - len(w))) for w in weight.chunk(halves)]
+    if bias is not None:
+        bias = torch.cat([nn.functional.pad(b, (0, out // halves - len(b))) for b in bias.chunk(halves)])
+    return _linear(torch.cat(rows), bias, _transposed(module))
+
+
+def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
+    made: Any
+    if transposed:
+        from transformers.pytorch_utils import Conv1D
+
+        made = Conv1D(*weight.shape)  # type: ignore[no-untyped-call]
+        made.weight = nn.Parameter(weight.t().contiguous())
+        made.bias = nn.Parameter(torch.zeros_like(weight[:, 0]) if bias is None else bias.detach().clone())
+        return made  # type: ignore[no-any-return]
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    made.weight = nn.Parameter(weight.contiguous())
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach().clone())
+    return made  # type: ignore[no-any-return]
+
+
+@functools.cache
+def hosted() -> tuple[Any, Any]:
+    """The configuration and the quantizer that transformers opens compressed models by, registered there."""
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(METHOD)
+    class TigonConfig(QuantizationConfigMixin):
+        def __init__(self, format: int, layers: Any, embeddings: Any, **_: Any) -> None:
+            vars(self)["quant_method"] = METHOD
+            self.format, self.layers, self.embeddings = format, layers, embeddings
+
+    @register_quantizer(METHOD)
+    class TigonQuantizer(HfQuantizer):
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+            rebuild(model, vars(self.quantization_config))
+            return model
+
+        def is_serializable(self) -> bool:
+            return True
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+    return TigonConfig, TigonQuantizer

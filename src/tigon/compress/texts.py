@@ -1,0 +1,200 @@
+"""Calibration: texts or token ids as batches of a model, and what its feed-forward layers take in them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.compress.finding import FeedForward
+
+Batch = dict[str, Tensor]
+LENGTH, SEQUENCES = 512, 4  # tokens of a window of a text, windows of a batch
+MOST = 8192  # rows of each layer's input that are kept
+NAME = "feed_forward"
+
+
+def batches_of(model: nn.Module, calibration: Any, tokenizer: Any, *, name: str = NAME) -> list[Batch]:
+    """Keyword arguments of the model, batch by batch.
+
+    Args:
+        calibration: texts, with a tokenizer; ids (sequences, length); or an iterable of mappings, used as they are.
+    Raises: ValueError for anything else, and for nothing.
+    """
+    place = next(model.parameters()).device
+    if isinstance(calibration, str):
+        calibration = [calibration]
+    if isinstance(calibration, Tensor):
+        if calibration.dim() != 2 or calibration.is_floating_point():
+            raise ValueError(
+                f"{name}: calibration must be (sequences, length) token ids, got {tuple(calibration.shape)} "
+                f"{calibration.dtype}."
+            )
+        found: list[Batch] = [{"input_ids": ids} for ids in calibration.split(SEQUENCES) if ids.numel()]
+    else:
+        items = list(calibration)
+        if items and isinstance(items[0], str):
+            found = _windows(model, items, tokenizer, name)
+        elif all(isinstance(item, Mapping) for item in items):
+            found = [dict(item) for item in items]
+        else:
+            raise ValueError(
+                f"{name}: calibration must be texts, token ids or batches of the model, got a list of "
+                f"{type(items[0]).__name__}."
+            )
+    if not found:
+        raise ValueError(f"{name}: calibration must hold text, got none.")
+    return [{k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in found]
+
+
+def _windows(model: Any, texts: list[str], tokenizer: Any, name: str) -> list[Batch]:
+    """Windows of each text, those of one length together: padding would count as text."""
+    if tokenizer is None:
+        raise ValueError(f"{name}: calibration of texts needs tokenizer=, the model's.")
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or LENGTH
+    around = tokenizer("")["input_ids"]  # what stands before and after every text
+    before, after = around[:1], around[1:]
+    room = max(1, min(LENGTH, limit) - len(around))
+    by_length: dict[int, list[list[int]]] = {}
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        for start in range(0, len(ids), room):
+            row = [*before, *ids[start : start + room], *after]
+            by_length.setdefault(len(row), []).append(row)
+    rows = (ids for length in sorted(by_length, reverse=True) for ids in _grouped(by_length[length]))
+    return [{"input_ids": torch.tensor(ids)} for ids in rows]
+
+
+def _grouped(rows: list[list[int]]) -> Iterable[list[list[int]]]:
+    return (rows[i : i + SEQUENCES] for i in range(0, len(rows), SEQUENCES))
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Tokens of a batch, or rows of a model that takes none; padding does not count."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return int(mask.sum())
+    ids = batch.get("input_ids")
+    first = ids if isinstance(ids, Tensor) else next(v for v in batch.values() if isinstance(v, Tensor))
+    return first.numel() if first is ids else first.shape[:-1].numel()
+
+
+def first_rows(batch: Batch) -> Batch:
+    """The batch's first sequence, enough to recognise layers by."""
+    return {k: v[:1] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
+
+
+@torch.no_grad()
+def inputs_of(model: nn.Module, found: list[FeedForward], batches: list[Batch]) -> dict[str, Tensor]:
+    """Rows (T, d) that each layer's up takes, by the name of down: at most MOST, evenly from all batches.
+
+    Raises: ValueError for a layer whose input is not finite.
+    """
+    stride = max(1, -(-sum(map(tokens_of, batches)) // MOST))
+    kept: dict[str, list[Tensor]] = {one.down: [] for one in found}
+    mask: list[Any] = [None]
+
+    def record(down: str) -> Any:
+        def hook(_: Any, args: tuple[Any, ...]) -> None:
+            x = args[0].detach()
+            own = mask[0]
+            if isinstance(own, Tensor) and own.shape == x.shape[:-1]:
+                x = x[own.bool()]
+            kept[down].append(x.reshape(-1, x.shape[-1])[::stride].clone())
+
+        return hook
+
+    handles = [model.get_submodule(one.up).register_forward_pre_hook(record(one.down)) for one in found]
+    try:
+        for batch in batches:
+            mask[0] = batch.get("attention_mask")
+            model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    rows = {down: torch.cat(some) for down, some in kept.items()}
+    for one in found:
+        if not bool(torch.isfinite(rows[one.down]).all()):
+            raise ValueError(
+                f"{NAME}: the calibration gives numbers that are not finite (NaN or infinite) at {one.name}; "
+                "check the weights before it, and the dtype."
+            )
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------- the whole model
+
+
+TOP = 64  # most probable tokens that predictions are compared by, and the rest as one
+
+
+def _output(model: nn.Module, batch: Batch) -> Tensor:
+    y: Any = model(**batch)
+    if isinstance(y, Tensor):
+        return y
+    for key in ("logits", "last_hidden_state"):
+        if isinstance(getattr(y, key, None), Tensor):
+            return getattr(y, key)  # type: ignore[no-any-return]
+    values = y.values() if isinstance(y, Mapping) else y
+    return next(v for v in values if isinstance(v, Tensor))
+
+
+class Whole:
+    """What a model answers in some batches, to say how far a changed model is from it.
+
+    The distance is KL(before ‖ after) in nats a token for predictions of tokens, over the 64 most probable tokens and
+    the others as one; else the mean squared difference, relative to the mean square of what was answered before.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, batches: list[Batch]) -> None:
+        self.model, self.batches = model, batches
+        self.nats = hasattr(model, "lm_head") or _has_head(model)
+        self.before: list[Any] = [self._read(batch) for batch in batches]
+        if not all(bool(torch.isfinite(y[0] if self.nats else y).all()) for y in self.before):
+            raise ValueError(
+                f"{NAME}: the model's answers to the calibration are not finite (NaN or infinite); check its weights, "
+                "and the dtype."
+            )
+
+    def _read(self, batch: Batch) -> Any:
+        y = _output(self.model, batch).float()
+        if not self.nats:
+            return y
+        top, ids = y.log_softmax(-1).topk(min(TOP, y.shape[-1]))
+        return top, ids
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """Of the model as it is now."""
+        off, size = 0.0, 0.0
+        for batch, before in zip(self.batches, self.before, strict=True):
+            y = _output(self.model, batch).float()
+            if self.nats:
+                p, ids = before
+                q = y.log_softmax(-1).gather(-1, ids)
+                off += float((p.exp() * (p - q)).sum() + _rest(p, q))
+                size += p[..., 0].numel()
+            else:
+                off += float((y - before).square().sum())
+                size += float(before.square().sum())
+        return off / size if size else 0.0
+
+
+def _rest(p: Tensor, q: Tensor) -> Tensor:
+    p_rest, q_rest = ((1 - t.exp().sum(-1)).clamp_min(1e-6) for t in (p, q))
+    return (p_rest * (p_rest.log() - q_rest.log())).sum()
+
+
+def _has_head(model: Any) -> bool:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return head is not None
+
+
+def share(batches: list[Batch], tokens: int) -> list[Batch]:
+    """The first batches, at least so many tokens of them."""
+    counts = itertools.accumulate(map(tokens_of, batches), initial=0)
+    return [batch for batch, before in zip(batches, counts, strict=False) if before < tokens]

@@ -1,0 +1,74 @@
+"""`tigon compress`: a folder of a model to a smaller one, which `tigon verify` opens."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import small_model
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    folder = tmp_path_factory.mktemp("compress")
+    small_model.model().save_pretrained(folder / "model")
+    small_model.tokenizer().save_pretrained(folder / "model")
+    text = "".join(a + b + ". " for a, b in zip(small_model.PROMPTS, small_model.ANSWERS, strict=True))
+    (folder / "calib.txt").write_text(text * 20)
+    (folder / "short.txt").write_text("the cat sat on")
+    return folder
+
+
+def test_a_model_becomes_smaller_and_opens(tigon, folder):
+    options = ("--data", "calib.txt", "--budget", "0.2", "-o", "small", "--embeddings", "--json")
+    done = tigon("compress", "model", *options, cwd=folder).ok()
+    found = json.loads(done.out)
+    share = found["feed_forward"]["bytes"] / found["feed_forward"]["bytes_before"]
+    assert 0.1 < share <= 0.2
+    assert [row["name"] for row in found["embeddings"]["layers"]] == ["model.embed_tokens"]
+    sizes = [(folder / name / "model.safetensors").stat().st_size for name in ("model", "small")]
+    assert sizes[1] < 0.6 * sizes[0]
+    assert "agree" in tigon("verify", "small", "--seq-len", "16", cwd=folder).ok().out
+
+
+def test_dense_weights_open_without_tigon(tigon, folder):
+    transformers = pytest.importorskip("transformers")
+    options = ("--data", ".", "--heavy-bits", "4", "-o", "dense", "--dense", "--plot", "report.png")
+    done = tigon("compress", "model", *options, cwd=folder).ok()
+    assert "→ bits" in done.out
+    assert "MiB before" in done.out
+    assert (folder / "report.png").stat().st_size > 5000
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "dense")
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--budget", "1.5"), ("budget", "at most 1", "got 1.5")),
+        (("--budget", "0.2", "--heavy-bits", "4"), ("only one of --budget and --heavy-bits",)),
+        ((), ("--budget must be given",)),
+        (("--heavy-bits", "7"), ("heavy must be one of", "got 7")),
+        (("--budget", "0.5", "--method", "bitz"), ("did you mean 'bits'",)),
+        (("--budget", "0.5", "--data", "nowhere"), ("--data nowhere: there is no such file",)),
+    ],
+)
+def test_problems_get_one_sentence(tigon, folder, arguments, words):
+    data = () if "--data" in arguments else ("--data", "calib.txt")
+    tigon("compress", "model", *data, "-o", "none", *arguments, cwd=folder).problem("compress", *words)
+    assert not (folder / "none").exists()
+
+
+def test_too_little_text_says_how_much_is_needed(tigon, folder):
+    tigon("compress", "model", "--data", "short.txt", "--budget", "0.5", "-o", "none", cwd=folder).problem(
+        "tokens of calibration are too few", "at least 256"
+    )
