@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from tigon.rank.fields import Cross
+from tigon.rank.interacting.ranker import FieldMLP
 from tigon.rank.interacting.reading import NAME, joined, named, network_of
 from tigon.rank.interacting.strengths import Method, Network, check, prefixes, within
 from tigon.rank.interacting.tables import TableMLP
+from tigon.rank.ranker import Ranker
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ def interactions(
 
     Args:
         model: a torch module that is a chain of nn.Linear, the weights of such a chain as (outputs, inputs) arrays, or
-            what `rank.fit_mlp` returned.
-        names: of the inputs; None: x1, x2, …, or the columns of the table that it was fitted to. Inputs of one name,
+            what `rank.fit_mlp` returned of a table, or `rank.mlp_of` of a ranker.
+        names: of the inputs; None: x1, x2, …, or the columns of the table, or the ranker's fields. Inputs of one name,
             such as the columns of an embedding, are one feature.
         order: how many features sets have. A set then has the strength of all that it lies in: with 2, the pairs are
             ranked. None: sets of two features or more, each with the strength that is its own.
@@ -143,11 +145,17 @@ def interactions(
     """
     networks: Sequence[Network]
     notes: Sequence[str] = ()
-    if isinstance(model, TableMLP):
+    if isinstance(model, (TableMLP, FieldMLP)):
         if names is not None or spread is not None:
-            raise ValueError(f"{NAME}: names and spread are those of the table that the model was fitted to.")
+            whose = "the table that the model was fitted to" if isinstance(model, TableMLP) else "the ranker's fields"
+            raise ValueError(f"{NAME}: names and spread are those of {whose}.")
         networks, features, notes = model.networks, list(model.names), model.notes
     else:
+        if isinstance(model, Ranker):
+            raise ValueError(
+                f"{NAME}: model must be what rank.mlp_of(ranker, data) reads of a ranker, whose fields vary as data "
+                f"does, got the {type(model).__name__} itself."
+            )
         one = network_of(model)
         first, features = joined(one.first, named(names, one.first.shape[1]), spread)
         networks = [Network(first, one.reach)]
