@@ -4,8 +4,8 @@
 
 `studies/clicks/data.py` says what lies in --data, and how it is split. Of each seed a LiRank without crosses is fitted,
 and the pairs of its fields are ranked by `rank.interactions` of its MLP, on the rows to train on. The strongest become
-crosses of the same LiRank, and of a linear model of the same embeddings, both fitted anew by the same seed. Beside them
-stand as many pairs that are drawn at random. How many, validation chooses by the first seed; it stops the fits, too. The
+crosses of the same LiRank, and of a linear model of embeddings, both fitted anew by the same seed. Beside them stand
+pairs that are drawn at random. How many, validation chooses by the first seed; it stops the fits, too. The
 test decides nothing. Seconds are of one core.
 """
 
@@ -106,14 +106,14 @@ def study(data: Clicks, seeds: int, keep: Any) -> None:
         for model in MODELS:
             keep((first if model == "lirank" else fitted(data, model, crosses.WITHOUT, seed, {})).row)
             for method, pairs in own.items():
-
-                def of(count: int, model: str = model, method: str = method, pairs: Crosses = pairs) -> Row:
-                    return fitted(data, model, method, seed, dict(itertools.islice(pairs.items(), count))).row
-
+                choices = [counts[model, method]] if seed else COUNTS
+                tried = {
+                    count: fitted(data, model, method, seed, dict(itertools.islice(pairs.items(), count))).row
+                    for count in choices
+                }
                 if seed:
-                    keep(of(counts[model, method]))
+                    keep(tried[choices[0]])
                     continue
-                tried = {count: of(count) for count in COUNTS}
                 best = max(tried, key=lambda count: tried[count].validation["auc"])
                 counts[model, method] = best
                 tried[best].setting["tried"] = {str(n): row.validation["auc"] for n, row in tried.items()}

@@ -77,6 +77,7 @@ class Held:
         event_time: (E,) int64.
         labels, weights, rows: of N candidates.
         notes: sentences on what was counted while reading.
+        partial: labels of which candidates have no value, NaN.
     """
 
     schema: Schema
@@ -93,6 +94,7 @@ class Held:
     weights: Tensor | None
     rows: Tensor
     notes: list[str]
+    partial: frozenset[str] = frozenset()
 
     def to(self, device: torch.device | str) -> Held:
         def sides(stored: dict[str, Stored]) -> dict[str, Stored]:

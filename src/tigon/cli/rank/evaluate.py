@@ -57,12 +57,14 @@ def evaluate(
     with console.status(f"reading {run}"):
         opened = Opened(NAME, run, place)
         table = opened.read(data, history or [], items or [], users or [], labelled=True)
+    left_out: list[str] = []
+    opened.check_binary(left_out)
     drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
     with console.status(f"scoring {table.rows:,} rows"), sentences(NAME):
         parts = _measured(opened, table, drawing, objective or opened.objective, cuts, by, draws)
     whole = next(iter(parts.values()))
     results = {
-        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *whole.notes],
+        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *left_out, *whole.notes],
         "metrics": spread(whole), **circumstances(place),
     }  # fmt: skip
     if by is not None:

@@ -34,6 +34,7 @@ def inspect_data(
     Raises: Problem for what cannot be read.
     """
     from tigon.rank import Impressions, Schema
+    from tigon.rank.leaks import telling
     from tigon.rank.summary import summary
 
     with sentences(NAME):
@@ -42,6 +43,7 @@ def inspect_data(
         if output is not None:
             data.schema.save(output)
     found = summary(data)
+    found["notes"] = [*found["notes"], *telling(data)]
     if json:
         print(encoder.dumps(found, ensure_ascii=False))
     else:

@@ -58,7 +58,7 @@ OPTIONS = {
     for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "epochs",
                  "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed", "width",
                  "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm", "calibrate",
-                 "table_optimizer", "table_lr", "anchor", "explore")
+                 "table_optimizer", "table_lr", "anchor", "explore", "order")
 } | {"label_weights": "label-weight", "weights": "score-weight", "towers": "tower"}  # fmt: skip
 
 

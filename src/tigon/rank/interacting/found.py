@@ -13,6 +13,7 @@ from tigon.rank.interacting.reading import NAME, joined, named, network_of
 from tigon.rank.interacting.strengths import Method, Network, check, prefixes, within
 from tigon.rank.interacting.tables import TableMLP
 from tigon.rank.ranker import Ranker
+from tigon.rank.schema import Schema
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,25 @@ class Interactions(Sequence[Interaction]):
             "units": pa.array([one.units for one in some], pa.int64()),
         })  # fmt: skip
 
-    def crosses(self, top: int = 10, *, hash_rows: int = 100_000) -> dict[str, Cross]:
+    def crosses(self, top: int = 10, *, hash_rows: int = 100_000, schema: Schema | None = None) -> dict[str, Cross]:
         """Fields that hold the features of the strongest sets together, for `Schema.replace`.
 
         Args:
             top: how many sets.
             hash_rows: how many codes each field has.
+            schema: of the next fit. Sets that it has as crosses already, and sets of fields that have no crosses, such
+                as lists and times, are passed over. None: none is.
         Returns: name → field, such as "age × hour".
         Raises: ValueError unless top is 1 or more.
         """
         _at_least_one("crosses", top)
-        return {" × ".join(one.features): Cross(one.features, hash_rows=hash_rows) for one in self._found[:top]}
+        found = self._found if schema is None else [one for one in self._found if _crossable(schema, one.features)]
+        return {" × ".join(one.features): Cross(one.features, hash_rows=hash_rows) for one in found[:top]}
+
+
+def _crossable(schema: Schema, features: tuple[str, ...]) -> bool:
+    known = {frozenset(field.of) for field in schema.fields.values() if isinstance(field, Cross)}
+    return frozenset(features) not in known and all(schema.why_no_cross(name) is None for name in features)
 
 
 def _at_least_one(what: str, top: Any) -> None:

@@ -80,7 +80,9 @@ def mlp_of(
         strengths[name] = np.sqrt(np.einsum("ui,ij,uj->u", own, moment.numpy(), own).clip(min=0))
     if len(strengths) < 2:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        raise ValueError(f"{NAME}: there must be two fields that vary, got {len(strengths)}{f' ({why})' if why else ''}.")
+        raise ValueError(
+            f"{NAME}: there must be two fields that vary, got {len(strengths)}{f' ({why})' if why else ''}."
+        )
     network = Network(np.stack([*strengths.values()], 1), reach)
     return FieldMLP(tuple(strengths), (network,), left_out, _notes(ranker, left_out))
 
@@ -95,7 +97,7 @@ def _check(ranker: Any, label: str | None) -> None:
         raise ValueError(f"{NAME}: there is no label {label!r}; {nearest(label, ranker.labels)}")
     # Towers behind cross layers read products of fields, not the fields.
     if ranker.mlp is None and (ranker.cross is not None or not any(len(tower) for tower in _towers(ranker))):  # type: ignore[arg-type]
-        raise ValueError(f"{NAME}: ranker must have an MLP over its fields, mlp=(256, 256) or so, got one without.")
+        raise ValueError(f"{NAME}: ranker must have an MLP over its fields, by mlp=…, got one without.")
 
 
 def _towers(ranker: LiRank) -> list[nn.Module]:
@@ -142,14 +144,12 @@ def _weights(layers: Any) -> list[Array]:
         elif isinstance(layer.norm, nn.LayerNorm):
             weight = weight * weights_in(layer.norm.weight)[:, None]
         if not np.isfinite(weight).all():
-            raise ValueError(f"{NAME}: weights must be finite, but some of layer {place} are not; did training diverge?")
+            raise ValueError(f"{NAME}: weights must be finite, but some of layer {place} are not; did it diverge?")
         found.append(weight)
     return found
 
 
-def _moments(
-    ranker: LiRank, data: Batched, drawing: Drawing, seed: int, owners: Sequence[str]
-) -> dict[str, Tensor]:
+def _moments(ranker: LiRank, data: Batched, drawing: Drawing, seed: int, owners: Sequence[str]) -> dict[str, Tensor]:
     """Of each field the covariance of its numbers of x₀, (d, d) fp64 on the CPU."""
     places = {name: [n for n, owner in enumerate(owners) if owner == name] for name in dict.fromkeys(owners)}
     device = ranker.device
