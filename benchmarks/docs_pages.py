@@ -26,6 +26,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
                                         source or towers-source
     <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
                                         int8, speed or source
+    <!-- crosses: quality -->          the study of clicks with and without crosses: quality or source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
 """
 
@@ -45,7 +46,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, interactions, prompts, retrieve, sft, sharpness
+from studies import adapters, convergence, crosses, interactions, prompts, retrieve, sft, sharpness
 from studies.clicks import page as clicks
 
 import tigon
@@ -168,6 +169,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "study": lambda what: retrieve.page(RESULTS, what),
         "clicks": lambda what: clicks.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
+        "crosses": lambda what: crosses.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)

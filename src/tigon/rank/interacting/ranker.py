@@ -90,8 +90,8 @@ def mlp_of(
 def _check(ranker: Any, label: str | None) -> None:
     if not isinstance(ranker, LiRank):
         raise ValueError(
-            f"{NAME}: ranker must be a rank.LiRank, whose MLP reads the fields of a row, got a {type(ranker).__name__}; "
-            "rank.fit_mlp fits an MLP to a table."
+            f"{NAME}: ranker must be a rank.LiRank, whose MLP reads the fields of a row, got a "
+            f"{type(ranker).__name__}; rank.fit_mlp fits an MLP to a table."
         )
     if label is not None and label not in ranker.labels:
         raise ValueError(f"{NAME}: there is no label {label!r}; {nearest(label, ranker.labels)}")
