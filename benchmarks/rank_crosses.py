@@ -72,12 +72,12 @@ def fitted(data: Clicks, model: str, method: str, seed: int, pairs: Crosses) -> 
     options = rank.FitOptions(**{**vars(OPTIONS), "seed": seed})
     rank.fit(ranker, train, validation, options)
     seconds = time.process_time() - began
-    found = [measured(ranker, part) for part in (test, validation)]
+    on_test, on_validation = (measured(ranker, part) for part in (test, validation))
     setting = {
         "model": model, "crosses": list(pairs), "parameters": sum(p.numel() for p in ranker.parameters()),
         "rows": train.rows,
     }  # fmt: skip
-    return Fit(ranker, Row("crosses", data.name, seed, method, setting, *found, seconds), train)
+    return Fit(ranker, Row("crosses", data.name, seed, method, setting, on_test, on_validation, seconds), train)
 
 
 def measured(ranker: rank.LiRank, part: rank.Impressions) -> dict[str, float]:

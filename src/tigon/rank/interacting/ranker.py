@@ -115,8 +115,8 @@ def _layers(ranker: LiRank, labels: Sequence[str]) -> tuple[Array, Array]:
         reach = np.zeros(next(iter(heads.values())).shape)
         for name in own:
             if name in labels:
-                weight = 1.0 if len(labels) == 1 else abs(ranker.score_weights[name])
-                reach = reach + weight * heads[name]
+                counts = 1.0 if len(labels) == 1 else abs(ranker.score_weights[name])
+                reach = reach + counts * heads[name]
         later = _weights(tower)
         for weight in reversed(later if shared else later[1:]):
             reach = reach @ np.abs(weight)
