@@ -56,7 +56,7 @@ demo: $(READY)
 
 # One thread per worker: the suite is bound by Python and by the interpreter, not by matrix products.
 test: $(READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --timeout=600 --durations=10 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --timeout=600 --durations=10 $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
