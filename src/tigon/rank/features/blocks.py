@@ -180,7 +180,8 @@ class Wide(nn.Module):
         h = self.down(torch.cat(reads, 1) if len(reads) > 1 else reads[0])
         if self.attention:
             h = outer_softmax(h, self.temperature, residual=True)
-        x = sum((reads[at] for at in self.wide[1:]), reads[self.wide[0]]) / len(self.wide) if self.wide else x0
+        wide = [reads[at] for at in self.wide] or [x0]
+        x = wide[0] if len(wide) == 1 else torch.stack(wide).mean(0)
         up: Tensor = self.up(h)
         if self.kind == "gate":
             return 2 * x * up.sigmoid().to(x.dtype)

@@ -71,7 +71,7 @@ class SearchOptions:
                 )
             if name not in PASSED:
                 raise ValueError(f"rank.search: model has no {name!r}; {nearest(name, PASSED)}")
-        Space(self.kinds, self.most)
+        Space(tuple(self.kinds), self.most)
 
     def lasting(self) -> dict[str, Any]:
         """What all times of a study share, as JSON."""

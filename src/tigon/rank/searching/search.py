@@ -231,8 +231,8 @@ class _Search:
             }  # fmt: skip
             self.study.keep(one.number, kept)
         if kept["tested"] != self.tested:
-            ranker = Ranker.from_pretrained(place, self.device)
-            test = {} if self.test is None else measured(ranker, self.test, self.options.fit)
+            again = Ranker.from_pretrained(place, self.device)
+            test = {} if self.test is None else measured(again, self.test, self.options.fit)
             kept = {**kept, "test": test, "tested": self.tested}
             self.study.keep(one.number, kept)
         about = {name: value for name, value in kept.items() if name != "tested"}
