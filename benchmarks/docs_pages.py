@@ -29,6 +29,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- sequences: quality -->         a part of the study of next items: quality, verdict, speed or source
     <!-- scaling -->                    loss against compute of LiGR, widths and shares of the users
     <!-- searched: refit -->           likewise of the study of searches: objective, trials, refit, hand, fitted, source
+    <!-- crosses: quality -->          the study of clicks with and without crosses: quality or source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
     <!-- graphs: accuracy -->           likewise of embeddings of graphs: accuracy, costs, rate or source
 """
@@ -52,6 +53,7 @@ from families import page as families
 from studies import (
     adapters,
     convergence,
+    crosses,
     graphs,
     interactions,
     prompts,
@@ -190,6 +192,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "sequences": lambda what: sequences.page(RESULTS, what),
         "searched": lambda what: rank_search.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
+        "crosses": lambda what: crosses.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
         "graphs": lambda what: graphs.page(RESULTS, what),
     }

@@ -2,10 +2,10 @@
 
 import re
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean, mean, stdev
 
 import pytest
-from studies import graphs, interactions, retrieve
+from studies import crosses, graphs, interactions, retrieve
 
 from tigon.bench import report
 
@@ -260,6 +260,38 @@ def test_interactions_of_ten_functions():
     for l1 in penalties[1:]:
         assert interactions.ahead(by[l1, "persistence, q = 2"], by[l1, "NID"], "auc")[0] < 0.008
         assert interactions.mean(by[l1, "persistence, q = 2"], "auc") < interactions.mean(square, "auc")
+
+
+def test_clicks_with_and_without_crosses():
+    rows = report.load(RESULTS / "cpu-rank-crosses.json")["rows"]
+    text = " ".join((ROOT / "docs" / "rank" / "interactions.md").read_text().split())
+    frappe, films = "frappe", "ml-100k"
+    for data in (frappe, films):
+        for model in crosses.NAMES:
+            for method in (crosses.WITHOUT, crosses.FOUND, crosses.DRAWN):
+                assert [row["seed"] for row in crosses.of(rows, data, model, method)] == list(range(5))
+        assert {row["setting"]["crosses"][0] for row in rows if row["method"] == crosses.FOUND} == {"user × item"}
+    gains = {data: crosses.ahead(rows, data, "linear", crosses.FOUND) for data in (frappe, films)}
+    assert f"{fmean(gains[frappe]):.4f} on Frappe, in each seed {min(gains[frappe]):.3f} or more" in text
+    below = sum(one < 0 for one in gains[films])
+    assert f"On MovieLens it is {fmean(gains[films]):.4f}, with {below} of 5 seeds below." in text
+    assert all(fmean(crosses.ahead(rows, data, "linear", crosses.DRAWN)) < 0 for data in gains)
+
+    def auc(model, method):
+        return fmean(row["measures"]["auc"] for row in crosses.of(rows, frappe, model, method))
+
+    assert auc("linear", crosses.WITHOUT) < auc("lirank", crosses.WITHOUT)
+    lead = auc("linear", crosses.FOUND) - auc("lirank", crosses.WITHOUT)
+    assert f"from below LiRank to {lead:.4f} above it" in text
+    same = crosses.ahead(rows, frappe, "lirank", crosses.FOUND)
+    assert abs(fmean(same)) < stdev(same) / 5**0.5  # no difference
+    lost = crosses.ahead(rows, films, "lirank", crosses.FOUND)
+    assert f"it loses {-fmean(lost):.4f}, in each seed {-max(lost):.3f} or more" in text
+    before, after = (
+        crosses.of(rows, films, "lirank", method)[0]["validation"]["auc"] for method in (crosses.WITHOUT, crosses.FOUND)
+    )
+    assert before > after
+    assert f"{before:.4f} without and {after:.4f} with crosses" in text
 
 
 def test_one_power_of_persistence_is_nid_in_the_record():

@@ -176,9 +176,10 @@ def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
             rows(file).to_pylist() if rows else [json.loads(line) for line in file.read_text().splitlines()]
         )
     first = tables["parquet"]
-    assert list(first[0]) == ["session_id", "item_id", "click", "like", "score"]
+    assert list(first[0]) == ["row", "session_id", "item_id", "click", "like", "score"]
     given = parquet.read_table(folder / "unlabelled.parquet").to_pylist()
     assert [(row["session_id"], row["item_id"]) for row in first] == [(r["session_id"], r["item_id"]) for r in given]
+    assert [row["row"] for row in first] == list(range(320))
     for row in first:
         assert row["score"] == pytest.approx(row["click"] + 0.5 * row["like"], abs=1e-6)
     for other in ("csv", "jsonl"):

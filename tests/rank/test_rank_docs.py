@@ -82,9 +82,10 @@ def test_the_code_of_the_page_on_interactions_runs(capsys, tmp_path, monkeypatch
     blocks = re.findall(
         r"^```python\n(.*?)^```$", (PAGE.parent / "interactions.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, "interactions.md", "exec"), names)
+    assert set(names["of_ranker"].names) == {"hour", "price", "age", "country"}
     assert names["found"][0].features == ("hour", "price")
     assert names["fitted"].loss[0] < 0.8 * names["fitted"].constant
     assert (tmp_path / "pairs.png").stat().st_size > 10_000

@@ -46,7 +46,8 @@ def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
         raise ValueError(f"{name}: labels must name a class, got none.")
     U = torch.stack(bases)
     cosines = torch.linalg.svdvals(torch.einsum("akd,bld->abkl", U, U))
-    return cosines.clamp(max=1).arccos()
+    angles: Tensor = cosines.clamp(max=1).arccos()
+    return angles
 
 
 def plot_angles(file: str | Path, panels: dict[str, Tensor]) -> None:

@@ -97,6 +97,11 @@ def _indices(file: Path) -> npt.NDArray[np.int64]:
 class _Rows:
     """What a pickled CSR matrix consists of."""
 
+    data: Any
+    indices: Any
+    indptr: Any
+    shape: Any
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.data, self.indices, self.indptr = (state.get(name) for name in ("data", "indices", "indptr"))
         self.shape = state.get("_shape", state.get("shape"))

@@ -29,6 +29,8 @@ from tigon.rank.incremental import save_anchors as save_anchors
 from tigon.rank.interacting.found import Interaction as Interaction
 from tigon.rank.interacting.found import Interactions as Interactions
 from tigon.rank.interacting.found import interactions as interactions
+from tigon.rank.interacting.ranker import FieldMLP as FieldMLP
+from tigon.rank.interacting.ranker import mlp_of as mlp_of
 from tigon.rank.interacting.tables import TableMLP as TableMLP
 from tigon.rank.interacting.tables import fit_mlp as fit_mlp
 from tigon.rank.ragged import Ragged as Ragged

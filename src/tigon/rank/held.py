@@ -76,6 +76,7 @@ class Held:
         event_time: (E,) int64.
         labels, weights, rows: of N candidates.
         notes: sentences on what was counted while reading.
+        partial: labels of which candidates have no value, NaN.
     """
 
     schema: Schema
@@ -92,6 +93,7 @@ class Held:
     weights: Tensor | None
     rows: Tensor
     notes: list[str]
+    partial: frozenset[str] = frozenset()
 
     def to(self, device: torch.device | str, pin: bool = False) -> Held:
         def sides(stored: dict[str, Stored]) -> dict[str, Stored]:

@@ -73,11 +73,13 @@ class Impressions:
             items, users: tables of features, one row for each item or user. Those of RecBole lie beside its .inter
                 file, and are found.
             schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
-            labelled: whether the labels have to be there; a table to score has none, or columns without a value.
+            labelled: whether the labels have to be there, one of them at least in each row; a table to score has none,
+                or columns without a value.
             roles: without a schema, the arguments of `Roles`; columns with usual names are found.
 
         Raises: ValueError, in a sentence, for a file that cannot be read, a column that is wanting (with the nearest
-            name), a label that is not 0 or 1, a history without times, and values that do not fit their field.
+            name), a label that is not 0 or 1, a row without a value of any label, a history without times, and values
+            that do not fit their field.
         """
         tables, schema = opened(data, history, items, users, schema, roles, labelled)
         return cls(hold(tables, fitted(schema, tables), labelled), Source(tables, schema, labelled))
@@ -123,6 +125,11 @@ class Impressions:
         if self.schema.roles.item is None:
             raise ValueError("rank.Impressions: no column of these impressions is the item; name one by item=….")
         return self.column(self.schema.roles.item)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the table's columns."""
+        return list(self._source.tables.rows)
 
     def column(self, name: str) -> list[Any]:
         """A column of the table, for all candidates, request by request.
@@ -236,6 +243,7 @@ class Impressions:
             {name: one[rows] for name, one in held.labels.items()},
             None if held.weights is None else held.weights[rows],
             held.rows[rows],
+            held.partial,
         )
         return batch if device is None or torch.device(device) == at else batch.to(device)
 

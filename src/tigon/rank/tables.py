@@ -225,7 +225,7 @@ def _positive(part: Columns, labels: list[Label]) -> Any:
     kept = torch.zeros(len(next(iter(part.values()))), dtype=torch.bool)
     for label in labels:
         try:
-            kept |= label.read(part[label.column]) > 0
+            kept |= label.read(part[label.column], gaps=len(labels) > 1) > 0
         except BadValue as error:
             raise ValueError(
                 f"{NAME}: column {label.column!r} (label) of the impressions, row {error.position}: {error}."

@@ -59,18 +59,20 @@ def evaluate(
     seeds = folders_of(run)
     if seeds and by is not None:
         raise Problem(f"{NAME}: --by is for one run; name one, such as {next(iter(seeds.values()))}")
-    found = {}
+    found: dict[int, Any] = {}
+    left_out: list[str] = []
     for seed, folder in (seeds or {-1: run}).items():
         with console.status(f"reading {folder}"):
             opened = Opened(NAME, folder, place)
             table = opened.read(data, history or [], items or [], users or [], labelled=True)
+        opened.check_binary(left_out)
         drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
         with console.status(f"scoring {table.rows:,} rows"), sentences(NAME):
             parts = _measured(opened, table, drawing, objective or opened.objective, cuts, by, draws)
         found[seed] = next(iter(parts.values()))
     whole = found[next(iter(found))]
     results = {
-        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *whole.notes],
+        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *dict.fromkeys(left_out), *whole.notes],
         **(evaluations(found) if seeds else {"metrics": spread(whole)}), **circumstances(place),
     }  # fmt: skip
     if seeds:

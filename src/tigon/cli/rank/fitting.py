@@ -92,6 +92,7 @@ class Run:
         self.marked, self.shown = time.perf_counter(), 0
         torch.manual_seed(self.given["seed"])
         self.anchors: list[Any] = []
+        self.warnings: list[str] = []
         with sentences(NAME):
             if self.given.get("from_run"):
                 place = Path(self.given["from_run"])
@@ -107,6 +108,7 @@ class Run:
 
     def go(self) -> None:
         from tigon.rank.summary import one_valued
+        from tigon.rank.telling import telling
 
         train, val, _ = self.tables
         ranker = self.ranker
@@ -122,6 +124,9 @@ class Run:
             self.console.print(f"from {train.pieces:,} row groups, {self.given['stream_mib']:,} MiB at a time")
         for note in [*train.notes, *one_valued(train)]:
             self.console.print(f"note: {note}")
+        self.warnings = telling(train)
+        for warning in self.warnings:
+            self.console.print(f"warning: {warning}")
         repair(self.output / METRICS)
         fitted = self._fit(ranker)
         if getattr(ranker, "isotonic", None) is not None:
@@ -243,6 +248,7 @@ class Run:
         found = self._measured(ranker)
         results = {
             "steps": fitted.steps, "best_step": fitted.best, "seconds": fitted.seconds, "history": fitted.history,
+            "warnings": self.warnings,
             **{name: {"requests": one.requests, "rows": one.rows, "metrics": spread(one), "notes": one.notes}
                for name, one in found.items()},
             **circumstances(self.device),

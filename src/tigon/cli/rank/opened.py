@@ -68,6 +68,24 @@ class Opened:
                 return self.ranker.read(data, history=events, labelled=labelled, **sides)
             return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
 
+    @property
+    def labels(self) -> list[str]:
+        """What `scored` tells of: labels, or the tasks of a prompt."""
+        return list(self.ranker.prompt.tasks if self.by_prompt else self.ranker.labels)
+
+    def check_binary(self, notes: list[str]) -> None:
+        """Raise if no task of a prompt has the answers 1 and 0, which metrics are of; add a note on the others."""
+        if not self.by_prompt:
+            return
+        tasks = self.ranker.prompt.tasks
+        others = [name for name, task in tasks.items() if set(task.values) != {0.0, 1.0}]
+        said = "metrics are of two answers, of the values 1 and 0; a task whose label is a comparison, such as "
+        said += "'rating >= 4', has them"
+        if len(others) == len(tasks):
+            raise Problem(f"{self.command}: none of the tasks {', '.join(others)} can be measured: {said}")
+        if others:
+            notes.append(f"{', '.join(others)}: left out, since {said}")
+
     def check_explorer(self) -> None:
         """Raise if the ranker cannot explore."""
         if self.by_prompt:

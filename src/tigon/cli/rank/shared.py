@@ -59,7 +59,7 @@ OPTIONS = {
                  "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed", "width",
                  "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm", "calibrate",
                  "table_optimizer", "table_lr", "anchor", "explore", "blocks", "trials", "sampler", "kinds", "most",
-                 "rows", "hash_rows", "best")
+                 "rows", "hash_rows", "best", "order")
 } | {
     "mebibytes": "stream-mib", "history": "history", "label_weights": "label-weight", "weights": "score-weight",
     "towers": "tower",

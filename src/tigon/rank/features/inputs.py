@@ -131,6 +131,19 @@ class Inputs(nn.Module):
         """The tables, one of each width."""
         return [group.tables for group in self._groups()]
 
+    def owners(self) -> list[str]:
+        """Of each number of x₀ the field that it belongs to, in the order of `forward`."""
+        found: list[str] = []
+        for side in SIDES:
+            for group in self._groups():
+                width, own, products = group.tables.width, group.columns[side], group.products[side]
+                attended = [column for column in group.columns["attention"] if column.name in self.fields[side]]
+                for column in (*own[:products], *own[2 * products :], *attended):
+                    found += [column.name] * width
+            for name in self.numbers[side]:
+                found += [name] * self.slope.shape[1]
+        return found
+
     def forward(
         self, context: dict[str, Any], rows: dict[str, Any], request: Tensor | None, *, plain: bool = False
     ) -> Tensor:

@@ -110,7 +110,7 @@ class LiRank(Ranker):
 
     def hidden(self, batch: Batch) -> Tensor:
         """(C, width): what all towers read."""
-        return self.through(self.inputs(batch.context, batch.items, _request(batch, self.device)))
+        return self.through(self.inputs(batch.context, batch.items, request_of(batch, self.device)))
 
     def through(self, x: Tensor) -> Tensor:
         """`hidden` of inputs (C, wide)."""
@@ -170,7 +170,7 @@ class LiRank(Ranker):
             return None
         context = self.segment in batch.context
         found: Tensor = (batch.context if context else batch.items)[self.segment].long()
-        request = _request(batch, self.device) if context else None
+        request = request_of(batch, self.device) if context else None
         return found if request is None else found[request]
 
     @property
@@ -237,7 +237,7 @@ class LiRank(Ranker):
         return export.write(self, Path(folder))
 
 
-def _request(batch: Batch, device: torch.device) -> Tensor | None:
+def request_of(batch: Batch, device: torch.device) -> Tensor | None:
     """(C,) int64, the request of each row; None if each row is a request of its own."""
     sizes = batch.offsets.diff()
     if len(sizes) == batch.candidates and bool((sizes == 1).all()):
