@@ -92,3 +92,11 @@ def test_a_second_derivative_raises(device, triton_backend):
     (da,) = torch.autograd.grad(tigon.tvd(a * 1.0, b), a, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         da.sum().backward()
+
+
+@FORMS
+def test_compiles(temperature, device, triton_backend):
+    a, b = pair(temperature, device, 48, rows=(6,))
+    compiled = torch.compile(tigon.tvd, fullgraph=True, dynamic=True, backend="aot_eager")
+    (da,) = torch.autograd.grad(compiled(a, b, temperature=temperature), a)
+    assert torch.equal(da, torch.autograd.grad(tigon.tvd(a, b, temperature=temperature), a)[0])
