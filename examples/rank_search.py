@@ -37,14 +37,14 @@ def said(graph: tuple[rank.Block, ...]) -> str:
 def main() -> None:
     train, held = rank.Impressions.read(shown(1)).split(by="request", fraction=0.25)
     test = rank.Impressions.read(shown(2), schema=train.schema)
-    fit = rank.FitOptions(lr=0.01, epochs=5, batch_size=50, table_optimizer="row-adagrad", table_lr=0.1)
-    options = rank.SearchOptions(trials=8, rows=0.4, best=1, fit=fit, model={"width": 8})
+    fit = rank.FitOptions(lr=0.01, epochs=8, batch_size=100, table_optimizer="row-adagrad", table_lr=0.1)
+    options = rank.SearchOptions(trials=6, rows=0.4, best=1, fit=fit, model={"width": 8})
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "study"
-        # As Ctrl-C, or a machine that goes away: after four trials. Evolution begins after 20; 100 are usual.
+        # As Ctrl-C, or a machine that goes away: after three trials. Evolution begins after 20; 100 are usual.
         half = rank.search(
-            train, held, options, folder=folder, device=DEVICE, after=lambda progress: progress.trials >= 4
+            train, held, options, folder=folder, device=DEVICE, after=lambda progress: progress.trials >= 3
         )
         print(f"stopped after {len(half.trials)} trials; the best log loss is {half.best.loss:.4f}")
         found = rank.search(train, held, options, folder=folder, test=test, device=DEVICE)

@@ -1,7 +1,4 @@
-"""`rank.search`: trials of graphs on a share of the rows, and the best of them fitted on all.
-
-Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434
-"""
+"""`rank.search`: trials of graphs on a share of the rows, and the best of them fitted on all."""
 
 from __future__ import annotations
 
@@ -218,11 +215,8 @@ class _Search:
         if kept is None or not (place / "config.json").is_file():
             began = time.perf_counter()
             ranker = self._ranker(one.graph, self.train.schema)
-            options = self.options.fit
-            options = dataclasses.replace(options, metric=options.metric or "log_loss")
+            options = dataclasses.replace(self.options.fit, metric=self.options.fit.metric or "log_loss")
             fitted = fit(ranker, self.train, self.val, options, after=self._step)
-            if fitted.stopped:
-                raise Stopped
             ranker.save_pretrained(place)
             kept = {
                 "flops": flops(ranker), "parameters": sum(p.numel() for p in ranker.parameters()),
