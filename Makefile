@@ -48,15 +48,16 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'Installing the versions of constraints.txt into $(VENV); a few minutes.'
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,bench,docs,retrieve,rank,serve]' --group dev
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,bench,docs,retrieve,rank,search,graph,serve]' --group dev
 	@touch $@
 
 demo: $(READY)
 	$(RUN) -m tigon demo
 
-# One thread per worker: the suite is bound by Python and by the interpreter, not by matrix products.
+# One thread per worker: the suite is bound by Python and by the interpreter, not by matrix products. With bytecode, which
+# some images switch off: each process that a test starts would compile what it imports of tigon anew, a second or so.
 test: $(READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --timeout=600 --durations=10 $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --timeout=600 --durations=10 $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

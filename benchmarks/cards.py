@@ -24,15 +24,18 @@ Of = Callable[[By], Verdict | None]
 
 
 def page(results: Path, name: str) -> str:
-    """Tables and sentences of the files of a GPU: NAME-memory.json, NAME-matmul.json and NAME-models.json."""
-    paths = {what: results / f"{name}-{what}.json" for what in ("matmul", "memory", "models")}
+    """Tables and sentences of the files of a GPU: NAME-memory, -matmul, -models and -odd-shapes.json."""
+    paths = {what: results / f"{name}-{what}.json" for what in ("matmul", "memory", "models", "odd-shapes")}
     found = {what: report.load(path) for what, path in paths.items() if path.exists()}
-    quoted = [by for what, content in found.items() if what != "models" for by in quoted_of(content["rows"])]
+    quoted = [by for what in ("matmul", "memory") if what in found for by in quoted_of(found[what]["rows"])]
     parts = [f"{to_markdown(operators(quoted))}\n{CAPTION}", summary(quoted)]
     for title, cells in (("Not first in time", not_first(quoted)), ("Not least in memory", not_least(quoted))):
         parts += [f"{title}:\n\n{to_markdown(cells)}"] if cells[1] else []
     if "models" in found:
         parts.append(f"Tokens/s and peak memory of whole models:\n\n{to_matrix(found['models'], SIDES)}\n{CAPTION}")
+    if "odd-shapes" in found:
+        odd = cases_of(found["odd-shapes"]["rows"], "implementation")
+        parts.append(f"Shapes that no tile was tuned on:\n\n{to_markdown(operators(odd, every=True))}\n{CAPTION}")
     parts.append(missing(quoted, found.get("models", {"rows": []})["rows"]))
     return (
         "\n\n".join([*filter(None, parts), *(source(paths[what], content) for what, content in found.items())]) + "\n"
@@ -50,12 +53,15 @@ def _quoted() -> list[tuple[str, tuple[int, ...]]]:
     return [(op.name, shape) for op in OPS.values() for shape in op.shapes]
 
 
-def operators(quoted: Sequence[By]) -> Cells:
-    """Milliseconds (× floor): of each operator that memory bounds the first shape, of the others every shape."""
+def operators(quoted: Sequence[By], every: bool = False) -> Cells:
+    """Milliseconds (× floor): of each operator that memory bounds the first shape, of the others every shape.
+
+    every: every shape of all operators.
+    """
     lines, seen = [], set()
     for by in quoted:
         row = next(iter(by.values()))
-        if OPS[row["op"]].flops is None and row["op"] in seen:
+        if not every and OPS[row["op"]].flops is None and row["op"] in seen:
             continue
         seen.add(row["op"])
         others = {who: one for who, one in by.items() if who.split("-")[0] not in ("tigon", "liger") and _right(one)}

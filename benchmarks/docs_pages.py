@@ -26,7 +26,12 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
                                         source or towers-source
     <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
                                         int8, speed or source
+    <!-- sequences: quality -->         a part of the study of next items: quality, verdict, speed or source
+    <!-- scaling -->                    loss against compute of LiGR, widths and shares of the users
+    <!-- searched: refit -->           likewise of the study of searches: objective, trials, refit, hand, fitted, source
+    <!-- crosses: quality -->          the study of clicks with and without crosses: quality or source
     <!-- prompts: films -->             likewise of the study of prompt rankers: bars, films, garments, speed or source
+    <!-- graphs: accuracy -->           likewise of embeddings of graphs: accuracy, costs, rate or source
 """
 
 from __future__ import annotations
@@ -45,7 +50,20 @@ from typing import Any
 import cards
 import guides
 from families import page as families
-from studies import adapters, convergence, interactions, prompts, retrieve, sft, sharpness
+from studies import (
+    adapters,
+    convergence,
+    crosses,
+    graphs,
+    interactions,
+    prompts,
+    rank_search,
+    retrieve,
+    scaling,
+    sequences,
+    sft,
+    sharpness,
+)
 from studies import compression as compression  # its columns
 from studies.clicks import page as clicks
 
@@ -130,6 +148,8 @@ def charts() -> dict[str, Callable[[], str]]:
                 found[name.removesuffix(".png")] = functools.partial(plots.inline, draw)
         if content["kind"] == "sft":
             found[path.stem] = functools.partial(plots.inline, functools.partial(sft.plot, content))
+        if content["kind"] == scaling.KIND:
+            found[path.stem] = functools.partial(plots.inline, functools.partial(scaling.plot, content))
         if content["kind"] == "sam":
             found[path.stem] = functools.partial(plots.inline, functools.partial(sharpness.plot, content))
     return found
@@ -164,12 +184,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "adapters": lambda _: adapters.page(RESULTS),
         "converge": lambda _: convergence.page(RESULTS, f"{up}charts"),
         "sft": lambda _: sft.page(RESULTS, f"{up}charts"),
+        "scaling": lambda _: scaling.page(RESULTS, f"{up}charts"),
         "sam": lambda _: sharpness.page(RESULTS, f"{up}charts"),
         "samcost": lambda _: sharpness.cost_page(RESULTS),
         "study": lambda what: retrieve.page(RESULTS, what),
         "clicks": lambda what: clicks.page(RESULTS, what),
+        "sequences": lambda what: sequences.page(RESULTS, what),
+        "searched": lambda what: rank_search.page(RESULTS, what),
         "prompts": lambda what: prompts.page(RESULTS, what),
+        "crosses": lambda what: crosses.page(RESULTS, what),
         "interactions": lambda what: interactions.page(RESULTS, what),
+        "graphs": lambda what: graphs.page(RESULTS, what),
     }
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)

@@ -1,4 +1,4 @@
-"""Whole models on one GPU: a training step of five of them beside Hugging Face, torch.compile, Liger and their floors.
+"""Whole models on one GPU: a training step of six of them beside Hugging Face, torch.compile, Liger and their floors.
 
     python benchmarks/models.py --output results                            every row and side
     python benchmarks/models.py --output results --profile                  and where the device's time goes
@@ -31,7 +31,7 @@ ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile", *LEVELS)
 
 @dataclass(frozen=True)
 class Case:
-    """compiled: also under torch.compile. steps: timed, after three of warm-up."""
+    """compiled: also under torch.compile. steps: timed, after three of warm-up. layers: None for all of the model's."""
 
     model: str
     batch: int
@@ -39,6 +39,7 @@ class Case:
     checkpointing: bool = False
     compiled: bool = False
     steps: int = 6
+    layers: int | None = None
 
     @property
     def name(self) -> str:
@@ -54,6 +55,7 @@ CASES = (
     Case("llama-3.2-1b", 16, 2048, compiled=True),
     Case("qwen3-1.7b", 8, 2048),
     Case("gemma-2-2b", 8, 2048),
+    Case("olmo-2-7b", 8, 1024, layers=16),
 )
 # Weights, gradients and states of eight billion parameters are 60 GiB; from 1024 tokens on, one sequence at a time.
 LENGTHS = Case("llama-3-8b", 1, 1024, checkpointing=True)
@@ -98,7 +100,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, str]]:
 
 def row_of(case: Case, side: str, options: argparse.Namespace) -> Side:
     batch, seq = map(int, options.shape.split("x")) if options.shape else (case.batch, case.seq)
-    return Side(case.model, side, batch, seq, case.checkpointing, options.dtype)
+    return Side(case.model, side, batch, seq, case.checkpointing, options.dtype, layers=case.layers)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -121,7 +123,8 @@ def run(options: argparse.Namespace) -> None:
             elif kind == "sequence":
                 request = {"task": "lengths", "longest": options.longest, "steps": options.steps or 1}
                 request["profile_at"] = None if side == "tigon-offload" else options.profile_at
-            new = processes.run(row_of(case, side, options), device=str(device), overrides=overrides, **request)
+            built = ({"num_hidden_layers": case.layers} if case.layers else {}) | overrides
+            new = processes.run(row_of(case, side, options), device=str(device), overrides=built, **request)
             here = report.result(kind, [], device=device)
             for row in new:
                 row.date, row.command = here["date"], here["command"]

@@ -314,10 +314,12 @@ def measures(places: Tensor, suffix: str = "") -> dict[str, float]:
     return found
 
 
-def batches(data: Sequences, size: int, draw: np.random.Generator) -> Iterator[Tensor]:
-    """Users in random batches; in each of about one length, so that padding costs little."""
+def batches(
+    data: Sequences, size: int, draw: np.random.Generator, among: np.ndarray[Any, Any] | None = None
+) -> Iterator[Tensor]:
+    """Users in random batches; in each of about one length, so that padding costs little. among: these users alone."""
     lengths = data.offsets.diff().numpy()
-    order = draw.permutation(data.users)
+    order = draw.permutation(data.users if among is None else among)
     pools = [order[start : start + 16 * size] for start in range(0, len(order), 16 * size)]
     cut = [
         part[start : start + size]
@@ -392,6 +394,8 @@ def fit(name: str, data: Sequences, seed: int, setting: dict[str, Any], device: 
     validation = measures(ranks(side, data, 1, False))
     test = measures(ranks(side, data, 0, False)) | measures(ranks(side, data, 0, True), "_new")
     own = {**setting, **options, "best_epoch": best_epoch, "epochs_run": epoch}
+    over = epoch < setting["epochs"] and wait < setting["patience"]
+    own["ended"] = "seconds" if over else "patience" if wait >= setting["patience"] else "epochs"
     own["parameters"] = sum(p.numel() for p in side.parameters())
     own["losses"] = [round(x, 4) for x in losses]
     return Row("quality", data.name, seed, name, own, test, validation, seconds)
@@ -689,9 +693,13 @@ def attempt(task: Task, folder: Path, users: int | None, device: str) -> Row | s
 
 
 def attempts(
-    waiting: collections.deque[Task], options: argparse.Namespace, began: float
-) -> Iterator[tuple[Task, Row | str]]:
-    """Results as they come, of tasks that may be added meanwhile; without those for which no time is left."""
+    waiting: collections.deque[Task], options: argparse.Namespace, began: float,
+    attempt: Callable[[Task, Path, int | None, str], Any],
+) -> Iterator[tuple[Task, Any]]:  # fmt: skip
+    """Results as they come, of tasks that may be added meanwhile; without those for which no time is left.
+
+    attempt: does a task; a function of a module, which other processes import.
+    """
     given = options.data, options.users, options.device
 
     def chosen() -> Iterator[Task]:
@@ -709,7 +717,7 @@ def attempts(
     # One thread each: fits are bound by the host, and the threads of several would wait for each other.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (1,)) as pool:
-        running: dict[concurrent.futures.Future[Row | str], Task] = {}
+        running: dict[concurrent.futures.Future[Any], Task] = {}
         while True:
             for task in itertools.islice(chosen(), options.jobs - len(running)):
                 running[pool.submit(attempt, task, *given)] = task
@@ -768,7 +776,7 @@ def quality(rows: list[Row], keep: Callable[[Row], None], options: argparse.Name
     tried: dict[tuple[str, str], list[Row]] = {}
     asked = collections.Counter((task.data, task.method) for task in waiting if task.seed == 0)
     failed = []
-    for task, found in attempts(waiting, options, began):
+    for task, found in attempts(waiting, options, began, attempt):
         of = tried.setdefault((task.data, task.method), [])
         if isinstance(found, str):
             # What others found is kept; the run says at its end that it is not whole.

@@ -42,6 +42,28 @@ if backend_module.INTERPRET and HAS_TRITON:
     attention.TILES_FP32 = {D: tile._replace(rows=64) for D, tile in attention.TILES_FP32.items()}
 
 
+# A third of all tests, which share nothing: one by one they keep both workers busy to the end.
+ONE_BY_ONE = "test_invariants.py"
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")  # before xdist's, after the folders' own
+def pytest_a_file_to_a_worker(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What a module fixture made, fitted or compiled for a file is made once, not once by each worker that runs of it.
+
+    Groups with a name of their own take minutes, and come first (the Makefile lets xdist keep this order).
+    """
+    if not getattr(config.option, "loadgroup", False):
+        return
+
+    def turn(item: pytest.Item) -> int:
+        return 0 if item.get_closest_marker("xdist_group") else 2 if item.path.name == ONE_BY_ONE else 1
+
+    items.sort(key=turn)
+    for item in items:
+        if turn(item) == 1:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @pytest.hookimpl(trylast=True)  # after xdist's
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from interpreter_operators import OPERATORS, at_once, widened
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -37,9 +38,10 @@ def _round_to_bf16_as_gpus_do() -> None:
     def convert_float(data, source, target, rounding_mode):
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(data, source, target, rounding_mode)
-        bits = np.ascontiguousarray(data).view(np.uint32).astype(np.uint64)
+        bits = np.ascontiguousarray(data).view(np.uint32)  # only NaN overflows
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        return np.where(np.isnan(data), np.uint16(0x7FC0), rounded)
+        rounded[np.isnan(data)] = 0x7FC0
+        return rounded
 
     interpreter._convert_float = convert_float
 
@@ -87,6 +89,8 @@ def _call_functions_cheaply() -> None:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return function(*args, **kwargs)
 
+        if owner is core.tensor and name in OPERATORS:
+            builtin = at_once(name, builtin)
         scope.set_attr(owner, name, builtin)
 
     interpreter._patch_attr = patch_attr
@@ -125,7 +129,7 @@ def _reduce_by_halves() -> None:
 
     def generic_reduce(self, input):
         n = None if self.axis is None else input[0].handle.data.shape[self.axis]
-        if not n or n & (n - 1) or self.keep_dims:
+        if not n or n & (n - 1):
             return one_by_one(self, input)
         dtypes, values = [t.dtype for t in input], list(input)
         while n > 1:
@@ -136,7 +140,8 @@ def _reduce_by_halves() -> None:
             )  # fmt: skip
             values = self.combine_fn.fn(*first, *second)
             values = values if isinstance(values, (tuple, core.tuple)) else (values,)
-        return [self.to_tensor(t.handle.data.squeeze(self.axis), d) for t, d in zip(values, dtypes, strict=True)]
+        data = [t.handle.data if self.keep_dims else t.handle.data.squeeze(self.axis) for t in values]
+        return [self.to_tensor(t, d) for t, d in zip(data, dtypes, strict=True)]
 
     interpreter.ReduceOps.generic_reduce = generic_reduce
 
@@ -253,7 +258,10 @@ def _operands_of_one_type() -> None:
         return check(self, lhs, rhs, *options, **named)
 
     def cast_unless_there(self, input, dst_ty, *options, **named):
-        return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *options, **named)
+        if input.dtype is dst_ty.scalar:
+            return input
+        found = widened(input, dst_ty.scalar) if not any(options) and not any(named.values()) else None
+        return cast(self, input, dst_ty, *options, **named) if found is None else found
 
     semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     semantic.cast = cast_unless_there
@@ -270,7 +278,13 @@ def _sizes_of_types_by_name() -> None:
             size = sizes[dtype.name] = max(a.itemsize for a in widths if fits(a, dtype))
         return array.itemsize <= size
 
+    def handle_init(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > sizes.get(dtype.name, 0) and not validate_np_data_size(data, dtype):
+            raise ValueError(f"{data.dtype} of numpy is wider than Triton's {dtype}")
+
     interpreter._validate_np_data_size = validate_np_data_size
+    interpreter.TensorHandle.__init__ = handle_init
 
 
 def _plain_values_unwrapped_at_once() -> None:

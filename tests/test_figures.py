@@ -2,10 +2,10 @@
 
 import re
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, mean, stdev
 
 import pytest
-from studies import interactions, retrieve
+from studies import crosses, graphs, interactions, retrieve
 
 from tigon.bench import report
 
@@ -262,9 +262,69 @@ def test_interactions_of_ten_functions():
         assert interactions.mean(by[l1, "persistence, q = 2"], "auc") < interactions.mean(square, "auc")
 
 
+def test_clicks_with_and_without_crosses():
+    rows = report.load(RESULTS / "cpu-rank-crosses.json")["rows"]
+    text = " ".join((ROOT / "docs" / "rank" / "interactions.md").read_text().split())
+    frappe, films = "frappe", "ml-100k"
+    for data in (frappe, films):
+        for model in crosses.NAMES:
+            for method in (crosses.WITHOUT, crosses.FOUND, crosses.DRAWN):
+                assert [row["seed"] for row in crosses.of(rows, data, model, method)] == list(range(5))
+        assert {row["setting"]["crosses"][0] for row in rows if row["method"] == crosses.FOUND} == {"user × item"}
+    gains = {data: crosses.ahead(rows, data, "linear", crosses.FOUND) for data in (frappe, films)}
+    assert f"{fmean(gains[frappe]):.4f} on Frappe, in each seed {min(gains[frappe]):.3f} or more" in text
+    below = sum(one < 0 for one in gains[films])
+    assert f"On MovieLens it is {fmean(gains[films]):.4f}, with {below} of 5 seeds below." in text
+    assert all(fmean(crosses.ahead(rows, data, "linear", crosses.DRAWN)) < 0 for data in gains)
+
+    def auc(model, method):
+        return fmean(row["measures"]["auc"] for row in crosses.of(rows, frappe, model, method))
+
+    assert auc("linear", crosses.WITHOUT) < auc("lirank", crosses.WITHOUT)
+    lead = auc("linear", crosses.FOUND) - auc("lirank", crosses.WITHOUT)
+    assert f"from below LiRank to {lead:.4f} above it" in text
+    same = crosses.ahead(rows, frappe, "lirank", crosses.FOUND)
+    assert abs(fmean(same)) < stdev(same) / 5**0.5  # no difference
+    lost = crosses.ahead(rows, films, "lirank", crosses.FOUND)
+    assert f"it loses {-fmean(lost):.4f}, in each seed {-max(lost):.3f} or more" in text
+    before, after = (
+        crosses.of(rows, films, "lirank", method)[0]["validation"]["auc"] for method in (crosses.WITHOUT, crosses.FOUND)
+    )
+    assert before > after
+    assert f"{before:.4f} without and {after:.4f} with crosses" in text
+
+
 def test_one_power_of_persistence_is_nid_in_the_record():
     by = interactions.groups(report.load(RESULTS / "h100-interactions.json")["rows"])
     for l1 in {l1 for l1, _ in by}:
         for measure in ("auc", "top_pairs"):
             ours, nid = (interactions.mean(by[l1, name], measure) for name in ("persistence, q = 1", "NID"))
             assert ours == pytest.approx(nid, abs=1e-3)
+
+
+def test_embeddings_of_citation_graphs():
+    rows = report.load(RESULTS / "cpu-graphs.json")["rows"]
+    text = " ".join((ROOT / "docs" / "graph.md").read_text().split())
+    sets = ("cora", "citeseer")
+
+    def means(method, measure="best"):
+        found = [graphs.of(rows, data, method, measure) for data in sets]
+        assert {len(values) for values in found} == ({1} if method == "features" else {10})
+        return [mean(values) for values in found]
+
+    ours, code, before, alone = map(means, ("g2r, rows", "g2r, columns", "untrained", "features"))
+    for data, value in zip(sets, ours, strict=True):
+        assert value >= graphs.PAPER[data] - 0.5 - 1e-9
+    assert "give {:.1f} on Cora and {:.1f} on CiteSeer, within half a point".format(*ours) in text
+    assert "of the authors' code it is {:.1f} and {:.1f}.".format(*code) in text
+    assert (
+        "already have {:.1f} and {:.1f}, where the features alone have {:.1f} and {:.1f}".format(*before, *alone)
+        in text
+    )
+    assert [round(a - b) for a, b in zip(ours, before, strict=True)] == [6, 5]
+    epochs = [row["validation"]["epoch"] for row in rows if (row["data"], row["method"]) == ("citeseer", "g2r, rows")]
+    assert 6 <= mean(epochs) < 7
+    for method, best in (("g2r, rows", ours), ("g2r, columns", code)):
+        assert 2.5 < best[1] - means(method, "last")[1] < 4
+    assert [round(value) for value in means("g2r, rows", "angle")] == [72, 54]
+    assert "are {} before the fit".format(*{f"{value:.0f}°" for value in means("untrained", "angle")}) in text

@@ -84,6 +84,67 @@ def test_a_fit_is_the_same_twice():
     assert model.fit(x, edges, epochs=3, nodes=10, seed=1) != first
 
 
+def test_a_fit_that_goes_on_is_the_whole_fit():
+    x, edges, _ = planted(40)
+    model, stopped = (G2R(x.shape[1], hidden=8, out=6) for _ in range(2))
+    stopped.load_state_dict(model.state_dict())
+    optimizer, seen = stopped.optimizer(), []
+
+    def after(*found):
+        seen.append(found)
+        return len(seen) == 2
+
+    whole = model.fit(x, edges, epochs=5, nodes=10)
+    first = stopped.fit(x, edges, epochs=5, nodes=10, optimizer=optimizer, after=after)
+    assert [epoch for epoch, _ in seen] == [1, 2]
+    assert [float(loss) for _, loss in seen] == first == whole[:2]
+    assert stopped.fit(x, edges, epochs=5, nodes=10, optimizer=optimizer, done=2) == whole[2:]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), stopped.parameters(), strict=True))
+    assert model.fit(x, edges, epochs=5, done=5) == []
+
+
+def test_neighbourhoods_by_columns_are_those_of_groups_of():
+    x, edges, _ = planted(40)
+    model = G2R(x.shape[1], hidden=8, out=6)
+    z = model.encode(x, edges)
+    apart = coding_rate(z, groups_of(edges, 40, normalize="columns"), eps=0.05)
+    loss = apart - 0.5 * coding_rate(z, eps=0.05, gamma=0.5)
+    assert model.fit(x, edges, epochs=1, normalize="columns")[0] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_neighbourhoods_of_no_node_and_of_one():
+    edges = torch.tensor([[1, 0, 3, 2], [0, 1, 2, 3]])  # two pairs; 4 and 5 stand alone
+    model = G2R(3, hidden=8, out=6)
+    x = torch.randn(6, 3)
+    losses = model.fit(x, edges, epochs=3, nodes=100)
+    assert torch.tensor(losses).isfinite().all()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert model.encode(x, edges).shape == (6, 6)
+
+
+def test_a_model_is_saved_and_loaded(tmp_path):
+    pytest.importorskip("safetensors")
+    x, edges, _ = planted(40)
+    model = G2R(x.shape[1], hidden=8, out=6, eps=0.2, gamma=0.7)
+    model.save_pretrained(tmp_path / "a")
+    again = G2R.from_pretrained(tmp_path / "a")
+    assert torch.equal(again.encode(x, edges), model.encode(x, edges))
+    assert (again.eps, again.gamma, again.training) == (0.2, 0.7, False)
+    own = G2R(3, encoder=torch.nn.Linear(3, 3))
+    (tmp_path / "file").write_text("")
+    broken = tmp_path / "b"
+    model.save_pretrained(broken)
+    (broken / "config.json").write_text((broken / "config.json").read_text().replace(": 8", ": 9"))
+    for call, words in (
+        (lambda: own.save_pretrained(tmp_path / "c"), "encoder must be the two convolutions, got a Linear"),
+        (lambda: model.save_pretrained(tmp_path / "file"), "folder must be a folder, got the file"),
+        (lambda: G2R.from_pretrained(tmp_path), "folder must hold config.json, which"),
+        (lambda: G2R.from_pretrained(broken), "must be of one model, as save_pretrained wrote them: "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
+
+
 def test_an_encoder_and_an_optimizer_of_your_own():
     class Linear(torch.nn.Linear):
         def forward(self, x, edge_index):
@@ -135,6 +196,9 @@ X, EDGES = torch.ones(4, 3), torch.tensor([[0, 1], [1, 0]])
         (lambda: G2R(5).encode(X, EDGES), "G2R: x must be (n, 5), got (4, 3)."),
         (lambda: G2R(3).encode(X[:1], EDGES), "G2R: edge_index must lie in [0, 1), the nodes, got 1."),
         (lambda: G2R(3).fit(X, EDGES, nodes=0), "G2R.fit: nodes must be positive, got 0."),
+        (lambda: G2R(3).fit(X * torch.nan, EDGES), "G2R.fit: x must be finite, got nan, one of 12 such numbers."),
+        (lambda: G2R(3).fit((X / 0).to_sparse(), EDGES), "G2R.fit: x must be finite, got inf, one of 12 such numbers."),
+        (lambda: G2R(3).fit(X, EDGES, normalize="all"), "normalize must be one of 'rows', 'columns', got 'all'."),
         (lambda: G2R(3).fit(X, torch.zeros(3, 2).long()), "G2R.fit: edge_index must be (2, e) integers, "),
         (
             lambda: G2R(3).fit(X, torch.tensor([[2], [2]])),

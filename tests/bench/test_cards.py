@@ -40,6 +40,11 @@ def shown(tmp_path):
     head = rows("linear_cross_entropy", OPS["linear_cross_entropy"].shapes[1], tigon=(30.0, 50), liger=(60.0, 20))
     report.save(tmp_path / "h9-memory.json", report.result("ops", memory))
     report.save(tmp_path / "h9-matmul.json", report.result("ops", head))
+    odd = [
+        *rows("rms_norm", (3, 8), tigon=(3.0, 64), eager=(9.0, 128)),
+        *rows("rms_norm", (5, 7), tigon=(6.0, 64), eager=(9.0, 128)),
+    ]
+    report.save(tmp_path / "h9-odd-shapes.json", report.result("ops", odd))
     steps = {"tokens_per_s": 1e4, "step_ms": 800.0, "peak_gib": 70.0}
     sides = [
         Side("llama-3-8b", "tigon", 16, 512, False, "bfloat16", **steps),
@@ -53,7 +58,9 @@ def test_each_case_stands_beside_liger_and_the_best_of_the_others(shown):
     assert "| rms_norm | 32768×4096 | 1.00 | 3.00 (3.00×) | **2.00 (2.00×)** | eager 9.00 (9.00×) |" in shown
     assert "| swiglu | 16384×14336 | 1.00 | **4.00 (4.00×)** | wrong | eager 5.00 (5.00×) |" in shown
     assert "| linear_cross_entropy | 32768×4096×128256 | 1.00 | **30.0 (30.00×)** | 60.0 (60.00×) | – |" in shown
-    assert "1×8" not in shown, "no table quotes that shape"
+    assert "| 1×8 |" not in shown, "no table quotes that shape"
+    assert "| rms_norm | 3×8 | 1.00 | **3.00 (3.00×)** | – | eager 9.00 (9.00×) |" in shown
+    assert "| rms_norm | 5×7 |" in shown, "of shapes that nothing was tuned on, all"
     assert "| llama-3-8b | 16×512 | out of memory | 10,000, 70.0 GiB |" in shown
 
 
@@ -92,6 +99,9 @@ def test_the_page_of_the_h100_has_every_case_in_which_tigon_is_slower():
             ours = by["tigon"]
             assert ours["status"] == "ok"
             right = [row for who, row in by.items() if row["status"] == "ok" and not who.startswith("tigon")]
+            if not right:  # no other has room for it
+                assert {row["status"] for row in by.values()} == {"ok", "failed"}
+                continue
             best = min(right, key=lambda row: row["total_ms"])
             if ours["total_ms"] > best["total_ms"]:
                 line = f"| {op} | {'×'.join(map(str, shape))} | {ours['total_ms']:.3g} | {best['total_ms']:.3g} | "
@@ -121,7 +131,12 @@ def test_what_the_text_says_of_the_h100_is_in_the_files():
     )
     assert max(much) == pytest.approx(1.0, abs=0.01)
     sides = report.load(RESULTS / "h100-models.json")["rows"]
-    assert {row["reason"] for row in sides if row["side"] == "hf"} == {"out of memory"}
+    plain = {row["model"]: row["reason"] for row in sides if row["side"] == "hf"}
+    assert [model for model, reason in plain.items() if not reason] == ["olmo-2-7b"]
+    assert set(plain.values()) == {"", "out of memory"}
+    odd = cases("h100-odd-shapes.json")
+    assert odd["cross_entropy", 20000, 49155]["tigon"]["times_floor"] < 1.03
+    assert odd["softmax", 20000, 49155]["tigon"]["times_floor"] == pytest.approx(4 / 3, abs=0.03)
     assert {row["model"] for row in sides if row["side"] == "liger" and row["status"] != "ok"} == {"llama-3-8b"}
     norm = cases("h100-memory.json")["rms_norm", 8192, 4096]
     assert norm["torch"]["total_ms"] < norm["tigon"]["total_ms"]

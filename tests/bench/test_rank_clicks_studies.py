@@ -10,8 +10,10 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("accelerate")
 
 import open_bandit
+import rank_crosses
 import rank_incremental
 
+from tigon import rank
 from tigon.bench import report
 
 
@@ -110,3 +112,34 @@ def test_weeks_are_fitted_both_ways(films, tmp_path, monkeypatch, capsys):
     )  # measured on week 3, before what is reported
     said = capsys.readouterr().out
     assert "anchored  AUC" in said
+
+
+def test_crosses_of_a_table_whose_clicks_are_of_pairs(tmp_path, monkeypatch, capsys):
+    draw = np.random.default_rng(0)
+    place = tmp_path / "frappe"
+    place.mkdir()
+    for file, rows in (("frappe.validation.libfm", 1000), ("frappe.test.libfm", 300)):
+        lines = []
+        for _ in range(rows):
+            ids = draw.integers(0, 4, 10)
+            click = int((ids[1] + ids[2]) % 2 == 0) ^ int(draw.random() < 0.1)
+            lines.append(" ".join([str(2 * click - 1), *(f"{10 * n + value}:1" for n, value in enumerate(ids))]))
+        (place / file).write_text("\n".join(lines))
+    monkeypatch.setattr(rank_crosses, "COUNTS", (1,))
+    monkeypatch.setitem(rank_crosses.MODELS, "lirank", rank_crosses.LIRANK | {"mlp": (16,), "cross": "none"})
+    monkeypatch.setattr(rank_crosses, "OPTIONS", rank.FitOptions(lr=0.03, epochs=4, batch_size=75))
+    words = ("rank_crosses.py", "--data", tmp_path, "--output", tmp_path, "--sets", "frappe", "--seeds", 1)
+    monkeypatch.setattr("sys.argv", [*map(str, words)])
+    threads = torch.get_num_threads()
+    try:
+        rank_crosses.main()
+    finally:
+        torch.set_num_threads(threads)
+    rows = report.load(tmp_path / "cpu-rank-crosses.json")["rows"]
+    of = {(row["setting"]["model"], row["method"]): row for row in rows}
+    assert len(of) == 6
+    assert of["linear", "without"]["measures"]["auc"] < 0.6
+    assert of["linear", "found"]["setting"]["crosses"] == ["item × daytime"]
+    assert of["linear", "found"]["measures"]["auc"] > 0.85  # 0.9 knows all
+    assert of["linear", "drawn at random"]["measures"]["auc"] < 0.6
+    assert "| frappe | linear | found | 1 | 1 |" in capsys.readouterr().out

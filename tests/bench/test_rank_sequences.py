@@ -1,15 +1,19 @@
 """The benchmark of next items: its protocol by hand, fits that go on, and the costs of equal numbers."""
 
 import math
+import statistics
+from pathlib import Path
 
 import pytest
 import rank_sequences as script
 import rank_sittings
 import torch
+from studies import sequences as page
 
 from tigon.bench import report
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -164,3 +168,54 @@ def test_sittings_know_what_was_rated_before_them(tmp_path, monkeypatch, capsys)
     assert all(0 <= row["measures"][key] <= 1 for row in found for key in ("ndcg@10", "gauc", "auc", "diversity@5"))
     assert capsys.readouterr().out.startswith("4 train, 1 validate, 2 test")
     assert schema.fields["genres"].vocab == ("Comedy", "Drama", "War")
+
+
+# ------------------------------------------------------------------------------------------------------------ its page
+
+
+def recorded(method, *scores, seconds=50.0, data="set"):
+    setting = {"seconds": 100.0, "epochs_run": 7}
+    return [
+        {
+            "part": "quality", "data": data, "seed": seed, "method": method, "setting": setting, "seconds": seconds,
+            "measures": {"hr@10": 2 * score, "ndcg@10": score, "ndcg@10_new": score},
+        }
+        for seed, score in enumerate(scores)
+    ]  # fmt: skip
+
+
+def test_the_page_names_the_best_peer_and_whom_time_ended():
+    rows = [
+        *recorded("rectools-hstu", 0.04, seconds=101.0), *recorded("ligr", 0.060, 0.064),
+        *recorded("sasrec", 0.05, 0.05), *recorded("ligr", 0.05, data="other"), *recorded("sasrec", 0.06, data="other"),
+    ]  # fmt: skip
+    said = page.verdict(rows)
+    assert (
+        "above it on set (SASRec, loss of Tigon, +0.0120); below it on other (SASRec, loss of Tigon, −0.0100)." in said
+    )
+    assert "Time ended fits of RecTools HSTU on set**" in said
+    lines = page.quality(rows).splitlines()
+    assert lines[2].startswith("| other | **LiGR** | 1 | 0.1000 | 0.0500 |")
+    assert "| set | **LiGR** | 2 | 0.1240 ± 0.0040 | 0.0620 ± 0.0020 | 0.0620 ± 0.0020 | 7 | 50 | – |" in lines
+    assert lines[-1].endswith("| 7 | 101 | 1 |")
+    assert page.quality([]) == page.verdict([]) == page.speed([]) == ""
+
+
+def test_what_the_page_says_of_the_record_is_in_it():
+    text = (ROOT / "docs" / "rank" / "sequences-study.md").read_text()
+    found = page.grouped(report.load(ROOT / "benchmarks" / "results" / "h200-rank-sequences.json")["rows"])
+
+    def mean(data, method, measure="ndcg@10"):
+        return statistics.fmean(page.values(found[data][method], measure))
+
+    films = found["ml-100k"]
+    assert not any(page.cut(row) for name, some in films.items() if name != "recbole-sasrec" for row in some)
+    assert mean("ml-100k", "rectools-ligr") > mean("ml-100k", "ligr")
+    assert mean("ml-100k", "rectools-ligr", "hr@10") == pytest.approx(mean("ml-100k", "ligr", "hr@10"), abs=0.001)
+    assert mean("ml-100k", "rectools-ligr", "ndcg@10_new") < mean("ml-100k", "ligr", "ndcg@10_new")
+    assert mean("ml-100k", "rectools-ligr") == pytest.approx(mean("ml-100k", "ligr, times and stars"), abs=0.0015)
+    gates = sorted(mean(data, "ligr") - mean(data, "ligr, no gate") for data in ("Beauty", "ml-100k"))
+    assert f"add {gates[0]:.4f} and {gates[1]:.4f} to the NDCG@10" in text
+    assert [row["setting"]["epochs_run"] for row in found["Beauty"]["rectools-ligr"]] == [12]
+    assert min(row["setting"]["epochs_run"] for row in found["Beauty"]["ligr"]) == 56
+    assert "came to 12 epochs where LiGR came to 56 and more" in text

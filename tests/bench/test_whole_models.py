@@ -34,6 +34,21 @@ def test_every_row_is_a_preset_and_every_side_has_a_place(models):
     assert set(plots.KERNELS) == set(kernels.KINDS)
 
 
+def test_a_model_of_fewer_layers_says_so(models, tmp_path, monkeypatch):
+    built = {}
+
+    def run(self, row, *, overrides, **_):
+        built.update(overrides)
+        row.step_ms, row.tokens_per_s = 10.0, 819200.0
+        return [row]
+
+    monkeypatch.setattr(Processes, "run", run)
+    models.run(models.parse(["--output", str(tmp_path), "--only", "olmo", "--sides", "liger"]))
+    (file,) = tmp_path.glob("*-models.json")
+    assert built == {"num_hidden_layers": 16}
+    assert "olmo-2-7b, 16 layers" in report.to_text(report.load(file))
+
+
 def test_what_compiles_comes_last(models, tmp_path):
     plan = models.plan(models.parse(["--output", str(tmp_path)]))
     compiled = ["compile" in side for _, side in plan]

@@ -176,9 +176,10 @@ def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
             rows(file).to_pylist() if rows else [json.loads(line) for line in file.read_text().splitlines()]
         )
     first = tables["parquet"]
-    assert list(first[0]) == ["session_id", "item_id", "click", "like", "score"]
+    assert list(first[0]) == ["row", "session_id", "item_id", "click", "like", "score"]
     given = parquet.read_table(folder / "unlabelled.parquet").to_pylist()
     assert [(row["session_id"], row["item_id"]) for row in first] == [(r["session_id"], r["item_id"]) for r in given]
+    assert [row["row"] for row in first] == list(range(320))
     for row in first:
         assert row["score"] == pytest.approx(row["click"] + 0.5 * row["like"], abs=1e-6)
     for other in ("csv", "jsonl"):
@@ -236,6 +237,77 @@ def ends_as(out, run):
     assert all(results(out)[name] == results(run[0])[name] for name in ("history", "best_step", "validation", "test"))
 
 
+def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
+    from tigon.cli.kept_runs import make_room
+    from tigon.cli.problem import Problem, seeds_of
+    from tigon.cli.rank.opened import Opened
+    from tigon.cli.rank.seeds import folders_of
+
+    out = tmp_path / "runs"
+    data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
+    options = ("--test", folder / "test.parquet", "--epochs", 1, "--draws", 0, "--val-split", "request",
+               "--val-fraction", 0.5, *TINY, "--no-anchors", "--layers", 1)  # fmt: skip
+    said = tigon("rank", "fit", *data, *options, "--seed", "3,1,3", "-o", out).ok()
+    found = results(out)
+    assert [row["seed"] for row in found["seeds"]] == [3, 1]
+    own = [results(out / f"seed-{seed}")["test"]["metrics"]["click"]["auc"]["value"] for seed in (3, 1)]
+    assert own[0] != own[1]
+    told = found["summary"]["test"]["click"]["auc"]
+    assert told["mean"] == pytest.approx(np.mean(own))
+    assert told["sd"] == pytest.approx(abs(own[0] - own[1]) / np.sqrt(2))
+    assert "sd" in said.out
+    # The other has the split of the first, and so its schema.
+    assert (out / "seed-1" / "schema.json").read_bytes() == (out / "seed-3" / "schema.json").read_bytes()
+    assert [results(out / f"seed-{seed}", "run.json")["options"]["split_seed"] for seed in (3, 1)] == [3, 3]
+
+    same = ("--data", folder / "test.parquet", "--draws", 0, "--device", "cpu", "--json")
+    shown = json.loads(tigon("rank", "eval", out, *same).ok().out)
+    assert shown["summary"] == found["summary"]["test"]
+    assert [row["seed"] for row in shown["seeds"]] == [3, 1]
+    assert (out / "eval.png").stat().st_size > 1000
+    with pytest.raises(Problem, match=r"rank score: .* holds runs of the seeds 3, 1; name one of them, .*seed-3"):
+        Opened("rank score", out, torch.device("cpu"))
+    with pytest.raises(Problem, match=r"--seed must be integers from 0 to 10\*\*9, separated by commas, got 1,x"):
+        seeds_of("rank fit", "1,x")
+
+    # A seed that was cut goes on, and what is done stays.
+    record = results(out, "run.json")
+    del record["results"]
+    (out / "run.json").write_text(json.dumps(record))
+    shutil.rmtree(out / "seed-1")
+    kept = (out / "seed-3" / "results.json").stat().st_mtime_ns
+    tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).ok()
+    assert results(out)["summary"] == found["summary"]
+    assert (out / "seed-3" / "results.json").stat().st_mtime_ns == kept
+    make_room("rank fit", out, tuple(folder.name for folder in folders_of(out).values()), overwrite=True)
+    assert not list(out.glob("seed-*"))
+
+
+def test_impressions_by_row_groups(folder, tigon, tmp_path, monkeypatch):
+    from tigon.cli.rank import streaming
+
+    table = parquet.read_table(folder / "test.parquet")
+    parquet.write_table(table, tmp_path / "shown.parquet", row_group_size=45)  # requests of 20: in the last none begins
+    data = ("--data", tmp_path / "shown.parquet", "--history", folder / "events.parquet", "--label", "click")
+    options = ("--stream", "--stream-mib", 1, "--epochs", 1, "--draws", 0, "--no-anchors", *TINY, "--layers", 1)
+    out = tmp_path / "run"
+    said = tigon("rank", "fit", *data, *options, "-o", out).ok()
+    assert "14 requests, 2 to validate on" in said.err
+    assert "from 7 row groups, 1 MiB at a time" in said.err
+    assert results(out)["validation"]["rows"] == 2 * SHOWN
+    assert results(out)["steps"] == 2
+    wrong = ("--data", tmp_path / "shown.parquet", "--history", "self", "--label", "click", "--stream", "-o", out)
+    tigon("rank", "fit", *wrong, "--overwrite").problem("--history must be a table of events, not the impressions")
+
+    given = {"data": [str(tmp_path / "shown.parquet")], "history": [], "stream": None}
+    assert not streaming.streamed(given)
+    monkeypatch.setattr(streaming, "available", lambda: 20_000)
+    assert streaming.streamed(given)
+    assert not streaming.streamed({**given, "stream": False})
+    assert not streaming.streamed({**given, "history": ["self"]})
+    assert not streaming.streamed({**given, "data": [str(tmp_path / "none.csv")]})
+
+
 @pytest.mark.parametrize("cut", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_run_that_was_cut_goes_on_to_the_same_weights(cut, run, data, options, tigon, start, tmp_path):
     out = tmp_path / "run"
@@ -270,7 +342,8 @@ def test_the_next_item_among_all_and_programs_of_the_ranker(folder, tigon, tmp_p
     out = tmp_path / "run"
     data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
     options = (*TINY, "--layers", 1, "--epochs", 1, "--val-split", "request", "--val-fraction", 0.5, "--draws", 5)
-    tigon("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
+    said = tigon("rank", "fit", *data, "--objective", "next-item", *options, "-o", out).ok()
+    assert "it reads of an event item_id\n" in said.err  # nothing of the request, which comes after them
     metrics = results(out)["validation"]["metrics"]["next item"]
     assert {"mrr", "ndcg@10", "hr@10"} <= set(metrics)
     assert 0 < metrics["mrr"]["value"] < 1

@@ -111,7 +111,7 @@ def test_eval_score_and_compress_agree(run, folder, tigon, tmp_path):
         file = tmp_path / f"scores{number}.csv"
         tigon("rank", "score", place, "--data", folder / "unlabelled.csv", "-o", file, "--device", "cpu").ok()
         tables.append(csv.read_csv(file))
-        assert tables[-1].column_names == ["request", "click", "long", "score"]
+        assert tables[-1].column_names == ["row", "request", "click", "long", "score"]
     off = [np.abs(np.array(tables[0][label]) - np.array(tables[1][label])) for label in ("click", "long")]
     assert np.max(off) == pytest.approx(found["scores"]["largest"], abs=1e-6)
     assert 0 < np.max(off) < 0.02

@@ -22,6 +22,18 @@ def test_a_ligr_that_learns_what_users_like_from_their_history(example):
     assert [float(p) for _, p, _ in films] == sorted((float(p) for _, p, _ in films), reverse=True)
 
 
+def test_a_search_that_is_stopped_and_goes_on(example):
+    for package in ("pyarrow", "accelerate", "safetensors", "optuna", "lightgbm"):
+        pytest.importorskip(package)
+    said = example(EXAMPLES / "rank_search.py")
+    (half,) = re.findall(r"^stopped after 4 trials; the best log loss is (0\.\d+)$", said, re.MULTILINE)
+    (whole,) = re.findall(r"^8 trials; the best log loss is (0\.\d+), of 1: ", said, re.MULTILINE)
+    assert float(whole) <= float(half)
+    tests = re.findall(r"on all rows: test log loss (0\.\d+), AUC (0\.\d+); [\d,]+ FLOPs$", said, re.MULTILINE)
+    assert len(tests) == 1
+    assert float(tests[0][0]) < 0.5  # 0.33 knows all, 0.64 nothing
+
+
 def test_a_lirank_that_learns_which_apps_are_installed(example):
     for package in ("pyarrow", "accelerate", "safetensors"):
         pytest.importorskip(package)

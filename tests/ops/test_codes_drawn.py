@@ -87,7 +87,7 @@ def few_groups(monkeypatch):
 def test_eight_bits_change_nothing(few_groups, triton_backend, device):
     proven: list[torch.Tensor] = []
 
-    @drawn(max_examples=25)
+    @drawn(max_examples=14)
     @hypothesis.given(cases())
     def compare(case: dict[str, Any]) -> None:
         query, rows, options = made(case, device)
@@ -111,7 +111,7 @@ def test_eight_bits_change_nothing(few_groups, triton_backend, device):
 
 
 def test_signs_are_those_of_the_reference(triton_backend, device):
-    @drawn(max_examples=20)
+    @drawn(max_examples=12)
     @hypothesis.given(cases((0.0, 7.0, -500.0, torch.inf, torch.nan)), st.sampled_from((64, 512)), st.integers(8, 40))
     def compare(case: dict[str, Any], bits: int, candidates: int) -> None:
         # Whole numbers, whose exact scores are the same in any order of a sum.

@@ -110,3 +110,18 @@ CODES, SCALES, IDS = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 2).hal
 def test_bad_input_gets_a_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("codes_dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize(("width", "stride", "first"), [(1, 1, 0), (5, 5, 1), (30, 30, 2), (33, 40, 3), (16, 16, 0)])
+def test_rows_of_bytes_that_begin_anywhere(width, stride, first, codes_dtype, device, triton_backend):
+    """Read by words of four bytes, which begin elsewhere; two ids at a time, and one alone."""
+    memory = torch.randint(0, 256, (20 * stride + 8,), device=device).to(torch.uint8)
+    codes = memory.as_strided((20, width), (stride, 1), first).view(codes_dtype)
+    scale_offset = torch.randn(20, 2, device=device).half()
+    for shape, fields in (((40, 6), None), ((5, 3), None), ((7, 2), torch.tensor([0, 8, 20], device=device))):
+        values = torch.randint(0, 8, shape, device=device)
+        values[0, 0] = 19 if fields is None else 7
+        y = quantized_embedding(codes, scale_offset, values, field_offsets=fields)
+        want = quantized_embedding_reference(codes, scale_offset, values, field_offsets=fields, dtype=torch.float64)
+        torch.testing.assert_close(y.double(), want, rtol=1e-6, atol=1e-4)

@@ -78,6 +78,35 @@ def test_a_step_has_the_gradients_of_separate_sequences():
         assert (got - p).abs().max() <= 1e-5 * max(g.abs().max() for g in plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # real logits, and the fused loss without any
+def test_the_loss_over_the_whole_vocabulary(dtype):
+    """μ times the cross entropy of the right answer's token among all words, beside that among the answers."""
+    exact = ranker()
+    total, logits = 0.0, separately(exact, requests())
+    for name, task in exact.prompt.tasks.items():
+        own, answers = exact.labels(requests())[name], exact.encoder.answers[name]
+        ids = [
+            torch.tensor([encoded.prefix + suffixes[list(exact.prompt.tasks).index(name)]])
+            for request in requests() for encoded in (exact.encoder.encode(request),) for suffixes in encoded.suffixes
+        ]  # fmt: skip
+        words = torch.cat([exact.model(one, use_cache=False).logits[0, -1:] for one in ids])
+        known = ~own.isnan()
+        at = torch.tensor([task.values.index(value) for value in own[known].tolist()])
+        among = torch.nn.functional.cross_entropy(logits[name][known], at)
+        over_all = torch.nn.functional.cross_entropy(words[known], torch.tensor(answers)[at])
+        total = total + task.weight / 1.5 * (among + 0.3 * over_all)
+    want = torch.autograd.grad(total, list(exact.model.parameters()))
+    own = ranker(dtype, vocabulary_weight=0.3)
+    (batch,) = own.batches(requests(), labelled=True)
+    loss = own.loss(batch)
+    close = 1e-6 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(loss.double(), total, rtol=close, atol=0)
+    most = max(g.abs().max() for g in want)
+    for got, expected in zip(torch.autograd.grad(loss, list(own.model.parameters())), want, strict=True):
+        assert (got - expected).abs().max() <= 10 * close * most
+    assert loss > 2 * ranker(dtype).loss(batch)  # so that the second part is no rounding
+
+
 def test_it_learns_and_is_saved(tmp_path):
     own = ranker(torch.float32)
     optimizer = torch.optim.AdamW(own.model.parameters(), 6e-3)
@@ -155,6 +184,7 @@ def test_the_prefix_is_cut_as_in_training():
     [
         (lambda: PromptRanker(model(), tokenizer(), {**TOLD, "tasks": 3}), r"tasks must name at least one task"),
         (lambda: PromptRanker(model(), tokenizer(), prompt(), distil=2), r"distil must lie between 0 and 1, got 2"),
+        (lambda: ranker(vocabulary_weight=-1), r"vocabulary_weight must be at least 0, got -1"),
         (lambda: PromptRanker(model(), tokenizer(), prompt(), prefix_len=512), r"prefix_len must leave room"),
         (lambda: PromptRanker(model(vocab_size=60), tokenizer(), prompt()), r"the head has 60 classes, and an answer"),
         (lambda: ranker().score(requests()[0]), r"requests must be a list of Request, got one"),

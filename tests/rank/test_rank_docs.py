@@ -44,7 +44,7 @@ def test_the_code_of_the_page_on_tables_runs(capsys, tmp_path, monkeypatch):
     assert [len(part) for part in (names["train"], names["held"], names["later"])] == [1, 1, 2]
     assert names["later"].schema == names["data"].schema
     assert names["schema"] != names["data"].schema
-    assert capsys.readouterr().out.endswith("\n2 5 2\n1\n")
+    assert capsys.readouterr().out.endswith("\n2 5 2\n2\n1\n")
 
 
 def test_the_page_on_tables_lists_fields_and_endings():
@@ -82,9 +82,10 @@ def test_the_code_of_the_page_on_interactions_runs(capsys, tmp_path, monkeypatch
     blocks = re.findall(
         r"^```python\n(.*?)^```$", (PAGE.parent / "interactions.md").read_text(), re.MULTILINE | re.DOTALL
     )
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, "interactions.md", "exec"), names)
+    assert set(names["of_ranker"].names) == {"hour", "price", "age", "country"}
     assert names["found"][0].features == ("hour", "price")
     assert names["fitted"].loss[0] < 0.8 * names["fitted"].constant
     assert (tmp_path / "pairs.png").stat().st_size > 10_000
@@ -156,6 +157,25 @@ def test_the_code_of_the_page_on_clicks_runs(capsys, tmp_path, monkeypatch):
     options = set(re.findall(r"^\| `(\w+)=", page, re.MULTILINE))
     assert options < set(inspect.signature(rank.LiRank).parameters)
     assert "Measured(value=" in capsys.readouterr().out
+
+
+def test_the_code_of_the_page_on_searches_runs(capsys, tmp_path, monkeypatch):
+    for package in ("pyarrow", "safetensors", "accelerate", "optuna", "lightgbm"):
+        pytest.importorskip(package)
+    from tigon.rank.features.blocks import KINDS
+    from tigon.rank.searching.space import WIDTHS
+
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    page = (PAGE.parent / "search.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "search.md", "exec"), names)
+    assert len(names["found"].trials) == 4
+    assert names["ranker"].config()["blocks"][0]["kind"] == names["first"].graph[0].kind
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| .* \| (?:rank )?([\d, ]+) \|$", page, re.MULTILINE))
+    assert {kind: tuple(map(int, widths.split(", "))) for kind, widths in rows.items()} == WIDTHS
+    assert set(rows) == set(KINDS)
+    assert "'auc': " in capsys.readouterr().out
 
 
 def test_the_public_names_are_the_modules():

@@ -384,6 +384,37 @@ def test_a_split_by_request_depends_on_the_seed_alone():
     assert len(ids[0][1]) == 10
 
 
+REQUESTS = st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 1)), st.integers(0, 6), NAMES), min_size=2,
+                    max_size=7)  # fmt: skip
+LATER = st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 1)), st.integers(0, 7), NAMES), max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=REQUESTS, events=LATER)
+def test_no_history_to_train_on_tells_of_a_request_that_is_held_out(rows, events):
+    """A click of a held-out request, in the history of a later request of its user, is refused and nothing else."""
+    table = columns(rows, ["user", "time", "item"])
+    table |= {"request": [*range(len(rows))], "click": [n % 2 for n in range(len(rows))]}
+    data = Impressions.read(table, history=columns(events, ["user", "time", "item"]), user="user", item="item")
+    half = len(rows) // 2
+    held = set(torch.randperm(len(rows), generator=torch.Generator().manual_seed(4))[:half].tolist())
+    told = [
+        place for place, (user, time, item) in enumerate(events) if user is not None
+        and any(rows[r][0] == user and rows[r][2] == item and rows[r][1] <= time for r in held)
+        and any(rows[r][0] == user and time < rows[r][1] for r in {*range(len(rows))} - held)
+    ]  # fmt: skip
+    if not told:
+        train, other = data.split(by="request", fraction=half / len(rows), seed=4)
+        assert set(other.request_ids) == held
+        assert len(train) == len(rows) - half
+        return
+    some = "1 event is" if len(told) == 1 else f"{len(told)} events are"
+    with pytest.raises(
+        ValueError, match=rf"by must be 'time' where .* held-out requests: {some} of .*row {told[0]} of"
+    ):
+        data.split(by="request", fraction=half / len(rows), seed=4)
+
+
 def test_a_split_fits_on_what_is_trained():
     rows = {"user": [1] * 6, "time": [1, 2, 3, 4, 5, 6], "item": ["a", "b", "a", "b", "late", "a"], "click": [0, 1] * 3,
             "price": [1.0, 2.0, 3.0, 2.5, 1e6, 1e7]}  # fmt: skip

@@ -41,7 +41,7 @@ def test_the_loss_is_that_of_every_event_by_what_came_before_it(schema):
     for r, n in enumerate(HISTORIES):
         for event in range(n):
             before = chosen(made, events=[[*range(event)] if s == r else [] for s in range(4)])
-            x, _, layout = model.histories(before)
+            x, _, layout = model.histories(before, context=False)
             z = x[layout.cu_suffix[r + 1].long() - 1] @ catalogue(model)[1:].t()
             target = items[int(made.history_offsets[r]) + event]
             if target:
@@ -60,7 +60,7 @@ def test_recommendations_and_ranks_are_those_of_sorted_scores(seen, monkeypatch)
     model, made = ranker(), batch(HISTORIES, [2, 3, 1, 2])
     with torch.no_grad():
         scores = model.next_item_scores(made)
-        x, _, layout = model.histories(made)
+        x, _, layout = model.histories(made, context=False)
         expected = x[layout.cu_suffix[1:].long() - 1] @ catalogue(model).t()
         torch.testing.assert_close(scores[:, 1:], expected[:, 1:])
         assert (scores[:, 0] == -torch.inf).all()
@@ -76,6 +76,29 @@ def test_recommendations_and_ranks_are_those_of_sorted_scores(seen, monkeypatch)
         wanted = int(target[r])
         better = [c for c in order if scores[r, c] > scores[r, wanted] and c != wanted]
         assert int(ranks[r]) == (len(better) + 1 if wanted else 0)
+
+
+def test_no_event_is_predicted_by_what_its_request_says():
+    """A request comes after the events of its history: a field of it that names the last of them is of the future."""
+    fields = {
+        "item": Id(hash_rows=12, side="item", history=True), "query": Id(hash_rows=12, side="context"),
+        "at": SCHEMA.fields["at"],
+    }  # fmt: skip
+    schema = Schema({"item": "item"}, fields)
+    model, made = ranker(schema), batch(HISTORIES, [1] * 4, schema)
+    ends = made.history_offsets[1:] - 1
+    last = torch.where(made.history_offsets.diff() > 0, made.history["item"][ends], 0)
+    told = dataclasses.replace(made, context={"query": last, "at": made.context["at"] + 3_600_000_000})
+    loss = model.next_item_loss(told)
+    assert torch.equal(loss, model.next_item_loss(made))
+    loss.backward()
+    assert all(p.grad is None for name in ("query", "at") for p in model.tokens.of(name).parameters())
+    assert model.tokens.start.grad.norm() > 0
+    with torch.no_grad():
+        assert torch.equal(model.next_item_scores(told), model.next_item_scores(made))
+        # Candidates are shown by the request itself, and read it.
+        told, made = (model.histories(one)[0] for one in (told, made))
+        assert not torch.allclose(told, made)
 
 
 def test_the_target_is_the_first_positive_candidate():

@@ -52,6 +52,18 @@ def links(data):
     return Links.fit(*data, **OPTIONS)
 
 
+@pytest.fixture(scope="module")
+def few(data):
+    """The data with an eighth of the pairs, where what was recovered does not matter: a fit is a tenth of the work."""
+    queries, items, pairs = data
+    return queries, items, pairs[:1000]
+
+
+@pytest.fixture(scope="module")
+def links_of_few(few):
+    return Links.fit(*few, **OPTIONS)
+
+
 def test_planted_edges_are_recovered(links):
     found = links.edges(None).to_pylist()
     weights = {tuple(edge.values())[:4]: edge["weight"] for edge in found}
@@ -65,10 +77,10 @@ def test_planted_edges_are_recovered(links):
     assert [edge["weight"] for edge in found] == sorted(weights.values(), reverse=True)
 
 
-def test_a_larger_penalty_keeps_fewer_edges(data, links):
-    assert len(links) > len(Links.fit(*data, **OPTIONS | {"l1": 1e-2})) > 0
-    assert len(Links.fit(*data, **OPTIONS | {"l1": 1.0})) == 0
-    every = Links.fit(*data, **OPTIONS | {"l1": 0})
+def test_a_larger_penalty_keeps_fewer_edges(few, links_of_few):
+    assert len(links_of_few) > len(Links.fit(*few, **OPTIONS | {"l1": 1e-2})) > 0
+    assert len(Links.fit(*few, **OPTIONS | {"l1": 1.0})) == 0
+    every = Links.fit(*few, **OPTIONS | {"l1": 0})
     assert len(every) == 63
 
 
@@ -115,25 +127,25 @@ def test_too_few_steps_warn(data):
         Links.fit(*data, **OPTIONS, steps=2)
 
 
-def test_the_same_seed_gives_the_same_bits(data, links):
-    again, other = (Links.fit(*data, **OPTIONS, seed=seed) for seed in (0, 1))
-    assert again.edges(None).equals(links.edges(None))
-    assert again.bias == links.bias
-    assert not other.edges(None).equals(links.edges(None))
+def test_the_same_seed_gives_the_same_bits(few, links_of_few):
+    again, other = (Links.fit(*few, **OPTIONS, seed=seed) for seed in (0, 1))
+    assert again.edges(None).equals(links_of_few.edges(None))
+    assert again.bias == links_of_few.bias
+    assert not other.edges(None).equals(links_of_few.edges(None))
 
 
-def test_pairs_of_any_kind(data, links):
+def test_pairs_of_any_kind(few, links_of_few):
     import pandas
     import pyarrow
 
-    queries, items, pairs = data
+    queries, items, pairs = few
     q, i = zip(*pairs, strict=True)
     for given in (pandas.DataFrame({"q": q, "i": i}), pyarrow.table({"a": q, "b": i}), {"x": list(q), "y": list(i)}):
         found = Links.fit(pyarrow.table(queries), pandas.DataFrame(items), given, **OPTIONS)
-        assert found.edges(None).equals(links.edges(None))
+        assert found.edges(None).equals(links_of_few.edges(None))
     rows = np.array([(a // 3, int(b[1:])) for a, b in pairs])
     by_rows = Links.fit(queries, items, rows, **OPTIONS | {"query_id": None, "item_id": None})
-    assert by_rows.edges(None).equals(links.edges(None))
+    assert by_rows.edges(None).equals(links_of_few.edges(None))
 
 
 def test_explanations_sum_to_what_a_search_adds(data, links):

@@ -69,8 +69,15 @@ def best(s, k):
     return found.values[:, :k], found.indices[:, :k] + 1000
 
 
-@pytest.mark.parametrize("alpha", [1.0, 2, 0, -0.5])
-@pytest.mark.parametrize("metric", ["ip", "l2"])
+# Interpreted, each metric and each alpha once more: what they come to, the reference is asked of every pair.
+SCANS = [
+    (metric, alpha, backend)
+    for metric, alpha, backend in itertools.product(("ip", "l2"), (1.0, 2, 0, -0.5), ("torch", "triton"))
+    if backend == "torch" or torch.cuda.is_available() or (metric == "ip") == (alpha in (1.0, -0.5))
+]
+
+
+@pytest.mark.parametrize(("metric", "alpha", "backend"), SCANS, indirect=["backend"])
 def test_scores_are_those_of_vectors_and_links(metric, alpha, whole, backend, device):
     links, vectors, table, weights = whole
     index = made(metric=metric, device=device)[0]

@@ -23,6 +23,11 @@ def shape_of(row: dict[str, Any]) -> str:
     return "×".join(map(str, row["shape"]))
 
 
+def model_of(row: dict[str, Any]) -> str:
+    """The model's name, and how many layers were built where that is not all of them."""
+    return str(row["model"]) + (f", {row['layers']} layers" if row.get("layers") else "")
+
+
 def _total(row: dict[str, Any]) -> str:
     """The median, and half the range of the rounds in per cent of the median; a single round has no range."""
     if row["total_ms"] is None:
@@ -108,7 +113,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "remark": remark,
     },
     "model": {
-        "model": lambda r: r["model"],
+        "model": model_of,
         "batch×seq": lambda r: f"{r['batch']}×{r['seq']}" + (" ckpt" if r["checkpointing"] else ""),
         "GPUs": lambda r: "–" if r.get("gpus", 1) == 1 else str(r["gpus"]),
         "by": lambda r: r["side"],

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tigon.bench.columns import number, shape_of
+from tigon.bench.columns import model_of, number, shape_of
 from tigon.bench.report import case_of
 
 Cells = tuple[list[str], list[list[str]]]
@@ -135,7 +135,7 @@ def _models(names: list[str], cases: list[By]) -> Cells:
 
 
 def _model_and_size(row: dict[str, Any]) -> list[str]:
-    return [row["model"], f"{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")]
+    return [model_of(row), f"{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")]
 
 
 def _model_cells(names: list[str], by: By) -> list[str]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from tigon.bench.columns import model_of
 from tigon.bench.report import headline
 
 # One colour per implementation in every chart: Tigon's stands out, the peers' recede.
@@ -211,7 +212,7 @@ def _host(content: dict[str, Any], plt: Any, across: int) -> Any:
 
 def _case(row: dict[str, Any]) -> str:
     gpus = f"  {row['gpus']} GPUs" if row.get("gpus", 1) > 1 else ""
-    return f"{row['model']}  {row['batch']}×{row['seq']}{'  checkpointing' if row['checkpointing'] else ''}{gpus}"
+    return f"{model_of(row)}  {row['batch']}×{row['seq']}{'  checkpointing' if row['checkpointing'] else ''}{gpus}"
 
 
 def _models(content: dict[str, Any], plt: Any, across: int) -> Any:

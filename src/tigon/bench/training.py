@@ -51,6 +51,8 @@ class Side:
     # Median SM clock and power during the timed steps; None without nvidia-smi.
     sm_mhz: float | None = None
     watts: float | None = None
+    # How many layers were built; None: all that the model has.
+    layers: int | None = None
     # The date and the command of this row's measurement; "" if not recorded.
     date: str = ""
     command: str = ""

@@ -9,7 +9,7 @@ import typer
 
 COMMANDS = ("demo", "train", "inspect", "verify", "compress", "bench", "doctor")
 # Commands that have commands of their own.
-GROUPS = ("retrieve", "rank")
+GROUPS = ("retrieve", "rank", "graph")
 
 app = typer.Typer(
     name="tigon",

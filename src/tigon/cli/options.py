@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ class TrainOptions:
     prefix_len: int | None = None
     teacher: str | None = None
     distil: float = 0.5
+    vocabulary_weight: float = 0.0
     calibrate: str = "platt"
     beta: float | None = None
     num_generations: int = 8
@@ -167,13 +169,16 @@ class TrainOptions:
     def _check_task(self) -> None:
         if self.task != "grpo" and self.reward:
             raise Problem(f"--reward goes with --task grpo, got --task {self.task}")
-        for name in ("prompt", "history", "items", "users", "prefix_len", "teacher", "distil", "calibrate"):
+        for name in ("prompt", "history", "items", "users", "prefix_len", "teacher", "distil", "vocabulary_weight",
+                     "calibrate"):  # fmt: skip
             if self.task != "rank" and getattr(self, name) != getattr(TrainOptions, name):
                 raise Problem(f"{flag(name)} goes with --task rank, got --task {self.task}")
         if self.task == "rank" and not self.prompt:
             raise Problem("--task rank needs --prompt, a prompt.yaml: docs/how-to/rank-by-prompts.md")
         if not 0 <= self.distil <= 1:
             raise Problem(f"--distil must be from 0 to 1, got {self.distil}")
+        if not 0 <= self.vocabulary_weight < math.inf:
+            raise Problem(f"--vocabulary-weight must be at least 0, got {self.vocabulary_weight}")
         if self.task in ("sft", "rank") and self.shared_prefix is not None:
             raise Problem(f"{_switch(self)} goes with --task dpo and --task grpo, got --task {self.task}")
         if self.plain and self.shared_prefix:

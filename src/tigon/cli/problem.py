@@ -82,6 +82,20 @@ def integers(command: str, option: str, text: str, most: int | None = None) -> l
     return values
 
 
+def seeds_of(command: str, text: str) -> list[int]:
+    """The seeds of an option such as "0,1,2", each once.
+
+    Raises: Problem for anything else.
+    """
+    try:
+        seeds = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        seeds = [-1]
+    if min(seeds) < 0 or max(seeds) > 10**9:
+        raise Problem(f"{command}: --seed must be integers from 0 to 10**9, separated by commas, got {text}")
+    return seeds
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first line of an error's message that is not empty, for use inside a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

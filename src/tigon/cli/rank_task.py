@@ -144,13 +144,19 @@ class PromptTrainer(Checkpointed, Trainer):
     ) -> tuple[Tensor, None, None]:
         batch: PromptBatch = inputs["batch"]
         with torch.no_grad(), self.compute_loss_context_manager():
-            z = self.ranker.logits(batch, model)
-            loss = self.ranker.loss_of(z, batch)
-        self.seen.append((z.float().cpu(), batch.task.cpu(), batch.labels.cpu()))
+            z, whole = self.ranker.read_answers(batch, model)
+            loss = self.ranker.loss_of(z, batch, whole)
+        whole = z.new_zeros(len(z)) if whole is None else whole
+        sizes = [len(own) for own in batch.shared.layout.suffix_lengths]
+        rows = (z.float().cpu(), batch.task.cpu(), batch.labels.cpu(), whole.float().cpu())
+        requests = list(zip(*(part.split(sizes) for part in rows), strict=True))
+        # A request at a time: the last batches of several processes are filled up with requests that others have, and
+        # Accelerate leaves these out by their number.
+        self.seen += self.accelerator.gather_for_metrics(requests, use_gather_object=True)
         return loss.detach(), None, None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -159,16 +165,16 @@ class PromptTrainer(Checkpointed, Trainer):
         super().log(logs, *args, **kwargs)
 
     def worth(self) -> dict[str, float]:
-        """AUC and log loss of each task's score on what was evaluated last."""
-        seen = self.seen
-        if self.args.world_size > 1:
-            from accelerate.utils import gather_object
+        """The loss of the labels, and AUC and log loss of each task's score, on the requests that were evaluated last.
 
-            seen = gather_object(seen)
+        Each of them counts once, however many processes there are and however they were cut into batches.
+        """
         found: dict[str, float] = {}
-        if not seen:
+        if not self.seen:
             return found
-        z, task, labels = (torch.cat(part) for part in zip(*seen, strict=True))
+        z, task, labels, whole = (torch.cat(part) for part in zip(*self.seen, strict=True))
+        rows = PromptBatch(None, task, labels, None, None)  # type: ignore[arg-type]  # no model reads it
+        found["eval_loss"] = float(self.ranker.loss_of(z, rows, whole))
         for t, (name, one) in enumerate(self.ranker.prompt.tasks.items()):
             mine = (task == t) & (labels >= 0)
             p = z[mine][:, self.ranker.columns[t]].softmax(-1)
@@ -203,8 +209,9 @@ class RankTask(TaskTrainer):
             model = with_adapters(model, adapters)
         try:
             ranker = PromptRanker(
-                model, tokenizer, rows.encoder.prompt, prefix_len=rows.encoder.prefix_len, distil=options.distil
-            )
+                model, tokenizer, rows.encoder.prompt, prefix_len=rows.encoder.prefix_len, distil=options.distil,
+                vocabulary_weight=options.vocabulary_weight,
+            )  # fmt: skip
             if options.teacher:
                 device = common["args"].device
                 teacher = PromptRanker.from_pretrained(options.teacher, device=device)

@@ -80,6 +80,7 @@ def train(
     prefix_len: Annotated[int | None, _option("prefix_len", "For rank: most tokens before the candidates; the oldest events are left out. \\[default: 1024]", _STEP)] = None,
     teacher: Annotated[str | None, _option("teacher", "For rank: the folder of a larger ranker, whose probabilities become part of the target.", _STEP)] = None,
     distil: Annotated[float | None, _option("distil", "For rank: the teacher's part of the target.", _STEP)] = None,
+    vocabulary_weight: Annotated[float | None, _option("vocabulary_weight", "For rank: weight of the right answer's loss over the whole vocabulary.", _STEP)] = None,
     calibrate: Annotated[str | None, _option("calibrate", f"For rank: {', '.join(CALIBRATE)}; how scores are calibrated on held-out requests at the end.", _STEP)] = None,
     shared_prefix: Annotated[bool | None, _option("shared_prefix", "For dpo and grpo: compute a prompt once for all its answers or completions. \\[default: where prompts are a quarter of the tokens]", _STEP, "--shared-prefix/--no-shared-prefix")] = None,
     lr: Annotated[float | None, _option("lr", "Peak learning rate. By default 2e-5 for a trained model, 3e-4 from scratch and for adapters, 1e-6 for dpo and grpo.", _STEP)] = None,

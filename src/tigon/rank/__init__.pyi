@@ -9,6 +9,7 @@ from tigon.rank.evaluating import evaluate as evaluate
 from tigon.rank.evaluating import evaluate_next_items as evaluate_next_items
 from tigon.rank.explore import Explorer as Explorer
 from tigon.rank.explore import choices as choices
+from tigon.rank.features.blocks import Block as Block
 from tigon.rank.features.model import LiRank as LiRank
 from tigon.rank.fields import Cross as Cross
 from tigon.rank.fields import Id as Id
@@ -28,6 +29,8 @@ from tigon.rank.incremental import save_anchors as save_anchors
 from tigon.rank.interacting.found import Interaction as Interaction
 from tigon.rank.interacting.found import Interactions as Interactions
 from tigon.rank.interacting.found import interactions as interactions
+from tigon.rank.interacting.ranker import FieldMLP as FieldMLP
+from tigon.rank.interacting.ranker import mlp_of as mlp_of
 from tigon.rank.interacting.tables import TableMLP as TableMLP
 from tigon.rank.interacting.tables import fit_mlp as fit_mlp
 from tigon.rank.ragged import Ragged as Ragged
@@ -37,5 +40,12 @@ from tigon.rank.schema import Schema as Schema
 from tigon.rank.scoring import Drawing as Drawing
 from tigon.rank.scoring import Scored as Scored
 from tigon.rank.scoring import score as score
+from tigon.rank.searching.evolve import Tried as Tried
+from tigon.rank.searching.options import SearchOptions as SearchOptions
+from tigon.rank.searching.search import Refitted as Refitted
+from tigon.rank.searching.search import Searched as Searched
+from tigon.rank.searching.search import SearchProgress as SearchProgress
+from tigon.rank.searching.search import search as search
 from tigon.rank.sequence.cache import Cache as Cache
 from tigon.rank.sequence.model import LiGR as LiGR
+from tigon.rank.stream import Stream as Stream

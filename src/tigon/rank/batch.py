@@ -22,9 +22,10 @@ class Batch:
         items: fields of the sides "item" and "row", of C values each, the item's own id among them.
         history: fields of `schema.history`, of E values each.
         age: (E,) float64, seconds from the event to its request, above 0.
-        labels: (C,) float32, 0 and 1, by name; empty where the table has none.
+        labels: (C,) float32, 0 and 1, by name; empty where the table has none. NaN where a row has no value of one.
         weights: (C,) float32, or None.
         rows: (C,) int64, the rows of the table.
+        partial: the labels of which rows of the table have no value; `known` says which of the batch have one.
         requests, candidates, events: R, C and E.
 
     A field's values are int64 codes, float32 numbers, `Ragged` lists of codes, a list of str, or int64 microseconds.
@@ -39,6 +40,7 @@ class Batch:
     labels: dict[str, Tensor]
     weights: Tensor | None
     rows: Tensor
+    partial: frozenset[str] = frozenset()
 
     @property
     def requests(self) -> int:
@@ -51,6 +53,15 @@ class Batch:
     @property
     def events(self) -> int:
         return len(self.age)
+
+    def known(self, label: str) -> Tensor | None:
+        """Which rows have a value of a label.
+
+        Args:
+            label: one of `labels`, or another.
+        Returns: (C,) bool; None where all have, or may have.
+        """
+        return ~self.labels[label].isnan() if label in self.partial and label in self.labels else None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device; offsets stay on the CPU.
@@ -67,7 +78,7 @@ class Batch:
         labels = {name: there(value) for name, value in self.labels.items()}
         return Batch(
             self.offsets, self.history_offsets, context, items, history, there(self.age), labels, there(self.weights),
-            there(self.rows),
+            there(self.rows), self.partial,
         )  # fmt: skip
 
 

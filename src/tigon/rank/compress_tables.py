@@ -56,7 +56,9 @@ def compared(before: Any, after: Any, data: Batched, drawing: Drawing = Drawing(
     off = torch.stack([(first.logits[name].sigmoid() - z.sigmoid()).abs() for name, z in second.logits.items()])
     auc = {}
     for name, y in first.labels.items():
-        both = tuple(metrics.auc(one.logits[name], y, weights=first.weights) for one in (first, second))
+        known = ~y.isnan()
+        weights = None if first.weights is None else first.weights[known]
+        both = tuple(metrics.auc(one.logits[name][known], y[known], weights=weights) for one in (first, second))
         if both[0] == both[0]:
             auc[name] = (both[0], both[1])
     return Compressed(float(off.max()), float(off.double().mean()), auc)

@@ -95,7 +95,7 @@ def evaluate(
     A label's probabilities, the sigmoids of its logits, are measured by AUC, log loss and ECE; the order of its logits
     within requests by GAUC, NDCG, MRR and hit rate. With several labels the order of `scored.score`, which is what is
     served, is measured too, against each label, as "LABEL by score". Where each row is a request of its own there is no
-    order, and nothing of it is measured.
+    order, and nothing of it is measured. Rows without a value of a label are no part of its metrics.
 
     Args:
         scored: what `rank.score` returned for a table with labels.
@@ -114,15 +114,26 @@ def evaluate(
     found: dict[str, dict[str, Measured]] = {}
     notes: list[str] = []
     ordered = bool((scored.offsets.diff() > 1).any())
-    for label, y in scored.labels.items():
-        found[label] = _of_rows(scored, label, draw)
+    known = {label: _known(scored, y) for label, y in scored.labels.items()}
+    for label, own in known.items():
+        y = own.labels[label]
+        found[label] = _of_rows(own, label, draw)
         if ordered:
-            found[label] |= _of_order(scored, scored.logits[label], y, at, draw)
-        notes += _notes(label, y, scored.offsets, found[label])
+            found[label] |= _of_order(own, own.logits[label], y, at, draw)
+        if len(y) < len(scored.rows):
+            gaps = len(scored.rows) - len(y)
+            notes.append(f"{label}: {gaps:,} of {len(scored.rows):,} rows have no value: left out")
+        notes += _notes(label, y, own.offsets, found[label])
     if len(scored.labels) > 1 and ordered:
-        for label, y in scored.labels.items():
-            found[f"{label}{BY_SCORE}"] = _of_order(scored, scored.score, y, at, draw)
+        for label, own in known.items():
+            found[f"{label}{BY_SCORE}"] = _of_order(own, own.score, own.labels[label], at, draw)
     return Evaluation(found, len(scored.rows), len(scored.offsets) - 1, notes)
+
+
+def _known(scored: Scored, y: Tensor) -> Scored:
+    """The rows that have a value of a label."""
+    missing = y.isnan()
+    return scored.take(~missing) if bool(missing.any()) else scored
 
 
 def evaluate_next_items(

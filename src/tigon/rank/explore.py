@@ -51,7 +51,7 @@ class Explorer:
 
         Args:
             ranker: a `rank.Ranker` with a last layer, as `rank.LiRank` and `rank.LiGR` have.
-            data: `rank.Impressions`, of what it was trained on; labels are not read.
+            data: `rank.Impressions`, of what it was trained on. Of labels is read alone which rows have a value.
             drawing: `rank.Drawing`, how the table is cut into batches.
             ridge: λ, of what is known of weights without any row.
             rows: of a table with more, about so many are read, of any requests, and count for all.
@@ -80,7 +80,10 @@ class Explorer:
                 for label, phi in found.items():
                     phi = _with_one(phi)
                     p = (phi @ layers[label].to(phi)).sigmoid()
-                    scaled = phi * (p * (1 - p) * (1.0 if batch.weights is None else batch.weights)).sqrt()[:, None]
+                    counts = p * (1 - p) * (1.0 if batch.weights is None else batch.weights)
+                    if (known := batch.known(label)) is not None:
+                        counts = counts * known
+                    scaled = phi * counts.sqrt()[:, None]
                     sums[label] += (scaled.T @ scaled).double()
                 seen += len(batch.rows)
                 if order is not None and seen >= rows:

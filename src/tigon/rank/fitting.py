@@ -207,11 +207,19 @@ def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
         raise ValueError("rank.fit: train must have labels, got a table without.")
     weights = options.label_weights or {}
     of = LOSSES[options.loss]
-    terms = [
-        weights.get(label, 1.0) * of(logits[label].float(), y, batch.offsets, weights=batch.weights)
-        for label, y in batch.labels.items()
-    ]
+    terms = [weights.get(label, 1.0) * _label_loss(of, batch, label, logits[label].float()) for label in batch.labels]
     return torch.stack(terms).sum()
+
+
+def _label_loss(of: Callable[..., Tensor], batch: Any, label: str, z: Tensor) -> Tensor:
+    """The loss of a label over the rows that have a value of it."""
+    y, offsets, weights = batch.labels[label], batch.offsets, batch.weights
+    known = batch.known(label)
+    if known is not None:
+        before = torch.cat((known.new_zeros(1, dtype=torch.int64), known.cumsum(0)))
+        offsets = before.cpu()[offsets].unique()
+        z, y, weights = z[known], y[known], None if weights is None else weights[known]
+    return of(z, y, offsets, weights=weights)
 
 
 def check(ranker: Any, train: Batched, val: Batched | None, options: FitOptions) -> None:

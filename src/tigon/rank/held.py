@@ -54,12 +54,11 @@ class Stored(NamedTuple):
             return Stored(Ragged(self.values.values.int(), self.values.offsets), self.places, sums)
         return self._replace(values=self.values.int()) if coded else self
 
-    def to(self, device: torch.device | str) -> Stored:
+    def to(self, device: torch.device | str, pin: bool = False) -> Stored:
         if isinstance(self.values, list):
             return self
-        return self._replace(
-            values=move(self.values, device), places=None if self.places is None else move(self.places, device)
-        )
+        places = None if self.places is None else move(self.places, device, pin)
+        return self._replace(values=move(self.values, device, pin), places=places)
 
     def _at(self, rows: Tensor) -> Tensor:
         return rows if self.places is None else self.places[rows]
@@ -77,6 +76,7 @@ class Held:
         event_time: (E,) int64.
         labels, weights, rows: of N candidates.
         notes: sentences on what was counted while reading.
+        partial: labels of which candidates have no value, NaN.
     """
 
     schema: Schema
@@ -93,19 +93,24 @@ class Held:
     weights: Tensor | None
     rows: Tensor
     notes: list[str]
+    partial: frozenset[str] = frozenset()
 
-    def to(self, device: torch.device | str) -> Held:
+    def to(self, device: torch.device | str, pin: bool = False) -> Held:
         def sides(stored: dict[str, Stored]) -> dict[str, Stored]:
-            return {name: one.to(device) for name, one in stored.items()}
+            return {name: one.to(device, pin) for name, one in stored.items()}
+
+        def moved(value: Tensor) -> Tensor:
+            there: Tensor = move(value, device, pin)
+            return there
 
         return replace(
             self,
-            time=None if self.time is None else move(self.time, device),
+            time=None if self.time is None else moved(self.time),
             context=sides(self.context),
             items=sides(self.items),
             history=sides(self.history),
-            event_time=move(self.event_time, device),
-            labels={name: move(value, device) for name, value in self.labels.items()},
-            weights=None if self.weights is None else move(self.weights, device),
-            rows=move(self.rows, device),
+            event_time=moved(self.event_time),
+            labels={name: moved(value) for name, value in self.labels.items()},
+            weights=None if self.weights is None else moved(self.weights),
+            rows=moved(self.rows),
         )

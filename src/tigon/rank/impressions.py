@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from torch import Tensor
 from tigon.rank.batch import Batch
 from tigon.rank.held import Held
 from tigon.rank.infer import fitted
+from tigon.rank.leaks import Shown, check_apart
 from tigon.rank.opening import opened
 from tigon.rank.ragged import ends_of, spans
 from tigon.rank.reading import hold
 from tigon.rank.schema import Schema
+from tigon.rank.splitting import By, held_out
 from tigon.rank.tables import Tables
 from tigon.tables.arrow import nearest
-
-By = Literal["time", "request"]
 
 
 class Source(NamedTuple):
@@ -73,11 +73,13 @@ class Impressions:
             items, users: tables of features, one row for each item or user. Those of RecBole lie beside its .inter
                 file, and are found.
             schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
-            labelled: whether the labels have to be there; a table to score has none, or columns without a value.
+            labelled: whether the labels have to be there, one of them at least in each row; a table to score has none,
+                or columns without a value.
             roles: without a schema, the arguments of `Roles`; columns with usual names are found.
 
         Raises: ValueError, in a sentence, for a file that cannot be read, a column that is wanting (with the nearest
-            name), a label that is not 0 or 1, a history without times, and values that do not fit their field.
+            name), a label that is not 0 or 1, a row without a value of any label, a history without times, and values
+            that do not fit their field.
         """
         tables, schema = opened(data, history, items, users, schema, roles, labelled)
         return cls(hold(tables, fitted(schema, tables), labelled), Source(tables, schema, labelled))
@@ -124,6 +126,11 @@ class Impressions:
             raise ValueError("rank.Impressions: no column of these impressions is the item; name one by item=….")
         return self.column(self.schema.roles.item)
 
+    @property
+    def columns(self) -> list[str]:
+        """The names of the table's columns."""
+        return list(self._source.tables.rows)
+
     def column(self, name: str) -> list[Any]:
         """A column of the table, for all candidates, request by request.
 
@@ -142,13 +149,14 @@ class Impressions:
         places = spans(offsets[which], ends_of(offsets[which + 1] - offsets[which]))
         return self._held.rows[places.to(self.device)].cpu().numpy()
 
-    def to(self, device: torch.device | str) -> Impressions:
+    def to(self, device: torch.device | str, *, pin: bool = False) -> Impressions:
         """The same impressions with all tensors on a device, where batches are drawn then.
 
         Args:
             device: such as "cuda".
+            pin: copy what goes to a GPU by way of pinned memory, so that the host does not wait.
         """
-        return Impressions(self._held.to(device), self._source, self._which)
+        return Impressions(self._held.to(device, pin), self._source, self._which)
 
     def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Impressions, Impressions]:
         """Requests to train on, and requests that are held out.
@@ -163,30 +171,17 @@ class Impressions:
             seed: of the requests that are held out by "request".
         Returns: (train, held), each in the order of the table.
         Raises: ValueError for another word or fraction; by "time" without times; by "request" if the history is the
-            impressions themselves, since the labels of held-out requests would stand in histories to train on.
+            impressions themselves, or has events of held-out requests, since what happened at them would stand in
+            histories to train on.
         """
-        if by not in get_args(By):
-            raise ValueError(f"Impressions.split: by must be 'time' or 'request', got {by!r}.")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Impressions.split: fraction must be from 0 to 1, got {fraction}.")
-        time = self._held.time
-        if by == "time" and time is None:
-            raise ValueError("Impressions.split: by='time' needs times, and these impressions have none.")
-        if by == "request" and self._source.tables.own:
-            raise ValueError(
-                "Impressions.split: by must be 'time' where the history is the impressions themselves: held-out labels "
-                "would stand in the histories to train on."
-            )
-        many = round(fraction * len(self))
-        held = torch.zeros(len(self), dtype=torch.bool)
-        latest = None
+        time = None if self._held.time is None else self._held.time.cpu()[self._which]
+        held = held_out(time, len(self), by, fraction, seed, self._source.tables.own)
         if by == "request":
-            held[torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:many]] = True
-        elif many:
-            assert time is not None
-            own = time.cpu()[self._which]
-            held = own >= own.sort(descending=True).values[many - 1]
-            latest = int(own[~held].max()) if not held.all() else None
+            parts = (self._shown(self._which[part]) for part in (~held, held))
+            check_apart(self._source.tables, self.schema, *parts)
+        latest = None
+        if by == "time" and time is not None and held.any() and not held.all():
+            latest = int(time[~held].max())
         trained = self._held
         if self._source.schema.is_open and held.any() and not held.all():
             rows = self._rows_of(self._which[~held])
@@ -194,6 +189,13 @@ class Impressions:
             if schema != self.schema:
                 trained = hold(self._source.tables, schema, self._source.labelled).to(self.device)
         return tuple(Impressions(trained, self._source, self._which[part]) for part in (~held, held))  # type: ignore[return-value]
+
+    def _shown(self, which: Tensor) -> Shown:
+        """The rows of requests, and the time of each."""
+        held = self._held
+        time = torch.zeros(len(held.offsets) - 1, dtype=torch.int64) if held.time is None else held.time.cpu()
+        sizes = held.offsets[which + 1] - held.offsets[which]
+        return Shown(self._rows_of(which), time[which].repeat_interleave(sizes).numpy())
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -241,6 +243,7 @@ class Impressions:
             {name: one[rows] for name, one in held.labels.items()},
             None if held.weights is None else held.weights[rows],
             held.rows[rows],
+            held.partial,
         )
         return batch if device is None or torch.device(device) == at else batch.to(device)
 

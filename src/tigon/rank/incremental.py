@@ -76,7 +76,7 @@ class Anchor:
                 if number == batches:
                     break
                 with drawing.autocast(device):
-                    loss = _of_drawn_labels(ranker(batch), batch.weights, label_weights or {}, draw)
+                    loss = _of_drawn_labels(ranker(batch), batch, label_weights or {}, draw)
                 found = torch.autograd.grad(loss, [*names.values()], allow_unused=True)
                 for of, g in zip(total.values(), found, strict=True):
                     if g is not None:
@@ -106,15 +106,18 @@ class Anchor:
 
 
 def _of_drawn_labels(
-    logits: dict[str, Tensor], weights: Tensor | None, label_weights: Mapping[str, float], draw: torch.Generator
+    logits: dict[str, Tensor], batch: Any, label_weights: Mapping[str, float], draw: torch.Generator
 ) -> Tensor:
-    """The summed bce of labels that are drawn from the logits."""
+    """The summed bce of labels that are drawn from the logits, of rows that have a value of the label."""
     terms = []
     for label, z in logits.items():
         z = z.float()
         y = (torch.rand(len(z), generator=draw).to(z.device) < z.detach().sigmoid()).float()
         # A weight counts as so many rows, whose squares add up: its root stands before the gradient.
-        weight = (label_weights.get(label, 1.0) * (torch.ones_like(z) if weights is None else weights)).sqrt()
+        counts = torch.ones_like(z) if batch.weights is None else batch.weights
+        if (known := batch.known(label)) is not None:
+            counts = counts * known
+        weight = (label_weights.get(label, 1.0) * counts).sqrt()
         terms.append(F.binary_cross_entropy_with_logits(z, y, weight, reduction="sum"))
     return torch.stack(terms).sum()
 

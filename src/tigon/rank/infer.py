@@ -168,7 +168,7 @@ class _Groups:
     def __init__(self, tables: Tables, roles: Roles) -> None:
         import pyarrow as pa
 
-        rows = tables.rows
+        rows: Any = tables.rows
         self.item = _codes(rows[roles.item]) if roles.item in rows else None
         self.request = _codes(rows[roles.request]) if roles.request in rows else None
         self.user = _codes(rows[roles.user]) if roles.user in rows else None

@@ -38,9 +38,10 @@ class Label(NamedTuple):
             return cls(*found.groups())
         return cls(text.strip(), text.strip())
 
-    def read(self, column: Any) -> Tensor:
+    def read(self, column: Any, *, gaps: bool = False) -> Tensor:
         """(n,) float32, 0 and 1.
 
+        gaps: whether a missing value is NaN.
         Raises: BadValue for another value.
         """
         if self.operation in ("==", "!=") and not (_is_number(self.value) and is_numeric(column)):
@@ -64,9 +65,9 @@ class Label(NamedTuple):
                     raise BadValue(0, f"{self.operation} compares with a number, got {self.value!r}")
                 with np.errstate(invalid="ignore"):
                     values = COMPARE[self.operation](x, float(self.value))
-        if missing.any():
+        if missing.any() and not gaps:
             raise BadValue(int(missing.argmax()), "must be 0 or 1, got a missing value")
-        return torch.from_numpy(values.astype(np.float32))
+        return torch.from_numpy(np.where(missing, np.nan, values).astype(np.float32))
 
 
 def _is_number(text: str) -> bool:

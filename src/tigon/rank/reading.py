@@ -30,13 +30,13 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     Raises: ValueError for columns that are wanting and values that do not fit.
     """
     roles, notes = schema.roles, list[str]()
-    group, requests = _requests(tables, roles)
+    group, requests = requests_of(tables, roles)
     order = torch.from_numpy(np.argsort(group, kind="stable"))
     sizes = torch.from_numpy(np.bincount(group))
     offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
     time = None
     if roles.time is not None and roles.time in tables.rows:
-        time = _earliest(_times(tables, "rows", schema)[order], offsets)
+        time = earliest(times_of(tables, "rows", schema)[order], offsets)
 
     places = Places(tables, schema, order, offsets)
     context = {
@@ -47,26 +47,44 @@ def hold(tables: Tables, schema: Schema, labelled: bool) -> Held:
     items = {name: places.of_candidates(name, field) for name, field in read.items()}
     items |= crossed(schema, context, items, sizes)
     events = places.events(time, notes)
-    labels = {}
-    for label in map(Label.of, roles.labels):
-        if label.column in tables.rows or labelled:
-            column = tables.column("rows", label.column, "a label")
-            try:
-                labels[label.name] = label.read(column)[order]
-            except BadValue as error:
-                raise tables.bad("rows", label.column, "label", error) from None
+    labels = {name: values[order] for name, values in _labels(tables, roles, labelled).items()}
+    partial = frozenset(name for name, values in labels.items() if bool(values.isnan().any()))
     weights = None
     if roles.weight is not None and (labelled or roles.weight in tables.rows):
         weights = _weights(tables, roles.weight)[order]
     context, items = (
         {k: v.kept(isinstance(schema.fields[k], Id)) for k, v in side.items()} for side in (context, items)
     )
-    held = Held(schema, requests, offsets, *events, time, context, items, labels, weights, order, notes)
+    held = Held(schema, requests, offsets, *events, time, context, items, labels, weights, order, notes, partial)
     _note(held, places)
     return held
 
 
-def _requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
+def _labels(tables: Tables, roles: Roles, labelled: bool) -> dict[str, Tensor]:
+    """(N,) of each label, NaN where a row has no value of it.
+
+    Raises: ValueError, where labels have to be there, for one that is wanting, and for a row without a value of any.
+    """
+    labels = [*map(Label.of, roles.labels)]
+    found = {}
+    for label in labels:
+        if label.column in tables.rows or labelled:
+            column = tables.column("rows", label.column, "a label")
+            try:
+                found[label.name] = label.read(column, gaps=len(labels) > 1 or not labelled)
+            except BadValue as error:
+                raise tables.bad("rows", label.column, "label", error) from None
+    if labelled and found:
+        nothing = torch.stack([*found.values()]).isnan().all(0)
+        if nothing.any():
+            raise ValueError(
+                f"{NAME}: row {int(nothing.nonzero()[0])} of {SPOKEN['rows']} has no value of any label, "
+                f"{', '.join(found)}; a row must have one."
+            )
+    return found
+
+
+def requests_of(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
     """The request of each row, numbered in the order in which they come, and what names each."""
     import pyarrow as pa
 
@@ -89,7 +107,7 @@ def _requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
     return np.array(coded.indices.cast("int64")), None
 
 
-def _times(tables: Tables, table: str, schema: Schema) -> Tensor:
+def times_of(tables: Tables, table: str, schema: Schema) -> Tensor:
     """(n,) int64 of a table's rows.
 
     Raises: ValueError if there is no such column, or a time is missing.
@@ -118,7 +136,7 @@ def _times(tables: Tables, table: str, schema: Schema) -> Tensor:
     return found
 
 
-def _earliest(time: Tensor, offsets: Tensor) -> Tensor:
+def earliest(time: Tensor, offsets: Tensor) -> Tensor:
     """(R,) the earliest of each request's rows; what is earlier than it is no news to any of them."""
     return torch.from_numpy(np.minimum.reduceat(time.numpy(), offsets[:-1].numpy())) if len(time) else time
 
@@ -191,9 +209,9 @@ class Places:
         if roles.user is None:
             raise ValueError(f"{NAME}: a history needs users; name the column by user=….")
         if time is None:
-            _times(tables, "rows", self.schema)
+            times_of(tables, "rows", self.schema)
         assert time is not None
-        when = _times(tables, "history", self.schema)
+        when = times_of(tables, "history", self.schema)
         users = kinds_agree([tables.keys(table, roles.user, "the user") for table in ("rows", "history")])
         user, actor = _codes(users)
         self._one_user(user)
@@ -273,10 +291,16 @@ def _note(held: Held, places: Places) -> None:
     """What a person should know of what was read."""
     roles = held.schema.roles
     for name, values in held.labels.items():
-        positive = int(values.sum())
-        if positive in (0, len(values)):
+        known = values[~values.isnan()]
+        if gaps := len(values) - len(known):
             held.notes.append(
-                f"Label {name!r} is {int(positive > 0)} in all {len(values):,} rows: with one class there is nothing "
+                f"Label {name!r} has no value in {gaps:,} of {len(values):,} rows: its loss and its metrics leave them "
+                "out."
+            )
+        positive = int(known.sum())
+        if positive in (0, len(known)):
+            held.notes.append(
+                f"Label {name!r} is {int(positive > 0)} in all {len(known):,} rows: with one class there is nothing "
                 "to learn from it, and no AUC."
             )
     for what, stored in (("rows", held.items), ("events", held.history)):

@@ -111,17 +111,24 @@ class Schema:
 
     def _check_cross(self, name: str, cross: Cross) -> None:
         for part in cross.of:
-            field = self.fields.get(part)
-            what = f"Schema: cross {name!r} must be of fields of its schema"
-            if field is None:
-                raise ValueError(f"{what}, got {part!r}; {nearest(part, [one for one in self.fields if one != name])}")
-            if isinstance(field, Cross) or not isinstance(field, (Id, Number)) or field.side == "action":
-                raise ValueError(f"{what} that are an Id or a Number of an impression, got {part!r}, {field.kind}.")
-            if isinstance(field, Number) and field.scale != "quantile":
-                raise ValueError(
-                    f"Schema: cross {name!r} must be of numbers of scale 'quantile', which says where to cut them, got "
-                    f"{part!r} of scale {field.scale!r}."
-                )
+            if (why := self.why_no_cross(part)) is not None:
+                raise ValueError(f"Schema: cross {name!r} must be of {why}")
+
+    def why_no_cross(self, name: str) -> str | None:
+        """Why a cross cannot be of a field, as a clause of what it must be of; None if it can.
+
+        Args:
+            name: of the field.
+        """
+        field = self.fields.get(name)
+        if field is None:
+            known = [one for one, of in self.fields.items() if not isinstance(of, Cross)]
+            return f"fields of its schema, got {name!r}; {nearest(name, known)}"
+        if isinstance(field, Cross) or not isinstance(field, (Id, Number)) or field.side == "action":
+            return f"fields of its schema that are an Id or a Number of an impression, got {name!r}, {field.kind}."
+        if isinstance(field, Number) and field.scale != "quantile":
+            return f"numbers of scale 'quantile', which says where to cut them, got {name!r} of scale {field.scale!r}."
+        return None
 
     def side(self, side: str) -> dict[str, Field]:
         """The fields of a side, by name."""

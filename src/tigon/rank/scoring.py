@@ -61,7 +61,7 @@ class Scored(NamedTuple):
         rows: (n,) int64, which row of the table each is.
         logits: by label, (n,) fp32; their sigmoids are the probabilities.
         score: (n,) fp32, by which rows are ordered: the sum of the probabilities, by the ranker's weights.
-        labels: by label, (n,) fp32; {} for a table without.
+        labels: by label, (n,) fp32, NaN where a row has no value of one; {} for a table without.
         weights: (n,) fp32, or None.
     """
 

@@ -31,7 +31,7 @@ def summary(data: Impressions) -> dict[str, Any]:
         "candidates": _spread(held.offsets.diff()),
         "history": _spread(events) | {"empty": _share(events == 0)},
         "time": None if held.time is None else [iso(held.time.min()), iso(held.time.max())],
-        "labels": {name: _share(values > 0) for name, values in held.labels.items()},
+        "labels": {name: _share(values[~values.isnan()] > 0) for name, values in held.labels.items()},
         "roles": {name: value for name, value in vars(schema.roles).items() if value},
         "fields": [_field(name, field, data) for name, field in schema.fields.items()],
         "left_out": schema.left_out,

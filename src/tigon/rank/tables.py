@@ -15,11 +15,12 @@ from tigon.rank.labels import Label
 from tigon.rank.schema import USUAL, Roles, Schema
 from tigon.tables.arrow import arrow_columns, keys, nearest
 from tigon.tables.formats import read
+from tigon.tables.lazily import ParquetColumns
 from tigon.tables.recbole import beside
 from tigon.tables.values import BadValue
 
 NAME = "rank.Impressions"
-Columns = dict[str, Any]
+Columns = Mapping[str, Any]
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Tables:
         if history is not None and latest is not None and time is not None:
             early = pa.array((self.encode("history", time, schema.fields[time]) <= latest).numpy())
             history = {name: column.filter(early) for name, column in history.items()}
+        if isinstance(self.rows, ParquetColumns):
+            return replace(self, rows=self.rows.take(rows), history=history)
         return replace(self, rows={name: column.take(rows) for name, column in self.rows.items()}, history=history)
 
     def keys(self, table: str, name: str, what: str) -> Any:
@@ -111,6 +114,8 @@ SPOKEN = {"rows": "the impressions", "history": "the history", "items": "the ite
 
 def load(data: Any) -> Columns:
     """The columns of a table in memory, or of files; what it returned before, as it is."""
+    if isinstance(data, ParquetColumns):
+        return data
     if isinstance(data, Mapping) and all(type(c).__module__.split(".")[0] == "pyarrow" for c in data.values()):
         return dict(data)
     if isinstance(data, (str, os.PathLike)) or (
@@ -220,7 +225,7 @@ def _positive(part: Columns, labels: list[Label]) -> Any:
     kept = torch.zeros(len(next(iter(part.values()))), dtype=torch.bool)
     for label in labels:
         try:
-            kept |= label.read(part[label.column]) > 0
+            kept |= label.read(part[label.column], gaps=len(labels) > 1) > 0
         except BadValue as error:
             raise ValueError(
                 f"{NAME}: column {label.column!r} (label) of the impressions, row {error.position}: {error}."

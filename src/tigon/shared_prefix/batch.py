@@ -166,13 +166,36 @@ class SharedPrefixBatch:
             tokens: (K,) ids, each once.
         Raises: ValueError for a model that was not fused so, and for ids that the model does not have.
         """
+        return self._next(model, tokens, None)[0]
+
+    def next_token(self, model: nn.Module, tokens: Tensor | Sequence[int], target: Tensor) -> tuple[Tensor, Tensor]:
+        """`next_logits`, and the cross entropy of one token after each suffix over the whole vocabulary.
+
+        Both are of one pass. The cross entropy is `tigon.linear_cross_entropy`, without logits of all words in memory.
+
+        Args:
+            model: as for `logprob`.
+            tokens: (K,) ids, each once.
+            target: (C,) ids; −100 for suffixes that do not count.
+        Returns: (C, K) logits, and (C,) losses, 0 where the target is −100.
+        Raises: ValueError as `next_logits`.
+        """
+        logits, losses = self._next(model, tokens, target)
+        assert losses is not None
+        return logits, losses
+
+    def _next(
+        self, model: nn.Module, tokens: Tensor | Sequence[int], target: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         logits = self._logits(model, self.last)[1]
+        target = None if target is None else target.to(next(model.parameters()).device)
         if isinstance(logits, Recipe) and logits.regather is None:
-            return logits.choices(tokens)
+            return logits.choices(tokens), None if target is None else logits.cross_entropy(target, -100, "none", 0.0)
         if isinstance(logits, Recipe):  # as in `logprob`
             logits = logits.hand_on(logits.logits())
         chosen = torch.as_tensor(tokens, device=logits.device)
-        return logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
+        found = logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
+        return found, None if target is None else cross_entropy(logits, target, reduction="none")
 
     def split(self, values: Tensor) -> list[list[Tensor]]:
         """Values of the suffixes' tokens, (S, …), as lists like those of the suffixes: `[r][c]` is (length, …).

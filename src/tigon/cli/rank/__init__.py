@@ -9,7 +9,7 @@ import typer
 # The command, and the module that has a function of the module's name.
 COMMANDS = {
     "fit": "fit", "eval": "evaluate", "score": "score", "export": "export", "compress": "compress",
-    "inspect": "inspect",
+    "inspect": "inspect", "search": "search", "interactions": "interactions",
 }  # fmt: skip
 
 rank = typer.Typer(

@@ -17,7 +17,7 @@ PICTURE, RESULTS = "eval.png", "eval.json"
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run, or of a ranker.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run, of runs of several seeds, or of a ranker.")],
     data: Annotated[list[str], typer.Option(help="Impressions with labels, in the forms of `tigon rank fit`.")],
     history: Annotated[list[str] | None, typer.Option(help="Events; default: those of the run.")] = None,
     items: Annotated[list[str] | None, typer.Option(help="Features of items; default: those of the run.")] = None,
@@ -54,17 +54,29 @@ def evaluate(
     if objective is not None and objective not in OBJECTIVES:
         raise Problem(f"{NAME}: --objective must be one of {', '.join(OBJECTIVES)}, got {objective}")
     console = screen(stderr=True, soft_wrap=True)
-    with console.status(f"reading {run}"):
-        opened = Opened(NAME, run, place)
-        table = opened.read(data, history or [], items or [], users or [], labelled=True)
-    drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
-    with console.status(f"scoring {table.rows:,} rows"), sentences(NAME):
-        parts = _measured(opened, table, drawing, objective or opened.objective, cuts, by, draws)
-    whole = next(iter(parts.values()))
+    from tigon.cli.rank.seeds import evaluations, folders_of, spread_table
+
+    seeds = folders_of(run)
+    if seeds and by is not None:
+        raise Problem(f"{NAME}: --by is for one run; name one, such as {next(iter(seeds.values()))}")
+    found: dict[int, Any] = {}
+    left_out: list[str] = []
+    for seed, folder in (seeds or {-1: run}).items():
+        with console.status(f"reading {folder}"):
+            opened = Opened(NAME, folder, place)
+            table = opened.read(data, history or [], items or [], users or [], labelled=True)
+        opened.check_binary(left_out)
+        drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
+        with console.status(f"scoring {table.rows:,} rows"), sentences(NAME):
+            parts = _measured(opened, table, drawing, objective or opened.objective, cuts, by, draws)
+        found[seed] = next(iter(parts.values()))
+    whole = found[next(iter(found))]
     results = {
-        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *whole.notes],
-        "metrics": spread(whole), **circumstances(place),
+        "requests": whole.requests, "rows": whole.rows, "notes": [*table.notes, *dict.fromkeys(left_out), *whole.notes],
+        **(evaluations(found) if seeds else {"metrics": spread(whole)}), **circumstances(place),
     }  # fmt: skip
+    if seeds:
+        parts = {f"seed {seed}": one for seed, one in found.items()}
     if by is not None:
         results["by"] = {by: {name: spread(part) for name, part in list(parts.items())[1:]}}
     output.mkdir(parents=True, exist_ok=True)
@@ -75,7 +87,12 @@ def evaluate(
         return
     for note in results["notes"]:
         console.print(f"note: {note}")
-    show(screen(width=None if sys.stdout.isatty() else 10_000), metrics_table(parts))
+    if seeds:
+        of_seeds = {row["seed"]: row["metrics"] for row in results["seeds"]}
+        shown = spread_table("all", of_seeds, results["summary"])
+    else:
+        shown = metrics_table(parts)
+    show(screen(width=None if sys.stdout.isatty() else 10_000), shown)
     console.print(f"{whole.requests:,} requests; {output / RESULTS} and {output / PICTURE}")
 
 

@@ -10,10 +10,11 @@ from tigon.cli.agree import processes
 from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
-from tigon.cli.problem import Problem, device_of, integers, needs
+from tigon.cli.problem import Problem, device_of, integers, needs, seeds_of
 from tigon.cli.rank.going_on import WEIGHTS, anchored, folder_of, take
-from tigon.cli.rank.models import arguments_of
+from tigon.cli.rank.models import arguments_of, blocks_of
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
+from tigon.cli.rank.streaming import streamed
 
 NAME = "rank fit"
 _RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Model", "Optimization"
@@ -55,6 +56,7 @@ def fit(
     norm: Annotated[str | None, within(_MODEL, "lirank: of these layers, batch, layer or none; default: batch.")] = None,
     tower: Annotated[list[str] | None, within(_MODEL, "lirank: labels that share layers of their own, such as click=click,long_dwell, once for each tower; default: all are one.")] = None,
     tower_mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers of each tower; default: none.")] = None,
+    blocks: Annotated[Path | None, within(_MODEL, "lirank: a blocks.json of `tigon rank search`, in place of --cross, --layers, --rank and --mlp.")] = None,
     calibrate: Annotated[str | None, within(_MODEL, "lirank: an isotonic layer for each label (label), or for each value of a column, too; none. Fitted on the held-out rows at the end.")] = None,
     gate: Annotated[bool, within(_MODEL, "Whether layers are gated.", "--gate/--no-gate")] = True,
     dropout: Annotated[float, within(_MODEL, "Dropout.", min=0, max=0.9)] = 0.0,
@@ -73,6 +75,8 @@ def fit(
     max_minutes: Annotated[float | None, within(_STEP, "Most minutes of training; default: any.")] = None,
     batch_size: Annotated[int, within(_STEP, "Requests of a step.", min=1)] = 256,
     batch_tokens: Annotated[int | None, within(_STEP, "Events and candidates of a step, instead of so many requests.", min=1)] = None,
+    stream: Annotated[bool | None, within(_DATA, "Read the impressions by row groups of parquet files, or as a whole; default: by row groups where they would take half of the memory.", "--stream/--no-stream")] = None,
+    stream_mib: Annotated[int, within(_DATA, "With --stream: most memory of the impressions, in MiB.", min=1)] = 1024,
     history_max: Annotated[int, within(_DATA, "Newest events of a request that are read.", min=0)] = 200,
     metric: Annotated[str | None, within(_STEP, "What early stopping looks at: auc, gauc, log_loss, ndcg@10, click:auc, …; default: auc for bce, else ndcg@10.")] = None,
     eval_every: Annotated[int, within(_STEP, "Steps between evaluations; 0: at the end of each epoch.", min=0)] = 0,
@@ -81,7 +85,7 @@ def fit(
     val_split: Annotated[str | None, within(_DATA, "Which requests are held out: the last by time, or any (request); default: by time where there are times.")] = None,
     at: Annotated[str, within(_RUN, "Cut-offs of NDCG and HR in the results, separated by commas.")] = "1,5,10",
     draws: Annotated[int, within(_RUN, "Bootstrap draws for the intervals of the results; 0: none.", min=0)] = 200,
-    seed: Annotated[int, within(_STEP, "Seed of weights, order, dropout and the split.", min=0)] = 0,
+    seed: Annotated[str, within(_STEP, "Seed of weights, order, dropout and the split; several, separated by commas: a run of each, with one split, and their mean and spread.")] = "0",
     precision: Annotated[str, within(_STEP, "Of the products: bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
     device: Annotated[str, within(_RUN, "auto, cpu or cuda.")] = "auto",
 ) -> None:
@@ -111,13 +115,18 @@ def fit(
         check_room(NAME, output, overwrite)
         for name in ("data", "history", "items", "users", "val", "test"):
             given[name] = paths_of(given[name] or [])
+        given["blocks"] = None if blocks is None else blocks_of(NAME, blocks.expanduser())
         given["schema"] = None if schema is None else str(schema.expanduser().resolve())
+        given["stream"] = streamed(given)  # so that a run that goes on reads them as it did
     place = device_of(device, NAME)
-    options = _options(given)
+    seeds = seeds_of(NAME, str(given["seed"]))
+    given["seed"] = seeds[0] if len(seeds) == 1 else ",".join(map(str, seeds))
+    options = _options({**given, "seed": seeds[0]})
     integers(NAME, "--at", given["at"])
     from tigon.cli.rank.fitting import WRITTEN, Run, read_tables
+    from tigon.cli.rank.seeds import Runs, folders_of
 
-    tables = read_tables(NAME, given)
+    tables = read_tables(NAME, {**given, "seed": seeds[0]})
     files = [path for name in ("data", "history", "items", "users", "val", "test") for path in given[name]]
     if given.get("from_run"):
         files.append(str(Path(given["from_run"], WEIGHTS)))
@@ -125,12 +134,16 @@ def fit(
     if resume and record["data"] != found:
         raise Problem(f"{NAME}: the data, or the ranker of --from, is not what the run in {output} was trained on")
     record = record or {"kind": NAME, "options": given, "data": found}
-    run = Run(output, record, tables, options, place)
+    run: Run | Runs
+    if len(seeds) == 1:
+        run = Run(output, record, tables, options, place)
+    else:
+        run = Runs(output, record, tables, options, place, seeds)
     output.mkdir(parents=True, exist_ok=True)
     with Claim() as claim:
         claim.take(output)
         if not resume:
-            make_room(NAME, output, WRITTEN, overwrite)
+            make_room(NAME, output, (*WRITTEN, *(folder.name for folder in folders_of(output).values())), overwrite)
             write_json(output / RECORD, record)
         run.go()
 

@@ -17,6 +17,7 @@ from tigon.cli.problem import Problem, integers
 from tigon.cli.rank.going_on import anchored, leave, ranker_of, schema_of
 from tigon.cli.rank.models import made
 from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread
+from tigon.cli.rank.streaming import read_train
 
 NAME = "rank fit"
 RESULTS, PICTURE, MODEL, SCHEMA = "results.json", "fit.png", "model", "schema.json"
@@ -48,14 +49,14 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
             raise Problem(f"{command}: --schema has the columns already, got --{next(iter(roles))} besides")
         sides: dict[str, Any] = {name: given[name] or None for name in ("items", "users")}
         history = history_of(given["history"])
-        train = Impressions.read(given["data"], history=history, schema=schema, **sides, **roles)
+        train = read_train(given, history, schema, sides, roles)
         if not train.schema.labels and given["objective"] == "impressions":
             raise Problem(f"{command}: --label must name what happened, a column of 0 and 1, or 'like=rating>=4'")
         val = None
         if not given["val"] and given["val_fraction"]:
             timed = train.schema.roles.time in train.schema.fields
             by: Any = given["val_split"] or ("time" if timed else "request")
-            train, val = train.split(by=by, fraction=given["val_fraction"], seed=given["seed"])
+            train, val = train.split(by=by, fraction=given["val_fraction"], seed=given.get("split_seed", given["seed"]))
         # The schema knows what the part to train on shows, whose impressions are a past of the others.
         past = after_own(history, given["data"])
         val, test = (
@@ -72,21 +73,26 @@ class Run:
     """Fits, writes checkpoints and metrics meanwhile, and at the end the ranker and its results.
 
     Making one writes nothing, and raises what is wrong with the options, before another run is replaced.
+
+    again: the folder that --resume goes on with; None: the run's own.
     """
 
-    def __init__(self, output: Path, record: dict[str, Any], tables: Tables, options: Any, device: Any) -> None:
+    def __init__(
+        self, output: Path, record: dict[str, Any], tables: Tables, options: Any, device: Any, again: Path | None = None
+    ) -> None:
         import torch
 
         from tigon.cli.screen import screen
         from tigon.rank.fitting import check
 
         self.output, self.record, self.tables, self.options, self.device = output, record, tables, options, device
-        self.given = record["options"]
+        self.given, self.again = record["options"], output if again is None else again
         self.console = screen(stderr=True, soft_wrap=True)
         self.saved = time.monotonic()
         self.marked, self.shown = time.perf_counter(), 0
         torch.manual_seed(self.given["seed"])
         self.anchors: list[Any] = []
+        self.warnings: list[str] = []
         with sentences(NAME):
             if self.given.get("from_run"):
                 place = Path(self.given["from_run"])
@@ -102,6 +108,7 @@ class Run:
 
     def go(self) -> None:
         from tigon.rank.summary import one_valued
+        from tigon.rank.telling import telling
 
         train, val, _ = self.tables
         ranker = self.ranker
@@ -112,23 +119,34 @@ class Run:
             f"{self.given['model']} of {count:,} parameters on {self.device}; {len(train):,} requests{held}; "
             f"labels {', '.join(train.schema.labels) or 'none'}"
         )
+        self.console.print(f"it reads {self._read_fields(train.schema)}")
+        if self.given.get("stream"):
+            self.console.print(f"from {train.pieces:,} row groups, {self.given['stream_mib']:,} MiB at a time")
+        for note in [*train.notes, *one_valued(train)]:
+            self.console.print(f"note: {note}")
+        self.warnings = telling(train)
+        for warning in self.warnings:
+            self.console.print(f"warning: {warning}")
+        repair(self.output / METRICS)
+        fitted = self._fit(ranker)
+        if getattr(ranker, "isotonic", None) is not None:
+            self._calibrate(ranker, val)
+        self._conclude(ranker, fitted)
+
+    def _read_fields(self, schema: Any) -> str:
+        """Which fields the ranker reads, by what they are of, in words."""
+        if self.options.objective == "next-item":  # by events alone: what a request says comes after all of them
+            return f"of an event {', '.join(n for n, field in schema.history.items() if field.kind != 'Text')}"
         sides = {
             "context": "of a request",
             "item": "of an item",
             "row": "of an impression",
             "action": "of events alone",
         }
-        fields = {name: field.side for name, field in train.schema.fields.items() if field.kind != "Text"}
+        fields = {name: field.side for name, field in schema.fields.items() if field.kind != "Text"}
         read = [f"{said} {', '.join(n for n in fields if fields[n] == side)}" for side, said in sides.items()
                 if side in fields.values()]  # fmt: skip
-        self.console.print(f"it reads {'; '.join(read)}")
-        for note in [*train.notes, *one_valued(train)]:
-            self.console.print(f"note: {note}")
-        repair(self.output / METRICS)
-        fitted = self._fit(ranker)
-        if getattr(ranker, "isotonic", None) is not None:
-            self._calibrate(ranker, val)
-        self._conclude(ranker, fitted)
+        return "; ".join(read)
 
     # ---------------------------------------------------------------------------------------------------- the loop
 
@@ -163,7 +181,7 @@ class Run:
         for progress in last:  # the steps since the last line
             append(self.output / METRICS, *progress.rows())
         if fitted.stopped:
-            command = f"tigon {NAME} --resume --output {shlex.quote(str(self.output))}"
+            command = f"tigon {NAME} --resume --output {shlex.quote(str(self.again))}"
             raise Problem(
                 f"stopped after step {fitted.steps:,}, with a checkpoint; go on by: {command}",
                 code=128 + interrupts.signal,
@@ -183,7 +201,8 @@ class Run:
         """The table on the device, or on the host where the device has too little room for it beside the training."""
         import torch
 
-        if data is None or self.device.type == "cpu":
+        # A stream brings each buffer to the device by itself.
+        if data is None or self.device.type == "cpu" or not hasattr(data, "to"):
             return data
         try:
             near = data.to(self.device)
@@ -229,6 +248,7 @@ class Run:
         found = self._measured(ranker)
         results = {
             "steps": fitted.steps, "best_step": fitted.best, "seconds": fitted.seconds, "history": fitted.history,
+            "warnings": self.warnings,
             **{name: {"requests": one.requests, "rows": one.rows, "metrics": spread(one), "notes": one.notes}
                for name, one in found.items()},
             **circumstances(self.device),

@@ -24,6 +24,9 @@ def folder_of(run: Path, output: Path) -> Path:
     run = run.expanduser().resolve()
     if run == output:
         raise Problem(f"{NAME}: --output must be another folder than --from, got {output} twice")
+    from tigon.cli.rank.seeds import one_of  # which imports this module
+
+    one_of(f"{NAME}: --from", run)
     place = run / MODEL if (run / RECORD).is_file() else run
     if not (place / CONFIG).is_file():
         why = "whose run is not at its end" if (run / RECORD).is_file() else f"which has neither {RECORD} nor {CONFIG}"

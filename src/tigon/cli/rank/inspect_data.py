@@ -35,6 +35,7 @@ def inspect_data(
     """
     from tigon.rank import Impressions, Schema
     from tigon.rank.summary import summary
+    from tigon.rank.telling import telling
 
     with sentences(NAME):
         given = None if schema is None else Schema.load(schema)
@@ -42,6 +43,7 @@ def inspect_data(
         if output is not None:
             data.schema.save(output)
     found = summary(data)
+    found["notes"] = [*found["notes"], *telling(data)]
     if json:
         print(encoder.dumps(found, ensure_ascii=False))
     else:

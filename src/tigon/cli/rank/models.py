@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from tigon.cli.problem import Problem, integers
-from tigon.cli.rank.shared import weights_of
+from tigon.cli.rank.shared import sentences, weights_of
 
 # Options that only some rankers have. None stands for the ranker's own default.
 OPTIONS_OF = {
     "ligr": ("heads", "setwise_layers"),
-    "lirank": ("cross", "rank", "mlp", "norm", "calibrate", "tower", "tower_mlp"),
+    "lirank": ("cross", "rank", "mlp", "norm", "calibrate", "tower", "tower_mlp", "blocks"),
 }
 MODELS = tuple(OPTIONS_OF)
 COMMON = ("width", "layers", "gate", "dropout")
 WIDTHS = ("mlp", "tower_mlp")
+# What a graph of blocks stands in place of.
+REPLACED = ("cross", "layers", "rank", "mlp")
 
 
 def arguments_of(command: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +33,9 @@ def arguments_of(command: str, given: dict[str, Any]) -> dict[str, Any]:
         for name in names if other != model else ():
             if given.get(name):
                 raise Problem(f"{command}: --{name.replace('_', '-')} is for --model {other}, got {model}")
+    for name in REPLACED if given.get("blocks") else ():
+        if given.get(name) is not None:
+            raise Problem(f"{command}: --{name} is not for --blocks, which stand in place of cross layers and MLP")
     found = {name: given[name] for name in (*COMMON, *OPTIONS_OF[model]) if given.get(name) is not None}
     for name in WIDTHS:
         if name in found:
@@ -53,6 +60,23 @@ def _towers(command: str, given: list[str]) -> dict[str, list[str]]:
                 f"{command}: --tower must be a name and its labels, such as click=click,long_dwell, got {text}"
             )
     return towers
+
+
+def blocks_of(command: str, file: Path) -> list[dict[str, Any]]:
+    """The blocks of a JSON file, as `tigon rank search` leaves it.
+
+    Raises: Problem for a file that holds none.
+    """
+    from tigon.rank.features.blocks import blocks_of
+
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Problem(f"{command}: --blocks {file} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise Problem(f"{command}: --blocks {file} must be JSON, a list of blocks, but {error}") from error
+    with sentences(command):
+        return [{**block._asdict(), "inputs": list(block.inputs)} for block in blocks_of(found)]
 
 
 def made(command: str, given: dict[str, Any], schema: Any) -> Any:

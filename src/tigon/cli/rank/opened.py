@@ -10,6 +10,7 @@ from typing import Any
 from tigon.cli.checkpoint import RECORD
 from tigon.cli.problem import Problem
 from tigon.cli.rank.fitting import MODEL
+from tigon.cli.rank.seeds import one_of
 from tigon.cli.rank.shared import after_own, history_of, paths_of, sentences
 
 PROMPT, CONFIG = "prompt.yaml", "config.json"
@@ -26,6 +27,7 @@ class Opened:
         self.command, self.folder, self.device = command, folder, device
         self.options: dict[str, Any] = {}
         place = folder
+        one_of(command, folder)
         if (folder / RECORD).is_file() and not (folder / PROMPT).is_file():
             self.options = _options(command, folder)
             place = folder / MODEL
@@ -65,6 +67,24 @@ class Opened:
             if self.by_prompt:
                 return self.ranker.read(data, history=events, labelled=labelled, **sides)
             return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
+
+    @property
+    def labels(self) -> list[str]:
+        """What `scored` tells of: labels, or the tasks of a prompt."""
+        return list(self.ranker.prompt.tasks if self.by_prompt else self.ranker.labels)
+
+    def check_binary(self, notes: list[str]) -> None:
+        """Raise if no task of a prompt has the answers 1 and 0, which metrics are of; add a note on the others."""
+        if not self.by_prompt:
+            return
+        tasks = self.ranker.prompt.tasks
+        others = [name for name, task in tasks.items() if set(task.values) != {0.0, 1.0}]
+        said = "metrics are of two answers, of the values 1 and 0; a task whose label is a comparison, such as "
+        said += "'rating >= 4', has them"
+        if len(others) == len(tasks):
+            raise Problem(f"{self.command}: none of the tasks {', '.join(others)} can be measured: {said}")
+        if others:
+            notes.append(f"{', '.join(others)}: left out, since {said}")
 
     def check_explorer(self) -> None:
         """Raise if the ranker cannot explore."""

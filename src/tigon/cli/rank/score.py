@@ -13,6 +13,8 @@ from tigon.cli.problem import Problem, check_writable, device_of, needs
 
 NAME = "rank score"
 SUFFIXES = (".parquet", ".csv", ".jsonl")
+# Columns that every file has.
+ROW, SCORE = "row", "score"
 
 
 def score(
@@ -22,6 +24,9 @@ def score(
     history: Annotated[list[str] | None, typer.Option(help="Events; default: those of the run.")] = None,
     items: Annotated[list[str] | None, typer.Option(help="Features of items; default: those of the run.")] = None,
     users: Annotated[list[str] | None, typer.Option(help="Features of users; default: those of the run.")] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Column of the data that is written beside, once for each; all: every one.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Requests of a batch.", min=1)] = 256,
     history_max: Annotated[
         int | None, typer.Option(help="Newest events of a request that are read; default: the run's.", min=0)
@@ -39,7 +44,8 @@ def score(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a row for each row of the data, request by request: its item, each label's probability, and the score."""
+    """Write a row for each row of the data, request by request: its number, its item, each label's probability, and
+    the score."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if output.suffix not in SUFFIXES:
         raise Problem(f"{NAME}: --output must end in {', '.join(SUFFIXES)}, got {output}")
@@ -52,6 +58,7 @@ def score(
 
     from tigon.cli.rank.evaluate import drawing_of
     from tigon.cli.rank.opened import Opened
+    from tigon.cli.rank.shared import sentences
     from tigon.cli.screen import screen
 
     console = screen(stderr=True, soft_wrap=True)
@@ -61,12 +68,17 @@ def score(
     if explore:
         opened.check_explorer()
     drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
+    with sentences(NAME):
+        beside = _beside(table, keep or [])
     for note in table.notes:
         console.print(f"note: {note}")
     roles = table.schema.roles
     # Of one type in all pieces, whatever is missing in one of them.
     requests = pa.array(table.request_ids)
-    items_of = {} if roles.item is None else {roles.item: pa.array(table.item_ids)}
+    names = _names([roles.request or "request", *beside], list(opened.labels))
+    for name, own in names.items():
+        if own != name[1]:
+            console.print(f"note: {name[1]!r} of the {name[0]} is written as {own!r}; {name[1]!r} is another column")
     began, row, request = time.perf_counter(), 0, 0
     output.parent.mkdir(parents=True, exist_ok=True)
     # Under its name only when it is whole.
@@ -76,10 +88,10 @@ def score(
             for part, values in opened.scored(table, drawing, explore=explore, seed=seed):
                 sizes, n = part.offsets.diff(), len(part.rows)
                 of = torch.repeat_interleave(sizes) + request
-                columns = {roles.request or "request": requests.take(pa.array(of.numpy()))}
-                columns |= {name: ids.slice(row, n) for name, ids in items_of.items()}
-                columns |= {label: value.numpy() for label, value in values.items()}
-                write({**columns, "score": part.score.numpy()})
+                columns = {names["data", roles.request or "request"]: requests.take(pa.array(of.numpy()))}
+                columns |= {names["data", name]: column.slice(row, n) for name, column in beside.items()}
+                columns |= {names["labels", label]: value.numpy() for label, value in values.items()}
+                write({ROW: part.rows.numpy(), **columns, SCORE: part.score.numpy()})
                 row, request = row + n, request + len(sizes)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -87,6 +99,33 @@ def score(
     partial.replace(output)
     seconds = time.perf_counter() - began
     print(f"{row:,} rows of {request:,} requests in {output}, {seconds:.1f} s, {row / max(seconds, 1e-9):,.0f} rows/s")
+
+
+def _beside(table: Any, keep: list[str]) -> dict[str, Any]:
+    """The item, and the columns to keep, as pyarrow arrays of all rows, request by request.
+
+    Raises: ValueError for a column that is not there.
+    """
+    import pyarrow as pa
+
+    roles = table.schema.roles
+    every = "all" in keep and "all" not in table.columns
+    kept = [*table.columns, *(name for name in keep if name != "all")] if every else keep
+    wanted = dict.fromkeys([*([] if roles.item is None else [roles.item]), *kept])
+    return {name: pa.array(table.column(name)) for name in wanted if name != roles.request}
+
+
+def _names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:
+    """What columns of the data and labels are called in the file: as they are, unless the name is taken."""
+    taken, found = {ROW, SCORE}, {}
+    for kind, prefix, names in (("labels", "label_", labels), ("data", "data_", dict.fromkeys(data))):
+        for name in names:
+            own = name
+            while own in taken:
+                own = prefix + own
+            taken.add(own)
+            found[kind, name] = own
+    return found
 
 
 class _writer:

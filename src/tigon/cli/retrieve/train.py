@@ -14,7 +14,7 @@ import typer
 from tigon.cli.agree import processes
 from tigon.cli.checkpoint import RECORD, prune, write_json
 from tigon.cli.kept_runs import Interrupts, circumstances, load, make_room, read_record, save
-from tigon.cli.problem import Problem, device_of, needs
+from tigon.cli.problem import Problem, device_of, needs, seeds_of
 
 NAME = "retrieve train"
 RESULTS, PICTURE, INDEX, QUERIES, TABLES = (
@@ -106,12 +106,7 @@ def _settings(given: dict[str, Any]) -> tuple[Any, list[int], list[int]]:
     for name in ("lr", "scale", "max_minutes"):
         if not 0 < given[name] < float("inf"):
             raise Problem(f"{NAME}: --{name.replace('_', '-')} must be above 0, got {given[name]}")
-    try:
-        seeds = list(dict.fromkeys(int(part) for part in given["seed"].split(",")))
-    except ValueError:
-        seeds = [-1]
-    if min(seeds) < 0 or max(seeds) > 10**9:
-        raise Problem(f"{NAME}: --seed must be integers from 0 to 10**9, separated by commas, got {given['seed']}")
+    seeds = seeds_of(NAME, given["seed"])
     fields = {field.name for field in dataclasses.fields(Settings)}
     settings = Settings(**{name: value for name, value in given.items() if name in fields})
     return settings, seeds, sorted(set(integers(NAME, "-k", given["k"], 2048)))

@@ -8,7 +8,8 @@ Source: generalised JSD for distillation, Agarwal et al. 2023, https://arxiv.org
 `GKDTrainer.generalized_jsd_loss` and Liger's `LigerJSD`.
 
 The loss is read from the inputs, and so is its gradient, in the backward pass: nothing as wide as a row is kept besides
-them. Given logits, neither side's log-probabilities are ever made: a row keeps five numbers.
+them. TVD's slope is a sign, and wide rows keep it in two bits a class in place of what they would read again. Given
+logits, neither side's log-probabilities are ever made: a row keeps five numbers.
 
 The operator in the usual order: here the promise and the reference, then kernels.py, launches.py.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.divergence.launches import divergence_rows as _rows
+from tigon.ops.divergence.launches import in_planes
 from tigon.runtime import unknown_keyword, use_triton
 
 __all__ = ["HOMES", "REDUCTIONS", "divergence_reference", "jsd", "kl_div", "tvd"]
@@ -103,6 +105,9 @@ def tvd(
 ) -> Tensor:  # fmt: skip
     """Total variation distance of each row, ½ · Σ |p − q|, in [0, 1]. Its gradient is 0 where p = q.
 
+    For the backward pass many wide rows keep a quarter of a byte a class, and none of their probabilities; of logits
+    the input's beside it. The target is not kept.
+
     Args:
         input, target: (..., V) probabilities, or logits; any float dtypes. The target gets no gradient.
         reduction, mask: as for `kl_div`.
@@ -148,8 +153,10 @@ def _divergence(
     options = (kind, form, beta, temperature)
     # One value a row comes from either path. What reduces them is plain PyTorch, whose autograd gives each its upstream
     # gradient.
-    rows = _rows(input, target, mask, *options) if use_triton(input, target) else None
-    if rows is None:
+    if use_triton(input, target):
+        signed = kind == "tvd" and input.requires_grad and torch.is_grad_enabled() and in_planes(input, target)
+        rows = _rows(input, target, mask, *options, signed)
+    else:
         rows = divergence_reference(input, target, mask, *options)
     if reduction == "rows":
         return rows

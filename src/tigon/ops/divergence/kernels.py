@@ -6,6 +6,7 @@ temperature turns logits into log2. The slope of the loss with respect to lq is 
 
 from __future__ import annotations
 
+from tigon.ops.divergence.signs import store_signs
 from tigon.runtime import jit, tl
 from tigon.tiles.constants import LN2, LOWEST
 from tigon.tiles.divergence import half_sign, sides
@@ -78,6 +79,29 @@ def _tile(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
+def _reach(width, plane, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """How far a walk over tiles of a row goes, and by what steps."""
+    # In planes the four quarters of a row are walked side by side.
+    stop, step = width, DEPTH * BLOCK
+    if plane is not None:
+        stop, step = plane, BLOCK
+    return stop, step
+
+
+@jit
+def _columns(start, width, plane, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns of a tile (DEPTH, BLOCK), and which of them there are."""
+    if plane is None:
+        cols = start + _tile(DEPTH, BLOCK)
+        mask = cols < width
+    else:
+        lane = start + tl.arange(0, BLOCK)
+        cols = tl.arange(0, DEPTH)[:, None] * plane + lane[None, :]
+        mask = (lane < plane)[None, :] & (cols < width)
+    return cols, mask
+
+
+@jit
 def first_difference(input_ptr, target_ptr):
     """A constant between two sides' logits, that of their first; it is taken out before it can cost digits."""
     # Only differences of logits count.
@@ -88,7 +112,7 @@ def first_difference(input_ptr, target_ptr):
 
 @jit
 def statistics_of(
-    input_ptr, target_ptr, V, shift, k,
+    input_ptr, target_ptr, V, shift, k, plane,
     KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of V logits of a row: both maxima, both Σ exp, their log₂, and KL's Σ e · (b − a − shift) · LITTLE.
@@ -101,7 +125,6 @@ def statistics_of(
         # Both sides' rows lie alike, as `uneven` was asked: one head and one body serve both.
         first, width = split(input_ptr, V)
         input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
-    lane = _tile(DEPTH, BLOCK)
     # A sum for every lane: lanes meet once, at the end of the row.
     value = tl.zeros((BLOCK,), tl.float32)
     # A finite start: a lane that has seen only -inf must not compute inf - inf.
@@ -110,10 +133,11 @@ def statistics_of(
     top_b = tl.full((BLOCK,), LOWEST, tl.float32)
     sum_a = tl.zeros((BLOCK,), tl.float32)
     sum_b = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, DEPTH * BLOCK):
-        mask = start + lane < width
-        a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-        b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+    stop, step = _reach(width, plane, DEPTH, BLOCK)
+    for start in range(0, stop, step):
+        cols, mask = _columns(start, width, plane, DEPTH, BLOCK)
+        a = tl.load(input_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        b = tl.load(target_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
         top_a, sum_a, top_b, sum_b, value = _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND)
     # Lanes meet here, once for each statistic.
     row_a = tl.max(top_a, 0)
@@ -169,7 +193,7 @@ def kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k):
 
 @jit
 def second_reading(
-    input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k,
+    input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k, plane, signs_ptr,
     KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of V logits of a row whose log-sum-exps are known: the sum of the terms, in bits, and Σ q · u."""
@@ -179,21 +203,23 @@ def second_reading(
     if EDGES:
         first, width = split(input_ptr, V)
         input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
-    lane = _tile(DEPTH, BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
     mean_u = tl.zeros((BLOCK,), tl.float32)
-    blocks = tl.cdiv(width, DEPTH * BLOCK)
+    stop, step = _reach(width, plane, DEPTH, BLOCK)
+    blocks = tl.cdiv(stop, step)
     for i in range(blocks):
         # From the end, which the first reading read last and the cache still holds.
-        start = (blocks - 1 - i) * (DEPTH * BLOCK)
-        mask = start + lane < width
-        a = tl.load(input_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
-        b = tl.load(target_body + start + lane, mask=mask, other=float("-inf")).to(tl.float32)
+        start = (blocks - 1 - i) * step
+        cols, mask = _columns(start, width, plane, DEPTH, BLOCK)
+        a = tl.load(input_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
+        b = tl.load(target_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
         # lq = (a − max) k − log₂ Σ, by the difference first. In masked columns q and p are 0: no kind adds
         # anything there.
         terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
         value += tl.sum(terms, 0)
         mean_u += tl.sum(q * u, 0)
+        if signs_ptr is not None:
+            store_signs(signs_ptr, start, plane, u, DEPTH, BLOCK)
     all_terms = tl.sum(value, 0)
     if EDGES:
         a, b = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
@@ -207,7 +233,7 @@ def second_reading(
 
 @jit
 def terms_of(
-    input_ptr, target_ptr, V, beta, k,
+    input_ptr, target_ptr, V, beta, k, plane, signs_ptr,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of V probabilities or log-probabilities of a row: the sum of the terms, in bits where they are logarithms."""
@@ -216,15 +242,17 @@ def terms_of(
     if EDGES:
         first, width = split(input_ptr, V)
         input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
-    lane = _tile(DEPTH, BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
     # What masked columns hold has no probability in either form: 0, or its logarithm.
     other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
-    for start in range(0, width, DEPTH * BLOCK):
-        mask = start + lane < width
-        a = tl.load(input_body + start + lane, mask=mask, other=other).to(tl.float32)
-        b = tl.load(target_body + start + lane, mask=mask, other=other).to(tl.float32)
+    stop, step = _reach(width, plane, DEPTH, BLOCK)
+    for start in range(0, stop, step):
+        cols, mask = _columns(start, width, plane, DEPTH, BLOCK)
+        a = tl.load(input_body + cols, mask=mask, other=other).to(tl.float32)
+        b = tl.load(target_body + cols, mask=mask, other=other).to(tl.float32)
         value += tl.sum(_terms(a, b, beta, k, KIND, FORM), 0)
+        if signs_ptr is not None:
+            store_signs(signs_ptr, start, plane, half_sign(a, b), DEPTH, BLOCK)
     all_terms = tl.sum(value, 0)
     if EDGES:
         a, b = _both_edges(input_ptr, target_ptr, first, width, V, other)
@@ -250,7 +278,7 @@ def store_ignored(rows_ptr, stats_ptr, row, FORM: tl.constexpr):
 
 @jit
 def _divergence_fwd_kernel(
-    input_ptr, target_ptr, mask_ptr, rows_ptr, stats_ptr, V, stride_im, stride_tm, beta, k,
+    input_ptr, target_ptr, mask_ptr, rows_ptr, stats_ptr, signs_ptr, V, stride_im, stride_tm, beta, k, plane,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
@@ -265,10 +293,12 @@ def _divergence_fwd_kernel(
     # Row offsets are int64, columns int32: a row has fewer than 2**31 numbers.
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
+    if signs_ptr is not None:
+        signs_ptr += row * plane
     if FORM == "logits":
         shift = first_difference(input_ptr, target_ptr)
         row_a, _, log_a, row_b, whole_b, log_b, part = statistics_of(
-            input_ptr, target_ptr, V, shift, k, KIND, EDGES, DEPTH, BLOCK
+            input_ptr, target_ptr, V, shift, k, plane, KIND, EDGES, DEPTH, BLOCK
         )
         # KL leaves the fifth number unwritten, since its gradient q − p needs none.
         store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
@@ -278,14 +308,15 @@ def _divergence_fwd_kernel(
             # JSD, TVD and the reverse KL need both log-sum-exps before their first term: the rows are read a second
             # time.
             terms, mean_u = second_reading(
-                input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k, KIND, EDGES, DEPTH, BLOCK
-            )
+                input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k, plane, signs_ptr, KIND, EDGES, DEPTH,
+                BLOCK,
+            )  # fmt: skip
             store_terms(rows_ptr, row, terms, KIND)
             # In u's unit, bits where it is a logarithm: the backward pass converts u and its mean together.
             tl.store(stats_ptr + 5 * row + 4, mean_u)
     else:
         # Given probabilities or logarithms need no statistics: one reading, and the backward pass has the inputs alone.
-        terms = terms_of(input_ptr, target_ptr, V, beta, k, KIND, FORM, EDGES, DEPTH, BLOCK)
+        terms = terms_of(input_ptr, target_ptr, V, beta, k, plane, signs_ptr, KIND, FORM, EDGES, DEPTH, BLOCK)
         store_terms(rows_ptr, row, terms, KIND)
 
 

@@ -15,6 +15,7 @@ from tigon.ops.divergence.parts import (
     _part_statistics_kernel,
     _part_terms_kernel,
 )
+from tigon.ops.divergence.signs import _signed_bwd_kernel
 from tigon.runtime import (
     Parts,
     Plan,
@@ -34,6 +35,9 @@ from tigon.tiles.constants import LOG2E
 
 # Warps of a row that has a multiprocessor to itself, at least.
 ALONE = 4
+# TVD of so many rows, of so many classes, keeps the signs of its gradient. Fewer rows may go in parts, and narrow ones
+# take as long as their programs take to begin: fewer bytes gain nothing.
+SIGNED_ROWS, SIGNED_CLASSES = 1024, 4096
 
 
 def _fwd_tile(v: int, kind: str, form: str, alone: bool = False) -> tuple[int, int, int]:
@@ -54,44 +58,81 @@ def _bwd_tile(v: int) -> tuple[int, int]:
     return min(2048, next_power_of_2(v)), 4
 
 
+def _planes_tile(plane: int) -> tuple[int, int, int]:
+    """As `_fwd_tile`, of rows whose four quarters are walked side by side: a block is columns of each."""
+    block = min(2048, next_power_of_2(plane))
+    return 4, block, max(1, block // 256)
+
+
+def _signed_tile(plane: int) -> tuple[int, int]:
+    """Columns of each quarter, and warps: 32 numbers a thread."""
+    block = min(1024, next_power_of_2(plane))
+    return block, max(1, block // 256)
+
+
+def in_planes(input: Tensor, target: Tensor) -> bool:
+    """Whether TVD walks the quarters of a row side by side, whose signs then share bytes."""
+    # By shapes and strides alone, which a trace has too. Few rows go in parts; of others rows begin at boundaries.
+    V = input.shape[-1]
+    return (
+        V % 16 == 0
+        and V >= SIGNED_CLASSES
+        and input.numel() >= SIGNED_ROWS * V
+        and all(t.storage_offset() % 16 == 0 and all(n % 16 == 0 for n in t.stride()[:-1]) for t in (input, target))
+    )
+
+
+def _plane(v: int) -> int:
+    """Columns of a quarter of a row: bytes of its signs. A multiple of 16, so that quarters begin at boundaries."""
+    return cdiv(v, 64) * 16
+
+
 def _divergence_fwd_fake(
-    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float,
+    signed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # fp32 from 16-bit inputs too: whoever sums the rows rounds once, after that.
     rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
-    return rows, input.new_empty((rows.numel() if form == "logits" else 0, 5), dtype=torch.float32)
+    stats = input.new_empty((rows.numel() if form == "logits" else 0, 5), dtype=torch.float32)
+    signs = (rows.numel(), _plane(input.shape[-1])) if signed else (0, 0)
+    return rows, stats, input.new_empty(signs, dtype=torch.uint8)
 
 
 @launcher(
-    "(Tensor input, Tensor target, Tensor? mask, str kind, str form, float beta, float temperature)"
-    " -> (Tensor, Tensor)",
+    "(Tensor input, Tensor target, Tensor? mask, str kind, str form, float beta, float temperature, bool signed)"
+    " -> (Tensor, Tensor, Tensor)",
     _divergence_fwd_fake,
 )
 def _divergence_fwd(
-    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
-) -> tuple[Tensor, Tensor]:
-    rows, stats = _divergence_fwd_fake(input, target, mask, kind, form, beta, temperature)
+    input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float,
+    signed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, stats, signs = _divergence_fwd_fake(input, target, mask, kind, form, beta, temperature, signed)
     if input.numel() == 0:
-        return rows.zero_(), stats
+        return rows.zero_(), stats, signs
     # Each side has a row stride of its own: slices of wider rows are read where they lie.
     a, b = rows_of(input), rows_of(target)
     M, V = a.shape
-    arguments = (V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature, kind, form, uneven(a, b))
-    tensors = (a, b, None if mask is None else mask.contiguous(), rows, stats)
+    # With a gradient or without one: a loss has the same bits.
+    plane = _plane(V) if signed or (kind == "tvd" and in_planes(input, target)) else None
+    sizes = V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature
+    mask = None if mask is None else mask.contiguous()
     # Of what is no logit a whole row takes half the time.
-    parts = summed_in_parts(M, V, a.device, 1 if form == "logits" else 2)
+    parts = None if plane else summed_in_parts(M, V, a.device, 1 if form == "logits" else 2)
     if parts is not None:
-        _launch_parts(tensors, arguments, M, parts)
-        return rows, stats
+        _launch_parts((a, b, mask, rows, stats), (*sizes, kind, form, uneven(a, b)), M, parts)
+        return rows, stats, signs
     # `uneven`, which addresses decide, is among the arguments.
-    key = (M, arguments, a.dtype, b.dtype, mask is None)
+    arguments = *sizes, plane, kind, form, plane is None and uneven(a, b)
+    key = (M, arguments, a.dtype, b.dtype, mask is None, signed)
 
     def plan() -> Plan:
-        depth, block, warps = _fwd_tile(V, kind, form, multiprocessors(a.device) >= M)
+        alone = multiprocessors(a.device) >= M
+        depth, block, warps = _fwd_tile(V, kind, form, alone) if plane is None else _planes_tile(plane)
         return M, (*arguments, depth, block), {"num_warps": warps}
 
-    launch(_divergence_fwd_kernel, key, tensors, plan)
-    return rows, stats
+    launch(_divergence_fwd_kernel, key, (a, b, mask, rows, stats, signs if signed else None), plan)
+    return rows, stats, signs
 
 
 def _launch_parts(tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], M: int, parts: Parts) -> None:
@@ -138,9 +179,7 @@ def _divergence_bwd(
     dinput = target.new_empty(target.shape, dtype=dtype)
     if target.numel() == 0:
         return dinput
-    # A reduced loss gives all rows one upstream gradient, a tensor of stride 0, which is read without a copy.
-    same = drows.numel() > 1 and not any(drows.stride())
-    g = drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
+    g = _flat(drows)
     a, b = None if input is None else rows_of(input), rows_of(target)
     M, V = b.shape
     # Without an input its stride is 0: the kernel's arguments are the same in number.
@@ -159,24 +198,70 @@ def _divergence_bwd(
     return dinput
 
 
+def _signed_bwd_fake(
+    drows: Tensor, input: Tensor | None, mask: Tensor | None, stats: Tensor, signs: Tensor, classes: int, form: str,
+    temperature: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return signs.new_empty((*drows.shape, classes), dtype=dtype)
+
+
+@launcher(
+    "(Tensor drows, Tensor? input, Tensor? mask, Tensor stats, Tensor signs, SymInt classes, str form,"
+    " float temperature, ScalarType dtype) -> Tensor",
+    _signed_bwd_fake,
+)
+def _signed_bwd(
+    drows: Tensor, input: Tensor | None, mask: Tensor | None, stats: Tensor, signs: Tensor, classes: int, form: str,
+    temperature: float, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    dinput = signs.new_empty((*drows.shape, classes), dtype=dtype)
+    g = _flat(drows)
+    a = None if input is None else rows_of(input)
+    M, plane = signs.shape
+    arguments = classes, g.stride(0), 0 if a is None else a.stride(0), LOG2E.value / temperature, plane, form
+    tensors = g, a, None if mask is None else mask.contiguous(), stats, signs, dinput
+    key = (M, arguments, None if a is None else a.dtype, dtype, mask is None)
+
+    def plan() -> Plan:
+        lanes, warps = _signed_tile(plane)
+        return M * cdiv(plane, lanes), (*arguments, lanes), {"num_warps": warps}
+
+    launch(_signed_bwd_kernel, key, tensors, plan)
+    return dinput
+
+
+def _flat(drows: Tensor) -> Tensor:
+    # A reduced loss gives all rows one upstream gradient, a tensor of stride 0, which is read without a copy.
+    same = drows.numel() > 1 and not any(drows.stride())
+    return drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
+
+
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    input, target, mask, *ctx.options = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    input, target, mask, *ctx.options, ctx.signed = inputs
     # The gradient is computed in the backward pass, where the upstream gradient is known: loss scaling reaches it
     # before it is rounded. An evaluation that goes no further pays for none.
-    ctx.dtype = input.dtype
+    ctx.dtype, ctx.classes = input.dtype, input.shape[-1]
+    kind, form = ctx.options[:2]
     # The gradient of KL with respect to log-probabilities is −p. It does not depend on the input, which is not saved.
-    linear = ctx.options[0] == "kl" and ctx.options[1] != "logits"
-    ctx.save_for_backward(None if linear else input, target, mask, output[1])
+    # TVD's is a sign: with it neither side is needed, and of logits the student's alone.
+    linear = kind == "kl" and form != "logits"
+    needless = linear or (ctx.signed and form != "logits")
+    saved = (mask, *output[1:]) if ctx.signed else (target, mask, output[1])
+    ctx.save_for_backward(None if needless else input, *saved)
 
 
 def _backward(ctx: Any, drows: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     dinput = None
     if drows is not None and ctx.needs_input_grad[0]:
-        dinput = _divergence_bwd(drows, *ctx.saved_tensors, *ctx.options, ctx.dtype)
-    return dinput, None, None, *(None for _ in ctx.options)
+        if ctx.signed:
+            _, form, _, temperature = ctx.options
+            dinput = _signed_bwd(drows, *ctx.saved_tensors[:4], ctx.classes, form, temperature, ctx.dtype)
+        else:
+            dinput = _divergence_bwd(drows, *ctx.saved_tensors[:4], *ctx.options, ctx.dtype)
+    return dinput, *(None for _ in range(7))
 
 
-divergence_rows = differentiable(_divergence_fwd, _setup_context, _backward)
+divergence_rows = differentiable(_divergence_fwd, _setup_context, _backward, unsaved=(0,))

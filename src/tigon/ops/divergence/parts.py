@@ -54,7 +54,7 @@ def _part_statistics_kernel(
     # Of the row's first logits in all of its parts: their sums are to be added.
     shift = first_difference(input_ptr, target_ptr)
     top_a, sum_a, _, top_b, sum_b, _, value = statistics_of(
-        input_ptr + start, target_ptr + start, columns, shift, k, KIND, EDGES, DEPTH, BLOCK
+        input_ptr + start, target_ptr + start, columns, shift, k, None, KIND, EDGES, DEPTH, BLOCK
     )
     partial_ptr += row * STATISTICS * P + tl.program_id(0) % P
     tl.store(partial_ptr, top_a)
@@ -103,11 +103,11 @@ def _part_terms_kernel(
         if part == 0:
             store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
         terms, mean_u = second_reading(
-            input_ptr, target_ptr, columns, row_a, log_a, row_b, log_b, beta, k, KIND, EDGES, DEPTH, BLOCK
+            input_ptr, target_ptr, columns, row_a, log_a, row_b, log_b, beta, k, None, None, KIND, EDGES, DEPTH, BLOCK
         )
         tl.store(terms_ptr + P, mean_u)
     else:
-        terms = terms_of(input_ptr, target_ptr, columns, beta, k, KIND, FORM, EDGES, DEPTH, BLOCK)
+        terms = terms_of(input_ptr, target_ptr, columns, beta, k, None, None, KIND, FORM, EDGES, DEPTH, BLOCK)
     tl.store(terms_ptr, terms)
 
 

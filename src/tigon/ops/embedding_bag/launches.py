@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,29 @@ from tigon.ops.embedding_bag.kernels import (
 from tigon.runtime import Plan, cdiv, launch, launcher, next_power_of_2, rows_of
 
 
-def _fwd_tile(H: int, longest: int | None) -> tuple[int, int, int, int]:
-    """Bags, columns, rows of a bag that are loaded at a time, and warps."""
-    # Eight numbers a thread and row, of four rows: that many loads are in flight.
-    block_n = min(1024, next_power_of_2(H))
-    unroll = 4 if longest is None else min(4, next_power_of_2(longest))
-    return max(1, 1024 // block_n), block_n, unroll, 4
+class BagTile(NamedTuple):
+    """Of the forward kernel. bags, columns: of a program; rows: of a bag that are loaded at a time; pairs: whether two
+    ids are loaded at once, which takes bags of an even number."""
+
+    bags: int
+    columns: int
+    rows: int
+    pairs: bool
+    warps: int
+
+
+def _fwd_tile(H: int, longest: int | None, size: int) -> BagTile:
+    """longest: values of a bag, None where offsets tell. size: bytes of a number of the table."""
+    block_n = min(1024, max(4, next_power_of_2(H)))
+    if longest == 1:
+        return BagTile(max(1, 1024 // block_n), block_n, 1, False, 1)
+    # Rows of one or two sectors of memory: of a bag eight are on their way. One warp waits for no other.
+    narrow = block_n * size <= 64
+    numbers, rows, warps = (512, 8, 1) if narrow else (1024, 4, 2)
+    bags = max(1, numbers // block_n)
+    if longest is None:
+        return BagTile(bags, block_n, 4, False, warps)
+    return BagTile(bags, block_n, min(rows, next_power_of_2(longest)), narrow and longest % 2 == 0 < longest, warps)
 
 
 def _tokens_tile() -> tuple[int, int, int]:
@@ -38,6 +57,13 @@ def bags_of(values: Tensor, offsets: Tensor | None) -> tuple[int, int]:
     return (values.shape[0], values.shape[1]) if offsets is None else (offsets.shape[0] - 1, 1)
 
 
+def _pairs(scale_offset: Tensor) -> Tensor:
+    """(V, 2) fp16 as (V, 1) int32, which one load reads; a copy where they lie otherwise."""
+    if scale_offset.data_ptr() % 4:
+        scale_offset = scale_offset.clone()
+    return scale_offset.view(torch.int32)
+
+
 def bag_sums(
     table: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None,
     scale_offset: Tensor | None, mean: bool, padding_idx: int, y: Tensor,
@@ -50,18 +76,22 @@ def bag_sums(
     offsets, fields, factors, scale_offset = (
         None if t is None else t.contiguous() for t in (offsets, fields, factors, scale_offset)
     )
+    if scale_offset is not None:
+        scale_offset = _pairs(scale_offset)
     (B, L), (V, H), M, stride = bags_of(values, offsets), w.shape, values.numel(), w.stride(0)
     count = 1 if fields is None else fields.shape[0] - 1
     sizes = B, M, V, count, H, stride, L, padding_idx
+    # Triton has 16 bytes a thread where 16 divides all of these, and else one number.
+    words = scale_offset is not None and any(n % 16 for n in (w.data_ptr(), stride, H))
     dtypes = tuple(None if t is None else t.dtype for t in (values, w, y, offsets, fields, factors, scale_offset))
 
     def plan() -> Plan:
-        block_b, block_n, unroll, warps = _fwd_tile(H, L if offsets is None else None)
-        grid = cdiv(B, block_b) * cdiv(H, block_n)
-        return grid, (*sizes, mean, block_b, block_n, unroll), {"num_warps": warps}
+        tile = _fwd_tile(H, L if offsets is None else None, w.element_size())
+        constants = mean, offsets is None and L == 1, tile.pairs, words, tile.bags, tile.columns, tile.rows
+        return cdiv(B, tile.bags) * cdiv(H, tile.columns), (*sizes, *constants), {"num_warps": tile.warps}
 
     tensors = values, w, y, offsets, fields, factors, scale_offset
-    launch(_embedding_bag_fwd_kernel, (*sizes, mean, *dtypes), tensors, plan)
+    launch(_embedding_bag_fwd_kernel, (*sizes, mean, words, *dtypes), tensors, plan)
 
 
 def _embedding_bag_fwd_fake(

@@ -37,7 +37,9 @@ def calibrate(ranker: LiRank, data: Batched, drawing: Drawing, strength: float) 
     logits, labels, weights, segment = _rows(ranker, data, drawing)
     for name, layer in zip(ranker.labels, ranker.isotonic, strict=True):
         assert isinstance(layer, Isotonic)
-        found = calibrated(logits[name], labels[name], weights, segment, layer.weight.shape[0], strength)
+        known = ~labels[name].isnan()
+        w, s = (None if x is None else x[known] for x in (weights, segment))
+        found = calibrated(logits[name][known], labels[name][known], w, s, layer.weight.shape[0], strength)
         with torch.no_grad():
             layer.weight.copy_(found[0])
             layer.bias.copy_(found[1])
@@ -48,6 +50,9 @@ def check_classes(data: Batched, drawing: Drawing, what: str = "data") -> None:
     parts = [batch.labels for batch in drawing._replace(history_max=0).batches(data, torch.device("cpu"))]
     for name in parts[0] if parts else ():
         y = torch.cat([part[name] for part in parts])
+        many, y = len(y), y[~y.isnan()]
+        if many and not len(y):
+            raise ValueError(f"{NAME}: {what} must have values of label {name!r}, got none in {many:,} rows.")
         if len(y) and bool((y == y[0]).all()):
             raise ValueError(
                 f"{NAME}: {what} must have both classes of label {name!r}, got {y[0].item():g} in all {len(y):,} rows."

@@ -62,11 +62,8 @@ class Group(nn.Module):
             rows += float(column.part == "quotient")
             rows[0] = float(column.part == "quotient")
 
-    def width_of(self, side: str) -> int:
-        return self.tables.width * (len(self.columns[side]) - self.products[side])
-
     def joined(self, found: Tensor, side: str) -> Tensor:
-        """(n, width_of(side)) of bags (n, columns of the side, width)."""
+        """(n, vectors · width) of bags (n, columns of the side, width)."""
         if products := self.products[side]:
             both = found[:, :products] * found[:, products : 2 * products]
             found = torch.cat((both, found[:, 2 * products :]), 1)
@@ -81,7 +78,8 @@ class Inputs(nn.Module):
         width: of embeddings, where a field has none of its own. bits: of tables.
 
     Attributes:
-        width: of x₀. names: the fields that are read, by side.
+        width: of x₀. names: the fields that are read, by side. vectors: the widths of the vectors that x₀ is made of,
+            one for each use of a table and each number, in their order.
 
     Raises: ValueError if there is nothing to read.
     """
@@ -114,9 +112,17 @@ class Inputs(nn.Module):
         self.slope = nn.Parameter(STD * torch.randn(count, width))
         self.shift = nn.Parameter(torch.zeros(count, width))
         self.missing = nn.Parameter(torch.zeros(count, width))
-        attention = sum(group.tables.width * len(group.queries) for group in self._groups())
-        bags = sum(group.width_of(side) for group in self._groups() for side in SIDES)
-        self.width = bags + attention + width * count
+        self.vectors = [one for side in SIDES for one in self._vectors(side, width)]
+        self.width = sum(self.vectors)
+
+    def _vectors(self, side: str, width: int) -> list[int]:
+        """The widths of a side's vectors, in the order of `forward`."""
+        found: list[int] = []
+        for group in self._groups():
+            attended = sum(column.name in self.fields[side] for column in group.columns["attention"])
+            number = len(group.columns[side]) - group.products[side] + attended
+            found += [group.tables.width] * number
+        return found + [width] * len(self.numbers[side])
 
     def _groups(self) -> list[Group]:
         return [group for group in self.groups if isinstance(group, Group)]
@@ -124,6 +130,19 @@ class Inputs(nn.Module):
     def tables(self) -> list[Tables]:
         """The tables, one of each width."""
         return [group.tables for group in self._groups()]
+
+    def owners(self) -> list[str]:
+        """Of each number of x₀ the field that it belongs to, in the order of `forward`."""
+        found: list[str] = []
+        for side in SIDES:
+            for group in self._groups():
+                width, own, products = group.tables.width, group.columns[side], group.products[side]
+                attended = [column for column in group.columns["attention"] if column.name in self.fields[side]]
+                for column in (*own[:products], *own[2 * products :], *attended):
+                    found += [column.name] * width
+            for name in self.numbers[side]:
+                found += [name] * self.slope.shape[1]
+        return found
 
     def forward(
         self, context: dict[str, Any], rows: dict[str, Any], request: Tensor | None, *, plain: bool = False

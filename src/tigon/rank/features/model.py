@@ -2,6 +2,8 @@
 
     x₀ = features of a row;   h = [cross(x₀), mlp(x₀)];   logit of a label = tower(h) · w + c, then calibrated
 
+With `blocks` h is what a graph of them makes of x₀.
+
 Each row is scored by itself. What the other rows of a request are does not matter to it.
 
 Source: LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.rank.batch import Batch
+from tigon.rank.features.blocks import Block, Blocks, blocks_of
 from tigon.rank.features.calibrate import calibrate
 from tigon.rank.features.cross import Cross, CrossLayers, check_kind
 from tigon.rank.features.inputs import Inputs
@@ -46,6 +49,8 @@ class LiRank(Ranker):
         tower_mlp: the widths of these layers; () for a linear function of what all labels share.
         temperature: τ of the attention.
         weights: of each label in the score; None for 1 each.
+        blocks: a graph of `rank.Block`s, or dicts of their attributes, in place of cross layers and MLP, as
+            `rank.search` finds it; `cross`, `layers`, `rank`, `mlp` and `gate` are not looked at then.
         bits: of the tables: 32, or 8 as `compress` makes them.
 
     Raises: ValueError for a schema without labels or fields, and for numbers that make no model.
@@ -57,7 +62,8 @@ class LiRank(Ranker):
         self, schema: Schema, width: int = 16, cross: Cross = "residual", layers: int = 3, rank: int | None = 64,
         mlp: Sequence[int] = (256, 256), gate: bool = True, dropout: float = 0.0, calibrate: bool | str = False, *,
         norm: Normed = "batch", towers: Mapping[str, Sequence[str]] | None = None, tower_mlp: Sequence[int] = (),
-        temperature: float = 1.0, weights: dict[str, float] | None = None, bits: Bits = 32,
+        temperature: float = 1.0, weights: dict[str, float] | None = None,
+        blocks: Sequence[Block | Mapping[str, Any]] | None = None, bits: Bits = 32,
     ) -> None:  # fmt: skip
         super().__init__(schema, weights)
         if not self.labels:
@@ -75,9 +81,18 @@ class LiRank(Ranker):
         }  # fmt: skip
         self.inputs = Inputs(schema, width, bits)
         wide = self.inputs.width
-        self.cross = None if cross == "none" else CrossLayers(cross, layers, wide, rank, temperature)
-        self.mlp = made_mlp(wide, mlp, gate, norm, dropout) if mlp else None
-        shared = wide * (self.cross is not None or self.mlp is None) + (mlp[-1] if mlp else 0)
+        self.cross: CrossLayers | None = None
+        self.mlp: nn.Sequential | None = None
+        self.blocks: Blocks | None = None
+        if blocks is not None:
+            checked = blocks_of(blocks)
+            self.options["blocks"] = [{**block._asdict(), "inputs": list(block.inputs)} for block in checked]
+            self.blocks = Blocks(checked, self.inputs.vectors, width, norm, dropout, temperature)
+            shared = self.blocks.width
+        else:
+            self.cross = None if cross == "none" else CrossLayers(cross, layers, wide, rank, temperature)
+            self.mlp = made_mlp(wide, mlp, gate, norm, dropout) if mlp else None
+            shared = wide * (self.cross is not None or self.mlp is None) + (mlp[-1] if mlp else 0)
         self.towers = Towers(
             self.labels, towers or {"all": self.labels}, shared, tower_mlp, gate, norm, dropout
         )  # fmt: skip
@@ -95,10 +110,12 @@ class LiRank(Ranker):
 
     def hidden(self, batch: Batch) -> Tensor:
         """(C, width): what all towers read."""
-        return self.through(self.inputs(batch.context, batch.items, _request(batch, self.device)))
+        return self.through(self.inputs(batch.context, batch.items, request_of(batch, self.device)))
 
     def through(self, x: Tensor) -> Tensor:
         """`hidden` of inputs (C, wide)."""
+        if self.blocks is not None:
+            return self.blocks(x)  # type: ignore[no-any-return]
         sides = [layer(x) for layer in (self.cross, self.mlp) if layer is not None]
         return torch.cat(sides, 1) if len(sides) > 1 else (*sides, x)[0]
 
@@ -153,7 +170,7 @@ class LiRank(Ranker):
             return None
         context = self.segment in batch.context
         found: Tensor = (batch.context if context else batch.items)[self.segment].long()
-        request = _request(batch, self.device) if context else None
+        request = request_of(batch, self.device) if context else None
         return found if request is None else found[request]
 
     @property
@@ -220,7 +237,7 @@ class LiRank(Ranker):
         return export.write(self, Path(folder))
 
 
-def _request(batch: Batch, device: torch.device) -> Tensor | None:
+def request_of(batch: Batch, device: torch.device) -> Tensor | None:
     """(C,) int64, the request of each row; None if each row is a request of its own."""
     sizes = batch.offsets.diff()
     if len(sizes) == batch.candidates and bool((sizes == 1).all()):

@@ -51,10 +51,14 @@ def mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Normed, dropout: f
     """Hidden layers of these widths."""
     if any(width < 1 for width in widths):
         raise ValueError(f"LiRank: mlp must be positive widths, got {tuple(widths)}.")
-    if norm not in get_args(Normed):
-        raise ValueError(f"LiRank: norm must be one of {', '.join(map(repr, get_args(Normed)))}, got {norm!r}.")
+    check_norm(norm)
     ends = [inputs, *widths]
     return nn.Sequential(*(Hidden(a, b, gate, norm, dropout) for a, b in pairwise(ends)))
+
+
+def check_norm(norm: str) -> None:
+    if norm not in get_args(Normed):
+        raise ValueError(f"LiRank: norm must be one of {', '.join(map(repr, get_args(Normed)))}, got {norm!r}.")
 
 
 class Towers(nn.Module):

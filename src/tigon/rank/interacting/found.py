@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from tigon.rank.fields import Cross
+from tigon.rank.interacting.ranker import FieldMLP
 from tigon.rank.interacting.reading import NAME, joined, named, network_of
 from tigon.rank.interacting.strengths import Method, Network, check, prefixes, within
 from tigon.rank.interacting.tables import TableMLP
+from tigon.rank.ranker import Ranker
+from tigon.rank.schema import Schema
 
 
 @dataclass(frozen=True)
@@ -93,17 +96,25 @@ class Interactions(Sequence[Interaction]):
             "units": pa.array([one.units for one in some], pa.int64()),
         })  # fmt: skip
 
-    def crosses(self, top: int = 10, *, hash_rows: int = 100_000) -> dict[str, Cross]:
+    def crosses(self, top: int = 10, *, hash_rows: int = 100_000, schema: Schema | None = None) -> dict[str, Cross]:
         """Fields that hold the features of the strongest sets together, for `Schema.replace`.
 
         Args:
             top: how many sets.
             hash_rows: how many codes each field has.
+            schema: of the next fit. Sets that it has as crosses already, and sets of fields that have no crosses, such
+                as lists and times, are passed over. None: none is.
         Returns: name → field, such as "age × hour".
         Raises: ValueError unless top is 1 or more.
         """
         _at_least_one("crosses", top)
-        return {" × ".join(one.features): Cross(one.features, hash_rows=hash_rows) for one in self._found[:top]}
+        found = self._found if schema is None else [one for one in self._found if _crossable(schema, one.features)]
+        return {" × ".join(one.features): Cross(one.features, hash_rows=hash_rows) for one in found[:top]}
+
+
+def _crossable(schema: Schema, features: tuple[str, ...]) -> bool:
+    known = {frozenset(field.of) for field in schema.fields.values() if isinstance(field, Cross)}
+    return frozenset(features) not in known and all(schema.why_no_cross(name) is None for name in features)
 
 
 def _at_least_one(what: str, top: Any) -> None:
@@ -126,8 +137,8 @@ def interactions(
 
     Args:
         model: a torch module that is a chain of nn.Linear, the weights of such a chain as (outputs, inputs) arrays, or
-            what `rank.fit_mlp` returned.
-        names: of the inputs; None: x1, x2, …, or the columns of the table that it was fitted to. Inputs of one name,
+            what `rank.fit_mlp` returned of a table, or `rank.mlp_of` of a ranker.
+        names: of the inputs; None: x1, x2, …, or the columns of the table, or the ranker's fields. Inputs of one name,
             such as the columns of an embedding, are one feature.
         order: how many features sets have. A set then has the strength of all that it lies in: with 2, the pairs are
             ranked. None: sets of two features or more, each with the strength that is its own.
@@ -143,11 +154,17 @@ def interactions(
     """
     networks: Sequence[Network]
     notes: Sequence[str] = ()
-    if isinstance(model, TableMLP):
+    if isinstance(model, (TableMLP, FieldMLP)):
         if names is not None or spread is not None:
-            raise ValueError(f"{NAME}: names and spread are those of the table that the model was fitted to.")
+            whose = "the table that the model was fitted to" if isinstance(model, TableMLP) else "the ranker's fields"
+            raise ValueError(f"{NAME}: names and spread are those of {whose}.")
         networks, features, notes = model.networks, list(model.names), model.notes
     else:
+        if isinstance(model, Ranker):
+            raise ValueError(
+                f"{NAME}: model must be what rank.mlp_of(ranker, data) reads of a ranker, whose fields vary as data "
+                f"does, got the {type(model).__name__} itself."
+            )
         one = network_of(model)
         first, features = joined(one.first, named(names, one.first.shape[1]), spread)
         networks = [Network(first, one.reach)]

@@ -53,7 +53,7 @@ def _arrays(model: Any) -> list[Array]:
     found = []
     for place, weight in enumerate(model, 1):
         try:
-            array = _numbers(weight)
+            array = weights_in(weight)
         except (TypeError, ValueError):
             raise ValueError(
                 f"{NAME}: layer {place} must be an array of numbers, got {type(weight).__name__}."
@@ -69,7 +69,8 @@ def _arrays(model: Any) -> list[Array]:
     return found
 
 
-def _numbers(weight: Any) -> Array:
+def weights_in(weight: Any) -> Array:
+    """A tensor or an array as fp64 of numpy."""
     if isinstance(weight, Tensor):
         weight = weight.detach().cpu().double().numpy()
     return np.asarray(weight, dtype=np.float64)
@@ -87,11 +88,11 @@ def layers_of(model: nn.Module) -> list[Array]:
         if next(part.children(), None) is not None and next(part.parameters(recurse=False), None) is None:
             continue
         if isinstance(part, nn.Linear):
-            weight = _numbers(part.weight)
+            weight = weights_in(part.weight)
             found.append(weight if factor is None or factor.size != weight.shape[1] else weight * factor)
             factor = None
         elif isinstance(part, nn.BatchNorm1d):
-            scale = _factor(part)
+            scale = factor_of(part)
             if isinstance(behind, nn.Linear) and scale.size == found[-1].shape[0]:
                 found[-1] = found[-1] * scale[:, None]
             else:
@@ -108,10 +109,11 @@ def layers_of(model: nn.Module) -> list[Array]:
     return found
 
 
-def _factor(part: nn.BatchNorm1d) -> Array:
-    factor = np.ones(part.num_features) if part.weight is None else _numbers(part.weight)
+def factor_of(part: nn.BatchNorm1d) -> Array:
+    """(N,) by what the norm multiplies its inputs."""
+    factor = np.ones(part.num_features) if part.weight is None else weights_in(part.weight)
     if part.running_var is not None:
-        factor = factor / np.sqrt(_numbers(part.running_var) + part.eps)
+        factor = factor / np.sqrt(weights_in(part.running_var) + part.eps)
     return factor
 
 
@@ -134,7 +136,7 @@ def joined(first: Array, names: Sequence[str], spread: Any) -> tuple[Array, list
 
 def _spreads(spread: Any, names: Sequence[str]) -> Array:
     try:
-        found = _numbers(spread)
+        found = weights_in(spread)
     except (TypeError, ValueError):
         found = np.full(0, np.nan)
     if found.shape != (len(names),):

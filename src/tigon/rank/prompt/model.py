@@ -6,6 +6,7 @@ Source: Firooz et al. 2025, 360Brew, https://arxiv.org/abs/2501.16450
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tigon.losses.choices import IGNORED
 from tigon.rank.prompt.calibrate import Calibration, Kind, calibration
 from tigon.rank.prompt.distil import soft_target
 from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, Request, joined, pieces
@@ -38,6 +40,8 @@ class PromptRanker(nn.Module):
         prefix_len: most tokens of a prefix; the oldest events are left out first. None: 1024, or three quarters of the
             model's positions where these are fewer.
         distil: the teacher's part of the target, where requests have a teacher, from 0 to 1.
+        vocabulary_weight: μ, how much of the right answer's cross entropy over the whole vocabulary the loss has beside
+            that among the answers: of the token that the answer begins with. 0: none, and no product over all words.
 
     Attributes:
         calibration: task → the function that its scores go through; empty until `calibrate` or a saved one.
@@ -54,7 +58,7 @@ class PromptRanker(nn.Module):
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, prompt: Prompt | Mapping[str, Any] | str | os.PathLike[str], *,
-        prefix_len: int | None = None, distil: float = 0.5,
+        prefix_len: int | None = None, distil: float = 0.5, vocabulary_weight: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(prompt, (str, os.PathLike)):
@@ -63,6 +67,9 @@ class PromptRanker(nn.Module):
             prompt = Prompt.of(prompt)
         if not 0 <= distil <= 1:
             raise ValueError(f"{NAME}: distil must lie between 0 and 1, got {distil}.")
+        if not 0 <= vocabulary_weight < math.inf:
+            raise ValueError(f"{NAME}: vocabulary_weight must be at least 0, got {vocabulary_weight}.")
+        self.vocabulary_weight = vocabulary_weight
         self.model, self.tokenizer, self.prompt, self.distil = model, tokenizer, prompt, distil
         positions = positions_of(model)
         self.prefix_len = default_prefix_len(positions) if prefix_len is None else prefix_len
@@ -110,31 +117,51 @@ class PromptRanker(nn.Module):
         self.share()
         return batch.shared.next_logits(self.model if model is None else model, self.tokens)
 
-    def loss(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
-        """Cross entropy of the answers, 0-d: the mean over the rows of each task, then over tasks by their weights.
+    def read_answers(self, batch: PromptBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor | None]:
+        """`logits`, and (C,) the right answers' cross entropy over the whole vocabulary; None for a weight of 0.
 
         Args:
             batch: of `batches`, with labels.
             model: in place of the ranker's, such as a wrapper around it.
         """
-        return self.loss_of(self.logits(batch, model), batch)
+        if not self.vocabulary_weight:
+            return self.logits(batch, model), None
+        self.share()
+        target = torch.full_like(batch.labels, IGNORED)
+        for t, answers in enumerate(self.encoder.answers.values()):
+            mine = (batch.task == t) & (batch.labels != IGNORED)
+            target[mine] = torch.tensor(answers)[batch.labels[mine]]
+        return batch.shared.next_token(self.model if model is None else model, self.tokens, target)
 
-    def loss_of(self, z: Tensor, batch: PromptBatch) -> Tensor:
-        """`loss`, of logits that are there.
+    def loss(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
+        """Cross entropy of the answers, 0-d: the mean over the rows of each task, then over tasks by their weights.
+
+        With a `vocabulary_weight` that over the whole vocabulary is added to each task's.
 
         Args:
-            z: of `logits`.
+            batch: of `batches`, with labels.
+            model: in place of the ranker's, such as a wrapper around it.
+        """
+        z, whole = self.read_answers(batch, model)
+        return self.loss_of(z, batch, whole)
+
+    def loss_of(self, z: Tensor, batch: PromptBatch, whole: Tensor | None = None) -> Tensor:
+        """`loss`, of what `read_answers` returned.
+
+        Args:
+            z: of `read_answers`, or of `logits`.
             batch: the same batch.
+            whole: of `read_answers`.
         """
         task, labels = batch.task.to(z.device), batch.labels.to(z.device)
         total = z.new_zeros(())
-        whole = sum(task.weight for task in self.prompt.tasks.values())
+        weights = sum(task.weight for task in self.prompt.tasks.values())
         for t, one in enumerate(self.prompt.tasks.values()):
             # Rows of other tasks count for nothing; a selection by their number would wait for the GPU.
             mine = task == t
             columns = torch.tensor(self.columns[t]).to(z.device, non_blocking=True)
             own = z.index_select(1, columns)
-            target = torch.where(mine, labels, -100)
+            target = torch.where(mine, labels, IGNORED)
             if batch.teacher is None or batch.taught is None:
                 loss = _cross_entropy(own, target)
             else:
@@ -142,7 +169,10 @@ class PromptRanker(nn.Module):
                 soft, counted = soft_target(target, teacher, batch.taught.to(z.device) & mine, self.distil)
                 losses = -(soft * own.log_softmax(-1)).sum(-1)
                 loss = losses.sum() / counted.sum().clamp(min=1)
-            total = total + one.weight / whole * loss
+            if whole is not None:
+                right = (target != IGNORED).to(loss.dtype)
+                loss = loss + self.vocabulary_weight * (whole * right).sum() / right.sum().clamp(min=1)
+            total = total + one.weight / weights * loss
         return total
 
     # -------------------------------------------------------------------------------------------------------- scores
@@ -329,7 +359,7 @@ class PromptRanker(nn.Module):
 def _cross_entropy(z: Tensor, target: Tensor) -> Tensor:
     """The mean over the rows that count, 0 where none does."""
     total = torch.nn.functional.cross_entropy(z, target, reduction="sum")
-    return total / (target != -100).sum().clamp(min=1)
+    return total / (target != IGNORED).sum().clamp(min=1)
 
 
 def default_prefix_len(positions: int | None) -> int:

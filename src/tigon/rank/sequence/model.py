@@ -198,14 +198,18 @@ class LiGR(Ranker):
         return Cache(self, keys, values, tuple(n for (n,) in layout.suffix_lengths), newest)
 
     def histories(
-        self, batch: Batch, kept: list[tuple[Tensor, Tensor]] | None = None
+        self, batch: Batch, kept: list[tuple[Tensor, Tensor]] | None = None, context: bool = True
     ) -> tuple[Tensor, Tensor, PrefixLayout]:
-        """The streams of contexts and events, (R + E, width); the ages of the newest events; the rows' layout."""
+        """The streams of contexts and events, (R + E, width); the ages of the newest events; the rows' layout.
+
+        context: whether the first token has the fields of the request. They are known at its time, and not yet at those
+        of the events.
+        """
         lengths = (batch.history_offsets.diff() + 1).tolist()
         # Sequences of their own are suffixes of nothing.
         layout = PrefixLayout([0] * len(lengths), [[n] for n in lengths], device=self.device)
         offsets = layout.cu_suffix.long() - torch.arange(layout.requests + 1, device=layout.device)
-        x, newest = events_of(self.tokens, batch, offsets)
+        x, newest = events_of(self.tokens, batch, offsets, context=context)
         return self.through(x, layout, None, kept), newest, layout
 
     @torch.no_grad()
@@ -231,6 +235,9 @@ class LiGR(Ranker):
 
     def next_item_loss(self, batch: Batch) -> Tensor:
         """The mean cross entropy of each event's item, over the whole catalogue, by what came before it.
+
+        Fields of the request are not read, here and wherever next items are scored: at the time of an event they lie in
+        the future.
 
         Args:
             batch: a `tigon.rank.Batch`; its candidates are not read. Items unseen in training do not count.

@@ -1,5 +1,8 @@
 """The next item of a history, from the whole catalogue: softmax(h · E) with E the embeddings that events have.
 
+The first token is the start of a history alone, without the fields of its request: every event is predicted by what was
+known before it, and a request, with its time, its country or its query, comes after all of them.
+
 Source: SASRec, https://arxiv.org/abs/1808.09781, with the cross entropy over all items in place of sampled ones.
 """
 
@@ -23,8 +26,8 @@ MOST = 1 << 28
 
 def loss(ranker: LiGR, batch: Batch) -> Tensor:
     table, item = _table(ranker), _items(ranker, batch)
-    x, _, layout = ranker.histories(batch)
-    # The stream before event e of request r, which is the context's for the first, is row e + r.
+    x, _, layout = ranker.histories(batch, context=False)
+    # The stream before event e of request r, which is the start's for the first, is row e + r.
     offsets = layout.cu_suffix.long() - torch.arange(layout.requests + 1, device=x.device)
     event = torch.arange(len(item), device=x.device)
     request = torch.searchsorted(offsets[1:].contiguous(), event, right=True)
@@ -98,7 +101,7 @@ def _scores(ranker: LiGR, x: Tensor) -> Tensor:
 
 def _last(ranker: LiGR, batch: Batch) -> Tensor:
     """(R, width), the stream of each request's last token."""
-    x, _, layout = ranker.histories(batch)
+    x, _, layout = ranker.histories(batch, context=False)
     return x[layout.cu_suffix[1:].long() - 1]
 
 

@@ -164,9 +164,9 @@ class Tokens(nn.Module):
             start = start + self.of(name)(values[name])
         return start
 
-    def context(self, values: dict[str, Any], requests: int) -> Tensor:
-        """(requests, width)."""
-        found: Tensor = self.norm(self._sum("context", values, self.start))
+    def context(self, values: dict[str, Any] | None, requests: int) -> Tensor:
+        """(requests, width). values: None for the start alone."""
+        found: Tensor = self.norm(self.start if values is None else self._sum("context", values, self.start))
         return found.expand(requests, self.width)
 
     def events(self, values: dict[str, Any], gap: Tensor | None) -> Tensor:
@@ -196,12 +196,14 @@ def _bucket(seconds: Tensor, bounds: Tensor) -> Tensor:
     return torch.where(there, torch.bucketize(whole, bounds, right=True) + 1, 0)
 
 
-def events_of(tokens: Tokens, batch: Batch, offsets: Tensor, since: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def events_of(
+    tokens: Tokens, batch: Batch, offsets: Tensor, since: Tensor | None = None, *, context: bool = True
+) -> tuple[Tensor, Tensor]:
     """The tokens of a batch's history, and the age of each request's newest event, infinite where there is none.
 
     offsets: the batch's history_offsets, on the device. since: (R,), the age at the batch's requests of the newest
     event that is encoded already; the tokens are then those of events alone. None: this is the whole history, and the
-    context's token stands before the events of each request.
+    context's token stands before the events of each request. context: False for one without the request's fields.
     """
     R, age = len(offsets) - 1, batch.age.double()
     E = len(age)
@@ -218,5 +220,5 @@ def events_of(tokens: Tokens, batch: Batch, offsets: Tensor, since: Tensor | Non
     row = torch.arange(R + E, device=age.device)
     request = _segments(offsets + torch.arange(R + 1, device=age.device), R + E)
     is_context = row == offsets[request] + request
-    source = torch.cat((tokens.context(batch.context, R), events))
+    source = torch.cat((tokens.context(batch.context if context else None, R), events))
     return source[torch.where(is_context, request, R + row - request - 1)], newest

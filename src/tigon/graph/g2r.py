@@ -10,6 +10,10 @@ Sources: G2R, Han et al. 2022, https://arxiv.org/abs/2202.06241; GCN, Kipf & Wel
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -20,6 +24,9 @@ from tigon.losses.options import check_choice, check_positive
 from tigon.runtime import check_tensors
 
 __all__ = ["G2R", "groups_of"]
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+OPTIONS = ("features", "hidden", "out", "eps", "gamma")
 
 
 def groups_of(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "columns"] = "rows") -> RowGroups:
@@ -35,7 +42,7 @@ def groups_of(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "col
     Raises: ValueError for shapes and nodes that do not fit.
     """
     check_choice("groups_of", "normalize", normalize, ("rows", "columns"))
-    source, target = _edges("groups_of", edge_index, nodes)
+    source, target = edges_of("groups_of", edge_index, nodes)
     counts = target.bincount(minlength=nodes)
     share = counts[target] if normalize == "rows" else source.bincount(minlength=nodes)[source]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -62,7 +69,7 @@ class G2R(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_positive("G2R", features=features, hidden=hidden, out=out, eps=eps, gamma=gamma)
-        self.eps, self.gamma = eps, gamma
+        self.features, self.hidden, self.out, self.eps, self.gamma = features, hidden, out, eps, gamma
         self.encoder = _Convolutions(features, hidden, out) if encoder is None else encoder
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -78,7 +85,8 @@ class G2R(nn.Module):
 
     def fit(
         self, x: Tensor, edge_index: Tensor, *, epochs: int = 20, nodes: int = 768,
-        optimizer: torch.optim.Optimizer | None = None, seed: int = 0,
+        normalize: Literal["rows", "columns"] = "rows", optimizer: torch.optim.Optimizer | None = None, seed: int = 0,
+        done: int = 0, after: Callable[[int, Tensor], object] | None = None,
     ) -> list[float]:  # fmt: skip
         """Fit the encoder; a step an epoch.
 
@@ -86,28 +94,37 @@ class G2R(nn.Module):
             x, edge_index: as in `forward`; without a gradient.
             epochs: steps.
             nodes: neighbourhoods that are drawn for a step, all if there are fewer.
-            optimizer: of this module's parameters; Adam at 1e-3 with weight decay 1e-4 if left out.
+            normalize: of the neighbourhoods, as in `groups_of`.
+            optimizer: of this module's parameters; `optimizer()` of this module if left out.
             seed: of the nodes that are drawn. The weights are those the module has.
+            done: how many of the epochs the weights and the optimizer have behind them, of a fit that goes on: it draws
+                what the whole fit would have drawn.
+            after: called after each epoch with its number, from 1, and its loss, a tensor of no dimension. If what it
+                returns is true, the fit ends.
         Returns: the loss of each step, an estimate where not all neighbourhoods are drawn.
-        Raises: ValueError for shapes and nodes that do not fit, and for a graph without edges.
+        Raises: ValueError for shapes and nodes that do not fit, for features that are not finite, and for a graph
+            without edges.
         """
         check_positive("G2R.fit", epochs=epochs, nodes=nodes)
         check_tensors("G2R.fit", x=x)
+        check_features("G2R.fit", x)
         n = len(x)
-        source, target = _edges("G2R.fit", edge_index, n)
+        source, target = edges_of("G2R.fit", edge_index, n)
         connected = target.unique().cpu()
         if not len(connected):
             raise ValueError("G2R.fit: edge_index must hold an edge between two nodes, got none.")
-        groups = groups_of(edge_index, n)
+        groups = groups_of(edge_index, n, normalize=normalize)
         kept = edge_index
         if isinstance(self.encoder, _Convolutions):
             kept = _adjacency(torch.stack([source, target]), n, x.dtype)
-        optimizer = optimizer or torch.optim.Adam(self.parameters(), lr=1e-3, weight_decay=1e-4)
+        optimizer = optimizer or self.optimizer()
         draw = torch.Generator().manual_seed(seed)
         losses = []
-        self.train()
-        for _ in range(epochs):
+        for epoch in range(1, epochs + 1):
             drawn = connected[torch.randperm(len(connected), generator=draw)[:nodes]]
+            if epoch <= done:
+                continue
+            self.train()
             z = self(x, kept)
             apart = coding_rate(z, groups.take(drawn), eps=self.eps) * (len(connected) / len(drawn))
             loss = apart - self.gamma * coding_rate(z, eps=self.eps, gamma=self.gamma)
@@ -115,7 +132,65 @@ class G2R(nn.Module):
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        return cast("list[float]", torch.stack(losses).tolist())
+            if after is not None and after(epoch, losses[-1]):
+                break
+        return cast("list[float]", torch.stack(losses).tolist()) if losses else []
+
+    def optimizer(self, lr: float = 1e-3, weight_decay: float = 1e-4) -> torch.optim.Optimizer:
+        """The optimizer that `fit` takes, Adam, of this module's parameters."""
+        return torch.optim.Adam(self.parameters(), lr=lr, weight_decay=weight_decay)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors; nothing is pickled.
+
+        Args:
+            folder: made if it is not there.
+        Raises: ValueError if it is a file, or if the encoder is a module of your own, whose class no file can name.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        if not isinstance(self.encoder, _Convolutions):
+            raise ValueError(
+                "G2R.save_pretrained: encoder must be the two convolutions, got a "
+                f"{type(self.encoder).__name__}: save its state_dict() yourself."
+            )
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"G2R.save_pretrained: folder must be a folder, got the file {folder}.")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({k: v.detach().cpu().clone() for k, v in self.state_dict().items()}, folder / f"{WEIGHTS}.partial")
+        about = {"kind": "g2r", **{name: getattr(self, name) for name in OPTIONS}}
+        (folder / f"{CONFIG}.partial").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        # Each under its name only when it is whole, config.json last: a folder that has it has the weights.
+        for name in (WEIGHTS, CONFIG):
+            os.replace(folder / f"{name}.partial", folder / name)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, device: torch.device | str | None = None) -> G2R:
+        """The model of a folder that `save_pretrained` wrote, in evaluation mode.
+
+        Args:
+            folder: that it wrote; of a run of `tigon graph fit`, the folder of a seed.
+            device: where the weights will be; None: the CPU.
+        Raises: ValueError if the folder holds none, or files that do not fit together.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        folder = Path(folder)
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"G2R.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
+        try:
+            about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            model = cls(**{name: about[name] for name in OPTIONS})
+            model.load_state_dict(load_file(folder / WEIGHTS))
+        except (ValueError, LookupError, TypeError, OSError, RuntimeError, SafetensorError) as error:
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"G2R.from_pretrained: {CONFIG} and {WEIGHTS} of {folder} must be of one model, as save_pretrained "
+                f"wrote them: {said}."
+            ) from error
+        return model.to(device).eval()
 
     @torch.no_grad()
     def encode(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -149,12 +224,19 @@ class _Convolutions(nn.Module):
             raise ValueError(f"G2R: x must be (n, {len(self.weight1)}), got {tuple(x.shape)}.")
         A = edge_index
         if A.layout == torch.strided:
-            A = _adjacency(torch.stack(_edges("G2R", edge_index, len(x))), len(x), x.dtype)
+            A = _adjacency(torch.stack(edges_of("G2R", edge_index, len(x))), len(x), x.dtype)
         h = torch.relu(A @ (x @ self.weight1) + self.bias1)
         return A @ (h @ self.weight2) + self.bias2
 
 
-def _edges(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+def check_features(name: str, x: Tensor) -> None:
+    values = x.detach().coalesce().values() if x.layout == torch.sparse_coo else x.values() if x.is_sparse_csr else x
+    if not bool(values.isfinite().all()):
+        bad = values[~values.isfinite()]
+        raise ValueError(f"{name}: x must be finite, got {float(bad[0])}, one of {len(bad):,} such numbers.")
+
+
+def edges_of(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
     """Sources and targets of the edges between two nodes, each once, in the order of the targets."""
     check_tensors(name, edge_index=edge_index)
     whole = not (edge_index.is_floating_point() or edge_index.is_complex() or edge_index.dtype == torch.bool)
@@ -172,7 +254,7 @@ def _edges(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def _adjacency(edges: Tensor, nodes: int, dtype: torch.dtype) -> Tensor:
-    """D^-½ (adjacency + I) D^-½, a sparse matrix whose rows are targets; edges as `_edges` returns them."""
+    """D^-½ (adjacency + I) D^-½, a sparse matrix whose rows are targets; edges as `edges_of` returns them."""
     loops = torch.arange(nodes, device=edges.device).expand(2, nodes)
     source, target = torch.cat([edges, loops], 1)
     degree = target.bincount(minlength=nodes).to(dtype)

@@ -1,0 +1,126 @@
+"""The study of next items as tables: full rankings beside the peers', who was still learning, and what a ranking costs.
+
+Rows are of quality or of speed, as benchmarks/rank_sequences.py writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from studies.rows import columns
+from tigon.bench import report
+
+NAMES = {
+    "ligr": "**LiGR**", "ligr, no gate": "LiGR without gates", "ligr, times and stars": "LiGR with times and stars",
+    "sasrec": "SASRec, loss of Tigon", "rectools-sasrec": "RecTools SASRec", "rectools-ligr": "RecTools LiGR layers",
+    "rectools-hstu": "RecTools HSTU", "recbole-sasrec": "RecBole SASRec",
+}  # fmt: skip
+MEASURE = "ndcg@10"
+
+report.COLUMNS["rank-sequences"] = columns("part", "data", "seed")
+
+Rows = list[dict[str, Any]]
+
+
+def grouped(rows: Rows) -> dict[str, dict[str, Rows]]:
+    """Fits that differ by their seed alone: by data, then by method in the order of NAMES."""
+    found: dict[str, dict[str, Rows]] = {}
+    for row in rows:
+        if row["part"] == "quality":
+            found.setdefault(row["data"], {}).setdefault(row["method"], []).append(row)
+    order = [*NAMES]
+    return {data: {name: found[data][name] for name in sorted(found[data], key=order.index)} for data in sorted(found)}
+
+
+def cut(row: dict[str, Any]) -> bool:
+    """Whether time ended the fit, which might have come further."""
+    setting = row["setting"]
+    return setting.get("ended", "seconds" if row["seconds"] >= setting["seconds"] else "") == "seconds"
+
+
+def values(rows: Rows, measure: str = MEASURE) -> list[float]:
+    return [row["measures"][measure] for row in rows]
+
+
+def spread(rows: Rows, measure: str) -> str:
+    found = values(rows, measure)
+    return f"{fmean(found):.4f}" + (f" ± {pstdev(found):.4f}" if len(found) > 1 else "")
+
+
+def markdown(header: list[str], lines: Iterable[list[str]], left: int) -> str:
+    align = [":--"] * left + ["--:"] * (len(header) - left)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *lines))
+
+
+def quality(rows: Rows) -> str:
+    """A line for each method on each set; "" without fits."""
+    lines = []
+    for data, by in grouped(rows).items():
+        for name, some in by.items():
+            epochs = sorted({row["setting"]["epochs_run"] for row in some})
+            lines.append([
+                data, NAMES[name], str(len(some)), spread(some, "hr@10"), spread(some, MEASURE),
+                spread(some, f"{MEASURE}_new"), "–".join(map(str, (*epochs[:1], *epochs[1:][-1:]))),
+                f"{fmean(row['seconds'] for row in some):.0f}", str(sum(map(cut, some)) or "–"),
+            ])  # fmt: skip
+    header = ["data", "by", "seeds", "HR@10", "NDCG@10", "NDCG@10, new items", "epochs", "seconds a fit", "cut"]
+    return markdown(header, lines, 2) if lines else ""
+
+
+def verdict(rows: Rows) -> str:
+    """Where LiGR is above and below the best peer by more than both spreads, and which peers were still learning."""
+    said: dict[str, list[str]] = {"above": [], "level with": [], "below": []}
+    learning: dict[str, list[str]] = {}
+    for data, by in grouped(rows).items():
+        peers = {name: some for name, some in by.items() if not name.startswith("ligr")}
+        if "ligr" not in by or not peers:
+            continue
+        best = max(peers, key=lambda name: fmean(values(peers[name])))
+        away = fmean(values(by["ligr"])) - fmean(values(peers[best]))
+        apart = max(pstdev(values(by["ligr"])), pstdev(values(peers[best])))
+        where = "level with" if abs(away) <= apart else "above" if away > 0 else "below"
+        said[where].append(f"{data} ({NAMES[best]}, {away:+.4f})".replace("-0", "−0"))
+        for name, some in peers.items():
+            if any(map(cut, some)):
+                learning.setdefault(name, []).append(data)
+    if not any(said.values()):
+        return ""
+    found = [f"{where} it on {', '.join(sets)}" for where, sets in said.items() if sets]
+    text = (
+        "By NDCG@10, against the best of the others and the larger of both spreads over seeds, LiGR is "
+        f"{'; '.join(found)}."
+    )
+    if learning:
+        alike: dict[str, list[str]] = {}
+        for name, sets in learning.items():
+            alike.setdefault(", ".join(sets), []).append(NAMES[name])
+        of = "; ".join(f"{' and '.join(names)} on {sets}" for sets, names in alike.items())
+        text += (
+            f" **Time ended fits of {of}**: these might have come further, so that their figures are what they reach "
+            "in the same time on the same share of a GPU, and no limit of theirs."
+        )
+    return text
+
+
+def speed(rows: Rows) -> str:
+    lines = [
+        [row["data"], row["method"], ", ".join(f"{name} {value:.4g}" for name, value in row["measures"].items())]
+        for row in rows
+        if row["part"] == "speed"
+    ]
+    return markdown(["of", "by", "measured"], lines, 3) if lines else ""
+
+
+PARTS = {"quality": quality, "verdict": verdict, "speed": speed}
+
+
+def page(folder: Path, what: str) -> str:
+    """Markdown of one part of the result files in a folder, or their sources."""
+    parts = []
+    for path in sorted(folder.glob("*-rank-sequences.json")):
+        content = report.load(path)
+        parts.append(report.source(content) if what == "source" else PARTS[what](content["rows"]))
+    return "\n\n".join(filter(None, parts)) or "No run has been recorded yet."

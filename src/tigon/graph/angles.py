@@ -1,0 +1,77 @@
+"""Principal angles between the subspaces of classes: how far apart embeddings hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tigon.losses.options import check_positive
+from tigon.runtime import check_tensors
+
+
+def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
+    """Angles between the subspaces that the rows of each two classes lie near.
+
+    The subspace of a class is spanned by the `dims` leading right singular vectors of its rows, which are not centred.
+    The cosines of the angles between two subspaces with orthonormal bases U and V are the singular values of Uᵀ V.
+
+    Args:
+        z: (n, d) floats.
+        labels: (n,) integers; rows of a negative label are in no class.
+        dims: directions of a class, at most d and the rows of the smallest class.
+    Returns: (C, C, dims) fp64, in radians, smallest first; C classes in the order of their labels. Orthogonal subspaces
+        have π/2, the diagonal has 0.
+    Raises: ValueError for shapes, and for a class of fewer rows than dims.
+    """
+    name = "principal_angles"
+    check_positive(name, dims=dims)
+    check_tensors(name, z=z, labels=labels)
+    if z.dim() != 2 or not z.is_floating_point():
+        raise ValueError(f"{name}: z must be (n, d) floats, got {tuple(z.shape)} {z.dtype}.")
+    if labels.shape != (len(z),):
+        raise ValueError(f"{name}: labels must be ({len(z):,},), one a row of z, got {tuple(labels.shape)}.")
+    bases = []
+    for label in labels[labels >= 0].unique().tolist():
+        rows = z.detach()[labels == label].double()
+        if dims > min(rows.shape):
+            raise ValueError(
+                f"{name}: dims must be at most {min(rows.shape)}, for class {label} has {len(rows)} rows of "
+                f"{rows.shape[1]} numbers, got {dims}."
+            )
+        # Of a tall matrix by its small Gram matrix would lose half of the digits.
+        bases.append(torch.linalg.svd(rows, full_matrices=False).Vh[:dims])
+    if not bases:
+        raise ValueError(f"{name}: labels must name a class, got none.")
+    U = torch.stack(bases)
+    cosines = torch.linalg.svdvals(torch.einsum("akd,bld->abkl", U, U))
+    angles: Tensor = cosines.clamp(max=1).arccos()
+    return angles
+
+
+def plot_angles(file: str | Path, panels: dict[str, Tensor]) -> None:
+    """A picture of the mean principal angle of each two classes, in degrees, a panel for each of `principal_angles`.
+
+    Args:
+        file: of the picture, in a format of matplotlib's.
+        panels: (C, C, dims) radians by what they are of.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.5 * len(panels) + 0.5, 4), layout="constrained", squeeze=False
+    )
+    for one, (title, angles) in zip(axes[0], panels.items(), strict=True):
+        degrees = angles.mean(-1).rad2deg().tolist()
+        image = one.imshow(degrees, vmin=0, vmax=90, cmap="viridis")
+        for i, row in enumerate(degrees):
+            for j, value in enumerate(row):
+                one.text(j, i, f"{value:.0f}", ha="center", va="center", color="white" if value < 50 else "black")
+        one.set(title=title, xlabel="class", ylabel="class", xticks=range(len(degrees)), yticks=range(len(degrees)))
+    figure.colorbar(image, ax=axes, label="mean principal angle, degrees")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

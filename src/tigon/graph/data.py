@@ -1,0 +1,112 @@
+"""Graphs with the features of their nodes, and what labels and split there are."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.graph.g2r import check_features, edges_of
+from tigon.runtime import check_tensors
+
+NAMES = ("x", "edge_index", "y", "train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph.
+
+    Attributes:
+        x: (n, F) floats, what the nodes come with.
+        edge_index: (2, e) integers, sources and targets, as in PyG.
+        y: (n,) integers, the class of each node, −1 where there is none; or None.
+        train, val, test: integers, the nodes of the split; or None.
+    Raises: ValueError for shapes, dtypes and nodes that do not fit, and for features that are not finite.
+    """
+
+    x: Tensor
+    edge_index: Tensor
+    y: Tensor | None = None
+    train: Tensor | None = None
+    val: Tensor | None = None
+    test: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_tensors("Graph", **{name: getattr(self, name) for name in NAMES})
+        if self.x.dim() != 2 or not self.x.is_floating_point():
+            raise ValueError(f"Graph: x must be (n, F) floats, got {tuple(self.x.shape)} {self.x.dtype}.")
+        n = len(self.x)
+        check_features("Graph", self.x)
+        edges_of("Graph", self.edge_index, n)
+        if self.y is not None and (self.y.shape != (n,) or not _whole(self.y)):
+            raise ValueError(f"Graph: y must be ({n:,},) integers, got {tuple(self.y.shape)} {self.y.dtype}.")
+        for name in ("train", "val", "test"):
+            nodes = getattr(self, name)
+            if nodes is None:
+                continue
+            if nodes.dim() != 1 or not _whole(nodes):
+                raise ValueError(f"Graph: {name} must be a line of integers, got {tuple(nodes.shape)} {nodes.dtype}.")
+            outside = nodes[(nodes < 0) | (nodes >= n)]
+            if len(outside):
+                raise ValueError(f"Graph: {name} must lie in [0, {n:,}), the nodes, got {int(outside[0]):,}.")
+
+
+def read_graph(file: str | Path) -> Graph:
+    """A graph of your own.
+
+    Args:
+        file: .npz or .safetensors with the arrays x and edge_index and, for a probe, y, train, val and test, as `Graph`
+            has them. A split may be masks too, (n,) bools, by these names or as train_mask, val_mask and test_mask.
+    Raises: ValueError for another file, and for arrays that are missing or do not fit. Pickles are not read, which is
+        why .pt files are not.
+    """
+    file = Path(file)
+    if not file.is_file():
+        raise ValueError(f"read_graph: file must be a file, which {file} is not.")
+    if file.suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"read_graph: file must be .npz or .safetensors, got {file.name}.")
+    arrays = _numpy(file) if file.suffix == ".npz" else _safetensors(file)
+    for name in ("train", "val", "test"):
+        found = arrays.get(name, arrays.get(f"{name}_mask"))
+        if found is not None and found.dtype == torch.bool:
+            found = found.nonzero()[:, 0]
+        if found is not None:
+            arrays[name] = found
+    missing = [name for name in ("x", "edge_index") if name not in arrays]
+    if missing:
+        raise ValueError(
+            f"read_graph: {file} must hold x (n, F) and edge_index (2, e), got no {' and no '.join(missing)}; it has "
+            f"{', '.join(sorted(arrays)) or 'nothing'}."
+        )
+    return Graph(arrays["x"].float(), *(arrays.get(name) for name in NAMES[1:]))  # type: ignore[arg-type]
+
+
+def _numpy(file: Path) -> dict[str, Tensor]:
+    import numpy as np
+
+    found: dict[str, Tensor] = {}
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                found[name] = torch.from_numpy(np.ascontiguousarray(arrays[name]))
+    except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"read_graph: {file} is no .npz of plain arrays ({error}).") from error
+    return found
+
+
+def _safetensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(file))
+    except SafetensorError as error:
+        raise ValueError(f"read_graph: {file} is no safetensors file ({error}).") from error
+
+
+def _whole(t: Tensor) -> Any:
+    return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)

@@ -1,0 +1,80 @@
+"""Which graph is tried next: at first any; then a mutant of one of those that survive, as a guide picks it.
+
+Of what was tried the newest `AGE` are young enough. Of these the `POPULATION` survive whose rank by loss, with a tenth
+of their rank by FLOPs, is the lowest. A parent is drawn by 1 / its place among them, and of `MUTANTS` graphs that
+differ from it in one token, and were not tried, the guide picks one.
+
+Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434; survival by age: Real et al. 2019, regularized
+evolution, https://arxiv.org/abs/1802.01548
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Literal, NamedTuple
+
+from tigon.rank.searching.guide import picked
+from tigon.rank.searching.space import TRIES, Graph, Space, key
+
+Sampler = Literal["evolution", "random"]
+FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20
+# Of the rank by FLOPs, beside that by loss.
+FLOPS_SHARE = 0.1
+
+
+class Tried(NamedTuple):
+    """A graph that was tried. number: of its trial. loss: on the held-out rows. flops: of a row."""
+
+    number: int
+    graph: Graph
+    loss: float
+    flops: int
+
+
+def survivors(tried: Sequence[Tried]) -> list[Tried]:
+    """Those that may be parents, the best first."""
+    young = sorted(tried, key=lambda one: one.number)[-AGE:]
+    losses, flops = ranks([one.loss for one in young]), ranks([one.flops for one in young])
+    score = {one.number: a + FLOPS_SHARE * b for one, a, b in zip(young, losses, flops, strict=True)}
+    return sorted(young, key=lambda one: (score[one.number], one.number))[:POPULATION]
+
+
+def ranks(values: Sequence[float]) -> list[int]:
+    """From 0 for the smallest; equal values have one rank."""
+    place = {value: n for n, value in enumerate(sorted(set(values)))}
+    return [place[value] for value in values]
+
+
+def chosen(space: Space, sampler: Sampler, tried: Sequence[Tried], seen: set[str], seed: int, number: int) -> Graph:
+    """The graph of a trial.
+
+    Args:
+        tried: trials at their end. seen: `key` of all graphs that have a trial, at its end or not.
+        seed, number: of the search and of the trial: they decide what is drawn, together with what was tried.
+    """
+    random = Random(f"{seed} {number}")
+    if sampler == "random" or len(tried) < FIRST:
+        return unseen(space, random, seen)
+    living = survivors(tried)
+    parent = random.choices(living, [1 / (1 + place) for place in range(len(living))])[0].graph
+    mutants: dict[str, Graph] = {}
+    for _ in range(2 * MUTANTS):  # a small graph has fewer
+        found = space.mutant(parent, random)
+        if key(found) not in seen:
+            mutants.setdefault(key(found), found)
+        if len(mutants) == MUTANTS:
+            break
+    if not mutants:
+        return unseen(space, random, seen)
+    return picked(tried, list(mutants.values()), seed)
+
+
+def unseen(space: Space, random: Random, seen: set[str]) -> Graph:
+    """A random graph that has no trial; one that has, where the space has hardly another."""
+    found = space.drawn(random)
+    for _ in range(TRIES):
+        if key(found) not in seen:
+            break
+        found = space.drawn(random)
+    return found

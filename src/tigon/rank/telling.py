@@ -1,0 +1,93 @@
+"""Fields that tell a label by themselves, as those do that say what happened afterwards.
+
+A field's values, cut into bins, are scored by how often the label is 1 among them, counted in one half of the rows and
+measured by AUC in the other. So ids of single rows tell nothing, and values in no order are found too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tigon.rank import metrics
+from tigon.rank.fields import Number, Time
+from tigon.rank.impressions import Impressions
+
+# Above this AUC a field is named.
+TELLS = 0.99
+ROWS = 50_000
+# Fewer rows, or fewer of one class, say nothing about an AUC near 1.
+FEWEST_ROWS, FEWEST = 200, 20
+BINS = 64
+
+
+def telling(data: Impressions, *, seed: int = 0) -> list[str]:
+    """A sentence for each field and label where the field alone has an AUC above 0.99.
+
+    data: with labels. Of more than 50,000 rows so many are drawn. Texts and lists are not looked at.
+    """
+    values, labels = _rows(data, seed)
+    found = []
+    for label, y in labels.items():
+        known = ~y.isnan()
+        y = y[known]
+        if len(y) < FEWEST_ROWS or min(float(y.sum()), float((1 - y).sum())) < FEWEST:
+            continue
+        for name, x in values.items():
+            if (auc := _auc(x[known], y)) > TELLS:
+                found.append(
+                    f"Field {name!r} alone tells label {label!r}, with an AUC of {auc:.4f}. If it says what happened "
+                    "afterwards, take it out of the schema: a row to score will not have it."
+                )
+    return found
+
+
+def _rows(data: Impressions, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of rows that are drawn, the bins of each field, and the labels."""
+    fields, parts, rows = data.schema.fields, list[dict[str, Tensor]](), 0
+    labels: list[dict[str, Tensor]] = []
+    draw = torch.Generator().manual_seed(seed)
+    for batch in data.batches(tokens=1 << 13, history_max=0, shuffle=draw, device="cpu"):
+        request = torch.repeat_interleave(batch.offsets.diff())
+        sides = {**{name: (x, request) for name, x in batch.context.items()},
+                 **{name: (x, None) for name, x in batch.items.items()}}  # fmt: skip
+        part = {name: x if of is None else x[of] for name, (x, of) in sides.items() if isinstance(x, Tensor)}
+        parts.append(part)
+        labels.append(batch.labels)
+        rows += batch.candidates
+        if rows >= ROWS:
+            break
+    if not parts:
+        return {}, {}
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    values = {
+        name: _bins(torch.where(x == Time.MISSING, torch.nan, x.double()) if isinstance(fields[name], Time) else x)
+        if isinstance(fields[name], (Number, Time)) else x
+        for name, x in joined.items()
+    }  # fmt: skip
+    return values, {name: torch.cat([part[name] for part in labels]) for name in labels[0]}
+
+
+def _bins(x: Tensor) -> Tensor:
+    """(n,) int64 bins of about as many numbers each; frequent numbers have their own, and so have missing ones."""
+    there = x[~x.isnan()].sort().values
+    if not len(there):
+        return torch.zeros(len(x), dtype=torch.int64)
+    edges = there[(torch.arange(1, BINS) * len(there)) // BINS].unique()
+    place = x.nan_to_num()
+    # On an edge, or between two of them.
+    found = torch.searchsorted(edges, place) + torch.searchsorted(edges, place, right=True)
+    return torch.where(x.isnan(), 2 * len(edges) + 1, found)
+
+
+def _auc(x: Tensor, y: Tensor) -> float:
+    """The mean of both halves' AUC by rates that the other half counts."""
+    bins, code = x.unique(return_inverse=True)
+    half = torch.arange(len(y)) % 2 == 0
+    found = []
+    for counted in (half, ~half):
+        of, mean = code[counted], y[counted].double().mean()
+        ones = torch.zeros(len(bins), dtype=torch.float64).index_add_(0, of, y[counted].double())
+        rate = (ones + mean) / (of.bincount(minlength=len(bins)) + 1)
+        found.append(metrics.auc(rate[code[~counted]], y[~counted]))
+    return sum(found) / 2

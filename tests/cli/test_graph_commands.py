@@ -1,0 +1,185 @@
+"""`tigon graph`: embeddings of a graph from a file, a probe of them, and what is left when the run is cut."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+
+for package in ("safetensors", "sklearn", "matplotlib"):
+    pytest.importorskip(package)
+
+SMALL = ("--hidden", 16, "--out", 16, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Three classes of 40 nodes, whose edges say what their features hardly do."""
+    draw = np.random.default_rng(0)
+    y = np.arange(120) % 3
+    edges = draw.random((120, 120)) < np.where(y[:, None] == y, 0.08, 0.002)
+    x = draw.normal(size=(3, 12))[y] + 4 * draw.normal(size=(120, 12))
+    order = draw.permutation(120)
+    place = tmp_path_factory.mktemp("graph") / "made.npz"
+    np.savez(place, x=x, edge_index=np.argwhere(edges | edges.T).T, y=y, train=order[:30], val=order[30:60],
+             test=order[60:])  # fmt: skip
+    return place
+
+
+@pytest.fixture
+def here(capsys, monkeypatch):
+    """The command in this process: imports of scikit-learn are most of a short one."""
+    from command import Result
+
+    from tigon.cli import main
+
+    # The command's own handler would stay.
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        return Result(subprocess.CompletedProcess(arguments, end.value.code or 0, out, err))
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def vectors(output, seed=0):
+    from safetensors.numpy import load_file
+
+    return load_file(output / f"seed-{seed}" / "embeddings.safetensors")["z"]
+
+
+def test_a_graph_is_fitted_and_probed(file, here, tmp_path):
+    run = tmp_path / "run"
+    shown = here("graph", "fit", "--data", file, *SMALL, "--epochs", 12, "--seed", "0,3", "-o", run).ok()
+    assert "seed 3, epoch 12: loss" in shown.err
+    assert "120 nodes of 12 numbers" in shown.err
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["seed"], row["step"]) for row in rows] == [(seed, step) for seed in (0, 3) for step in range(1, 13)]
+    record = json.loads((run / "results.json").read_text())
+    # The epoch that is kept is the first of those that are best on the validation.
+    for one in record["seeds"]:
+        own = [row["val"] for row in rows if row["seed"] == one["seed"]]
+        assert (one["val"], one["epoch"]) == (max(own), own.index(max(own)) + 1)
+    assert record["versions"]["torch"]
+    assert not list(run.glob("checkpoint-*"))
+    probed = here("graph", "probe", run, "--plot", tmp_path / "angles.png", "--dims", 3, "--json").ok()
+    found = json.loads(probed.out)
+    assert [row["seed"] for row in found["seeds"]] == [0, 3]
+    assert [row["val"] for row in found["seeds"]] == [one["val"] for one in record["seeds"]]
+    tests = [row["test"] for row in found["seeds"]]
+    assert min(tests) > 0.6  # by chance a third
+    assert found["summary"]["test"] == pytest.approx({"mean": np.mean(tests), "sd": np.std(tests, ddof=1)})
+    assert json.loads((run / "probe.json").read_text()) == found
+    assert (tmp_path / "angles.png").stat().st_size > 5000
+    table = here("graph", "probe", run).ok().out
+    assert f"{np.mean(tests):.4f}" in table
+    from tigon import graph
+
+    model, of = graph.G2R.from_pretrained(run / "seed-3"), graph.read_graph(file)
+    np.testing.assert_allclose(model.encode(of.x, of.edge_index).numpy(), vectors(run, 3), rtol=1e-5, atol=1e-8)
+    here("graph", "fit", "--data", file, "-o", run).problem("holds a run", "--overwrite replaces it")
+    here("graph", "fit", "--resume", "-o", run).problem("is at its end")
+    here("graph", "fit", "--data", file, *SMALL, "--epochs", 1, "--keep", "last", "-o", run, "--overwrite").ok()
+    assert not (run / "probe.json").exists()
+    np.savez(tmp_path / "other.npz", x=of.x.numpy(), edge_index=of.edge_index.numpy()[:, :9])
+    text = (run / "run.json").read_text()
+    (run / "run.json").write_text(text.replace(str(file), str(tmp_path / "other.npz")))
+    here("graph", "probe", run).problem("is not what the run in", "was fitted to")
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_embeddings(file, here, tmp_path, monkeypatch):
+    from tigon.cli.graph import fitting
+
+    same = ("--data", file, *SMALL, "--epochs", 8, "--seed", "0,1")
+    here("graph", "fit", *same, "-o", tmp_path / "whole").ok()
+    cut, append = tmp_path / "cut", fitting.append
+
+    def at(seed, step, act):
+        monkeypatch.setattr(
+            fitting, "append", lambda f, row: (append(f, row), (row["seed"], row["step"]) == (seed, step) and act())
+        )
+
+    at(0, 5, lambda: signal.raise_signal(signal.SIGINT))
+    said = here("graph", "fit", *same, "-o", cut)
+    assert said.code == 130
+    assert (
+        f"stopped in seed 0 after epoch 5, with a checkpoint; go on by: tigon graph fit --resume --output {cut}"
+        in said.err
+    )
+    assert not (cut / "seed-0").exists()
+    here("graph", "probe", cut).problem("no seed of", "is at its end; go on by")
+    # A kill in the second seed, before it has a checkpoint: the first one is not fitted again.
+    at(1, 3, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        here("graph", "fit", "--resume", "--device", "cpu", "-o", cut)
+    assert list(json.loads((cut / "run.json").read_text())["stages"]) == ["seed 0"]
+    assert len(json.loads(here("graph", "probe", cut, "--json").ok().out)["seeds"]) == 1
+    at(0, 0, None)
+    again = here("graph", "fit", "--resume", "--device", "cpu", "-o", cut).ok()
+    assert "seed 0" not in again.err
+    for seed in (0, 1):
+        assert (vectors(cut, seed) == vectors(tmp_path / "whole", seed)).all()
+
+
+def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_path):
+    arrays = np.load(file)
+    np.savez(tmp_path / "bare.npz", x=arrays["x"], edge_index=arrays["edge_index"])
+    shown = here("graph", "fit", "--data", tmp_path / "bare.npz", *SMALL, "--epochs", 2, "-o", tmp_path / "run").ok()
+    assert "the last epoch is kept, for the graph has no y, train and val" in shown.err
+    assert vectors(tmp_path / "run").shape == (120, 16)
+    here("graph", "probe", tmp_path / "run").problem("graph must have y, train and test, got no y and no train")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("--data must name a graph",)),
+        (("--data", "reddit"), ("--data must be one of cora, citeseer, pubmed, or a file, got reddit",)),
+        (("--data", "cora"), ("--root must name the folder of the files of cora",)),
+        (("--data", "cora", "--root", "."), ("must hold the files of cora, got none of ind.cora.x",)),
+        (("--data", "{file}", "--root", "."), ("--root is for --data cora, citeseer, pubmed",)),
+        (("--data", "{file}", "--eps", "0"), ("--eps must be positive, got 0.0",)),
+        (("--data", "{file}", "--lr", "nan"), ("--lr must be positive, got nan",)),
+        (("--data", "{file}", "--keep", "first"), ("--keep must be one of best, last, got first",)),
+        (("--data", "{file}", "--normalize", "all"), ("--normalize must be one of rows, columns, got all",)),
+        (("--data", "{file}", "--seed", "a"), ("--seed must be integers", "got a")),
+        (("--data", "nan.npz"), ("x must be finite, got nan",)),
+        (("--data", "far.npz"), ("edge_index must lie in [0, 2), the nodes, got 2",)),
+        (("--data", "turned.npz"), ("edge_index must be (2, e) integers, sources and targets, got (3, 2)",)),
+        (("--data", "alone.npz"), ("edge_index must hold an edge between two nodes",)),
+        (("--resume",), ("there is no run in", "to resume")),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, words, file, here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x, pair = np.ones((2, 3)), np.array([[0], [1]])
+    np.savez(tmp_path / "nan.npz", x=x * np.nan, edge_index=pair)
+    np.savez(tmp_path / "far.npz", x=x, edge_index=pair + 1)
+    np.savez(tmp_path / "turned.npz", x=x, edge_index=np.zeros((3, 2), int))
+    np.savez(tmp_path / "alone.npz", x=x, edge_index=np.zeros((2, 1), int))
+    said = here("graph", "fit", *(word.format(file=file) for word in arguments), "-o", "x", "--device", "cpu")
+    assert said.code == 2, said.err
+    assert said.err.strip().splitlines()[-1].startswith("tigon: graph fit: "), said.err
+    assert all(word in said.err for word in words), said.err
+    assert not list(tmp_path.glob("x/seed-*"))
+
+
+def test_a_pickle_in_the_files_runs_nothing(here, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was-here"),)
+
+    for part in ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index"):
+        (tmp_path / f"ind.pubmed.{part}").write_bytes(pickle.dumps(Evil()))
+    said = here("graph", "fit", "--data", "pubmed", "--root", tmp_path, "-o", tmp_path / "x")
+    said.problem("ind.pubmed.x is no pickle of arrays: it wants", "and arrays and lists are all that is read")
+    assert not (tmp_path / "was-here").exists()

@@ -1,0 +1,211 @@
+"""`tigon rank interactions`, and what fits and scores say of columns that are not what they seem: one small run."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+for package in ("safetensors", "accelerate", "matplotlib"):
+    pytest.importorskip(package)
+import pyarrow.csv as csv  # noqa: E402
+
+from tigon import rank  # noqa: E402
+from tigon.cli.problem import Problem  # noqa: E402
+from tigon.cli.rank.interactions import interactions  # noqa: E402
+from tigon.cli.rank.opened import Opened  # noqa: E402
+
+LABELS = ["score", "long = share >= 2"]
+FIELDS = {
+    "banner": {"kind": "Id"}, "size": {"kind": "Number"}, "country": {"kind": "Id"}, "watched": {"kind": "Number"},
+    "tags": {"kind": "Ids"}, "site": {"kind": "Id"},
+}  # fmt: skip
+
+
+def drawn(rows=400):
+    draw = np.random.default_rng(0)
+    score = draw.integers(0, 2, rows)
+    share = np.where(draw.random(rows) < 0.4, np.nan, draw.integers(0, 4, rows))
+    return {
+        "visit": (np.arange(rows) * 7) % (rows // 4), "banner": draw.integers(0, 5, rows),
+        "size": draw.normal(size=rows),
+        "country": draw.choice(["at", "be"], rows), "watched": score * (1 + draw.random(rows)), "tags": ["a b"] * rows,
+        "site": ["one"] * rows, "row": draw.integers(0, 9, rows), "score": score, "share": share,
+    }  # fmt: skip
+
+
+def written_as(name):
+    return f"data_{name}" if name in ("row", "score") else name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    table = pa.table(drawn())
+    csv.write_csv(table, folder / "train.csv")
+    fields = {name: field for name, field in FIELDS.items() if name != "tags"}
+    (folder / "schema.json").write_text(json.dumps({"roles": {"request": "visit", "labels": LABELS}, "fields": fields}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder, tigon, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "run"
+    said = tigon(
+        "rank", "fit", "--data", folder / "train.csv", "--schema", folder / "schema.json", "--model", "lirank",
+        "--width", 4, "--layers", 1, "--rank", 2, "--mlp", "8", "--epochs", 1, "--batch-size", 20, "--draws", 0,
+        "--device", "cpu", "-o", out,
+    ).ok()  # fmt: skip
+    return out, said
+
+
+def test_a_fit_warns_of_what_tells_a_label_and_of_missing_values(run):
+    out, said = run
+    assert "warning: Field 'watched' alone tells label 'score', with an AUC of 1.0000. If it says" in said.err
+    assert "note: Label 'long' has no value in " in said.err
+    results = json.loads((out / "results.json").read_text())
+    assert [one.split(" alone")[0] for one in results["warnings"]] == ["Field 'watched'"]
+    found = results["validation"]["metrics"]
+    assert all(found[label]["auc"]["value"] == found[label]["auc"]["value"] for label in ("score", "long"))
+
+
+def test_inspecting_the_table_warns_too(folder, tigon):
+    said = tigon("rank", "inspect", folder / "train.csv", "--label", "score", "--request", "visit").ok()
+    assert "Field 'watched' alone tells label 'score'" in said.out
+
+
+def test_scores_have_row_numbers_and_columns_of_their_own(run, folder, tigon, tmp_path):
+    out, _ = run
+    rows = drawn()
+    for keep, columns in (
+        ((), ["row", "visit", "label_score", "long", "score"]),
+        (("all",), ["row", *map(written_as, rows), "label_score", "long", "score"]),
+    ):
+        file = tmp_path / f"{len(keep)}.csv"
+        options = [word for name in keep for word in ("--keep", name)]
+        score = ("rank", "score", out, "--data", folder / "train.csv", "--device", "cpu", *options)
+        said = tigon(*score, "-o", file).ok()
+        found = csv.read_csv(file)
+        assert found.column_names == columns
+        assert "note: 'score' of the labels is written as 'label_score'" in said.err
+    # Requests lie apart in the table: rows come request by request, and their numbers lead back.
+    row = np.array(found["row"])
+    assert sorted(row) == list(range(400))
+    assert list(row) != list(range(400))
+    assert np.array(found["visit"]).tolist() == rows["visit"][row].tolist()
+    assert found["country"].to_pylist() == rows["country"][row].tolist()
+    assert np.array(found["data_row"]).tolist() == rows["row"][row].tolist()
+    assert np.array(found["data_score"]).tolist() == rows["score"][row].tolist()
+    total = np.array(found["label_score"]) + np.array(found["long"])
+    np.testing.assert_allclose(np.array(found["score"]), total, atol=1e-6)
+    tigon(*score, "--keep", "contry", "-o", tmp_path / "x.csv").problem("there is no column 'contry'", "country")
+
+
+def test_interactions_of_a_run(run, folder, tigon, tmp_path, capsys):
+    out, _ = run
+    picture, schema = tmp_path / "new" / "pairs.png", tmp_path / "next.json"
+    command = ("rank", "interactions", out, "--device", "cpu")
+    written = ("--plot", picture, "--as-crosses", schema, "--crosses", 2, "--hash-rows", 500)
+    said = tigon(*command, "--top", 3, *written).ok()
+    assert "3 of 6 sets" in said.out
+    assert "note: Field 'site' is left out: it is the same in all rows." in said.err
+    assert picture.stat().st_size > 5_000
+    data = rank.Impressions.read(folder / "train.csv", schema=rank.Schema.load(schema))
+    made = [name for name, field in data.schema.fields.items() if field.kind == "Cross"]
+    assert [data.schema.fields[name].hash_rows for name in made] == [500, 500]
+    found = json.loads(tigon(*command, "--pairs", "--json").ok().out)
+    assert [" × ".join(one["features"]) for one in found["interactions"][:2]] == made
+    assert (found["order"], found["sets"]) == (2, 6)
+    assert set(found["fields"]) == {"banner", "size", "country", "watched"}
+    assert sum(one["share"] for one in found["interactions"]) == pytest.approx(1)
+    assert f"tigon rank fit --schema {schema} fits with it" in said.out
+    tigon(*command, *written).problem(f"--plot {picture} is there; --overwrite replaces it")
+    with pytest.raises(Problem, match=r"--as-crosses .*next.json is there; --overwrite replaces it"):
+        called(out, as_crosses=schema)
+    capsys.readouterr()
+    called(out, as_crosses=schema, overwrite=True, label="long", method="nid", order=3, json=True)
+    nid = json.loads(capsys.readouterr().out)
+    assert [one["order"] for one in nid["interactions"]] == [3] * 4
+    assert rank.Schema.load(schema).fields[nid["crosses"][0]].hash_rows == 100
+    with pytest.raises(Problem, match=r"nothing.csv"):
+        called(out, data=[str(folder / "nothing.csv")])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"order": 9}, "--order must be None or an integer from 2 to 4, how many features there are, got 9"),
+        ({"order": 3, "pairs": True}, "--pairs is --order 2, got --order 3 besides"),
+        ({"method": "pid"}, "--method must be one of persistence, nid, got pid"),
+        ({"plot": "x.txt"}, "--plot must end in .png, .svg, .pdf"),
+        ({"plot": "."}, "--plot must end in .png"),
+        ({"as_crosses": "."}, "--as-crosses must be a file, got the folder"),
+        ({"label": "scor"}, "there is no label 'scor'; did you mean 'score'?"),
+    ],
+)
+def test_bad_options(run, options, said):
+    with pytest.raises(Problem, match=re.escape(said)):
+        called(run[0], **options)
+
+
+def called(run=None, **options):
+    given = {name: Path(value) if name in ("plot", "as_crosses") else value for name, value in options.items()}
+    given = {
+        "data": None, "label": None, "top": 20, "pairs": False, "order": None, "method": "persistence", "plot": None,
+        "as_crosses": None, "crosses": 5, "hash_rows": 100, "networks": 1, "seed": 0, "device": "cpu",
+        "overwrite": False, "json": False, **given,
+    }  # fmt: skip
+    interactions(run, **given)
+
+
+def test_other_rankers_have_none(run, folder, tmp_path):
+    schema = rank.Schema(rank.Roles("banner", labels="score"), {"banner": rank.Id(side="item", vocab=(1, 2))})
+    rank.LiGR(schema, 8, 1).save_pretrained(tmp_path / "ligr")
+    with pytest.raises(Problem, match="is for --model lirank, whose MLP reads the fields of a row, got a LiGR; with"):
+        called(tmp_path / "ligr")
+    plain = rank.Ranker.from_pretrained(run[0] / "model")
+    rank.LiRank(plain.schema, 4, mlp=()).save_pretrained(tmp_path / "linear")
+    with pytest.raises(Problem, match="--data must name rows that say how far the fields of"):
+        called(tmp_path / "linear")
+    with pytest.raises(Problem, match="ranker must have an MLP over its fields, by --mlp, got one without"):
+        called(tmp_path / "linear", data=[str(folder / "train.csv")])
+    one = rank.Schema({"labels": LABELS}, {"country": rank.Id(vocab=("at", "be")), "site": rank.Id(vocab=("one",))})
+    rank.LiRank(one, 4).save_pretrained(tmp_path / "one")
+    with pytest.raises(Problem, match=r"there must be two fields that vary, got 1 .site: it is the same in all rows"):
+        called(tmp_path / "one", data=[str(folder / "train.csv")])
+
+
+def test_interactions_of_a_table(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)
+    monkeypatch.setattr("tigon.rank.interacting.tables.EPOCHS", 3)
+    data = [str(folder / "train.csv")]
+    called(data=data, label="score", as_crosses=tmp_path / "schema.json", json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["order"] == 2
+    assert "site" in found["left_out"]
+    assert "The MLPs have losses of" in found["notes"][0]
+    schema = rank.Schema.load(tmp_path / "schema.json")
+    assert schema.is_open  # a fit takes the values of the rows that it is trained on
+    assert [name for name, field in schema.fields.items() if field.kind == "Cross"] == found["crosses"]
+    assert rank.Impressions.read(data, schema=schema).rows == 400
+    with pytest.raises(Problem, match="give the folder of a run, or a table by --data and its --label"):
+        called(data=data)
+    with pytest.raises(Problem, match="there is no column 'scor'"):
+        called(data=data, label="scor")
+
+
+def test_tasks_of_more_than_two_answers_are_named():
+    def opened(**tasks):
+        ranker = SimpleNamespace(prompt=SimpleNamespace(tasks={n: SimpleNamespace(values=v) for n, v in tasks.items()}))
+        return SimpleNamespace(by_prompt=True, command="rank eval", ranker=ranker)
+
+    notes = []
+    Opened.check_binary(opened(like=[1.0, 0.0]), notes)
+    assert notes == []
+    Opened.check_binary(opened(like=[1.0, 0.0], stars=[1.0, 2.0, 3.0]), notes)
+    assert notes[0].startswith("stars: left out, since metrics are of two answers, of the values 1 and 0")
+    with pytest.raises(Problem, match="rank eval: none of the tasks stars can be measured: metrics are of two answers"):
+        Opened.check_binary(opened(stars=[1.0, 2.0, 3.0]), notes)

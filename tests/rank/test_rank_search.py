@@ -1,0 +1,409 @@
+"""A search: which graphs there are and which are tried, what a trial is trained on, and a study that goes on."""
+
+import json
+import math
+import subprocess
+import sys
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+for package in ("optuna", "lightgbm", "pyarrow", "accelerate", "safetensors"):
+    pytest.importorskip(package)
+import optuna  # noqa: E402
+from requests_made import SCHEMA, batch  # noqa: E402
+
+from tigon import rank  # noqa: E402
+from tigon.rank.features.blocks import KINDS, Block, blocks_of, flops  # noqa: E402
+from tigon.rank.searching import evolve, guide  # noqa: E402
+from tigon.rank.searching.evolve import Tried, chosen, survivors  # noqa: E402
+from tigon.rank.searching.fidelity import Smaller, whole  # noqa: E402
+from tigon.rank.searching.measuring import log_loss  # noqa: E402
+from tigon.rank.searching.processes import is_locked, locked, unlocked  # noqa: E402
+from tigon.rank.searching.space import WIDTHS, Space, depth, graph_of, key, tokens  # noqa: E402
+from tigon.rank.searching.study import Study  # noqa: E402
+
+SPACE = Space()
+
+
+def drawn_graphs(n, space=SPACE, seed=0):
+    random = Random(seed)
+    return [space.drawn(random) for _ in range(n)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the space
+
+
+def test_random_graphs_are_of_every_kind_and_size():
+    graphs = drawn_graphs(300)
+    assert all(SPACE.allows(graph) and blocks_of(graph) == graph for graph in graphs)
+    assert {len(graph) for graph in graphs} == set(range(1, 8))
+    assert {(b.kind, b.width) for graph in graphs for b in graph} == {(k, w) for k in KINDS for w in WIDTHS[k]}
+    assert len({key(graph) for graph in graphs}) > 280
+    small = Space(("mlp", "fm"), 2, vectors=1)
+    for graph in drawn_graphs(50, small):
+        assert len(graph) <= 2
+        assert all(b.kind == "mlp" or b.inputs == (0, 1) for b in graph)  # one vector has no pair
+
+
+def test_a_mutant_differs_in_one_token():
+    random = Random(1)
+    ways = set()
+    for graph in drawn_graphs(150, seed=2):
+        found = SPACE.mutant(graph, random)
+        assert SPACE.allows(found)
+        assert key(found) != key(graph) or found != graph
+        if len(found) != len(graph):
+            ways.add(len(found) - len(graph))
+            if len(found) > len(graph):
+                assert found[:-1] == graph
+            continue
+        (pair,) = [(a, b) for a, b in zip(graph, found, strict=True) if a != b]
+        a, b = pair
+        level = [WIDTHS[one.kind].index(one.width) for one in pair]
+        changed = [a.kind != b.kind, level[0] != level[1], len(set(a.inputs) ^ set(b.inputs)) == 1]
+        assert sum(changed) == 1
+        ways.add(changed.index(True) + 10)
+    assert ways == {1, -1, 10, 11, 12}
+
+
+def test_what_read_a_block_that_goes_reads_what_it_read():
+    graph = (Block("mlp", 32, (0,)), Block("cross", 8, (1,)), Block("dot", 16, (0, 2)))
+    gone = set()
+    for seed in range(200):
+        found = SPACE.mutant(graph, Random(seed))
+        if len(found) == 2:
+            gone.add(found)
+    assert gone == {
+        (Block("cross", 8, (0,)), Block("dot", 16, (0, 1))),
+        (Block("mlp", 32, (0,)), Block("dot", 16, (0, 1))),
+        (Block("mlp", 32, (0,)), Block("cross", 8, (1,))),
+    }
+
+
+def test_tokens_are_a_graph_and_its_key_has_no_order():
+    for graph in drawn_graphs(50):
+        assert graph_of(tokens(graph)) == graph
+    a, b = Block("mlp", 32, (0,)), Block("cross", 8, (0,))
+    first = (a, b, Block("gate", 8, (1,)))
+    second = (b, a, Block("gate", 8, (2,)))
+    other = (b, a, Block("gate", 8, (1,)))
+    assert key(first) == key(second) != key(other)
+    assert (depth(first), depth((a,))) == (2, 1)
+    assert tokens((a, Block("gate", 16, (0, 1)))) == {
+        "blocks": 2, "1 kind": "mlp", "1 level": 0, "1 inputs": 1, "2 kind": "gate", "2 level": 1, "2 inputs": 3
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"most": 0}, r"most must be from 1 to 7 blocks, got 0: without a block no path leads"),
+        ({"kinds": ()}, r"kinds must name one of mlp, .*, got none: without a block no path leads"),
+        ({"kinds": ("dott",)}, r"there is no kind 'dott' of blocks; did you mean 'dot'\?"),
+        ({"kinds": ("fm", "dot"), "vectors": 1}, r"one vector alone, so that no block can read them"),
+    ],
+)
+def test_a_space_without_a_path_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=rf"^rank\.search: .*{sentence}"):
+        Space(**options)
+
+
+# -------------------------------------------------------------------------------------------------------- what is tried
+
+
+def test_survivors_are_young_and_good_and_cheap():
+    graphs = drawn_graphs(70, seed=3)
+    tried = [Tried(n, graph, 0.5 + 0.001 * n, 10_000 - n) for n, graph in enumerate(graphs)]
+    found = survivors(tried)
+    assert [one.number for one in found] == list(range(20, 40))  # 0 to 19 are too old
+    # A tenth of the rank by FLOPs: 11 places there are worth more than one place by loss.
+    assert evolve.ranks([0.3, 0.1, 0.3, 0.2]) == [2, 0, 2, 1]
+    costs = [300, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130]
+    close = [Tried(n, graphs[n], 0.1 * n, costs[n]) for n in range(13)]
+    assert [one.number for one in survivors(close)][:2] == [1, 0]
+
+
+def test_the_first_are_random_and_then_the_guide_is_followed(monkeypatch):
+    graphs = drawn_graphs(20, seed=4)
+    tried = [Tried(n, graph, 1.0 + n, 1) for n, graph in enumerate(graphs)]
+    seen = {key(graph) for graph in graphs}
+    for sampler in ("random", "evolution"):
+        assert chosen(SPACE, sampler, tried[:19], seen, 0, 19) == chosen(SPACE, "random", tried[:19], seen, 0, 19)
+    offered = []
+
+    def picked(tried, mutants, seed):
+        offered[:] = mutants
+        return mutants[7]
+
+    monkeypatch.setattr(evolve, "picked", picked)
+    found = chosen(SPACE, "evolution", tried, seen, 0, 20)
+    assert found == offered[7]
+    assert len(offered) == len({key(one) for one in offered}) > 50
+    assert not seen & {key(one) for one in offered}
+    again = chosen(SPACE, "evolution", tried, seen, 0, 20)
+    assert again == found != chosen(SPACE, "evolution", tried, seen, 1, 20)
+
+
+def test_the_guide_learns_what_makes_a_graph_good():
+    """The loss falls with the crosses of a graph: of 40 that are new, the pick is among those with the most."""
+
+    def loss(graph):
+        return -sum(block.kind == "cross" for block in graph)
+
+    graphs = drawn_graphs(140, seed=5)
+    tried = [Tried(n, graph, loss(graph), 1) for n, graph in enumerate(graphs[:100])]
+    found = guide.picked(tried, graphs[100:], 0)
+    assert loss(found) <= sorted(map(loss, graphs[100:]))[3]
+    assert guide.picked(tried, graphs[100:], 0) == found
+    assert guide.grades([0.5, 0.1, 0.9, 0.2]).tolist() == [2, 7, 0, 5]
+
+
+# ---------------------------------------------------------------------------------------------- what it is trained on
+
+
+class Ten:
+    """Ten batches of a request with two candidates."""
+
+    schema = SCHEMA
+
+    def __len__(self):
+        return 10
+
+    def batches(self, *, requests=None, skip=0, **_):
+        for n in range(skip, 10):
+            yield batch([0], [2], SCHEMA, n)
+
+
+def test_a_share_is_drawn_and_codes_are_folded():
+    data = Ten()
+    small = Smaller(data, 0.25, 4)
+    drawn = list(small.batches(requests=1))
+    assert (len(small), len(drawn), len(list(small.batches(requests=1, skip=2)))) == (3, 3, 1)
+    assert {name: field.rows for name, field in small.schema.fields.items() if name in small.sizes} == {
+        "item": 5, "genres": 5, "words": 5
+    }  # fmt: skip
+    for one, full in zip(drawn, data.batches(requests=1), strict=False):
+        want = [0 if code == 0 else 1 + (code - 1) % 4 for code in full.items["item"].tolist()]
+        assert one.items["item"].tolist() == want
+        assert torch.equal(one.items["genres"].offsets, full.items["genres"].offsets)
+        assert one.items["genres"].values.le(4).all()
+        assert torch.equal(one.items["position"].isnan(), full.items["position"].isnan())
+    ranker = rank.LiRank(small.schema, 4, blocks=[Block("dot", 3, (0,))])
+    assert set(ranker(drawn[0])) == {"click", "like"}
+    assert whole(data, None).schema is SCHEMA
+
+
+# ------------------------------------------------------------------------------------------------------------ a search
+
+
+def table(rows=240, seed=0, label="click"):
+    draw = np.random.default_rng(seed)
+    banner, visitor = draw.integers(6, size=rows), draw.integers(5, size=rows)
+    return {"banner": [f"b{b}" for b in banner], "visitor": [f"v{v}" for v in visitor],
+            label: ((banner + visitor) % 2).astype(int)}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts():
+    data = rank.Impressions.read(table(), labels="click")
+    return data.split(by="request", fraction=0.3)
+
+
+FIT = rank.FitOptions(epochs=2, batch_size=60, lr=0.02, precision="fp32")
+MODEL = {"width": 4, "norm": "layer"}
+
+
+def options(trials, **more):
+    return rank.SearchOptions(trials, rows=0.5, best=2, fit=FIT, model=MODEL, **more)
+
+
+@pytest.fixture(scope="module")
+def whole_search(parts, tmp_path_factory):
+    """One of 22 trials: the last two are not random."""
+    folder = tmp_path_factory.mktemp("studies") / "whole"
+    return folder, rank.search(*parts, options(22), folder=folder, test=parts[1])
+
+
+def losses(found):
+    return [(one.number, key(one.graph), one.loss) for one in found.trials]
+
+
+def test_a_search_finds_and_fits(whole_search, parts):
+    folder, found = whole_search
+    assert [one.number for one in found.trials] == list(range(22))
+    assert len({key(one.graph) for one in found.trials}) == 22
+    assert (found.failed, found.stopped) == (0, False)
+    assert found.best.loss == min(one.loss for one in found.trials)
+    order = sorted(found.trials, key=lambda one: one.loss)
+    assert {one.number for one in found.refitted} == {one.number for one in order[:2]}
+    first = found.refitted[0]
+    assert first.validation["log_loss"] <= found.refitted[1].validation["log_loss"]
+    assert first.test == first.validation  # the same table
+    ranker = rank.Ranker.from_pretrained(first.folder)
+    assert log_loss(ranker, parts[1], FIT) == pytest.approx(first.validation["log_loss"], rel=1e-6)
+    assert flops(ranker) == first.flops
+    assert blocks_of(json.loads((folder / "blocks.json").read_text())) == first.graph
+    # What Optuna, and so its dashboard, sees of it.
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "journal.log")))
+    (name,) = optuna.get_all_study_names(storage)
+    study = optuna.load_study(study_name=name, storage=storage)
+    assert study.best_value == found.best.loss
+    assert graph_of(study.best_trial.params) == found.best.graph
+    assert list((folder / "processes").iterdir()) == []
+
+
+def test_a_trial_is_a_fit_on_the_share(whole_search, parts):
+    """By hand: the second trial, as the formula of a trial says."""
+    import dataclasses
+
+    _, found = whole_search
+    train, val = parts
+    torch.manual_seed(0)
+    ranker = rank.LiRank(train.schema, blocks=found.trials[1].graph, **MODEL)
+    rank.fit(ranker, Smaller(train, 0.5, None), None, dataclasses.replace(FIT, epochs=1))
+    assert log_loss(ranker, val, FIT) == pytest.approx(found.trials[1].loss, rel=1e-6)
+
+
+def test_a_search_that_was_stopped_or_killed_goes_on(whole_search, parts, tmp_path):
+    _, want = whole_search
+    steps = []
+
+    def after(progress):
+        steps.append(progress)
+        return progress.trials == 20 and progress.found is None  # in the midst of the next one
+
+    first = rank.search(*parts, options(22), folder=tmp_path, after=after)
+    assert (first.stopped, len(first.trials), first.refitted) == (True, 20, [])
+    assert steps[-1].best == first.best
+    assert any(step.found == first.trials[3] for step in steps)
+    # As a process leaves it that is killed: a trial at work, and half a line.
+    journal = tmp_path / "journal.log"
+    study = Study(tmp_path, json.loads(about(journal)), SPACE, "evolution", 0)
+    study.ask(22)
+    study.close()
+    with open(journal, "ab") as file:
+        file.write(b'{"op_code": 5, "worker')
+    found = rank.search(*parts, options(22), folder=tmp_path, test=parts[1])
+    assert [key(one.graph) for one in found.trials[:20]] == [key(one.graph) for one in want.trials[:20]]
+    assert len(found.trials) == 22
+    assert [one.number for one in found.trials[20:]] == [22, 23]  # 20 was stopped, 21 killed
+    assert not any(line.startswith(b'{"op_code": 5, "worker') for line in journal.read_bytes().splitlines())
+    # Nothing is left to do: what was fitted stays, and is not fitted again.
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("refits/*/*")}
+    again = rank.search(*parts, options(22), folder=tmp_path, test=parts[1])
+    assert again.refitted == found.refitted
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("refits/*/*")} == kept
+    assert losses(again) == losses(found)
+
+
+def about(journal):
+    """What a study was begun with."""
+    lines = (json.loads(line) for line in journal.read_text().splitlines())
+    return json.dumps(next(line["user_attr"]["about"] for line in lines if "about" in line.get("user_attr", {})))
+
+
+def test_other_data_labels_and_options_are_refused(whole_search, parts):
+    folder, _ = whole_search
+    train, val = parts
+    fewer = rank.Impressions.read(table(100, 1), schema=train.schema)
+    other = rank.Impressions.read(table(label="bought"), labels="bought").split(by="request", fraction=0.3)
+    for arguments, sentence in (
+        ((*other, options(22)), r"begun with labels click, and now there is bought;"),
+        ((fewer, val, options(22)), r"begun with training data 168 requests, \w+, and now there is 100 requests, "),
+        ((train, fewer, options(22)), r"begun with held-out data 72 requests, .* and now there is 100 requests, "),
+        ((*parts, options(22, sampler="random")), r"with sampler evolution, and now there is random;"),
+        ((*parts, options(22, seed=1)), r"begun with seed 0, and now there is 1;"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            rank.search(*arguments, folder=folder)
+
+
+def test_a_loss_that_is_not_finite_fails_its_trial_alone(parts, tmp_path, monkeypatch):
+    from tigon.rank.searching import search as module
+
+    real = module.log_loss
+    calls = []
+
+    def sometimes(*arguments):
+        calls.append(arguments)
+        return math.nan if len(calls) == 2 else real(*arguments)
+
+    monkeypatch.setattr(module, "log_loss", sometimes)
+    found = rank.search(*parts, options(3, sampler="random"), folder=tmp_path)
+    assert ([one.number for one in found.trials], found.failed) == ([0, 2], 1)
+    monkeypatch.setattr(module, "log_loss", lambda *_: math.nan)
+    with pytest.raises(FloatingPointError, match="no trial had a finite loss; a lower lr"):
+        rank.search(*parts, options(1), folder=tmp_path / "none")
+
+
+def test_processes_share_the_trials_of_a_study(tmp_path):
+    one, two = (Study(tmp_path, {"of": 1}, SPACE, "random", 0) for _ in range(2))
+    first, second = one.ask(3), two.ask(3)
+    assert first[1] != second[1]
+    assert (one.others(), len(one.counted())) == (2, 2)
+    third = one.ask(3)
+    assert two.ask(3) is None
+    two.close()  # with its trial at work: another takes its place
+    three = Study(tmp_path, {"of": 1}, SPACE, "random", 0)
+    assert len(three.counted()) == 2
+    assert three.ask(3)[0].number == 3
+    for trial, graph in (first, third):
+        one.tell(trial, 0.5, 10, graph)
+    assert [one.number for one in three.tried()] == [0, 2]
+    handle = one.claim()
+    assert three.claim() is None
+    one.release(handle)
+    again = three.claim()
+    assert again is not None
+    three.release(again)
+    for study in (one, three):
+        study.close()
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    file = tmp_path / "alive"
+    code = (
+        "import sys, pathlib; from tigon.rank.searching.processes import locked; locked(pathlib.Path(sys.argv[1])); "
+        "print('there', flush=True); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )  # fmt: skip
+    assert process.stdout.readline() == b"there\n"
+    assert is_locked(file)
+    assert locked(file) is None
+    process.kill()
+    process.communicate()
+    assert file.exists()
+    assert not is_locked(file)
+    assert not file.exists()
+    unlocked(locked(file), file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"trials": 0}, r"trials must be an integer of at least 1, got 0\.$"),
+        ({"rows": 0.0}, r"rows must be a share, above 0 and at most 1, got 0\.0\.$"),
+        ({"sampler": "tpe"}, r"sampler must be evolution or random, got 'tpe'\.$"),
+        ({"fit": rank.FitOptions(loss="softmax")}, r"fit must be by the loss bce"),
+        ({"model": {"cross": "dcn"}}, r"model must leave cross to the blocks, got cross='dcn'\.$"),
+        ({"model": {"widht": 3}}, r"model has no 'widht'; did you mean 'width'\?"),
+        ({"most": 8}, r"most must be from 1 to 7 blocks, got 8"),
+    ],
+)
+def test_options_out_of_range_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=rf"^rank\.search: {sentence}"):
+        rank.SearchOptions(**changes)
+
+
+def test_what_is_missing_is_named(parts, tmp_path, monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else found(name))
+    with pytest.raises(ImportError, match=r"^rank\.search needs optuna: pip install '\.\[search\]' in a checkout"):
+        rank.search(*parts, folder=tmp_path)
