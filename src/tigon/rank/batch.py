@@ -82,6 +82,12 @@ class Batch:
         )  # fmt: skip
 
 
+def known_rows(batch: Any, label: str) -> Tensor | None:
+    """`Batch.known`, also of what `rank.Batched` draws in place of a `Batch`, of which all rows have values."""
+    found: Tensor | None = batch.known(label) if hasattr(batch, "known") else None
+    return found
+
+
 def move(value: Any, device: torch.device | str, pin: bool = False) -> Any:
     """Values of a field on a device.
 

@@ -60,6 +60,7 @@ class Explorer:
         Raises: ValueError for a ranker without a last layer of labels, for a ridge that is not positive, and for data
             without requests.
         """
+        from tigon.rank.batch import known_rows
         from tigon.rank.scoring import Drawing, check_schema, device_of, evaluating
 
         drawing = Drawing() if drawing is None else drawing
@@ -81,7 +82,7 @@ class Explorer:
                     phi = _with_one(phi)
                     p = (phi @ layers[label].to(phi)).sigmoid()
                     counts = p * (1 - p) * (1.0 if batch.weights is None else batch.weights)
-                    if (known := batch.known(label)) is not None:
+                    if (known := known_rows(batch, label)) is not None:
                         counts = counts * known
                     scaled = phi * counts.sqrt()[:, None]
                     sums[label] += (scaled.T @ scaled).double()

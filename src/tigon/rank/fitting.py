@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tigon.rank import losses
+from tigon.rank.batch import known_rows
 from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items
 from tigon.rank.incremental import Anchor, Pull, check_anchored
 from tigon.rank.optimizing import TABLE_OPTIMIZERS, Optimizers
@@ -214,7 +215,7 @@ def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
 def _label_loss(of: Callable[..., Tensor], batch: Any, label: str, z: Tensor) -> Tensor:
     """The loss of a label over the rows that have a value of it."""
     y, offsets, weights = batch.labels[label], batch.offsets, batch.weights
-    known = batch.known(label)
+    known = known_rows(batch, label)
     if known is not None:
         before = torch.cat((known.new_zeros(1, dtype=torch.int64), known.cumsum(0)))
         offsets = before.cpu()[offsets].unique()

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.rank.batch import known_rows
 from tigon.rank.scoring import Batched, Drawing, check_schema, device_of
 
 FILE = "anchors.safetensors"
@@ -115,7 +116,7 @@ def _of_drawn_labels(
         y = (torch.rand(len(z), generator=draw).to(z.device) < z.detach().sigmoid()).float()
         # A weight counts as so many rows, whose squares add up: its root stands before the gradient.
         counts = torch.ones_like(z) if batch.weights is None else batch.weights
-        if (known := batch.known(label)) is not None:
+        if (known := known_rows(batch, label)) is not None:
             counts = counts * known
         weight = (label_weights.get(label, 1.0) * counts).sqrt()
         terms.append(F.binary_cross_entropy_with_logits(z, y, weight, reduction="sum"))
