@@ -24,7 +24,8 @@ HOSTS = (
 RETURNED = {
     "Fusion", "Report", "Row", "TrainerFusion", "TrainerReport", "Hpz", "Plan", "Traffic", "LogProb", "GraphStep",
     "Hits", "MemoryPlan", "Explanation", "Impressions", "Batch", "Ragged", "Cache", "Fitted", "Progress", "Evaluation",
-    "Measured", "Scored", "Interaction", "Interactions", "TableMLP",
+    "Measured", "Scored", "Interaction", "Interactions", "TableMLP", "FieldMLP", "Refitted", "Searched",
+    "SearchProgress", "Stream",
 }  # fmt: skip
 
 

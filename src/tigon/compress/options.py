@@ -17,10 +17,13 @@ NAMES: tuple[Name, ...] = ("bits", "rank", "prune", "svd")
 class Bits:
     """One split by bits for all layers, in the place of a budget.
 
-    heavy, rest: bits of the weights of the heavy neurons and of the others, among 2, 3, 4, 5, 6 and 8.
-    share: of the neurons that are heavy, from 0 to 1.
-    chosen: False takes neurons at random in their place: what the choice is worth. Seeded by the layer.
-    fit: False rounds each weight to nearest, and not for the calibration's inputs: what that is worth.
+    Args:
+        heavy: bits of the weights of the heavy neurons, among 2, 3, 4, 5, 6 and 8.
+        rest: bits of those of the others, likewise.
+        share: of the neurons that are heavy, from 0 to 1.
+        chosen: False takes neurons at random in their place: what the choice is worth. Seeded by the layer.
+        fit: False rounds each weight to nearest, and not for the calibration's inputs: what that is worth.
+    Raises: ValueError for other widths and shares.
     """
 
     heavy: int = 4

@@ -153,6 +153,9 @@ def widen(model: nn.Module) -> Any:
     """Put dense layers into the places of all compressed ones, in place: as fast and as large as before.
 
     Neurons that were pruned come back as zeros, so that the layers have the shapes that the configuration tells.
+
+    Args:
+        model: with layers that `feed_forward` or `embeddings` compressed; one without is left as it is.
     Returns: the model.
     """
     new: dict[str, nn.Module] = {}

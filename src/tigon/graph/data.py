@@ -20,11 +20,13 @@ NAMES = ("x", "edge_index", "y", "train", "val", "test")
 class Graph:
     """A graph.
 
-    Attributes:
+    Args:
         x: (n, F) floats, what the nodes come with.
         edge_index: (2, e) integers, sources and targets, as in PyG.
         y: (n,) integers, the class of each node, −1 where there is none; or None.
-        train, val, test: integers, the nodes of the split; or None.
+        train: integers, the nodes of the split to train on; or None.
+        val: integers, those to validate on; or None.
+        test: integers, those to test on; or None.
     Raises: ValueError for shapes, dtypes and nodes that do not fit, and for features that are not finite.
     """
 

@@ -137,7 +137,12 @@ class G2R(nn.Module):
         return cast("list[float]", torch.stack(losses).tolist()) if losses else []
 
     def optimizer(self, lr: float = 1e-3, weight_decay: float = 1e-4) -> torch.optim.Optimizer:
-        """The optimizer that `fit` takes, Adam, of this module's parameters."""
+        """The optimizer that `fit` takes, Adam, of this module's parameters.
+
+        Args:
+            lr: step size.
+            weight_decay: added to the gradient as its multiple of each weight.
+        """
         return torch.optim.Adam(self.parameters(), lr=lr, weight_decay=weight_decay)
 
     def save_pretrained(self, folder: str | Path) -> None:
