@@ -106,12 +106,18 @@ def verdict(rows: Rows) -> str:
 
 
 def speed(rows: Rows) -> str:
-    lines = [
-        [row["data"], row["method"], ", ".join(f"{name} {value:.4g}" for name, value in row["measures"].items())]
-        for row in rows
-        if row["part"] == "speed"
-    ]
-    return markdown(["of", "by", "measured"], lines, 3) if lines else ""
+    """A line for each pass and step: as called, in a CUDA graph, and how far it is from fp32; "" without any."""
+    lines = []
+    for row in rows:
+        if row["part"] == "speed":
+            of = row["measures"]
+            lines.append([
+                row["data"], row["method"].replace("ligr", "LiGR"), f"{of['ms']:.3g}",
+                f"{of['graph_ms']:.3g}" if "graph_ms" in of else "–",
+                f"{of['peak_gib']:.1f}" if "peak_gib" in of else "–", f"{of['error']:.3f}" if "error" in of else "–",
+            ])  # fmt: skip
+    header = ["of", "by", "ms as called", "ms in a graph", "peak GiB", "error of the scores"]
+    return markdown(header, lines, 2) if lines else ""
 
 
 PARTS = {"quality": quality, "verdict": verdict, "speed": speed}

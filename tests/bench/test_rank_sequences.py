@@ -219,3 +219,18 @@ def test_what_the_page_says_of_the_record_is_in_it():
     assert [row["setting"]["epochs_run"] for row in found["Beauty"]["rectools-ligr"]] == [12]
     assert min(row["setting"]["epochs_run"] for row in found["Beauty"]["ligr"]) == 56
     assert "came to 12 epochs where LiGR came to 56 and more" in text
+
+
+def test_what_the_page_says_of_a_step_is_in_the_record():
+    text = (ROOT / "docs" / "rank" / "sequences-study.md").read_text()
+    rows = report.load(ROOT / "benchmarks" / "results" / "h100-rank-sequences.json")["rows"]
+    ms = {(row["data"], row["method"]): row["measures"]["ms"] for row in rows}
+    ours = ms["training, ragged", "ligr"]
+    known = [ours / ms["training, ragged", f"padded torch, in groups{more}"] for more in ("", " by length")]
+    assert f"ragged rows take {known[0]:.2f} of the time" in text
+    assert f"and {known[1]:.2f} of groups by length" in text
+    for requests in (1, 16):
+        assert ms[f"{requests} requests", "ligr"] > ms[f"{requests} requests", "padded torch"]
+    shown = page.speed(rows)
+    assert "| 16 requests | LiGR, layout kept | 11.1 | 4.16 | – | 0.010 |" in shown
+    assert "| training, ragged | LiGR | 292 | – | 69.7 | – |" in shown
