@@ -273,12 +273,18 @@ MADE_BEFORE = tigon.Rope(interleaved=True)
 
 def test_options_made_before_and_inside_of_a_compiled_function(qk, backend, device):
     """Equal options find the same compiled code, others get their own."""
+
+    def same(a, b):
+        # The reference, compiled for a GPU, multiplies and adds in one rounding.
+        fused = backend == "torch" and device.type == "cuda"
+        torch.testing.assert_close(a, b, **({} if fused else {"rtol": 0, "atol": 0}))
+
     cos, sin = angles(6, 16, device)
     compiled = torch.compile(lambda q, k, config: tigon.rope(q, k, cos, sin, config=config), fullgraph=True)
     for options in ({}, {"interleaved": True}, {"arithmetic": "native"}):
         for made in (tigon.Rope(**options), tigon.Rope(**options)):
             for a, b in zip(compiled(*qk, made), tigon.rope(*qk, cos, sin, config=made), strict=True):
-                assert torch.equal(a, b)
+                same(a, b)
 
     @functools.partial(torch.compile, fullgraph=True)
     def inside(q, k, planes):
@@ -289,4 +295,4 @@ def test_options_made_before_and_inside_of_a_compiled_function(qk, backend, devi
     got = inside(*qk, planes)
     expected = tigon.rope(*qk, *planes, config=tigon.Rope(mrope_section=(2, 3, 3)))
     for a, b in zip(got, (*expected, *tigon.rope(*qk, cos, sin, config=MADE_BEFORE)), strict=True):
-        assert torch.equal(a, b)
+        same(a, b)

@@ -132,7 +132,7 @@ def test_a_fit_stays_near_what_its_anchor_is_sure_of(data):
         options = rank.FitOptions(lr=0.01, epochs=3, batch_size=40, anchor=strength)
         rank.fit(going, other, None, options, anchors=[anchor])
         off[strength] = sum(
-            float((anchor.fisher[name] * (p.detach() - anchor.weights[name]).square()).sum())
+            float((anchor.fisher[name].cpu() * (p.detach().cpu() - anchor.weights[name].cpu()).square()).sum())
             for name, p in going.named_parameters()
         )
     assert off[100.0] < 0.3 * off[0.0]

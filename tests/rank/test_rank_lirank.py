@@ -168,14 +168,14 @@ def test_gradients_reach_every_part_and_are_those_of_differences():
 
 
 @pytest.mark.parametrize("bits", [32, 8])
-def test_kernels_say_what_the_references_say(bits):
+def test_kernels_say_what_the_references_say(bits, device):
     torch.manual_seed(0)
     model = made(width=4, norm="layer", calibrate=True)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn_like(p)
-    model = model if bits == 32 else model.compress()
-    requests, found = drawn((2, 1)), {}
+    model = (model if bits == 32 else model.compress()).to(device)
+    requests, found = drawn((2, 1)).to(device), {}
     for backend in ("torch", "triton"):
         model.zero_grad()
         if bits == 32:
