@@ -62,6 +62,8 @@ _truth_types: dict[int, Any] = {}
 
 def _constant(value: Any, kind: str) -> np.ndarray | None:
     """A number of Python as one of the dtype, or None where Triton has to look at it."""
+    if not isinstance(value, int | float):  # a sum of constants may be a tensor inside of a constant
+        return None
     found = _constants.get((type(value), value, kind))
     if found is not None:
         return found

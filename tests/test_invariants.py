@@ -45,6 +45,7 @@ WITHOUT_A_ROW = {
     "dropped_product": "a product inside of lora_linear: ops/test_lora_dropout.py",
     "dropped_outer": "as dropped_product",
     "dropped_gradient": "as dropped_product",
+    "signed_bwd": "the backward of tvd from 1024 wide rows on: ops/test_tvd_signs.py",
 }
 # What has no launch of its own.
 OF_TORCH = {
