@@ -328,3 +328,25 @@ def test_embeddings_of_citation_graphs():
         assert 2.5 < best[1] - means(method, "last")[1] < 4
     assert [round(value) for value in means("g2r, rows", "angle")] == [72, 54]
     assert "are {} before the fit".format(*{f"{value:.0f}°" for value in means("untrained", "angle")}) in text
+
+
+def test_what_the_page_on_compression_says_is_recorded():
+    said = " ".join((ROOT / "docs" / "compress.md").read_text().split())
+    rows = report.load(RESULTS / "cpu-compress.json")["rows"]
+
+    def back(model, measure, of):
+        found = {row["method"]: row[measure] for row in rows if row["model"] == model}
+        return found, 100 * (found["bits 3"] - found[of]) / (found["bits 3"] - found["bits 4"])
+
+    swiglu, split = back("llama 576×30", "loss", "bits 4/3 0.25")
+    more = {name: loss - swiglu["whole"] for name, loss in swiglu.items()}
+    for words in (
+        f"3 bits cost {more['bits 3']:.2f} nats of held-out text, 4 bits {more['bits 4']:.2f}",
+        f"rounded to nearest {more['nearest 3']:.2f} and {more['nearest 4']:.2f}",
+        f"at 3 cost {more['bits 4/3 0.25']:.2f}, which takes back {split:.0f} % of what lies",
+        f"drawn at random take back {back('llama 576×30', 'loss', 'random 4/3 0.25')[1]:.0f} %",
+    ):
+        assert words in said
+    small, split = back("bert 384×6", "loss", "bits 4/3 0.25")
+    assert f"less than 4 bits rounded to nearest do, {small['nearest 4']:.3f}" in said
+    assert f"others at 3: {small['bits 4/3 0.25']:.3f}, which takes back {split:.0f} %" in said
