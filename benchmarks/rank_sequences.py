@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from studies import rank_peers
 from studies.rows import Row
+from studies.sequences import deviation
 from torch import Tensor, nn
 
 import tigon
@@ -628,7 +629,7 @@ def table(rows: list[Row]) -> str:
             said = f"{data:20} {method:24} {len(some)} seeds"
             for name in ("hr@10", "ndcg@10", "hr@10_new", "ndcg@10_new"):
                 values = [row.measures[name] for row in some]
-                said += f"  {name} {statistics.mean(values):.4f} ± {statistics.pstdev(values):.4f}"
+                said += f"  {name} {statistics.mean(values):.4f} ± {deviation(values):.4f}"
             epochs = [row.setting["best_epoch"] for row in some]
             cut = sum(row.setting.get("ended") == "seconds" for row in some)
             said += f"  epochs {epochs}  {statistics.mean(row.seconds or 0 for row in some):.1f} s"

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from studies.rows import columns
+from studies.rows import columns, markdown
 from tigon.bench import report
 
 WITHOUT, FOUND, DRAWN = "without", "found", "drawn at random"
@@ -55,8 +55,7 @@ def quality(rows: Rows) -> str:
                     f"{fmean(row['seconds'] for row in some):.0f}",
                 ])  # fmt: skip
     header = ["data", "model", "crosses", "pairs", "seeds", "AUC", "ahead", "parameters", "seconds a fit"]
-    align = [":--"] * 3 + ["--:"] * 6
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *lines))
+    return markdown(header, lines, 3)
 
 
 def pairs(rows: Rows, data: str, model: str = "lirank") -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from studies.rows import Row, columns
+from studies.rows import Row, columns, markdown
 from tigon.bench import report
 
 report.COLUMNS["graphs"] = columns("part", "data", "seed")
@@ -130,11 +130,6 @@ def spread(values: list[float], digits: int = 1) -> str:
     return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(set(values)) > 1 else "")
 
 
-def _table(header: list[str], lines: Iterable[list[str]]) -> str:
-    align = [":--"] + ["--:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *lines))
-
-
 def accuracy(rows: list[dict[str, Any]]) -> str:
     """A line for each method and two columns for each graph: the chosen epoch, and the last."""
     sets = [data for data in TITLES if any(of(rows, data, method, "best") for method in METHODS)]
@@ -144,7 +139,7 @@ def accuracy(rows: list[dict[str, Any]]) -> str:
         if any(cell != "–" for cell in cells):
             lines.append([title, *cells])
     header = ["test nodes told right, %", *(t for data in sets for t in (TITLES[data], "last epoch"))]
-    return _table(header, lines)
+    return markdown(header, lines, 1)
 
 
 def costs(rows: list[dict[str, Any]]) -> str:
@@ -164,7 +159,7 @@ def costs(rows: list[dict[str, Any]]) -> str:
             line += [epochs, f"{seconds[0]:.1f}" if seconds else "–", spread(of(rows, data, method, "angle"), 0)]
         lines.append(line)
     header = ["", *(t for data in sets for t in (f"{TITLES[data]}: epoch", "seconds of a fit", "angle, °"))]
-    return _table(header, lines)
+    return markdown(header, lines, 1)
 
 
 def rate(rows: list[dict[str, Any]]) -> str:
@@ -177,7 +172,7 @@ def rate(rows: list[dict[str, Any]]) -> str:
                 [row["method"], f"{m['forward_ms']:.2f}", f"{m['both_ms']:.2f}", f"{m['value']:.1e}", f"{m['dz']:.1e}"]
             )
     header = ["768 groups of (2,708, 512)", "forward, ms", "and backward, ms", "error of the value", "of the gradient"]
-    return _table(header, lines)
+    return markdown(header, lines, 1)
 
 
 PARTS = {"accuracy": accuracy, "costs": costs, "rate": rate}

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from studies.clicks.data import TEST, TRAIN, VALIDATION, Rows, read
-from studies.clicks.page import markdown, spread
-from studies.rows import Row, columns
+from studies.clicks.page import spread
+from studies.rows import Row, columns, markdown
 from tigon import rank
 from tigon.bench import report
 from tigon.rank.features.blocks import flops

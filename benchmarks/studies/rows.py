@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +35,12 @@ def text(values: dict[str, Any]) -> str:
         for name, value in values.items()
         if name != "tried"
     )
+
+
+def markdown(header: list[str], lines: Iterable[list[str]], left: int) -> str:
+    """A table, of which the first `left` columns are aligned to the left."""
+    align = [":--"] * left + ["--:"] * (len(header) - left)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *lines))
 
 
 def columns(*names: str) -> dict[str, Callable[[dict[str, Any]], str]]:

@@ -5,12 +5,11 @@ Rows are of quality or of speed, as benchmarks/rank_sequences.py writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
-from studies.rows import columns
+from studies.rows import columns, markdown
 from tigon.bench import report
 
 NAMES = {
@@ -47,12 +46,12 @@ def values(rows: Rows, measure: str = MEASURE) -> list[float]:
 
 def spread(rows: Rows, measure: str) -> str:
     found = values(rows, measure)
-    return f"{fmean(found):.4f}" + (f" ± {pstdev(found):.4f}" if len(found) > 1 else "")
+    return f"{fmean(found):.4f}" + (f" ± {deviation(found):.4f}" if len(found) > 1 else "")
 
 
-def markdown(header: list[str], lines: Iterable[list[str]], left: int) -> str:
-    align = [":--"] * left + ["--:"] * (len(header) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *lines))
+def deviation(found: list[float]) -> float:
+    """Over the seeds; 0 of one."""
+    return stdev(found) if len(found) > 1 else 0.0
 
 
 def quality(rows: Rows) -> str:
@@ -80,7 +79,7 @@ def verdict(rows: Rows) -> str:
             continue
         best = max(peers, key=lambda name: fmean(values(peers[name])))
         away = fmean(values(by["ligr"])) - fmean(values(peers[best]))
-        apart = max(pstdev(values(by["ligr"])), pstdev(values(peers[best])))
+        apart = max(deviation(values(by["ligr"])), deviation(values(peers[best])))
         where = "level with" if abs(away) <= apart else "above" if away > 0 else "below"
         said[where].append(f"{data} ({NAMES[best]}, {away:+.4f})".replace("-0", "−0"))
         for name, some in peers.items():

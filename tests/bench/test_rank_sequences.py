@@ -196,7 +196,7 @@ def test_the_page_names_the_best_peer_and_whom_time_ended():
     assert "Time ended fits of RecTools HSTU on set**" in said
     lines = page.quality(rows).splitlines()
     assert lines[2].startswith("| other | **LiGR** | 1 | 0.1000 | 0.0500 |")
-    assert "| set | **LiGR** | 2 | 0.1240 ± 0.0040 | 0.0620 ± 0.0020 | 0.0620 ± 0.0020 | 7 | 50 | – |" in lines
+    assert "| set | **LiGR** | 2 | 0.1240 ± 0.0057 | 0.0620 ± 0.0028 | 0.0620 ± 0.0028 | 7 | 50 | – |" in lines
     assert lines[-1].endswith("| 7 | 101 | 1 |")
     assert page.quality([]) == page.verdict([]) == page.speed([]) == ""
 

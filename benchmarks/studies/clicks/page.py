@@ -6,13 +6,13 @@ int8 are made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from studies.rows import columns
+from studies.rows import columns, markdown
 from tigon.bench import report
 
 NAMES = {
@@ -55,11 +55,6 @@ def spread(rows: Rows, measure: str, digits: int = 4) -> str:
     """Mean ± standard deviation over the seeds."""
     found = values(rows, measure)
     return f"{fmean(found):.{digits}f}" + (f" ± {stdev(found):.{digits}f}" if len(found) > 1 else "")
-
-
-def markdown(header: list[str], lines: Iterable[list[str]], left: int) -> str:
-    align = [":--"] * left + ["--:"] * (len(header) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, align, *lines))
 
 
 def p_value(a: list[float], b: list[float]) -> float:

@@ -11,7 +11,7 @@ from tigon.cli.agree import processes
 from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
-from tigon.cli.problem import Problem, device_of, needs
+from tigon.cli.problem import Problem, device_of, needs, seeds_of
 
 NAME = "graph fit"
 KEEP = ("best", "last")
@@ -57,7 +57,7 @@ def fit(
         check_room(NAME, output, overwrite)
         given = _completed(given)
     place = device_of(device, NAME)
-    from tigon.cli.graph.fitting import WRITTEN, Run, seeds_of
+    from tigon.cli.graph.fitting import WRITTEN, Run
     from tigon.cli.graph.shared import digest, opened
 
     graph = opened(NAME, given["data"], given["root"])
@@ -70,7 +70,7 @@ def fit(
     with Claim() as claim:
         claim.take(output)
         if not resume:
-            make_room(NAME, output, (*WRITTEN, *(f"seed-{one}" for one in seeds_of(given["seed"]))), overwrite)
+            make_room(NAME, output, (*WRITTEN, *(f"seed-{one}" for one in seeds_of(NAME, given["seed"]))), overwrite)
             write_json(output / RECORD, record)
         run.go()
 

@@ -13,7 +13,7 @@ from tigon.cli.folder import METRICS
 from tigon.cli.graph.shared import sentences, show_rows, summary
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
-from tigon.cli.problem import Problem
+from tigon.cli.problem import Problem, seeds_of
 
 NAME = "graph fit"
 RESULTS, EMBEDDINGS = "results.json", "embeddings.safetensors"
@@ -21,16 +21,6 @@ RESULTS, EMBEDDINGS = "results.json", "embeddings.safetensors"
 PROBED, PICTURE = "probe.json", "angles.png"
 WRITTEN = (RESULTS, METRICS, PROBED, PICTURE)
 SPARSE = 0.1  # features with a smaller share of others than 0 are multiplied as a sparse matrix
-
-
-def seeds_of(text: str) -> list[int]:
-    try:
-        seeds = list(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        seeds = [-1]
-    if min(seeds) < 0 or max(seeds) > 10**9:
-        raise Problem(f"{NAME}: --seed must be integers from 0 to 10**9, separated by commas, got {text}")
-    return seeds
 
 
 class Run:
@@ -41,7 +31,7 @@ class Run:
 
         self.output, self.record, self.graph, self.device = output, record, graph, device
         self.given = record["options"]
-        self.seeds = seeds_of(self.given["seed"])
+        self.seeds = seeds_of(NAME, self.given["seed"])
         self.console = screen(stderr=True, soft_wrap=True)
         x = graph.x.to(device)
         self.x = x.to_sparse() if float((x != 0).float().mean()) < SPARSE else x

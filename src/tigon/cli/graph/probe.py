@@ -10,7 +10,7 @@ import typer
 
 from tigon.cli.checkpoint import write_json
 from tigon.cli.kept_runs import read_record
-from tigon.cli.problem import Problem, needs
+from tigon.cli.problem import Problem, needs, seeds_of
 
 NAME = "graph probe"
 
@@ -34,14 +34,14 @@ def probe(
     from safetensors.torch import load_file
 
     from tigon import graph as graphs
-    from tigon.cli.graph.fitting import EMBEDDINGS, PROBED, seeds_of
+    from tigon.cli.graph.fitting import EMBEDDINGS, PROBED
     from tigon.cli.graph.shared import digest, opened, sentences, show_rows, summary
 
     options = record["options"]
     graph = opened(NAME, options["data"], options["root"] if root is None else str(root.expanduser().resolve()))
     if digest(graph) != record["data"]:
         raise Problem(f"{NAME}: {options['data']} is not what the run in {run} was fitted to")
-    seeds = [seed for seed in seeds_of(options["seed"]) if f"seed {seed}" in record["stages"]]
+    seeds = [seed for seed in seeds_of(NAME, options["seed"]) if f"seed {seed}" in record["stages"]]
     if not seeds:
         raise Problem(f"{NAME}: no seed of {run} is at its end; go on by: tigon graph fit --resume --output {run}")
     vectors = {seed: load_file(run / f"seed-{seed}" / EMBEDDINGS)["z"] for seed in seeds}
