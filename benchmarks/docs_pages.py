@@ -26,7 +26,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
                                         source or towers-source
     <!-- clicks: quality -->            a part of the study of clicks: quality, differences, verdict, calibration,
                                         int8, speed or source
-    <!-- sequences: quality -->         a part of the study of next items: quality, verdict, speed or source
+    <!-- sequences: quality -->         a part of the study of next items: quality, verdict, speed, sittings or source
     <!-- scaling -->                    loss against compute of LiGR, widths and shares of the users
     <!-- searched: refit -->           likewise of the study of searches: objective, trials, refit, hand, fitted, source
     <!-- crosses: quality -->          the study of clicks with and without crosses: quality or source

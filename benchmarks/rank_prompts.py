@@ -15,10 +15,10 @@ and how they are split stands in benchmarks/studies/prompt_tables.py. Parts:
     ways       shared: tuned with the prefix computed once for its candidates; separate: with a sequence for each
                candidate, as cross-encoders are. The same requests, order, weights and settings
     two        one model tuned on films and garments, and one on garments alone
-    all        tuned on all requests, and two students of 10 million weights from scratch: one learns from labels, the
-               other also from the tuned model, which is asked about more films than were shown
-    alone      of these the student that learns from labels, without the others
-    ligr       rank.LiGR on the same requests, by ids, genres and years
+    all        tuned on all requests, and a student of 10 million weights from scratch that learns from labels and from
+               the tuned model, which is asked about more films than were shown
+    alone      a student that learns from labels alone
+    ligr       rank.LiGR on the same requests, by ids, genres and years: of four settings each seed's validation chooses
 
 Processes may run side by side, each with seeds and an output of its own; `--parts "" --resume a/*.json b/*.json` joins
 them.
@@ -27,6 +27,7 @@ them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
@@ -51,7 +52,7 @@ PARTS = ("speed", "steps", "zero", "rates", "ways", "two", "all", "alone", "ligr
 BATCH, PREFIX = 16, 512
 RATE = 1e-4  # where none was tried
 SHARE, EXTRA = 0.8, 10  # of the teacher in the student's target, and films that only the teacher judges, a request
-# LiGR's settings, of which validation chooses by seed 0.
+# LiGR's settings, of which validation chooses.
 LIGR = [
     {"width": width, "layers": 2, "heads": 2, "dropout": dropout, "setwise_layers": setwise}
     for width, dropout, setwise in ((64, 0.2, 0), (64, 0.4, 0), (128, 0.4, 0), (64, 0.4, 1))
@@ -445,7 +446,6 @@ class Study:
         if self.late(f"students, seed {seed}"):
             return
         self.student("student taught", self.judged(teacher, seed), seed)
-        self.alone(seed)
 
     def alone(self, seed: int) -> None:
         if ("films", "student alone", seed) in self.done or self.late(f"student alone, seed {seed}"):
@@ -484,19 +484,27 @@ class Study:
         self.keep(row)
 
     def ligr(self, seeds: list[int]) -> None:
+        """A fit of each setting, which may be those of this process alone, and of each seed the best by validation."""
         few, train, validation, test = self.films.for_ligr()
-        for method, data in (("LiGR, all requests", train), ("LiGR, as many requests", few)):
-            chosen: dict[str, Any] | None = None
-            for seed in seeds:
-                if ("films", method, seed) in self.done or self.late(f"{method}, seed {seed}"):
-                    continue
-                found = [self.one_ligr(method, data, validation, test, seed, setting)
-                         for setting in (LIGR if chosen is None else [chosen])]  # fmt: skip
+        for seed, (method, data), number in itertools.product(
+            seeds, (("LiGR, all requests", train), ("LiGR, as many requests", few)), self.given.ligr_settings
+        ):
+            name = f"{method}, setting {number}"
+            if ("ligr", name, seed) in self.done or self.late(f"{name}, seed {seed}"):
+                continue
+            row = self.one_ligr(method, data, validation, test, seed, LIGR[number])
+            self.keep(replace(row, part="ligr", method=name))
+
+    def choose(self) -> None:
+        """LiGR's fits of which all settings were tried: each seed's best by validation."""
+        tried: dict[tuple[str, int], list[Row]] = {}
+        for row in self.rows:
+            if row.part == "ligr":
+                tried.setdefault((row.method.rsplit(", ", 1)[0], row.seed), []).append(row)
+        for (method, seed), found in sorted(tried.items()):
+            if len(found) == len(LIGR) and ("films", method, seed) not in self.done:
                 best = max(found, key=lambda row: row.validation["auc"])
-                chosen = {key: best.setting[key] for key in LIGR[0]}
-                if len(found) > 1:
-                    best.setting["tried"] = str([round(row.validation["auc"], 4) for row in found])
-                self.keep(best)
+                self.keep(replace(best, part="films", method=method))
 
     def one_ligr(self, method: str, data: Any, validation: Any, test: Any, seed: int, setting: dict[str, Any]) -> Row:
         torch.manual_seed(seed)
@@ -516,7 +524,7 @@ class Study:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default=",".join(part for part in PARTS if part != "alone"))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--data", type=Path, help="folder of ml-100k.inter, .item and .user")
     parser.add_argument("--garments", type=Path, help="parquet of the reviews; without it their parts are left out")
     parser.add_argument("--model", help="folder of the language model")
@@ -529,6 +537,7 @@ def main() -> None:
     parser.add_argument("--student-epochs", type=int, default=5)
     parser.add_argument("--student-rate", type=float, default=1e-3)
     parser.add_argument("--ligr-epochs", type=int, default=30)
+    parser.add_argument("--ligr-settings", help="numbers of those that this process tries; all by default")
     parser.add_argument("--shape", default="4096,32,128,28", help="of speed: prefix, candidates, tokens, layers")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further fit is begun")
     parser.add_argument("--output", type=Path, required=True, help="folder of the result file")
@@ -541,12 +550,14 @@ def main() -> None:
     if set(parts) - {"speed"} and (given.data is None or (given.model is None and parts != ["ligr"])):
         parser.error("--data and --model must be given for all parts but speed")
     seeds = [int(seed) for seed in given.seeds.split(",")]
+    given.ligr_settings = [int(n) for n in given.ligr_settings.split(",")] if given.ligr_settings else range(len(LIGR))
     kept: dict[tuple[str, str, int], Row] = {}
     for path in given.resume:
         for row in report.load(path)["rows"]:
             kept[row["part"], row["method"], row["seed"]] = Row(**row)
     study = Study(given, list(kept.values()), torch.device(given.device))
     run(study, parts, seeds)
+    study.choose()
     study.keep()
     print(tables([row.to_dict() for row in study.rows]))
     print("written:", study.path)

@@ -134,8 +134,13 @@ def accuracy(rows: list[dict[str, Any]]) -> str:
     """A line for each method and two columns for each graph: the chosen epoch, and the last."""
     sets = [data for data in TITLES if any(of(rows, data, method, "best") for method in METHODS)]
     lines = [["G2R, its paper", *(text for data in sets for text in (f"{PAPER[data]:.1f}", ""))]]
+    most = max((len(of(rows, data, method, "best")) for data in sets for method in METHODS), default=0)
     for method, title in METHODS.items():
         cells = [spread(of(rows, data, method, measure)) for data in sets for measure in ("best", "last")]
+        for place, data in enumerate(sets):
+            count = len(of(rows, data, method, "best"))
+            if method != "features" and 0 < count < most:  # features have no seed
+                cells[2 * place] += f" (of {count})"
         if any(cell != "–" for cell in cells):
             lines.append([title, *cells])
     header = ["test nodes told right, %", *(t for data in sets for t in (TITLES[data], "last epoch"))]

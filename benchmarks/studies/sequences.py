@@ -1,6 +1,7 @@
 """The study of next items as tables: full rankings beside the peers', who was still learning, and what a ranking costs.
 
-Rows are of quality or of speed, as benchmarks/rank_sequences.py writes them.
+Rows are of quality or of speed, as benchmarks/rank_sequences.py writes them, or of sittings, from
+benchmarks/rank_sittings.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ NAMES = {
 MEASURE = "ndcg@10"
 
 report.COLUMNS["rank-sequences"] = columns("part", "data", "seed")
+report.COLUMNS["rank-sittings"] = columns("part", "data", "seed")
 
 Rows = list[dict[str, Any]]
 
@@ -119,13 +121,29 @@ def speed(rows: Rows) -> str:
     return markdown(header, lines, 2) if lines else ""
 
 
-PARTS = {"quality": quality, "verdict": verdict, "speed": speed}
+SIDES = {
+    "ligr": "**LiGR**", "by itself": "no set-wise layer",
+    "all layers set-wise": "all layers set-wise", "no gate": "no gates", "no actions": "no action tokens",
+    "no times": "no times",
+}  # fmt: skip
+OF_LISTS = {"ndcg@10": "NDCG@10", "gauc": "GAUC", "auc": "AUC", "log_loss": "log loss", "diversity@5": "diversity@5"}
+
+
+def sittings(rows: Rows) -> str:
+    """A line for each side of rank_sittings.py: what LiGR has without one of its parts."""
+    by = {side: [row for row in rows if row["method"] == side] for side in SIDES}
+    lines = [[SIDES[side], *(spread(some, of) for of in OF_LISTS)] for side, some in by.items() if some]
+    return markdown(["", *OF_LISTS.values()], lines, 1)
+
+
+PARTS = {"quality": quality, "verdict": verdict, "speed": speed, "sittings": sittings}
 
 
 def page(folder: Path, what: str) -> str:
     """Markdown of one part of the result files in a folder, or their sources."""
+    kind = "rank-sittings" if what.startswith("sittings") else "rank-sequences"
     parts = []
-    for path in sorted(folder.glob("*-rank-sequences.json")):
+    for path in sorted(folder.glob(f"*-{kind}.json")):
         content = report.load(path)
-        parts.append(report.source(content) if what == "source" else PARTS[what](content["rows"]))
+        parts.append(report.source(content) if what.endswith("source") else PARTS[what](content["rows"]))
     return "\n\n".join(filter(None, parts)) or "No run has been recorded yet."

@@ -1,6 +1,7 @@
 """Loss against compute: FLOPs beside a counter, a loss by hand, and a run whose curve goes on and is drawn."""
 
 import json
+from pathlib import Path
 
 import pytest
 import rank_scaling as script
@@ -80,3 +81,18 @@ def test_curves_of_widths_and_shares(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run("--widths", "48")
     assert "--widths must be multiples of 32, got 48" in capsys.readouterr().err
+
+
+def test_what_the_page_says_is_in_the_record():
+    path = Path(script.__file__).parent / "results" / "h200-rank-scaling.json"
+    by = scaling.points(report.load(path)["rows"])
+    sets = {data for data, *_ in by}
+    assert len(sets) == 4
+    assert {len(some) for some in by.values()} == {3}
+    for data in sets:
+        (narrow, around), (wide, spread) = (scaling.spread(by[data, width, 0.1]) for width in (32, 256))
+        assert wide > narrow - max(around, spread)
+        losses = [scaling.spread(by[data, width, 1.0])[0] for width in (32, 64, 128, 256)]
+        assert losses[0] > losses[1] > losses[2] < losses[3]
+    whole = [row for (_, _, share), some in by.items() if share == 1 for row in some]
+    assert sum(row["setting"]["ended"] == "seconds" for row in whole) > 0.85 * len(whole)

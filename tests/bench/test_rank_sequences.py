@@ -234,3 +234,26 @@ def test_what_the_page_says_of_a_step_is_in_the_record():
     shown = page.speed(rows)
     assert "| 16 requests | LiGR, layout kept | 11.1 | 4.16 | – | 0.010 |" in shown
     assert "| training, ragged | LiGR | 292 | – | 69.7 | – |" in shown
+
+
+def test_what_the_page_says_of_lists_is_in_the_record():
+    rows = report.load(ROOT / "benchmarks" / "results" / "h200-rank-sittings.json")["rows"]
+    by = {side: [row for row in rows if row["method"] == side] for side in page.SIDES}
+    assert {len(some) for some in by.values()} == {5}
+
+    def apart(side, measure):
+        """By how much LiGR is above a side, and the larger spread of the two."""
+        ours, other = (page.values(by[name], measure) for name in ("ligr", side))
+        return statistics.fmean(ours) - statistics.fmean(other), max(map(statistics.stdev, (ours, other)))
+
+    assert 0.03 < apart("no actions", "auc")[0] < 0.035
+    for side in ("by itself", "no gate", "no times"):
+        assert all(abs(gain) < spread for gain, spread in (apart(side, of) for of in page.OF_LISTS))
+    for measure in ("ndcg@10", "gauc"):
+        gain, spread = apart("no actions", measure)
+        assert abs(gain) < spread
+        assert apart("all layers set-wise", measure)[0] > 0
+    shown = page.page(ROOT / "benchmarks" / "results", "sittings").splitlines()
+    assert len(shown) == 2 + len(page.SIDES)
+    assert shown[2].startswith("| **LiGR** | 0.8400 ± 0.0011 | 0.6844")
+    assert "rank_sittings.py" in page.page(ROOT / "benchmarks" / "results", "sittings source")

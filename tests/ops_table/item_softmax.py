@@ -43,7 +43,7 @@ ITEM_SOFTMAX = Op(
     make=_make,
     cases=(
         Case("masked", (7, 24, 100), {"scale": 0.5}, draws=8),
-        Case("least", (2, 1, 2), draws=64),
+        Case("least", (2, 1, 2), draws=256),
         Case("beyond one tile of queries", (2, 70, 16, 300), {"scale": 0.5}),
         Case("one loss a query, bias", (3, 5, 32, 140), {"reduction": "none", "scale": 0.4}, {"bias": True}, draws=4),
         Case("summed", (9, 40, 70), {"reduction": "sum", "scale": 0.3}, draws=8),

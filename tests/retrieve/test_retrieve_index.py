@@ -371,7 +371,10 @@ def test_state_dict_to_and_deepcopy_keep_the_items(device, named):
         through_a_file.load_state_dict(index.state_dict())
     for again in (other, through_a_file, copy.deepcopy(index), torch.nn.Sequential(index).cpu()[0]):
         found = again.search(vectors(3), k=200, where="country == 'us'")
-        assert plain(found.ids) == plain(before.ids)
+        # Another device rounds otherwise, and near ties change places there.
+        here = found.scores.device == before.scores.device
+        for got, expected in zip(plain(found.ids), plain(before.ids), strict=True):
+            assert got == expected if here else set(got) == set(expected)
         # −|q − x|² of an item beside itself is a difference of two numbers of the size of |q|².
         assert torch.allclose(found.scores.cpu(), before.scores.cpu(), atol=1e-4)
         assert len(again) == 98

@@ -104,13 +104,13 @@ def test_scores_are_those_of_vectors_and_links(metric, alpha, whole, backend, de
 
 
 @pytest.mark.parametrize("codes", ["int8", "sign"])
-def test_codes_are_not_read(codes, whole, backend):
+def test_codes_are_not_read(codes, whole, backend, device):
     links, vectors, _, weights = whole
-    index = made(codes=codes)[0]
+    index = made(codes=codes, device=device)[0]
     hits = index.search(QUERY, k=9, links=links.of(QUERIES))
     scores, ids = best(QUERY.double() @ vectors.double().t() + weights, 9)
-    assert torch.equal(hits.scores.double(), scores)
-    assert torch.equal(hits.ids, ids)
+    assert torch.equal(hits.scores.double().cpu(), scores)
+    assert torch.equal(hits.ids.cpu(), ids)
     assert hits.exact.all()
     said = str(index.explain(k=9, queries=4, links=links.of(QUERIES)))
     assert f"are added in the scan; codes '{codes}' are not read, all that pass are scored" in said
