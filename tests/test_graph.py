@@ -194,6 +194,8 @@ X, EDGES = torch.ones(4, 3), torch.tensor([[0, 1], [1, 0]])
         (lambda: G2R(0), "G2R: features must be positive, got 0."),
         (lambda: G2R(3, eps=0), "G2R: eps must be positive, got 0."),
         (lambda: G2R(5).encode(X, EDGES), "G2R: x must be (n, 5), got (4, 3)."),
+        (lambda: G2R(3).encode(X.tolist(), EDGES), "G2R: x must be a tensor, got list."),
+        (lambda: G2R(3).fit(X.double(), EDGES), "weights' dtype, torch.float32, got torch.float64: x.to("),
         (lambda: G2R(3).encode(X[:1], EDGES), "G2R: edge_index must lie in [0, 1), the nodes, got 1."),
         (lambda: G2R(3).fit(X, EDGES, nodes=0), "G2R.fit: nodes must be positive, got 0."),
         (lambda: G2R(3).fit(X * torch.nan, EDGES), "G2R.fit: x must be finite, got nan, one of 12 such numbers."),

@@ -1,5 +1,6 @@
 # The public names of tigon: the one place that declares them (see lazy.py).
 from tigon import compat as compat
+from tigon import compress as compress
 from tigon import distributed as distributed
 from tigon import graph as graph
 from tigon import integrations as integrations
@@ -7,6 +8,8 @@ from tigon import losses as losses
 from tigon import nn as nn
 from tigon import ops as ops
 from tigon import optim as optim
+from tigon import rank as rank
+from tigon import retrieve as retrieve
 from tigon import runtime as runtime
 from tigon.capture import graph_step as graph_step
 from tigon.fusion.model import Fusion as Fusion

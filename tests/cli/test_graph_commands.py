@@ -137,6 +137,11 @@ def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_p
     assert "the last epoch is kept, for the graph has no y, train and val" in shown.err
     assert vectors(tmp_path / "run").shape == (120, 16)
     here("graph", "probe", tmp_path / "run").problem("graph must have y, train and test, got no y and no train")
+    here("graph", "probe", tmp_path / "none").problem("graph probe: RUN must be the folder of a run of tigon graph fit")
+    place = tmp_path / "bare.npz" / "a.png"
+    here("graph", "probe", tmp_path / "run", "--plot", place).problem("graph probe: --plot", "is a file of that name")
+    (tmp_path / "run" / "seed-0" / "embeddings.safetensors").unlink()
+    here("graph", "probe", tmp_path / "run").problem("graph probe: the embeddings of", "cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +161,7 @@ def test_a_graph_without_labels_is_fitted_and_cannot_be_probed(file, here, tmp_p
         (("--data", "far.npz"), ("edge_index must lie in [0, 2), the nodes, got 2",)),
         (("--data", "turned.npz"), ("edge_index must be (2, e) integers, sources and targets, got (3, 2)",)),
         (("--data", "alone.npz"), ("edge_index must hold an edge between two nodes",)),
+        (("--data", "one.npz"), ("train must have nodes of two classes, got one",)),
         (("--resume",), ("there is no run in", "to resume")),
     ],
 )
@@ -166,11 +172,12 @@ def test_what_is_wrong_is_one_sentence(arguments, words, file, here, tmp_path, m
     np.savez(tmp_path / "far.npz", x=x, edge_index=pair + 1)
     np.savez(tmp_path / "turned.npz", x=x, edge_index=np.zeros((3, 2), int))
     np.savez(tmp_path / "alone.npz", x=x, edge_index=np.zeros((2, 1), int))
+    np.savez(tmp_path / "one.npz", x=x, edge_index=pair, y=np.zeros(2, int), train=[0], val=[1], test=[1])
     said = here("graph", "fit", *(word.format(file=file) for word in arguments), "-o", "x", "--device", "cpu")
     assert said.code == 2, said.err
     assert said.err.strip().splitlines()[-1].startswith("tigon: graph fit: "), said.err
     assert all(word in said.err for word in words), said.err
-    assert not list(tmp_path.glob("x/seed-*"))
+    assert not list(tmp_path.glob("x/*"))  # a run that can never be fitted would hold its folder
 
 
 def test_a_pickle_in_the_files_runs_nothing(here, tmp_path):

@@ -152,6 +152,11 @@ def test_a_graph_of_your_own(tmp_path):
         assert found.edge_index.tolist() == EDGES.tolist()
         assert found.y.tolist() == [0, 1, 1, -1]
         assert [part.tolist() for part in (found.train, found.val, found.test)] == [[0, 2], [1, 3], [2]]
+    small = {"edge_index": EDGES.astype(np.uint16), "y": EDGES[0].repeat(2).astype(np.uint8)}
+    np.savez(tmp_path / "small.npz", x=X, train=np.array([3, 1], np.uint8), **small)
+    found = graph.read_graph(tmp_path / "small.npz")
+    assert found.edge_index.tolist() == EDGES.tolist()
+    assert found.y[found.train].tolist() == [1, 0]
     np.savez(tmp_path / "bare.npz", x=X, edge_index=EDGES)
     assert graph.read_graph(tmp_path / "bare.npz").y is None
 
@@ -169,6 +174,9 @@ def test_a_graph_of_your_own(tmp_path):
         ({"x": X, "edge_index": EDGES, "y": EDGES}, "y must be (4,) integers, got (2, 2)"),
         ({"x": X, "edge_index": EDGES, "train": np.array([9])}, "train must lie in [0, 4), the nodes, got 9."),
         ({"x": X, "edge_index": EDGES, "test": X}, "test must be a line of integers, got (4, 3)"),
+        ({"x": X, "edge_index": EDGES, "train_mask": np.ones((4, 2), bool)}, "train_mask must be (4,) bools, the mask"),
+        ({"x": X, "edge_index": EDGES, "val": np.ones(3, bool)}, "val must be (4,) bools, the mask of one split, got"),
+        ({"x": X, "edge_index": EDGES, "test_mask": np.ones(4, int)}, "the mask of one split, got (4,) torch.int64."),
         ({"x": np.array([{}]), "edge_index": EDGES}, "is no .npz of plain arrays"),
     ],
 )
@@ -183,6 +191,9 @@ def test_files_that_are_no_graph_get_a_sentence(tmp_path):
         (tmp_path / name).write_bytes(b"PK no")
         with pytest.raises(ValueError, match=re.escape(words)):
             graph.read_graph(tmp_path / name)
+    (tmp_path / "g.npz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is no \.npz of plain arrays"):
+        graph.read_graph(tmp_path / "g.npz")
     with pytest.raises(ValueError, match="file must be a file, which"):
         graph.read_graph(tmp_path / "none.npz")
     pytest.importorskip("safetensors")

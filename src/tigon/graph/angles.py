@@ -23,7 +23,7 @@ def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
         dims: directions of a class, at most d and the rows of the smallest class.
     Returns: (C, C, dims) fp64, in radians, smallest first; C classes in the order of their labels. Orthogonal subspaces
         have π/2, the diagonal has 0.
-    Raises: ValueError for shapes, and for a class of fewer rows than dims.
+    Raises: ValueError for shapes, for a class of fewer rows than dims, and for z that is not finite.
     """
     name = "principal_angles"
     check_positive(name, dims=dims)
@@ -32,6 +32,8 @@ def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
         raise ValueError(f"{name}: z must be (n, d) floats, got {tuple(z.shape)} {z.dtype}.")
     if labels.shape != (len(z),):
         raise ValueError(f"{name}: labels must be ({len(z):,},), one a row of z, got {tuple(labels.shape)}.")
+    if not bool(z.isfinite().all()):
+        raise ValueError(f"{name}: z must be finite, got NaN or infinity.")
     bases = []
     for label in labels[labels >= 0].unique().tolist():
         rows = z.detach()[labels == label].double()

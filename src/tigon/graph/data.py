@@ -52,6 +52,7 @@ class Graph:
                 continue
             if nodes.dim() != 1 or not _whole(nodes):
                 raise ValueError(f"Graph: {name} must be a line of integers, got {tuple(nodes.shape)} {nodes.dtype}.")
+            nodes = nodes.long()  # torch does not compare unsigned ones of more than 8 bits
             outside = nodes[(nodes < 0) | (nodes >= n)]
             if len(outside):
                 raise ValueError(f"Graph: {name} must lie in [0, {n:,}), the nodes, got {int(outside[0]):,}.")
@@ -63,8 +64,8 @@ def read_graph(file: str | Path) -> Graph:
     Args:
         file: .npz or .safetensors with the arrays x and edge_index and, for a probe, y, train, val and test, as `Graph`
             has them. A split may be masks too, (n,) bools, by these names or as train_mask, val_mask and test_mask.
-    Raises: ValueError for another file, and for arrays that are missing or do not fit. Pickles are not read, which is
-        why .pt files are not.
+    Raises: ValueError for another file, and for arrays that are missing or do not fit, such as the masks of several
+        splits. Pickles are not read, which is why .pt files are not.
     """
     file = Path(file)
     if not file.is_file():
@@ -72,19 +73,32 @@ def read_graph(file: str | Path) -> Graph:
     if file.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"read_graph: file must be .npz or .safetensors, got {file.name}.")
     arrays = _numpy(file) if file.suffix == ".npz" else _safetensors(file)
-    for name in ("train", "val", "test"):
-        found = arrays.get(name, arrays.get(f"{name}_mask"))
-        if found is not None and found.dtype == torch.bool:
-            found = found.nonzero()[:, 0]
-        if found is not None:
-            arrays[name] = found
     missing = [name for name in ("x", "edge_index") if name not in arrays]
     if missing:
         raise ValueError(
             f"read_graph: {file} must hold x (n, F) and edge_index (2, e), got no {' and no '.join(missing)}; it has "
             f"{', '.join(sorted(arrays)) or 'nothing'}."
         )
-    return Graph(arrays["x"].float(), *(arrays.get(name) for name in NAMES[1:]))  # type: ignore[arg-type]
+    for name in NAMES[1:]:
+        if name in arrays and _whole(arrays[name]):
+            arrays[name] = arrays[name].long()  # torch would take 8-bit indices for a mask
+    parts = [_split(arrays, name) for name in ("train", "val", "test")]
+    return Graph(arrays["x"].float(), arrays["edge_index"], arrays.get("y"), *parts)
+
+
+def _split(arrays: dict[str, Tensor], part: str) -> Tensor | None:
+    """The nodes of a part of the split, which stand there by number or are told by a mask."""
+    name = part if part in arrays else f"{part}_mask"
+    found = arrays.get(name)
+    if found is None or (name == part and found.dtype != torch.bool):
+        return found
+    nodes = arrays["x"].shape[:1]
+    if found.shape != nodes or found.dtype != torch.bool:
+        raise ValueError(
+            f"read_graph: {name} must be {tuple(nodes)} bools, the mask of one split, got {tuple(found.shape)} "
+            f"{found.dtype}."
+        )
+    return found.nonzero()[:, 0]
 
 
 def _numpy(file: Path) -> dict[str, Tensor]:
@@ -95,7 +109,7 @@ def _numpy(file: Path) -> dict[str, Tensor]:
         with np.load(file, allow_pickle=False) as arrays:
             for name in arrays.files:
                 found[name] = torch.from_numpy(np.ascontiguousarray(arrays[name]))
-    except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
+    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"read_graph: {file} is no .npz of plain arrays ({error}).") from error
     return found
 

@@ -225,8 +225,12 @@ class _Convolutions(nn.Module):
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         """edge_index: the edges, or what `_adjacency` made of them."""
+        check_tensors("G2R", x=x)
         if x.dim() != 2 or x.shape[1] != len(self.weight1):
             raise ValueError(f"G2R: x must be (n, {len(self.weight1)}), got {tuple(x.shape)}.")
+        dtype = self.weight1.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"G2R: x must be of the weights' dtype, {dtype}, got {x.dtype}: x.to({dtype}).")
         A = edge_index
         if A.layout == torch.strided:
             A = _adjacency(torch.stack(edges_of("G2R", edge_index, len(x))), len(x), x.dtype)
@@ -250,10 +254,11 @@ def edges_of(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]
             f"{name}: edge_index must be (2, e) integers, sources and targets, got {tuple(edge_index.shape)} "
             f"{edge_index.dtype}."
         )
+    edge_index = edge_index.long()  # torch does not compare unsigned ones of more than 8 bits
     outside = edge_index[(edge_index < 0) | (edge_index >= nodes)]
     if len(outside):
         raise ValueError(f"{name}: edge_index must lie in [0, {nodes:,}), the nodes, got {int(outside[0]):,}.")
-    source, target = edge_index.long()
+    source, target = edge_index
     pairs = (target * nodes + source)[source != target].unique()
     return pairs % nodes, pairs // nodes
 

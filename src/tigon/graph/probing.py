@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tigon.graph.data import Graph
 from tigon.losses.options import check_positive
+from tigon.runtime import check_tensors
 
 
 def probe(z: Tensor, graph: Graph, *, c: float = 1.0) -> dict[str, float]:
@@ -25,6 +26,7 @@ def probe(z: Tensor, graph: Graph, *, c: float = 1.0) -> dict[str, float]:
     from sklearn.linear_model import LogisticRegression
 
     check_positive("probe", c=c)
+    check_tensors("probe", z=z)
     y, train, test = graph.y, graph.train, graph.test
     missing = [name for name, value in (("y", y), ("train", train), ("test", test)) if value is None or not len(value)]
     if y is None or train is None or test is None or missing:
@@ -34,8 +36,8 @@ def probe(z: Tensor, graph: Graph, *, c: float = 1.0) -> dict[str, float]:
     if not bool(z.isfinite().all()):
         raise ValueError("probe: z must be finite, got NaN or infinity: the fit has diverged.")
     parts = {"train": train, "val": graph.val, "test": test}
-    known = {name: nodes.cpu() for name, nodes in parts.items() if nodes is not None and len(nodes)}
-    labels = y.cpu()
+    known = {name: nodes.cpu().long() for name, nodes in parts.items() if nodes is not None and len(nodes)}
+    labels = y.cpu().long()
     for name, nodes in known.items():
         if int(labels[nodes].min()) < 0:
             raise ValueError(f"probe: y must have the labels of {name}, got {int(labels[nodes].min())}, which is none.")

@@ -24,7 +24,7 @@ SPARSE = 0.1  # features with a smaller share of others than 0 are multiplied as
 
 
 class Run:
-    """Stages, one for each seed. Making one writes nothing, and raises what is wrong with the options."""
+    """Stages, one for each seed. Making one writes nothing, and raises what is wrong with the options and the graph."""
 
     def __init__(self, output: Path, record: dict[str, Any], graph: Any, device: Any) -> None:
         from tigon.cli.screen import screen
@@ -40,7 +40,14 @@ class Run:
         self.validated = self.given["keep"] == "best" and labelled
         self.saved = time.monotonic()
         with sentences(NAME):
+            if not bool((self.edges[0] != self.edges[1]).any()):
+                raise ValueError("edge_index must hold an edge between two nodes, got none")
             self._model(self.seeds[0])
+            if self.validated:
+                from tigon.graph import probe
+
+                # What is wrong with labels and split is said now, by a probe of two numbers a node.
+                probe(graph.x[:, :2], self._split())
 
     def _model(self, seed: int) -> tuple[Any, Any]:
         import torch
@@ -111,12 +118,16 @@ class Run:
             self._publish(seed, model, {"epoch": last[0]})
 
     def _probed(self, model: Any) -> float:
-        from dataclasses import replace
-
         from tigon.graph import probe
 
-        # The test nodes have no part in the choice of an epoch.
-        return float(probe(model.encode(self.x, self.edges), replace(self.graph, test=self.graph.val))["val"])
+        return float(probe(model.encode(self.x, self.edges), self._split())["val"])
+
+    def _split(self) -> Any:
+        """The graph with the nodes to validate on in place of those to test on: they have no part in the choice of an
+        epoch."""
+        from dataclasses import replace
+
+        return replace(self.graph, test=self.graph.val)
 
     def _save(self, seed: int, epoch: int, model: Any, optimizer: Any, best: dict[str, Any]) -> None:
         modules = {"model": model.state_dict(), "best": best["model"]}

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.checkpoint import write_json
+from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.kept_runs import read_record
-from tigon.cli.problem import Problem, needs, seeds_of
+from tigon.cli.problem import Problem, check_writable, needs, one_line, seeds_of
 
 NAME = "graph probe"
 
@@ -30,7 +30,14 @@ def probe(
     if not 0 < c < float("inf"):
         raise Problem(f"{NAME}: --c must be positive, got {c}")
     run = run.expanduser().resolve()
+    if not (run / RECORD).is_file():
+        raise Problem(f"{NAME}: RUN must be the folder of a run of tigon graph fit, got {run}, which has no {RECORD}")
+    if plot is not None:
+        plot = plot.expanduser().resolve()
+        plot = plot if plot.suffix else plot.with_suffix(".png")
+        check_writable(plot.parent, f"{NAME}: --plot")
     record = read_record("graph fit", run)
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from tigon import graph as graphs
@@ -44,7 +51,10 @@ def probe(
     seeds = [seed for seed in seeds_of(NAME, options["seed"]) if f"seed {seed}" in record["stages"]]
     if not seeds:
         raise Problem(f"{NAME}: no seed of {run} is at its end; go on by: tigon graph fit --resume --output {run}")
-    vectors = {seed: load_file(run / f"seed-{seed}" / EMBEDDINGS)["z"] for seed in seeds}
+    try:
+        vectors = {seed: load_file(run / f"seed-{seed}" / EMBEDDINGS)["z"] for seed in seeds}
+    except (OSError, LookupError, SafetensorError) as error:
+        raise Problem(f"{NAME}: the embeddings of {run} cannot be read ({one_line(error)}); fit it again") from error
     with sentences(NAME):
         rows: list[dict[str, Any]] = [{"seed": seed, **graphs.probe(z, graph, c=c)} for seed, z in vectors.items()]
         if plot is not None:
