@@ -326,6 +326,11 @@ def _bench_model(
     if dtype not in DTYPES:
         raise Problem(f"bench: --dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     _check_names(peers, set(SIDES))
+    if (Path(model) / "config.json").is_file():
+        raise Problem(
+            f"bench: --model takes a preset, with random weights, and not the folder {model}; what compression costs, "
+            "tigon compress --held says, and what fusing changes, tigon verify"
+        )
     if model not in PRESETS:
         raise Problem(f"bench: --model must be one of {', '.join(PRESETS)}, got {model!r}")
     default = [side for side in DEFAULT_SIDES if side != "liger" or device.type == "cuda"]
