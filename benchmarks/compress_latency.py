@@ -89,7 +89,7 @@ def calls(model: Any) -> dict[str, Callable[[Any], Any]]:
 
     def next_token(m: Any) -> None:
         m(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-        cache.crop(LENGTH)
+        cache.crop(-1)
 
     return {f"{LENGTH} tokens": lambda m: m(input_ids=ids, use_cache=False), "1 token": next_token}
 
