@@ -362,7 +362,11 @@ def test_what_the_page_on_compression_says_is_recorded():
         f"to {small['rank recovered']:.3f}"
     ) in said
     assert f"torchao's cost {more['torchao int3']:.2f} at 3 bits" in said
-    assert f"and {more['torchao int4']:.2f} at 4" in said
+    assert f"and {more['torchao int4']:.2f} at 4: at 3 bits less than Tigon's" in said
+    far, _ = back("llama 576×30", "distance", "bits 3")
+    assert f"{far['torchao int3']:.2f} against {far['bits 3']:.2f} nats" in said
+    for own in (swiglu, far):
+        assert own["bits 4/3 0.25"] < min(own["bits 3"], own["torchao int3"])
 
 
 def test_what_a_compressed_model_costs_a_user():
