@@ -368,3 +368,49 @@ def test_what_the_page_on_compression_says_is_recorded():
     small, split = back("bert 384×6", "loss", "bits 4/3 0.25")
     assert f"less than 4 bits rounded to nearest do, {small['nearest 4']:.3f}" in said
     assert f"others at 3: {small['bits 4/3 0.25']:.3f}, which takes back {split:.0f} %" in said
+    peers = {name: small[f"torchao {name}"] for name in ("int4", "int3")}
+    assert f"torchao's 4 bits move the answers by {peers['int4']:.3f}, as Tigon's 3 bits do" in said
+    assert peers["int4"] == pytest.approx(small["bits 3"], rel=0.05)
+    assert f"its 3 bits by {peers['int3']:.3f}." in said
+    assert f"it, at 4 bits to {small['bits 4']:.3f}" in said
+    assert small["auto within"] == small["bits within"] < small["prune"]
+    assert max(small["bits 3"], small["rank"]) < small["svd"] < small["prune"]
+    assert (
+        f"`prune` goes from {small['prune']:.3f} to {small['prune recovered']:.3f} and `rank` from {small['rank']:.3f} "
+        f"to {small['rank recovered']:.3f}"
+    ) in said
+    assert f"torchao's cost {more['torchao int3']:.2f} at 3 bits" in said
+    assert f"and {more['torchao int4']:.2f} at 4: at 3 bits less than Tigon's" in said
+    far, _ = back("llama 576×30", "distance", "bits 3")
+    assert f"{far['torchao int3']:.2f} against {far['bits 3']:.2f} nats" in said
+    for own in (swiglu, far):
+        assert own["bits 4/3 0.25"] < min(own["bits 3"], own["torchao int3"])
+
+
+def test_what_a_compressed_model_costs_a_user():
+    said = " ".join((ROOT / "docs" / "compress.md").read_text().split())
+    speed = {
+        (row["method"], row["call"]): row["speed"] for row in report.load(RESULTS / "cpu-compress-latency.json")["rows"]
+    }
+    for words in (
+        "`prune` makes MiniLM {:.2f} × as fast with 128 tokens and {:.2f} × with 16",
+        "and `rank` {:.2f} × and {:.2f} ×",
+    ):
+        name = words.partition("`")[2].partition("`")[0]
+        assert words.format(*(speed[name, call] for call in ("128 tokens", "16 tokens"))) in said
+    split = [speed["bits 4/3 0.25", call] for call in ("128 tokens", "16 tokens")]
+    assert "MiniLM then has {:.2f} × and {:.2f} × the speed".format(*split) in said
+    peers = [value for (name, _), value in speed.items() if name.startswith("torchao")]
+    assert f"{min(peers):.2f} to {max(peers):.2f} ×" in said
+    rows = {row["method"]: row for row in report.load(RESULTS / "cpu-compress-sst2.json")["rows"]}
+    whole, small, recovered = (
+        rows[name] for name in ("whole", "bits 4/3 0.25, embeddings", "bits 4/3 0.25, embeddings, recovered")
+    )
+    lost = [100 * (1 - row[key] / whole[key]) for row in (small, recovered) for key in ("accuracy", "refitted")]
+    assert f"leave {small['share']:.0%} of the file".replace("%", " %") in said
+    assert f"{small['accuracy']:.1f} % of the sentences instead of {whole['accuracy']:.1f} %" in said
+    assert f"it loses {lost[0]:.1f} %" in said
+    assert f"loses more, {lost[1]:.1f} %" in said
+    assert "do not help, {:.1f} % and {:.1f} %".format(*lost[2:]) in said
+    assert lost[0] <= 1  # what it was built for
+    assert [round((whole[key] - small[key]) * 8.72) for key in ("accuracy", "refitted")] == [3, 11]

@@ -1,4 +1,4 @@
-"""benchmarks/compress.py and compress_sst2.py: what they record of models of a few weights."""
+"""benchmarks/compress.py, compress_latency.py and compress_sst2.py: what they record of models of a few weights."""
 
 import sys
 from pathlib import Path
@@ -70,3 +70,27 @@ def test_an_encoder_is_judged_before_and_after(script, tmp_path, monkeypatch):
     assert small["accuracy"] > 90
     with pytest.raises(SystemExit, match=r"--data must hold train.tsv"):
         sst2.main(["--data", str(tmp_path / "model"), *arguments[2:]])
+
+
+def test_models_are_timed_by_turns(script, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    latency = script("compress_latency")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    transformers.BertModel(transformers.BertConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "encoder")
+    llama = transformers.LlamaConfig(vocab_size=64, max_position_embeddings=160, **sizes)
+    transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "decoder")
+    ways = ["prune", "bits 4/3 0.25", "bits 4/3 0.25 widened"]
+    models = [word for name in ("encoder", "decoder") for word in ("--model", str(tmp_path / name))]
+    assert latency.main([*models, "--output", str(tmp_path), "--rounds", "2", "--threads", "1", "--only", *ways]) == 0
+    rows = report.load(tmp_path / "cpu-compress-latency.json")["rows"]
+    by = {}
+    for row in rows:
+        by.setdefault((row["model"], row["call"]), {})[row["method"]] = row
+    assert [call for _, call in by] == ["128 tokens", "16 tokens", "128 tokens", "1 token"]
+    for some in by.values():
+        assert list(some) == ["dense", *ways]
+        assert some["dense"]["speed"] == 1
+        for row in some.values():
+            assert row["least"] <= row["ms"]
+            assert row["speed"] == pytest.approx(some["dense"]["ms"] / row["ms"])

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_model_becomes_smaller_and_opens(tigon, folder):
-    options = ("--data", "calib.txt", "--budget", "0.2", "-o", "small", "--embeddings", "--json")
+    options = ("--data", "calib.txt", "--budget", "0.2", "-o", "small", "--embeddings", "--json", "--held", "calib.txt")
     done = tigon("compress", "model", *options, cwd=folder).ok()
     found = json.loads(done.out)
     share = found["feed_forward"]["bytes"] / found["feed_forward"]["bytes_before"]
@@ -37,15 +37,38 @@ def test_a_model_becomes_smaller_and_opens(tigon, folder):
     assert [row["name"] for row in found["embeddings"]["layers"]] == ["model.embed_tokens"]
     sizes = [(folder / name / "model.safetensors").stat().st_size for name in ("model", "small")]
     assert sizes[1] < 0.6 * sizes[0]
+    assert [round(1e6 * mb) for mb in found["mb"]] == sizes
+    held = found["held"]
+    assert 0 < held["distance"] < 1e-3
+    assert held["before"]["loss"] != held["now"]["loss"] == pytest.approx(held["before"]["loss"], abs=0.01)
+    assert held["before"]["ms"] > 0 < held["now"]["ms"]
+    tigon("bench", "--model", "small", cwd=folder).problem(
+        "takes a preset", "the folder small", "tigon compress --held"
+    )
     assert "agree" in tigon("verify", "small", "--seq-len", "16", cwd=folder).ok().out
 
 
 def test_dense_weights_open_without_tigon(tigon, folder):
     transformers = pytest.importorskip("transformers")
-    options = ("--data", ".", "--heavy-bits", "4", "-o", "dense", "--dense", "--plot", "report.png")
+    options = (
+        "--data",
+        ".",
+        "--heavy-bits",
+        "4",
+        "-o",
+        "dense",
+        "--dense",
+        "--plot",
+        "report.png",
+        "--held",
+        "calib.txt",
+    )
     done = tigon("compress", "model", *options, cwd=folder).ok()
     assert "→ bits" in done.out
     assert "MiB before" in done.out
+    assert "MB before" in done.out
+    assert "nats a token before" in done.out
+    assert "a call with one sequence" in done.out
     assert (folder / "report.png").stat().st_size > 5000
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "dense")
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear"
@@ -58,7 +81,10 @@ def test_dense_weights_open_without_tigon(tigon, folder):
         (("--budget", "0.2", "--heavy-bits", "4"), ("only one of --budget and --heavy-bits",)),
         ((), ("--budget must be given",)),
         (("--heavy-bits", "7"), ("heavy must be one of", "got 7")),
-        (("--budget", "0.5", "--method", "bitz"), ("did you mean 'bits'",)),
+        (("--budget", "0.5", "--method", "bitz"), ("--method must be one of", "did you mean 'bits'")),
+        (("--heavy-bits", "4", "--method", "rank"), ("takes no --method rank",)),
+        (("--budget", "0.5", "--share", "0.5"), ("--share goes with --heavy-bits",)),
+        (("--budget", "0.5", "--held", "nowhere"), ("--held nowhere: there is no such file",)),
         (("--budget", "0.5", "--data", "nowhere"), ("--data nowhere: there is no such file",)),
     ],
 )

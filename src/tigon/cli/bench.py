@@ -90,6 +90,11 @@ def bench(
         # Without --from these arguments name operators; with --from they are further files.
         _show_files([*source, *map(Path, ops or [])], html)
         return
+    if model is not None and (Path(model) / "config.json").is_file():
+        raise Problem(
+            f"bench: --model takes a preset, with random weights, and not the folder {model}; what compression costs, "
+            "tigon compress --held says, and what fusing changes, tigon verify"
+        )
     if model is not None and (ops or shape):
         raise Problem("bench: --model takes no operators and no --shape")
     if host and (model is not None or shape):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import json as encoder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tigon.cli.compress_cost import Cost, megabytes, told
 from tigon.cli.problem import Problem, check_writable, device_of, needs, one_line
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 NAME = "compress"
 METHODS = ("bits", "rank", "prune", "svd", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+HELD = 4096  # tokens of held-out text
 TAKEN = "only one of --budget and --heavy-bits can be given: a size to fit, or the split itself"
 
 
@@ -26,15 +29,23 @@ def compress(
     budget: Annotated[
         float | None, typer.Option(help="Bytes that the layers may take, as a share of those they take now.")
     ] = None,
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")] = "bits",
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}; default: bits.")] = None,
     heavy_bits: Annotated[int | None, typer.Option(help="Bits of heavy neurons, in the place of --budget.")] = None,
-    rest_bits: Annotated[int, typer.Option(help="Bits of the other neurons, with --heavy-bits.")] = 3,
-    share: Annotated[float, typer.Option(help="Share of heavy neurons, with --heavy-bits.", min=0, max=1)] = 0.25,
+    rest_bits: Annotated[
+        int | None, typer.Option(help="Bits of the other neurons, with --heavy-bits; default: 3.")
+    ] = None,
+    share: Annotated[
+        float | None, typer.Option(help="Share of heavy neurons, with --heavy-bits; default: 0.25.", min=0, max=1)
+    ] = None,
     recover: Annotated[int, typer.Option(help="Steps of fine-tuning each changed layer.", min=0)] = 0,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Store embeddings in 8 bits too.")] = False,
     dense: Annotated[bool, typer.Option("--dense", help="Save dense weights, which open without Tigon.")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of calibration, from all of the text.", min=1)] = 8192,
     dtype: Annotated[str, typer.Option(help=f"Of the loaded weights: {', '.join(DTYPES)}.")] = "auto",
+    held: Annotated[
+        list[Path] | None,
+        typer.Option(help="Other text: print its loss and the time of a call, before and after."),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Draw the report into this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -48,15 +59,12 @@ def compress(
         needs(f"tigon {NAME} --plot", "compress", "matplotlib")
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    if budget is not None and heavy_bits is not None:
-        raise Problem(f"{NAME}: {TAKEN}")
-    if budget is None and heavy_bits is None:
-        raise Problem(f"{NAME}: --budget must be given, a share such as 0.25, or --heavy-bits")
+    _check_split(budget, method, heavy_bits, rest_bits, share)
     check_writable(output, f"{NAME}: --output")
     if (output / "config.json").exists():
         raise Problem(f"{NAME}: --output {output}: there is a model already")
     place = device_of(device, NAME)
-    texts = _texts(data)
+    texts, others = _texts(data), _texts(held, "--held") if held else []
     from tigon import compress as package
     from tigon.cli.screen import screen
 
@@ -65,9 +73,12 @@ def compress(
         loaded, tokenizer = _opened(model, dtype)
         loaded = loaded.to(place)
     try:
-        chosen: Any = method if heavy_bits is None else package.Bits(heavy_bits, rest_bits, share)
+        chosen: Any = method or "bits"
+        if heavy_bits is not None:
+            chosen = package.Bits(heavy_bits, 3 if rest_bits is None else rest_bits, 0.25 if share is None else share)
         with console.status("compressing"):
             ids = _windows(loaded, tokenizer, texts, tokens)
+            cost = Cost(loaded, _windows(loaded, tokenizer, others, HELD)) if others else None
             report = package.feed_forward(loaded, ids, method=chosen, budget=budget, recover=recover)
             tables = package.embeddings(loaded) if embeddings else None
     except ValueError as error:
@@ -78,22 +89,46 @@ def compress(
         if one is not None:
             one.forget()
     _save(package.widen(loaded) if dense else loaded, output, tokenizer)
-    _tell(report, tables, output, json)
+    sizes = megabytes(Path(model).expanduser()) or None, megabytes(output)
+    _tell(report, tables, {"mb": sizes, "held": cost and cost.table()}, output, json)
 
 
-def _tell(report: Report, tables: Report | None, output: Path, json: bool) -> None:
+def _check_split(
+    budget: float | None, method: str | None, heavy_bits: int | None, rest_bits: int | None, share: float | None
+) -> None:
+    """What of the options goes together; a method that is misspelled."""
+    if method is not None and method not in METHODS:
+        near = difflib.get_close_matches(method.lower(), METHODS, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise Problem(f"{NAME}: --method must be one of {', '.join(METHODS)}, got {method!r}{meant}")
+    if budget is not None and heavy_bits is not None:
+        raise Problem(f"{NAME}: {TAKEN}")
+    if budget is None and heavy_bits is None:
+        raise Problem(f"{NAME}: --budget must be given, a share such as 0.25, or --heavy-bits")
+    if heavy_bits is not None and method not in (None, "bits"):
+        raise Problem(f"{NAME}: --heavy-bits is a split by bits, so that it takes no --method {method}")
+    for option, value in (("--rest-bits", rest_bits), ("--share", share)):
+        if heavy_bits is None and value is not None:
+            raise Problem(f"{NAME}: {option} goes with --heavy-bits; within --budget the plan chooses it")
+
+
+def _tell(report: Report, tables: Report | None, cost: dict[str, Any], output: Path, json: bool) -> None:
     if json:
-        print(encoder.dumps({"feed_forward": report.to_dict(), "embeddings": tables and tables.to_dict()}))
+        print(encoder.dumps({"feed_forward": report.to_dict(), "embeddings": tables and tables.to_dict(), **cost}))
         return
     print(report.table())
     if tables is not None:
         print(f"embeddings: {tables.bytes_before / 2**20:.2f} MiB before, {tables.bytes / 2**20:.2f} now")
         for one in tables.left:
             print(f"left as it is: {one.name}: {one.reason}")
+    before, now = cost["mb"]
+    print("file: " + ("" if before is None else f"{before:.2f} MB before, ") + f"{now:.2f} MB now")
+    if cost["held"] is not None:
+        print("\n".join(told(cost["held"])))
     print(f"saved to {output}")
 
 
-def _texts(paths: list[Path]) -> list[str]:
+def _texts(paths: list[Path], option: str = "--data") -> list[str]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -101,13 +136,13 @@ def _texts(paths: list[Path]) -> list[str]:
         elif path.is_file():
             files.append(path)
         else:
-            raise Problem(f"{NAME}: --data {path}: there is no such file or folder")
+            raise Problem(f"{NAME}: {option} {path}: there is no such file or folder")
     try:
         texts = [path.read_text(encoding="utf-8") for path in files]
     except UnicodeDecodeError as error:
-        raise Problem(f"{NAME}: --data must be text in UTF-8 ({one_line(error)})") from error
+        raise Problem(f"{NAME}: {option} must be text in UTF-8 ({one_line(error)})") from error
     if not any(text.strip() for text in texts):
-        raise Problem(f"{NAME}: --data must hold text, got {len(files)} files without any")
+        raise Problem(f"{NAME}: {option} must hold text, got {len(files)} files without any")
     return texts
 
 
@@ -130,10 +165,13 @@ def _opened(name: str, dtype: str) -> tuple[Any, Any]:
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise Problem(f"{NAME}: model {name}: the directory has no config.json, so it is not a model")
+    if not path.exists() and name.startswith((".", "/", "~")):
+        raise Problem(f"{NAME}: model {name}: there is no such folder")
     try:
         config = transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name)
     except Exception as error:
-        raise Problem(f"{NAME}: model {name}: no configuration can be read ({one_line(error, 160)})") from error
+        where = "" if path.exists() else "there is no such folder, and of that name on the hub "
+        raise Problem(f"{NAME}: model {name}: {where}no configuration can be read ({one_line(error, 160)})") from error
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method

@@ -72,8 +72,7 @@ def feed_forward(
     for child, old in before.items():
         model.get_submodule(child).train(old.training)  # the mode that `_resting` has given back
     describe(model)
-    unit = "nats a token" if pass_.whole.nats else "of the mean square of its answers"
-    return Report(rows, methods, left, tokens, unit, pass_.notes, model, before)
+    return Report(rows, methods, left, tokens, pass_.whole.unit, pass_.notes, model, before)
 
 
 @contextlib.contextmanager

@@ -160,6 +160,11 @@ class Whole:
                 "and the dtype."
             )
 
+    @property
+    def unit(self) -> str:
+        """Of distances."""
+        return "nats a token" if self.nats else "of the mean square of its answers"
+
     def _read(self, batch: Batch) -> Any:
         y = _output(self.model, batch).float()
         if not self.nats:
