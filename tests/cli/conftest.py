@@ -22,16 +22,22 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory):
-    server = Forks(tmp_path_factory.mktemp("said"))
+def hub(tmp_path_factory):
+    """The cache of the Hugging Face hub, of what tests put there; it is read when the commands are imported."""
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory, hub):
+    server = Forks(tmp_path_factory.mktemp("said"), HF_HUB_CACHE=str(hub))
     yield server
     server.end()
 
 
 @pytest.fixture(scope="session")
-def tigon(request):
+def tigon(request, hub):
     def run(*arguments, cwd=None, limit=None, **changes):
-        arguments, env = [str(a) for a in arguments], environment(**changes)
+        arguments, env = [str(a) for a in arguments], environment(HF_HUB_CACHE=str(hub), **changes)
         # Importing torch and transformers is most of a short command. With a GPU each starts from nothing, as a user's;
         # and so do those by which backend they import tigon.
         if not torch.cuda.is_available() and "TIGON_BACKEND" not in changes:
