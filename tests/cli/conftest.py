@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items):
     """One worker runs all commands, so that what they import is imported once, and models are written once."""
     for item in items:
         here = item.path.parent == Path(__file__).parent
-        if here and {"tigon", "together", "launched", "start"} & set(getattr(item, "fixturenames", ())):
+        if here and {"tigon", "together", "launched", "start", "python"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("commands"))
 
 
@@ -52,6 +52,17 @@ def tigon(request, hub):
         command = [sys.executable, "-m", "tigon", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=240, preexec_fn=before)
         return Result(done)
+
+    return run
+
+
+@pytest.fixture
+def python(forks, tmp_path):
+    """Run the text of a script in a process that has imported what is large."""
+
+    def run(code, cwd):
+        (tmp_path / "script.py").write_text(code)
+        return Result(forks.run([[str(tmp_path / "script.py")]], environment(), cwds=[cwd]))
 
     return run
 
