@@ -1,11 +1,14 @@
 """`tigon bench` and `tigon doctor` as a user runs them."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -14,19 +17,32 @@ from tigon.bench import report
 from tigon.cli.bench import bench
 from tigon.cli.problem import Problem
 
-
-def tigon(*arguments, **variables):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TIGON_", "TRITON_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "tigon", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables},
-    )
+IMPORTED = "torch", "triton", "triton.language", "typer", "typer._adapters", "rich.table", "matplotlib.pyplot"
 
 
-def test_bench_writes_table_json_and_png(tmp_path):
+@pytest.fixture(scope="module")
+def tigon(tmp_path_factory):
+    """The command in a process of its own, which imports tigon by the variables that it is given."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("TIGON_", "TRITON_"))}
+    own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if torch.cuda.is_available():  # a process that has asked for a GPU cannot be forked
+
+        def run(*arguments, **variables):
+            command = [sys.executable, "-m", "tigon", *arguments]
+            return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**own, **variables})
+
+        yield run
+        return
+    spec = importlib.util.spec_from_file_location("forks", Path(__file__).parents[1] / "cli" / "command.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # Importing torch is most of a short command: what they run is forked from a process that has it.
+    forks = module.Forks(tmp_path_factory.mktemp("said"), "only", *IMPORTED)
+    yield lambda *arguments, **variables: forks.run([[*arguments]], {**own, **variables})
+    forks.end()
+
+
+def test_bench_writes_table_json_and_png(tigon, tmp_path):
     done = tigon("bench", "swiglu", "--quick", "--peers", "eager", "--shape", "32x64", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("swiglu")]
@@ -54,7 +70,7 @@ def test_bench_host_writes_table_and_json(tmp_path, capsys):
     assert "fwd+bwd µs" in capsys.readouterr().out
 
 
-def test_an_unknown_operator_gets_one_sentence_and_exit_2():
+def test_an_unknown_operator_gets_one_sentence_and_exit_2(tigon):
     done = tigon("bench", "softmux")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -112,14 +128,14 @@ def test_a_wrong_result_of_ours_ends_with_exit_1(monkeypatch, capsys):
         ({"CC": "no-such-compiler"}, "no no-such-compiler on PATH"),
     ],
 )
-def test_doctor_runs_whatever_is_set(variables, expected):
+def test_doctor_runs_whatever_is_set(tigon, variables, expected):
     done = tigon("doctor", **variables)
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout
     assert "torch" in done.stdout
 
 
-def test_doctor_checks_every_operator_and_prints_json():
+def test_doctor_checks_every_operator_and_prints_json(tigon):
     import inspect
 
     import tigon as library

@@ -41,10 +41,10 @@ class Result:
 class Forks:
     """Processes that have imported already what is large, one run at a time (forked.py)."""
 
-    def __init__(self, folder, *modules):
+    def __init__(self, folder, *modules, **changes):
         self.server = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forked.py")), *modules],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment(**changes),
         )  # fmt: skip
         self.out, self.err = folder / "out.txt", folder / "err.txt"
 

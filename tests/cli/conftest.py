@@ -17,21 +17,27 @@ def pytest_collection_modifyitems(items):
     """One worker runs all commands, so that what they import is imported once, and models are written once."""
     for item in items:
         here = item.path.parent == Path(__file__).parent
-        if here and {"tigon", "together", "launched", "start"} & set(getattr(item, "fixturenames", ())):
+        if here and {"tigon", "together", "launched", "start", "python"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("commands"))
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory):
-    server = Forks(tmp_path_factory.mktemp("said"))
+def hub(tmp_path_factory):
+    """The cache of the Hugging Face hub, of what tests put there; it is read when the commands are imported."""
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory, hub):
+    server = Forks(tmp_path_factory.mktemp("said"), HF_HUB_CACHE=str(hub))
     yield server
     server.end()
 
 
 @pytest.fixture(scope="session")
-def tigon(request):
+def tigon(request, hub):
     def run(*arguments, cwd=None, limit=None, **changes):
-        arguments, env = [str(a) for a in arguments], environment(**changes)
+        arguments, env = [str(a) for a in arguments], environment(HF_HUB_CACHE=str(hub), **changes)
         # Importing torch and transformers is most of a short command. With a GPU each starts from nothing, as a user's;
         # and so do those by which backend they import tigon.
         if not torch.cuda.is_available() and "TIGON_BACKEND" not in changes:
@@ -46,6 +52,17 @@ def tigon(request):
         command = [sys.executable, "-m", "tigon", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=240, preexec_fn=before)
         return Result(done)
+
+    return run
+
+
+@pytest.fixture
+def python(forks, tmp_path):
+    """Run the text of a script in a process that has imported what is large."""
+
+    def run(code, cwd):
+        (tmp_path / "script.py").write_text(code)
+        return Result(forks.run([[str(tmp_path / "script.py")]], environment(), cwds=[cwd]))
 
     return run
 

@@ -7,7 +7,7 @@ imports take.
 A first argument that ends with .py is a script. Several ranks are one run; the status is then the first that is not 0.
 With "restarts" torchrun's agent, in one process, starts them, and again so often. The processes are forked from this
 one, which has imported what is large, and tigon: not for variables that are read then. Modules that are named on the
-command line are imported as well.
+command line are imported as well; after "only" they alone, for commands that are to read the variables of tigon.
 """
 
 import atexit
@@ -27,9 +27,19 @@ import traceback
 LARGE = (
     "torch._dynamo", "torch.distributed.tensor", "transformers.trainer", "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto", "accelerate", "datasets", "peft", "trl", "typer", "pydantic",
+    "transformers.models.auto.tokenization_auto", "accelerate", "datasets", "peft", "trl", "typer", "typer._adapters",
     "rich.table", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "tigon.cli.run", "tigon.fusion.model",
 )  # fmt: skip
+
+
+def know_commands() -> None:
+    """Typer reads the signatures of all commands anew for each process: most of the time of one that is refused."""
+    import typer.main
+
+    from tigon.cli.app import app
+
+    make, known = typer.main.get_command, typer.main.get_command(app)
+    typer.main.get_command = lambda of: known if of is app else make(of)
 
 
 def become(request: dict, cwd: str | None) -> None:
@@ -108,9 +118,13 @@ def end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    for module in (*LARGE, *sys.argv[1:]):
+    only = sys.argv[1:2] == ["only"]
+    for module in sys.argv[2:] if only else (*LARGE, *sys.argv[1:]):
         with contextlib.suppress(ImportError):  # the command says what it misses
             importlib.import_module(module)
+    if not only:
+        with contextlib.suppress(ImportError):
+            know_commands()
     gc.freeze()  # a collection would touch, and so copy, all that is shared
     for line in sys.stdin:
         request = json.loads(line)

@@ -198,15 +198,14 @@ def test_what_is_wrong_with_adapters_is_one_sentence(tigon, saved, checkpoint, t
     tigon("verify", other, "--adapters", saved / "LoRA").problem("size mismatch")
 
 
-def test_adapters_on_the_hub(tigon, saved, checkpoint, tmp_path):
+def test_adapters_on_the_hub(tigon, saved, hub):
     """As the hub's cache keeps them; a name that is neither a model nor adapters is told as before."""
-    place = tmp_path / "hub" / "models--someone--adapters"
+    place = hub / "models--someone--adapters"
     (place / "refs").mkdir(parents=True)
     (place / "refs" / "main").write_text("0" * 40)
     (place / "snapshots" / ("0" * 40)).mkdir(parents=True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         (place / "snapshots" / ("0" * 40) / file).write_bytes((saved / "LoRA" / file).read_bytes())
-    cache = {"HF_HUB_CACHE": str(tmp_path / "hub"), "TIGON_BACKEND": "auto"}  # a process that reads it anew
-    found = json.loads(tigon("verify", "someone/adapters", "--json", "--layers", 1, **cache).ok().out)
+    found = json.loads(tigon("verify", "someone/adapters", "--json", "--layers", 1).ok().out)
     assert adapters_of(found) == {what: n // 2 for what, n in GROUPS.items()}
-    tigon("verify", "someone/nothing", **cache).problem("the Hugging Face hub gave no configuration")
+    tigon("verify", "someone/nothing").problem("the Hugging Face hub gave no configuration")

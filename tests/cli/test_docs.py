@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,12 @@ def section(command):
     return found[1]
 
 
+# Typer reads the signatures of every command anew, and each section asks about all commands.
+KNOWN = cache(lambda: typer.main.get_command(app).commands)
+
+
 def options(command):
-    found = typer.main.get_command(app).commands[command]
+    found = KNOWN()[command]
     commands = [found, *getattr(found, "commands", {}).values()]
     params = [p for one in commands for p in one.params]
     return {name for p in params for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}

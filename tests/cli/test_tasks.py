@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from command import losses
@@ -106,7 +104,7 @@ def test_trls_options_are_those_of_the_run(trl, tmp_path):
         arguments(**grpo, evaluate=True)
 
 
-def test_without_trl_it_names_the_install_line(tmp_path):
+def test_without_trl_it_names_the_install_line(python, tmp_path):
     pytest.importorskip("transformers")
     hide = (
         "import importlib.util\n"
@@ -115,9 +113,9 @@ def test_without_trl_it_names_the_install_line(tmp_path):
         "from tigon.cli import main\n"
         "main(['train', '--model', 'llama-tiny', '--data', 'x.jsonl', '--task', 'dpo'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == f"tigon: --task dpo needs trl: {install('train')}\n"
+    done = python(hide, cwd=tmp_path)
+    assert done.code == 2
+    assert done.err == f"tigon: --task dpo needs trl: {install('train')}\n"
 
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
