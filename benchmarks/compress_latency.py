@@ -64,7 +64,7 @@ def stored(model: nn.Module, way: str) -> nn.Module:
         ids = torch.randint(words, (tokens // LENGTH, LENGTH), generator=draw)
         options: dict[str, Any] = {"method": way, "budget": BUDGET} if way in ("prune", "rank") else {"method": PACKED}
         compress.feed_forward(model, ids, **options).forget()
-    return compress.widen(model) if way.endswith("widened") else model  # type: ignore[no-any-return]
+    return compress.widen(model) if way.endswith("widened") else model
 
 
 def with_torchao(model: nn.Module, way: str, ids: Tensor) -> nn.Module:
@@ -74,7 +74,8 @@ def with_torchao(model: nn.Module, way: str, ids: Tensor) -> nn.Module:
     names = {name for one in layers for name in one.layers}
     config = Int8WeightOnlyConfig()
     if way.endswith("int4"):
-        config = IntxWeightOnlyConfig(torch.int4, PerGroup(64), MappingType.ASYMMETRIC)
+        four: Any = vars(torch)["int4"]  # that PyTorch's stubs leave out
+        config = IntxWeightOnlyConfig(four, PerGroup(64), MappingType.ASYMMETRIC)
     quantize_(model, config, filter_fn=lambda _, name: name in names)
     return model
 

@@ -57,7 +57,7 @@ class Cost:
         import torch
 
         ids = self.batches[0]["input_ids"][:1, :LENGTH]
-        wait = torch.cuda.synchronize if ids.is_cuda else lambda: None
+        wait: Any = torch.cuda.synchronize if ids.is_cuda else lambda: None
         times = []
         with torch.no_grad():
             for _ in range(CALLS + 1):
