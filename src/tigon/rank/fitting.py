@@ -254,9 +254,9 @@ class _Run:
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
-        check(ranker, train, val, options)
         if anchors:
             check_anchored(options)
+        check(ranker, train, val, options)
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
         # One state serves all Accelerators of a process, whose device need not be this ranker's.
