@@ -17,6 +17,9 @@ import pyarrow.parquet as parquet  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from tigon.cli import Problem  # noqa: E402
+from tigon.cli.rank.score import score  # noqa: E402
+
 USERS, ITEMS, KINDS, SHOWN = 20, 48, 2, 20
 TINY = ("--device", "cpu", "--width", 16, "--layers", 2, "--heads", 2, "--batch-size", 8, "--lr", 0.02,
         "--history-max", 20)  # fmt: skip
@@ -196,9 +199,14 @@ def test_scores_are_one_table_in_every_format(run, folder, tigon, tmp_path):
     one = ("--data", tmp_path / "nameless.parquet", "--batch-size", 1, "-o", tmp_path / "one.parquet")
     tigon("rank", "score", out, *one, "--device", "cpu").ok()
     assert parquet.read_table(tmp_path / "one.parquet")["item_id"].to_pylist() == nameless["item_id"].to_pylist()
-    again = ("rank", "score", out, "--data", folder / "unlabelled.parquet", "-o", file)
-    tigon(*again).problem("is there; --overwrite replaces it")
-    tigon(*again[:-1], tmp_path / "scores.txt").problem("--output must end in .parquet, .csv, .jsonl")
+    (tmp_path / "folder.csv").mkdir()
+    for wrong, words in (
+        (file, "is there; --overwrite replaces it"),
+        (tmp_path / "folder.csv", "--output must be a file, got the folder"),
+        (tmp_path / "scores.txt", "--output must end in .parquet, .csv, .jsonl"),
+    ):
+        with pytest.raises(Problem, match=words):
+            score(out, [str(folder / "unlabelled.parquet")], wrong)
 
 
 def test_inspect_counts_parameters_and_a_request(run, tigon):
@@ -387,8 +395,6 @@ def test_the_next_item_without_labels_and_the_log_of_every_step(folder, tigon, t
             ("--val-split='time' needs times",),
         ),
         (("--data", "{train}", "--loss", "hinge"), ("--loss must be one of bce, softmax", "got 'hinge'")),
-        (("--data", "{train}", "--lr", "0"), ("--lr must be above 0, got 0",)),
-        (("--data", "{train}", "--metric", "map"), ("--metric must be one of auc", "got 'map'")),
         (("--data", "{train}", "--model", "dcn"), ("--model must be one of ligr, lirank, got dcn",)),
         (
             ("--data", "{train}", "--label-weight", "click"),
@@ -397,7 +403,15 @@ def test_the_next_item_without_labels_and_the_log_of_every_step(folder, tigon, t
         (("--data", "{train}", "--label-weight", "buy=1"), ("--label-weight must be of labels, click", "got 'buy'")),
         (("--data", "{train}", "--heads", "3"), ("heads",)),
         (("--data", "{train}", "--val-fraction", "1e-9"), ("leaves no request to validate on",)),
-        (("--data", "{train}", "--at", "0"), ("--at must be positive integers",)),
+        (("--data", "{train}", "--schema", "."), ("Is a directory",)),
+        (
+            ("--data", "{train}", "--model", "lirank", "--setwise-layers", "0"),
+            ("--setwise-layers is for --model ligr",),
+        ),
+        (
+            ("--data", "{items}", "--model", "lirank", "--label", "kind=='k9'"),
+            ("metric auc is not defined on val", "all rows are 0"),
+        ),
         (("--resume",), ("there is no run in", "to resume")),
     ],
 )

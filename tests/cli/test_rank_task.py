@@ -9,6 +9,7 @@ import shutil
 import pytest
 from command import losses
 
+from tigon.cli.folder import check_room
 from tigon.cli.options import TrainOptions
 from tigon.cli.problem import Problem
 
@@ -79,6 +80,8 @@ def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_pat
     told = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in told if "eval_auc_like" in row] == [2, 4]
     assert {"prompt.yaml", "ranker.json"} <= {file.name for file in (output / "checkpoint-4").iterdir()}
+
+    check_room(output, overwrite=True)  # all that it wrote, it may replace
 
     ranker = PromptRanker.from_pretrained(output)
     assert ranker.prefix_len == 100

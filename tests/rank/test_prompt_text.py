@@ -219,6 +219,10 @@ def test_special_tokens_in_data_are_text():
             lambda: Encoder(prompt(), tokenizer(), 110, 120).encode(requests()[0]),
             r"a prefix of \d+ tokens and a suffix of \d+ are more than the model's 120 positions; prefix_len must",
         ),
+        (
+            lambda: Encoder(prompt(candidate="{{ title }}" * 200), tokenizer(), 110, 120).encode(requests()[0]),
+            r"more than the model's 120 positions; shorten what candidate and question say",
+        ),
         (lambda: Encoder(prompt(), tokenizer()).encode(Request([])), r"a request must have candidates, got none"),
         (
             lambda: Encoder(prompt(), tokenizer()).encode(Request([film(0)], AGE)),

@@ -10,6 +10,7 @@ pytest.importorskip("accelerate")
 from rank_made import Linear, Requests
 
 from tigon import rank
+from tigon.rank.evaluating import check_watched
 from tigon.rank.fitting import LOSSES, _schedule
 from tigon.rank.optimizing import groups
 
@@ -200,6 +201,11 @@ def test_what_cannot_be_fitted_gets_a_sentence():
         ValueError, match=r"metric auc is not defined on val: click: all rows are 0, so there is no AUC"
     ):
         rank.fit(Linear(), TRAIN, one_class, rank.FitOptions(epochs=1))
+    alone = rank.Impressions.read({"age": [1.0, 2.0, 3.0], "click": [0, 1, 0]})
+    with pytest.raises(ValueError, match=r"one of auc.*got 'ndcg@5'; each row is a request of its own"):
+        check_watched(alone, "ndcg@5")
+    with pytest.raises(ValueError, match=r"loss must be bce where each row is a request of its own.*got 'pairwise'"):
+        rank.fit(rank.LiRank(alone.schema), alone, options=rank.FitOptions(loss="pairwise"))
     with pytest.raises(ValueError, match=r"metric must be of a label of click, got 'buy:auc'\.$"):
         rank.fit(Linear(), TRAIN, VAL, rank.FitOptions(metric="buy:auc"))
     with pytest.raises(ValueError, match=r"train must have labels"):

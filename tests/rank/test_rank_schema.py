@@ -131,6 +131,14 @@ def test_a_side_follows_from_most_rows():
     assert schema.fields["year"].side == "item"
 
 
+@pytest.mark.parametrize("index", ["__index_level_0__", "", "Unnamed: 0"])
+def test_an_index_that_pandas_wrote_is_no_feature(index):
+    schema = Schema.infer({index: [10, 11, 12], "age": [1.5, 2.5, 4.5], "click": [0, 1, 0]})
+    assert [*schema.fields] == ["age"]
+    assert "index that pandas wrote" in schema.left_out[index]
+    assert [*Schema({}, {index: Number()}).fields] == [index]  # whoever names it has it
+
+
 def test_what_is_named_like_an_outcome_is_no_feature():
     schema = Impressions.read({**ROWS, "dwell_time": [0.5, 0.0, 0.1, 9.0, 3.0], "liked": [0, 1, 0, 1, 1]}).schema
     assert not {"dwell_time", "liked"} & set(schema.fields)
@@ -157,13 +165,28 @@ def test_json_there_and_back(tmp_path):
     assert "Schema(Roles(item='item_id'" in repr(schema)
 
 
+def of_a(options):
+    """A schema of one field."""
+    return f'{{"roles": {{}}, "fields": {{"a": {{{options}}}}}}}'
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "Schema.from_json: the text must be JSON, but"),
         ("[]", "must hold an object with the objects 'roles' and 'fields'"),
         ('{"roles": {"itm": "a"}, "fields": {}}', "there is no role 'itm'; did you mean 'item'"),
-        ('{"roles": {"item": 3}, "fields": {}}', "roles must name the column of items, 'item', or none, got 3"),
+        ('{"roles": {"item": 3}, "fields": {}}', "role 'item' must be the name of a column, or none, got 3"),
+        ('{"roles": {"user": ["a"]}, "fields": {}}', r"role 'user' must be the name of a column, or none, got \['a'\]"),
+        ('{"roles": {"labels": null}, "fields": {}}', "role 'labels' must be a list of columns, got None"),
+        ('{"roles": {"labels": [1]}, "fields": {}}', r"role 'labels' must be a list of columns, got \[1\]"),
+        ('{"roles": {}, "fields": {"a": ["Id"]}}', r"field 'a' must have a kind; got \['Id'\]"),
+        (of_a('"kind": "Id", "vocab": "ab"'), "field 'a': Id: vocab must be a list of values, got 'ab'"),
+        (of_a('"kind": "Id", "vocab": 5'), "field 'a': Id: vocab must be a list of values, got 5"),
+        (of_a('"kind": "Cross", "of": 5'), "field 'a': Cross: of must be a list of fields, got 5"),
+        (of_a('"kind": "Number", "knots": ["x"]'), r"Number: knots must be a list of numbers, got \['x'\]"),
+        (of_a('"kind": "Number", "spread": "x"'), "field 'a': Number: spread must be a number, got 'x'"),
+        (of_a('"kind": "Number", "knots": [NaN, 1], "scores": [0, 1]'), "field 'a': Number: knots must rise"),
         (
             '{"roles": {}, "fields": {"a": {"kind": "Id", "side": "item"}}}',
             "field 'a' has side 'item', but roles.item names no column of items",

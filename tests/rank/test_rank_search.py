@@ -217,7 +217,7 @@ MODEL = {"width": 4, "norm": "layer"}
 
 
 def options(trials, **more):
-    return rank.SearchOptions(trials, rows=0.5, best=2, fit=FIT, model=MODEL, **more)
+    return rank.SearchOptions(trials, **{"rows": 0.5, "best": 2, "fit": FIT, "model": MODEL} | more)
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +316,10 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts):
         ((train, fewer, options(22)), r"begun with held-out data 72 requests, .* and now there is 100 requests, "),
         ((*parts, options(22, sampler="random")), r"with sampler evolution, and now there is random;"),
         ((*parts, options(22, seed=1)), r"begun with seed 0, and now there is 1;"),
+        (
+            (*parts, options(22, fit=rank.FitOptions(lr=0.5, metric="log_loss"))),
+            r"begun with fit lr=[\d.]+(, \w+=\S+)*, and now there is lr=0.5(, \w+=\S+)*;",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
             rank.search(*arguments, folder=folder)

@@ -13,6 +13,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
+from tigon.cli.checkpoint import STAGING
+from tigon.cli.folder import move_in
 from tigon.cli.model import Source, with_adapters
 from tigon.cli.options import TrainOptions
 from tigon.cli.problem import Problem, one_line
@@ -250,7 +252,10 @@ class RankTask(TaskTrainer):
             except ValueError as error:
                 ranker.calibration.clear()
                 console.print(f"not calibrated: {one_line(error)}", style="yellow", highlight=False, soft_wrap=True)
-        ranker.save_settings(output)
+        staged = output / STAGING / "settings"
+        staged.mkdir(parents=True, exist_ok=True)
+        ranker.save_settings(staged)
+        move_in(output, staged)  # which records them as files of the run, that --overwrite may replace
 
 
 def rank_task(options: TrainOptions) -> RankTask:

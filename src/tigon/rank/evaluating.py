@@ -15,7 +15,7 @@ from torch import Tensor
 from tigon.rank import metrics
 from tigon.rank.metrics import Grouped, Interval
 from tigon.rank.ranked import check_positive
-from tigon.rank.scoring import Batched, Drawing, Scored, device_of, evaluating
+from tigon.rank.scoring import Batched, Drawing, Scored, device_of, evaluating, joined
 
 # The smaller, the better.
 ERRORS = ("log_loss", "ece")
@@ -67,10 +67,11 @@ class Evaluation(NamedTuple):
         alone = {known: found for known, found in self.labels.items() if not known.endswith(BY_SCORE)}
         chosen = {label: self.labels.get(label, {})} if label else alone
         if not all(name in found for found in chosen.values()):
-            names = ", ".join(next(iter(alone.values()), {}))
+            measured = next(iter(alone.values()), {})
+            why = "" if "mrr" in measured else "; each row is a request of its own, which has no order to measure"
             raise ValueError(
-                f"rank.evaluate: a metric must be one of {names}, or LABEL:METRIC with a label of "
-                f"{', '.join(self.labels)}, got {metric!r}."
+                f"rank.evaluate: a metric must be one of {', '.join(measured)}, or LABEL:METRIC with a label of "
+                f"{', '.join(self.labels)}, got {metric!r}{why}."
             )
         return sum(found[name].value for found in chosen.values()) / len(chosen)
 
@@ -85,6 +86,34 @@ def cuts_of(metric: str) -> tuple[int, ...]:
     """The k of a metric such as "ndcg@10"; () for one without."""
     found = re.fullmatch(r".*@([1-9]\d*)", metric)
     return (int(found[1]),) if found else ()
+
+
+def watched(found: Evaluation, metric: str) -> float:
+    """The value of the metric that early stopping looks at.
+
+    Raises: ValueError if there is no such metric, or it is not defined.
+    """
+    value = found.value(metric)
+    if value != value:
+        why = f": {'; '.join(found.notes)}" if found.notes else ""
+        raise ValueError(f"rank.fit: metric {metric} is not defined on val{why}.")
+    return value
+
+
+def check_watched(data: Batched, metric: str) -> None:
+    """Raise what `watched` would raise after an epoch, before there are scores: rows and labels say it.
+
+    Args:
+        data: with labels. metric: of impressions.
+    """
+    parts = []
+    for batch in data.batches(requests=1 << 16, history_max=0):
+        labels = {label: y.cpu() for label, y in batch.labels.items()}
+        zeros = torch.zeros(len(batch.rows))
+        weights = None if batch.weights is None else batch.weights.cpu()
+        logits = dict.fromkeys(labels, zeros)
+        parts.append(Scored(batch.offsets.cpu(), batch.rows.cpu(), logits, zeros, labels, weights))
+    watched(evaluate(joined(parts), cuts_of(metric)), metric)
 
 
 def evaluate(

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
@@ -96,6 +96,15 @@ class Field:
                 found[one.name] = list(value) if isinstance(value, tuple) else value
         return found
 
+    def _list_of(self, name: str, holds: type | tuple[type, ...], what: str) -> tuple[Any, ...]:
+        """An option that is a list, as a tuple. A text is none, though Python could take it for one of its letters."""
+        value = getattr(self, name)
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            listed = tuple(value)
+            if all(isinstance(one, holds) for one in listed):
+                return listed
+        raise ValueError(f"{self.kind}: {name} must be a list of {what}, got {value!r}.")
+
     def _one_of(self, name: str, words: Any) -> None:
         if getattr(self, name) not in get_args(words):
             known = ", ".join(map(repr, get_args(words)))
@@ -124,7 +133,7 @@ class _Coded(Field):
                 what = "a positive integer" if least == 1 else "an integer of at least 2, or all values have one code"
                 raise ValueError(f"{self.kind}: {name} must be {what}, got {value!r}.")
         if self.vocab is not None:
-            object.__setattr__(self, "vocab", tuple(self.vocab))
+            object.__setattr__(self, "vocab", self._list_of("vocab", object, "values"))
             kinds = {type(value) for value in self.vocab}
             if not kinds <= {str} and not kinds <= {int}:
                 named = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -304,8 +313,12 @@ class Number(Field):
         super().__post_init__()
         self._one_of("scale", Scale)
         for name in ("knots", "scores"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if len(self.knots) != len(self.scores) or any(a >= b for a, b in pairwise(self.knots)):
+            object.__setattr__(self, name, self._list_of(name, (int, float), "numbers"))
+        for name in ("center", "spread"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ValueError(f"Number: {name} must be a number, got {value!r}.")
+        if len(self.knots) != len(self.scores) or not all(a < b for a, b in pairwise(self.knots)):
             raise ValueError(
                 f"Number: knots must rise, with a score each, got {len(self.knots)} and {len(self.scores)} scores."
             )
@@ -378,7 +391,9 @@ class Cross(Id):
     hash: Hash = dataclasses.field(default="mod", kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of", (self.of,) if isinstance(self.of, str) else tuple(self.of))
+        object.__setattr__(
+            self, "of", (self.of,) if isinstance(self.of, str) else self._list_of("of", object, "fields")
+        )
         super().__post_init__()
         if self.side != "row":
             raise ValueError(f"Cross: side must be 'row', got {self.side!r}.")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tigon.rank import losses
 from tigon.rank.batch import known_rows
-from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items
+from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items, watched
 from tigon.rank.incremental import Anchor, Pull, check_anchored
 from tigon.rank.optimizing import TABLE_OPTIMIZERS, Optimizers
 from tigon.rank.scoring import PRECISIONS, Batched, Drawing, check_schema, score
@@ -233,8 +233,13 @@ def check(ranker: Any, train: Batched, val: Batched | None, options: FitOptions)
         )
     for data in (train, val):
         check_schema("rank.fit", ranker, data)
-    labels, watched = ranker.schema.labels, options.watched.rpartition(":")[0]
-    if val is not None and options.objective == "impressions" and watched not in ("", *labels):
+    if options.objective == "impressions" and options.loss != "bce" and getattr(train, "rows", None) == len(train):
+        raise ValueError(
+            f"rank.fit: loss must be bce where each row is a request of its own, which has no order to learn, got "
+            f"{options.loss!r}; request=… names what was shown together."
+        )
+    labels, label = ranker.schema.labels, options.watched.rpartition(":")[0]
+    if val is not None and options.objective == "impressions" and label not in ("", *labels):
         raise ValueError(f"rank.fit: metric must be of a label of {', '.join(labels)}, got {options.metric!r}.")
     if unknown := sorted(set(options.label_weights or {}) - set(labels)):
         raise ValueError(f"rank.fit: label_weights must be of labels, {', '.join(labels)}, got {unknown[0]!r}.")
@@ -249,9 +254,9 @@ class _Run:
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
 
-        check(ranker, train, val, options)
         if anchors:
             check_anchored(options)
+        check(ranker, train, val, options)
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
         # One state serves all Accelerators of a process, whose device need not be this ranker's.
@@ -360,10 +365,7 @@ class _Run:
             found = evaluate_next_items(self.ranker, self.val, at, options.drawing)
         else:
             found = evaluate(score(self.ranker, self.val, options.drawing), at)
-        value = found.value(options.watched)
-        if value != value:
-            why = f": {'; '.join(found.notes)}" if found.notes else ""
-            raise ValueError(f"rank.fit: metric {options.watched} is not defined on val{why}.")
+        value = watched(found, options.watched)
         row = {"step": self.step, "epoch": round(self._epochs(), 6), "loss": self.loss, options.watched: value}
         for label, names in found.labels.items():
             row |= {f"{label}:{name}": one.value for name, one in names.items()}

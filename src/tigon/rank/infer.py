@@ -25,6 +25,8 @@ SPACES = 3.0
 ID_ENDINGS = ("id", "_code", "_type", "category", "class")
 # What `tigon.tables.libsvm` calls one-hot fields.
 ONE_HOT = re.compile(r"field_\d+")
+# What pandas calls the index of a DataFrame in parquet, in csv, and where it has read such a csv.
+INDEX = re.compile(r"__index_level_\d+__||Unnamed: \d+")
 
 
 def fitted(schema: Schema, tables: Tables) -> Schema:
@@ -120,6 +122,8 @@ def kind_of(name: str, column: Any) -> Field | str:
     kind = column.type
     if column.null_count == len(column):
         return "it has no values"
+    if INDEX.fullmatch(name.strip()):
+        return "it numbers the rows, as an index that pandas wrote, by its name"
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         inner = kind.value_type
         if types.is_string(inner) or types.is_large_string(inner) or types.is_integer(inner):

@@ -50,7 +50,14 @@ class Label(NamedTuple):
             equal = np.array(named.cast("large_string").fill_null("")) == self.value
             values = equal if self.operation == "==" else ~equal
         else:
-            x = numbers(column)
+            try:
+                x = numbers(column)
+            except BadValue as error:
+                if self.operation is not None:
+                    raise
+                raise BadValue(
+                    error.position, f"{error}; a comparison makes 0 and 1 of texts, such as '{self.column} == yes'"
+                ) from None
             missing = np.isnan(x)
             if self.operation is None:
                 wrong = ~missing & (x != 0) & (x != 1)

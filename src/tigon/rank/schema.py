@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,16 @@ class Roles:
     weight: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("item", "request", "user", "time", "weight"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, type(None))):
+                raise ValueError(f"Schema: role {name!r} must be the name of a column, or none, got {value!r}.")
         for name in ("labels", "action"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            columns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+            if not all(isinstance(column, str) for column in columns):
+                raise ValueError(f"Schema: role {name!r} must be a list of columns, got {value!r}.")
+            object.__setattr__(self, name, columns)
 
 
 class Schema:
@@ -82,7 +89,7 @@ class Schema:
         for name, field in self.fields.items():
             if not isinstance(field, Field):
                 raise ValueError(f"Schema: field {name!r} must be one of {', '.join(KINDS)}, got {_type(field)}.")
-        item = self.fields.get(self.roles.item or "")
+        item, time = (None if name is None else self.fields.get(name) for name in (self.roles.item, self.roles.time))
         if self.roles.item is None:
             for name in self.side("item"):
                 raise ValueError(f"Schema: field {name!r} has side 'item', but roles.item names no column of items.")
@@ -93,7 +100,6 @@ class Schema:
             raise ValueError(
                 f"Schema: labels must differ in their names, got {twice!r} more often; NAME=COLUMN>=VALUE names one."
             )
-        time = self.fields.get(self.roles.time or "")
         if time is not None and (not isinstance(time, Time) or time.side != "context"):
             raise ValueError(
                 f"Schema: the time {self.roles.time!r} must have a field Time(side='context'), got {time!r}."
@@ -258,22 +264,23 @@ def _roles(told: Mapping[str, Any]) -> Roles:
     for name in told:
         if name not in known:
             raise ValueError(f"Schema: there is no role {name!r}; {nearest(name, known)}")
-    if not isinstance(told.get("item"), (str, type(None))):
-        raise ValueError(f"Schema: roles must name the column of items, 'item', or none, got {told['item']!r}.")
     return Roles(**told)
 
 
 def _field(name: str, told: Any) -> Field:
     told = {"kind": told} if isinstance(told, str) else told
     kind = told.get("kind") if isinstance(told, dict) else told
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"Schema: field {name!r} must have a kind; got {kind!r}, {nearest(str(kind), KINDS)}")
     options = {key: value for key, value in told.items() if key != "kind"}
     known = [field.name for field in dataclasses.fields(KINDS[kind]) if field.init]
     for option in options:
         if option not in known:
             raise ValueError(f"Schema: field {name!r}: {kind} has no option {option!r}; {nearest(option, known)}")
-    return KINDS[kind](**options)
+    try:
+        return KINDS[kind](**options)
+    except ValueError as error:
+        raise ValueError(f"Schema: field {name!r}: {error}") from None
 
 
 def _type(value: Any) -> str:

@@ -83,6 +83,7 @@ class Run:
         import torch
 
         from tigon.cli.screen import screen
+        from tigon.rank.evaluating import check_watched
         from tigon.rank.fitting import check
 
         self.output, self.record, self.tables, self.options, self.device = output, record, tables, options, device
@@ -101,6 +102,8 @@ class Run:
                 self.ranker = made(NAME, self.given, tables.train.schema)
             self.ranker.to(device)
             check(self.ranker, tables.train, tables.val, options)
+            if tables.val is not None and options.objective == "impressions":
+                check_watched(tables.val, options.watched)
             if tables.val is not None and getattr(self.ranker, "isotonic", None) is not None:
                 from tigon.rank.features.calibrate import check_classes
 

@@ -31,7 +31,7 @@ def arguments_of(command: str, given: dict[str, Any]) -> dict[str, Any]:
         raise Problem(f"{command}: --model must be one of {', '.join(MODELS)}, got {model}")
     for other, names in OPTIONS_OF.items():
         for name in names if other != model else ():
-            if given.get(name):
+            if given.get(name) not in (None, []):
                 raise Problem(f"{command}: --{name.replace('_', '-')} is for --model {other}, got {model}")
     for name in REPLACED if given.get("blocks") else ():
         if given.get(name) is not None:

@@ -49,6 +49,8 @@ def score(
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if output.suffix not in SUFFIXES:
         raise Problem(f"{NAME}: --output must end in {', '.join(SUFFIXES)}, got {output}")
+    if output.is_dir():
+        raise Problem(f"{NAME}: --output must be a file, got the folder {output}")
     if output.exists() and not overwrite:
         raise Problem(f"{NAME}: --output {output} is there; --overwrite replaces it")
     check_writable(output.parent, f"{NAME}: --output")

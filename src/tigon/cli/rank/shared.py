@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tigon.cli.problem import Problem, one_line
+from tigon.cli.problem import Problem, disk_full, one_line
 
 if TYPE_CHECKING:
     from tigon.rank import Evaluation
@@ -37,9 +37,12 @@ def sentences(command: str) -> Iterator[None]:
     except FloatingPointError as error:
         raise Problem(_spoken(command, one_line(error)).replace("a lower lr", "a lower --lr"), code=1) from error
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileNotFoundError):
-            raise  # a disk that is full or fails
-        raise Problem(_spoken(command, one_line(error))) from error
+        if disk_full(error):
+            raise
+        said = one_line(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{error.filename}: {error.strerror}"
+        raise Problem(_spoken(command, said)) from error
 
 
 def _spoken(command: str, said: str) -> str:

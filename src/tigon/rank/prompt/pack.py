@@ -163,10 +163,13 @@ class Encoder:
         suffixes = [[self._suffix(row, name) for name in prompt.tasks] for row in request.candidates]
         longest = max(len(suffix) for own in suffixes for suffix in own)
         if self.positions is not None and len(prefix) + longest > self.positions:
+            room = self.positions - longest
+            todo = f"prefix_len must be at most {room}, got {self.prefix_len}"
+            if room < 1:
+                todo = "shorten what candidate and question say"
             raise ValueError(
                 f"{NAME}: a prefix of {len(prefix)} tokens and a suffix of {longest} are more than the model's "
-                f"{self.positions} positions; prefix_len must be at most {self.positions - longest}, got "
-                f"{self.prefix_len}."
+                f"{self.positions} positions; {todo}."
             )
         labels, teacher = self._targets(request, labelled)
         return Encoded(prefix, suffixes, labels, teacher, len(request.events) - len(kept))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -79,4 +80,6 @@ class SearchOptions:
         fitting = dataclasses.asdict(found.pop("fit"))
         for name in ("trials", "best"):
             del found[name]
-        return {**found, "kinds": list(self.kinds), "model": str(self.model), "fit": str(fitting)}
+        found |= {"kinds": list(self.kinds), "model": dict(self.model), "fit": fitting}
+        lasting: dict[str, Any] = json.loads(json.dumps(found, default=str))  # as a journal gives it back
+        return lasting

@@ -113,11 +113,16 @@ class Study:
             self.study.set_user_attr("about", about)
             return
         for name in {**before, **about}:
-            if before.get(name) != about.get(name):
-                raise ValueError(
-                    f"rank.search: the study in {self.folder} was begun with {name} {_said(before.get(name))}, and now "
-                    f"there is {_said(about.get(name))}; a study is of one thing: give that, or another folder."
-                )
+            was, now = before.get(name), about.get(name)
+            if was == now:
+                continue
+            if isinstance(was, dict) and isinstance(now, dict):  # of many options those that differ
+                differ = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+                was, now = ([f"{key}={of.get(key)}" for key in differ] for of in (was, now))
+            raise ValueError(
+                f"rank.search: the study in {self.folder} was begun with {name} {_said(was)}, and now there is "
+                f"{_said(now)}; a study is of one thing: give that, or another folder."
+            )
 
     def _bury(self) -> None:
         """End the trials whose process is gone."""
