@@ -414,3 +414,27 @@ def test_what_a_compressed_model_costs_a_user():
     assert "do not help, {:.1f} % and {:.1f} %".format(*lost[2:]) in said
     assert lost[0] <= 1  # what it was built for
     assert [round((whole[key] - small[key]) * 8.72) for key in ("accuracy", "refitted")] == [3, 11]
+
+
+def test_what_offload_costs_by_length():
+    text = " ".join((ROOT / "docs" / "how-to" / "long-context.md").read_text().split())
+    ms = {(row["side"], row["seq"]): row["step_ms"] for row in report.load(RESULTS / "h200-sequence.json")["rows"]}
+    more = {seq: ms["tigon-offload", seq] / ms["tigon", seq] - 1 for seq in (8192, 16384, 32768, 65536, 131072)}
+    assert abs(more[8192]) < 0.01
+    least, *_, most = sorted(100 * more[seq] for seq in (16384, 32768, 131072))
+    assert f"{least:.0f} to {most:.0f} % longer at 16,384, 32,768 and 131,072, and {100 * more[65536]:.0f} %" in text
+
+
+def test_going_on_from_week_to_week():
+    text = " ".join((ROOT / "docs" / "how-to" / "rank-clicks.md").read_text().split())
+    rows = [row for row in report.load(RESULTS / "cpu-rank-incremental.json")["rows"] if row["part"] != "choice"]
+    by = {name: [row for row in rows if row["method"] == name] for name in {row["method"] for row in rows}}
+    auc = {name: mean(row["auc"] for row in some) for name, some in by.items()}
+    assert {len({row["week"] for row in some}) for some in by.values()} == {9}
+    said = (
+        "has an AUC of {cold:.4f} on the week after, going on from week to week {anchored:.4f} with an anchor and "
+        "{free:.4f} without, at 6 and 4 % of the time, and the first fit, never renewed, {stale:.4f}."
+    )
+    assert said.format(**auc) in text
+    seconds = {name: sum(row["seconds"] for row in some) for name, some in by.items()}
+    assert [round(100 * seconds[name] / seconds["cold"]) for name in ("anchored", "free")] == [6, 4]
