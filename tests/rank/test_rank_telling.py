@@ -8,7 +8,8 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from tigon import rank
-from tigon.rank.telling import telling
+from tigon.rank import telling as module
+from tigon.rank.telling import seldom, telling
 
 
 def table(rows=3000, share=0.3):
@@ -60,3 +61,21 @@ def test_rows_without_a_value_are_left_out():
     found = told(rows | {"like": like, "click": np.random.default_rng(1).integers(0, 2, 3000)}, ("click", "like"))
     assert {one[2] for one in found} == {"like"}
     assert "state" in {one[1] for one in found}
+
+
+def test_crosses_that_no_two_rows_share_are_named(monkeypatch):
+    rows = table() | {"half": np.arange(3000) // 2, "three": np.arange(3000) % 3, "request": np.arange(3000) // 4}
+    side = rank.Id(side="context")
+    fields = {"own": rank.Id(), "half": rank.Id(), "three": rank.Id(), "number": rank.Number(scale="quantile")}
+    crosses = {
+        "alone": rank.Cross(("own", "three")), "pairs": rank.Cross(("half", "number")),
+        "often": rank.Cross(("three", "number")), "twice": rank.Cross(("half", "request")),
+    }  # fmt: skip
+    schema = rank.Schema({"labels": ("click",), "request": "request"}, fields | {"request": side} | crosses)
+    data = rank.Impressions.read(rows, schema=schema)
+    found = [re.match(r"Cross '(.*?)': (\d+)% of the rows", one) for one in seldom(data)]
+    assert [one[1] for one in found] == ["alone", "pairs"]
+    assert found[0][2] == "0"
+    assert 3 < int(found[1][2]) < 10  # two of a pair are in one sixteenth
+    monkeypatch.setattr(module, "COUNTED", 2999)
+    assert seldom(data) == []

@@ -29,7 +29,7 @@ def crossed(
         if name not in parts:
             stored = context[name] if name in context else items[name]
             values = stored.values if stored.places is None else stored.values[stored.places]
-            parts[name] = _codes(
+            parts[name] = codes_of(
                 schema.fields[name], torch.repeat_interleave(values, sizes) if name in context else values
             )
         return parts[name]
@@ -38,8 +38,8 @@ def crossed(
     return {name: Stored(_hashed([part(one) for one in field.of], field)) for name, field in crosses.items()}
 
 
-def _codes(field: Field, values: Tensor) -> Tensor:
-    """(N,) int64, 0 for a missing value."""
+def codes_of(field: Field, values: Tensor) -> Tensor:
+    """(N,) int64 of a field's values, as a cross counts them; 0 for a missing value."""
     if not isinstance(field, Number):
         return values.long()
     part = (PARTS * torch.special.ndtr(values.double())).clamp(max=PARTS - 1)

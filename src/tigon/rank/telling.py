@@ -1,17 +1,23 @@
-"""Fields that tell a label by themselves, as those do that say what happened afterwards.
+"""What a run warns of: fields that tell a label by themselves, and crosses that no two rows share.
 
-A field's values, cut into bins, are scored by how often the label is 1 among them, counted in one half of the rows and
-measured by AUC in the other. So ids of single rows tell nothing, and values in no order are found too.
+A field that says what happened afterwards tells the label. A field's values, cut into bins, are scored by how often the
+label is 1 among them, counted in one half of the rows and measured by AUC in the other. So ids of single rows tell
+nothing, and values in no order are found too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from tigon.rank import metrics
-from tigon.rank.fields import Number, Time
+from tigon.rank.batch import Batch
+from tigon.rank.crossed import codes_of
+from tigon.rank.fields import Cross, Number, Time
 from tigon.rank.impressions import Impressions
+from tigon.rank.schema import Schema
 
 # Above this AUC a field is named.
 TELLS = 0.99
@@ -19,6 +25,9 @@ ROWS = 50_000
 # Fewer rows, or fewer of one class, say nothing about an AUC near 1.
 FEWEST_ROWS, FEWEST = 200, 20
 BINS = 64
+# A cross is named if a smaller share of the rows has its values with another row. Of more rows than COUNTED it is not
+# asked: those that were looked at would not say whether the others share them.
+SHARED, COUNTED = 0.5, 1_000_000
 
 
 def telling(data: Impressions, *, seed: int = 0) -> list[str]:
@@ -40,6 +49,43 @@ def telling(data: Impressions, *, seed: int = 0) -> list[str]:
                     "afterwards, take it out of the schema: a row to score will not have it."
                 )
     return found
+
+
+def seldom(data: Impressions) -> list[str]:
+    """A sentence for each cross whose values fewer than half of the rows have with another row; of a million rows at
+    most."""
+    crosses = {name: field for name, field in data.schema.rows.items() if isinstance(field, Cross)}
+    if not crosses:
+        return []
+    parts: list[dict[str, Tensor]] = []
+    rows = 0
+    for batch in data.batches(tokens=1 << 16, history_max=0, device="cpu"):
+        rows += batch.candidates
+        if rows > COUNTED:
+            return []
+        parts.append(_codes_of(batch, data.schema, {one for field in crosses.values() for one in field.of}))
+    found = []
+    for name, field in crosses.items() if rows >= FEWEST_ROWS else ():
+        values = torch.stack([torch.cat([part[one] for part in parts]) for one in field.of], 1)
+        count = values.unique(dim=0, return_counts=True)[1]
+        shared = 1 - float((count == 1).sum()) / rows
+        if shared < SHARED:
+            found.append(
+                f"Cross {name!r}: {shared:.0%} of the rows have its values with another row; what is learned of the "
+                "others holds for no row to score. Compare with a fit without it, or cross fields of fewer values."
+            )
+    return found
+
+
+def _codes_of(batch: Batch, schema: Schema, names: Iterable[str]) -> dict[str, Tensor]:
+    """(candidates,) int64 of each of these fields, as crosses are made of them."""
+    request = torch.repeat_interleave(batch.offsets.diff())
+    codes = {}
+    for name in names:
+        values = batch.context[name][request] if name in batch.context else batch.items[name]
+        assert isinstance(values, Tensor)
+        codes[name] = codes_of(schema.fields[name], values)
+    return codes
 
 
 def _rows(data: Impressions, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

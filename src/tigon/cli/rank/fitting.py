@@ -111,7 +111,7 @@ class Run:
 
     def go(self) -> None:
         from tigon.rank.summary import one_valued
-        from tigon.rank.telling import telling
+        from tigon.rank.telling import seldom, telling
 
         train, val, _ = self.tables
         ranker = self.ranker
@@ -127,7 +127,7 @@ class Run:
             self.console.print(f"from {train.pieces:,} row groups, {self.given['stream_mib']:,} MiB at a time")
         for note in [*train.notes, *one_valued(train)]:
             self.console.print(f"note: {note}")
-        self.warnings = telling(train)
+        self.warnings = [*telling(train), *seldom(train)]
         for warning in self.warnings:
             self.console.print(f"warning: {warning}")
         repair(self.output / METRICS)

@@ -35,7 +35,7 @@ def inspect_data(
     """
     from tigon.rank import Impressions, Schema
     from tigon.rank.summary import summary
-    from tigon.rank.telling import telling
+    from tigon.rank.telling import seldom, telling
 
     with sentences(NAME):
         given = None if schema is None else Schema.load(schema)
@@ -43,7 +43,7 @@ def inspect_data(
         if output is not None:
             data.schema.save(output)
     found = summary(data)
-    found["notes"] = [*found["notes"], *telling(data)]
+    found["notes"] = [*found["notes"], *telling(data), *seldom(data)]
     if json:
         print(encoder.dumps(found, ensure_ascii=False))
     else:
