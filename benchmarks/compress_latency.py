@@ -1,14 +1,17 @@
-"""How long a compressed model takes on a CPU at batch 1, beside the dense one and torchao's weight-only layers.
+"""How long a compressed model takes, beside the dense one and torchao's weight-only layers.
 
     PYTHONPATH=src python benchmarks/compress_latency.py --model DIR --model DIR --output benchmarks/results
+    PYTHONPATH=src python benchmarks/compress_latency.py --shape 2048x8192 --tokens 8192 --output benchmarks/results
 
---model is a folder of a model of transformers, an encoder or a causal language model, in fp32. Each is timed with 128
-tokens at once, and encoders with 16, language models with one token after 128 that are cached. All sides of a model are
-called by turns, so that other programs do not favour one; `ms` is the median of the rounds, with the quartiles.
+--model is a folder of a model of transformers, an encoder or a causal language model, in fp32, on the CPU at batch 1.
+Each is timed with 128 tokens at once, and encoders with 16, language models with one token after 128 that are cached.
+--shape is the width and the inner width of two layers of Llama with random weights, in bf16 on a GPU with thousands
+of tokens; the whole model is timed, and the feed-forward part of its first layer. All sides of a model are called by
+turns, so that other programs do not favour one; `ms` is the median of the rounds, with the quartiles.
 
     prune, rank           at 0.57 of the feed-forward layers' bytes; calibrated on random tokens: only times are read
     bits 4/3 0.25         packed, and widened at each call; "widened": once, by `compress.widen`
-    torchao int8, int4    its weight-only layers, in the places of the same linear layers
+    torchao int8, int4    its weight-only layers, in the places of the same linear layers; left out if it is missing
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +60,13 @@ class Row:
 def stored(model: nn.Module, way: str) -> nn.Module:
     """A copy of the model with its feed-forward layers stored in this way."""
     model = copy.deepcopy(model)
+    device = next(model.parameters()).device
     draw, words = torch.Generator().manual_seed(0), int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
     if way.startswith("torchao"):
-        return with_torchao(model, way, torch.randint(words, (1, 16), generator=draw))
+        return with_torchao(model, way, torch.randint(words, (1, 16), generator=draw).to(device))
     if way != "dense":
         tokens = 4 * int(model.config.intermediate_size) if way == "rank" else 512  # type: ignore[union-attr, arg-type]
-        ids = torch.randint(words, (tokens // LENGTH, LENGTH), generator=draw)
+        ids = torch.randint(words, (tokens // LENGTH, LENGTH), generator=draw).to(device)
         options: dict[str, Any] = {"method": way, "budget": BUDGET} if way in ("prune", "rank") else {"method": PACKED}
         compress.feed_forward(model, ids, **options).forget()
     return compress.widen(model) if way.endswith("widened") else model
@@ -95,53 +100,112 @@ def calls(model: Any) -> dict[str, Callable[[Any], Any]]:
     return {f"{LENGTH} tokens": lambda m: m(input_ids=ids, use_cache=False), "1 token": next_token}
 
 
+def of_shape(shape: str, device: torch.device) -> Any:
+    """Two layers of Llama with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, inner = map(int, shape.split("x"))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=2,
+        num_attention_heads=max(1, hidden // 128), num_key_value_heads=max(1, hidden // 128), use_cache=False,
+    )  # fmt: skip
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with device:
+        model: Any = LlamaForCausalLM(config)
+    return model.to(dtype).eval()
+
+
+def large_calls(model: Any, tokens: int) -> dict[str, Callable[[Any], Any]]:
+    """Eight sequences of so many tokens in all, and the first feed-forward layers on as many rows."""
+    like = model.model.embed_tokens.weight
+    ids = torch.randint(like.shape[0], (8, tokens // 8), device=like.device)
+    x = torch.randn(tokens, like.shape[1], device=like.device, dtype=like.dtype)
+    return {
+        f"{tokens:,} tokens, feed-forward": lambda m: m.model.layers[0].mlp(x),
+        f"{tokens:,} tokens, two layers": lambda m: m.model(input_ids=ids),
+    }
+
+
 @torch.no_grad()
 def timed(models: dict[str, nn.Module], call: Callable[[Any], Any], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each round, all models by turns; every other round in reverse."""
     found: dict[str, list[float]] = {way: [] for way in models}
+    gpu = next(next(iter(models.values())).parameters()).device.type == "cuda"
     for turn in range(-2, rounds):
         for way in list(models)[:: -1 if turn % 2 else 1]:
             began = time.perf_counter()
             call(models[way])
+            if gpu:  # which was idle before: the turn before ended so, too
+                torch.cuda.synchronize()
             if turn >= 0:
                 found[way].append(1e3 * (time.perf_counter() - began))
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", action="append", required=True, type=Path, help="a folder; may be repeated")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", action="append", default=[], type=Path, help="a folder; may be repeated")
+    parser.add_argument("--shape", action="append", default=[], help="such as 2048x8192; may be repeated")
+    parser.add_argument("--tokens", type=int, default=8192, help="of --shape, a multiple of 8")
     parser.add_argument("--output", required=True, type=Path, help="folder for the result file; a begun study goes on")
-    parser.add_argument("--name", default="cpu-compress-latency.json", help="name of the result file")
+    parser.add_argument("--name", help="name of the result file; default: the device's, compress-latency.json")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="what is timed beside the dense")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="of --model")
     parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args(arguments)
-    import transformers
-
-    path = options.output / options.name
-    rows = [Row(**row) for row in report.load(path)["rows"]] if path.exists() else []
+    if bool(options.model) == bool(options.shape):
+        parser.error("give --model or --shape")
+    device = torch.device("cuda" if options.shape and torch.cuda.is_available() else "cpu")
+    empty = report.result("compress-latency", [], device=device)
+    name = "cpu-compress-latency.json" if device.type == "cpu" else report.file_name(empty, "compress-latency")
+    study = Study(options, device, options.output / (options.name or name))
     for folder in options.model:
+        study.folder(folder)
+    for shape in options.shape:
+        model = of_shape(shape, device)
+        study.measure(f"llama {shape.replace('x', '×')}", study.sides(model), large_calls(model, options.tokens))
+    return 0
+
+
+class Study:
+    """The rows of a result file, saved after each call."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, path: Path) -> None:
+        self.options, self.device, self.path = options, device, path
+        self.rows = [Row(**row) for row in report.load(path)["rows"]] if path.exists() else []
+
+    def sides(self, model: nn.Module) -> dict[str, nn.Module]:
+        ways = [way for way in WAYS if way in self.options.only or way == "dense"]
+        if find_spec("torchao") is None:
+            ways = [way for way in ways if not way.startswith("torchao")]
+        return {way: stored(model, way) for way in ways}
+
+    def folder(self, folder: Path) -> None:
+        import transformers
+
         config = transformers.AutoConfig.from_pretrained(folder)
         kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
         model = kind.from_pretrained(folder, dtype=torch.float32).eval()
-        name = f"{config.model_type} {config.hidden_size}×{config.num_hidden_layers}"
-        models = {way: stored(model, way) for way in WAYS if way in options.only or way == "dense"}
-        for threads in options.threads:
+        models = self.sides(model)
+        for threads in self.options.threads:
             torch.set_num_threads(threads)
-            for what, call in calls(model).items():
-                found = timed(models, call, options.rounds)
-                dense = statistics.median(found["dense"])
-                for way, ms in found.items():
-                    low, middle, high = statistics.quantiles(ms, n=4)
-                    row = Row(name, way, what, threads, middle, (low, high), min(ms), dense / middle, len(ms))
-                    rows.append(row)
-                    print(f"{name}, {threads} threads, {what}: {way}: {middle:.2f} ms ({low:.2f} to {high:.2f}), "
-                          f"{row.speed:.2f} ×", file=sys.stderr, flush=True)  # fmt: skip
-                options.output.mkdir(parents=True, exist_ok=True)
-                report.save(path, report.result("compress-latency", rows, device=torch.device("cpu")))
+            self.measure(f"{config.model_type} {config.hidden_size}×{config.num_hidden_layers}", models, calls(model))
         torch.set_num_threads(1)
-    return 0
+
+    def measure(self, name: str, models: dict[str, nn.Module], of: dict[str, Callable[[Any], Any]]) -> None:
+        threads = torch.get_num_threads()
+        for what, call in of.items():
+            found = timed(models, call, self.options.rounds)
+            dense = statistics.median(found["dense"])
+            for way, ms in found.items():
+                low, middle, high = statistics.quantiles(ms, n=4)
+                row = Row(name, way, what, threads, middle, (low, high), min(ms), dense / middle, len(ms))
+                self.rows.append(row)
+                print(f"{name}, {threads} threads, {what}: {way}: {middle:.2f} ms ({low:.2f} to {high:.2f}), "
+                      f"{row.speed:.2f} ×", file=sys.stderr, flush=True)  # fmt: skip
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            report.save(self.path, report.result("compress-latency", self.rows, device=self.device))
 
 
 if __name__ == "__main__":

@@ -94,3 +94,11 @@ def test_models_are_timed_by_turns(script, tmp_path):
         for row in some.values():
             assert row["least"] <= row["ms"]
             assert row["speed"] == pytest.approx(some["dense"]["ms"] / row["ms"])
+    shaped = ["--shape", "32x64", "--tokens", "64", "--rounds", "2", "--only", "prune", "bits 4/3 0.25"]
+    assert latency.main([*shaped, "--output", str(tmp_path), "--name", "shape.json"]) == 0
+    rows = report.load(tmp_path / "shape.json")["rows"]
+    assert {row["call"] for row in rows} == {"64 tokens, feed-forward", "64 tokens, two layers"}
+    assert {row["model"] for row in rows} == {"llama 32×64"}
+    assert len(rows) == 6
+    with pytest.raises(SystemExit):
+        latency.main(["--output", str(tmp_path)])
