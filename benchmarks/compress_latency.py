@@ -57,19 +57,20 @@ class Row:
         return asdict(self)
 
 
-def stored(model: nn.Module, way: str) -> nn.Module:
+def stored(dense: nn.Module, way: str) -> nn.Module:
     """A copy of the model with its feed-forward layers stored in this way."""
-    model = copy.deepcopy(model)
+    model: Any = copy.deepcopy(dense)
     device = next(model.parameters()).device
-    draw, words = torch.Generator().manual_seed(0), int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    draw, words = torch.Generator().manual_seed(0), model.config.vocab_size
     if way.startswith("torchao"):
         return with_torchao(model, way, torch.randint(words, (1, 16), generator=draw).to(device))
     if way != "dense":
-        tokens = 4 * int(model.config.intermediate_size) if way == "rank" else 512  # type: ignore[union-attr, arg-type]
+        tokens = 4 * model.config.intermediate_size if way == "rank" else 512
         ids = torch.randint(words, (tokens // LENGTH, LENGTH), generator=draw).to(device)
         options: dict[str, Any] = {"method": way, "budget": BUDGET} if way in ("prune", "rank") else {"method": PACKED}
         compress.feed_forward(model, ids, **options).forget()
-    return compress.widen(model) if way.endswith("widened") else model
+    kept: nn.Module = compress.widen(model) if way.endswith("widened") else model
+    return kept
 
 
 def with_torchao(model: nn.Module, way: str, ids: Tensor) -> nn.Module:
@@ -89,7 +90,7 @@ def calls(model: Any) -> dict[str, Callable[[Any], Any]]:
     """What is timed: functions of a model."""
     ids = torch.randint(int(model.config.vocab_size), (1, LENGTH), generator=torch.Generator().manual_seed(1))
     if not hasattr(model, "lm_head"):
-        return {f"{n} tokens": lambda m, n=n: m(input_ids=ids[:, :n]) for n in (LENGTH, 16)}  # type: ignore[misc]
+        return {f"{LENGTH} tokens": lambda m: m(input_ids=ids), "16 tokens": lambda m: m(input_ids=ids[:, :16])}
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
 
