@@ -127,7 +127,7 @@ def test_a_fit_stays_near_what_its_anchor_is_sure_of(data):
     anchor = rank.Anchor.of(ranker, data)
     other = rank.Impressions.read(table(seed=1, click=np.arange(160) % 2), schema=data.schema)
     off = {}
-    for strength in (0.0, 100.0):
+    for strength in (0.0, 1000.0):
         going = rank.grown(ranker, data.schema)
         options = rank.FitOptions(lr=0.01, epochs=3, batch_size=40, anchor=strength)
         rank.fit(going, other, None, options, anchors=[anchor])
@@ -135,7 +135,7 @@ def test_a_fit_stays_near_what_its_anchor_is_sure_of(data):
             float((anchor.fisher[name].cpu() * (p.detach().cpu() - anchor.weights[name].cpu()).square()).sum())
             for name, p in going.named_parameters()
         )
-    assert off[100.0] < 0.5 * off[0.0]  # 0.2 on a CPU, 0.4 on a GPU, whose draws differ
+    assert off[1000.0] < 0.3 * off[0.0]
 
 
 # --------------------------------------------------------------------------------------------------- rows keep places

@@ -55,20 +55,16 @@ def seldom(data: Impressions) -> list[str]:
     """A sentence for each cross whose values fewer than half of the rows have with another row; of a million rows at
     most."""
     crosses = {name: field for name, field in data.schema.rows.items() if isinstance(field, Cross)}
-    if not crosses:
+    if not crosses or not FEWEST_ROWS <= data.rows <= COUNTED:
         return []
-    parts: list[dict[str, Tensor]] = []
-    rows = 0
-    for batch in data.batches(tokens=1 << 16, history_max=0, device="cpu"):
-        rows += batch.candidates
-        if rows > COUNTED:
-            return []
-        parts.append(_codes_of(batch, data.schema, {one for field in crosses.values() for one in field.of}))
+    names = {one for field in crosses.values() for one in field.of}
+    batches = data.batches(tokens=1 << 16, history_max=0, device="cpu")
+    parts = [_codes_of(batch, data.schema, names) for batch in batches]
     found = []
-    for name, field in crosses.items() if rows >= FEWEST_ROWS else ():
+    for name, field in crosses.items():
         values = torch.stack([torch.cat([part[one] for part in parts]) for one in field.of], 1)
         count = values.unique(dim=0, return_counts=True)[1]
-        shared = 1 - float((count == 1).sum()) / rows
+        shared = 1 - float((count == 1).sum()) / data.rows
         if shared < SHARED:
             found.append(
                 f"Cross {name!r}: {shared:.0%} of the rows have its values with another row; what is learned of the "
