@@ -82,6 +82,24 @@ def test_groups(sizes, weights, piece, device, monkeypatch):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
+def test_sizes_of_few_groups_go_with_the_next(monkeypatch):
+    sizes = torch.tensor([1] * 3 + [0, 2, 4, 4, 16] + [64] * 300 + [4096])
+    found = coding._fewer(sizes).tolist()
+    # The first 64s would make 300 more factors of 4096 × 4096.
+    assert found == [64] * 3 + [0, 64, 64, 64, 64] + [64] * 300 + [4096]
+    assert coding._fewer(sizes[:0]).tolist() == []
+    monkeypatch.setattr(coding, "LAUNCHES", ("cuda", "cpu"))
+    z, groups = rows(), given(SIZES["all"])
+    prepared = RowGroups(*groups)
+    assert len(prepared._blocks) == 1
+    assert len(prepared.take(torch.tensor([0, 1, 9]))._blocks) == 1
+    for got, expected in zip(
+        both(lambda z: coding_rate(z, prepared, eps=EPS), z), both(lambda z: looped(z, groups, eps=EPS), z),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
 def test_what_has_weight_0_is_no_member():
     offsets, members, weights = given([3, 4, 2, 3])
     weights[[0, 4, 5, 7, 8]] = 0  # some of two groups, all of the third

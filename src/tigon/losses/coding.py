@@ -27,6 +27,10 @@ from tigon.runtime.dispatch import torch_is_forced
 
 # Bytes of the rows, Gram matrices and gradients that are in memory for one piece of a size.
 PIECE_BYTES = 2**28
+# On a GPU a size costs some forty launches, whatever is in it: one of so few rows, and numbers of Gram matrices, goes
+# with the next larger one.
+FEW_ROWS, FEW_NUMBERS = 2**14, 2**20
+LAUNCHES = ("cuda",)  # the types of devices to which calls are launched
 
 
 class _Block(NamedTuple):
@@ -318,6 +322,8 @@ def _padded(
     block, line = torch.full((G,), -1), torch.zeros(G, dtype=torch.long)
     found, which = counts.unique(return_inverse=True)
     sizes = torch.tensor([next_power_of_2(k) if k else 0 for k in found.tolist()], dtype=torch.long)[which]
+    if device.type in LAUNCHES:
+        sizes = _fewer(sizes)
     blocks: list[_Block] = []
     for K in sizes.unique().tolist():
         if not K:
@@ -330,3 +336,15 @@ def _padded(
         padded = root[places].masked_fill(slots >= k, 0.0)
         blocks.append(_Block(*(t.to(device) for t in (members[places], padded, trace[at]))))
     return blocks, block, line
+
+
+def _fewer(sizes: Tensor) -> Tensor:
+    """The padded sizes of groups, (G,), with those of few groups raised to the next larger one that there is."""
+    sizes = sizes.clone()
+    known, counts = (t.tolist() for t in sizes[sizes > 0].unique(return_counts=True))
+    for place in range(len(known) - 1):
+        size, count = known[place + 1], counts[place]
+        if count * size <= FEW_ROWS and count * size**2 <= FEW_NUMBERS:
+            sizes[sizes == known[place]] = size
+            counts[place + 1] += count
+    return sizes
