@@ -11,7 +11,7 @@ from torch import nn
 
 import tigon
 from tigon import compress
-from tigon.compress import building
+from tigon.compress import building, texts
 from tigon.compress.candidates import Candidate, Layer
 from tigon.compress.finding import find
 from tigon.compress.planning import plan
@@ -235,6 +235,21 @@ def test_too_little_calibration_says_how_much_is_needed():
         compress.feed_forward(model, ["text"], budget=0.5)
     with pytest.raises(ValueError, match="texts, token ids or batches of the model, got a list of int"):
         compress.feed_forward(model, [1, 2], budget=0.5)
+
+
+@pytest.mark.parametrize("tokens", [640, 960, 1600])
+def test_a_low_rank_keeps_as_many_rows_as_it_needs(tokens, monkeypatch):
+    monkeypatch.setattr(texts, "MOST", 256)  # as 8,192 are fewer than 4 for each of 4,096 neurons
+    model = llama()
+    ids = torch.randint(64, (tokens // 64, 64), generator=torch.Generator().manual_seed(3))
+    found, _ = find(model, {"input_ids": ids[:1]})
+    batches = texts.batches_of(model, ids, None)
+    for rows in texts.inputs_of(model, found, batches, need=512).values():
+        assert 512 <= len(rows) < 1024
+    for rows in texts.inputs_of(model, found, batches).values():
+        assert len(rows) <= 256
+    report = compress.feed_forward(model, ids, method="rank", budget=0.6)
+    assert {row.method for row in report.layers} == {"rank"}
 
 
 def test_numbers_that_are_not_finite_are_named():

@@ -111,7 +111,9 @@ class _Pass:
         self.seed = 0 if isinstance(method, Bits) and not method.chosen else None
         self.fit = method.fit if isinstance(method, Bits) else True
         self.packed: dict[tuple[int, int, Any], dict[str, nn.Module]] = {}  # layers in bits, which take time to make
-        self.inputs = texts.inputs_of(model, found, batches)
+        self.widest = max(weight_of(model.get_submodule(one.down)).shape[-1] for one in found)
+        low_rank = method in ("rank", "svd", "auto")
+        self.inputs = texts.inputs_of(model, found, batches, need=TIMES * self.widest if low_rank else 1)
         self.batches = batches
         self.whole = texts.Whole(model, texts.share(batches, CHECKED))
         self.notes: list[str] = []
@@ -127,22 +129,18 @@ class _Pass:
 
     def _possible(self, tokens: int) -> list[str]:
         """The methods that so many tokens are enough for."""
-        widest = max(self.model.get_submodule(one.down).weight.numel() // self._width(one) for one in self.found)  # type: ignore[operator]
-        need = TIMES * widest
+        need = TIMES * self.widest
         rows = min(tokens, *(len(x) for x in self.inputs.values()))
         if rows >= need:
             return list(NAMES)
         sentence = (
-            f"{rows:,} tokens cannot fix the second moment of {widest:,} inputs; give {need:,}, 4 times as many as "
-            "there are neurons"
+            f"{rows:,} tokens cannot fix the second moment of {self.widest:,} inputs; give {need:,}, 4 times as many "
+            "as there are neurons"
         )
         if self.method in ("rank", "svd"):
             raise ValueError(f"feed_forward: {sentence}, or take another method than {self.method}.")
         self.notes.append(f"rank and svd were not tried: {sentence}.")
         return ["bits", "prune"]
-
-    def _width(self, one: FeedForward) -> int:
-        return self.inputs[one.down].shape[1]
 
     def choose(self, name: str, budget: float) -> tuple[list[Candidate], list[MethodRow]]:
         """The candidates to take, and a row for each method within the same bytes."""

@@ -13,7 +13,7 @@ from tigon.compress.finding import FeedForward
 
 Batch = dict[str, Tensor]
 LENGTH, SEQUENCES = 512, 4  # tokens of a window of a text, windows of a batch
-MOST = 8192  # rows of each layer's input that are kept
+MOST = 8192  # rows of each layer's input that are kept, where no more are needed
 NAME = "feed_forward"
 
 
@@ -88,12 +88,16 @@ def first_rows(batch: Batch) -> Batch:
 
 
 @torch.no_grad()
-def inputs_of(model: nn.Module, found: list[FeedForward], batches: list[Batch]) -> dict[str, Tensor]:
-    """Rows (T, d) that each layer's up takes, by the name of down: at most MOST, evenly from all batches.
+def inputs_of(
+    model: nn.Module, found: list[FeedForward], batches: list[Batch], *, need: int = 1
+) -> dict[str, Tensor]:  # fmt: skip
+    """Rows (T, d) that each layer's up takes, by the name of down, evenly from all batches.
 
+    They are at most MOST; or, of as many tokens, at least `need`, and fewer than twice that.
     Raises: ValueError for a layer whose input is not finite.
     """
-    stride = max(1, -(-sum(map(tokens_of, batches)) // MOST))
+    tokens = sum(map(tokens_of, batches))
+    stride = max(1, min(-(-tokens // MOST), tokens // need))
     kept: dict[str, list[Tensor]] = {one.down: [] for one in found}
     mask: list[Any] = [None]
 
