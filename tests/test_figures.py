@@ -389,18 +389,20 @@ def test_what_the_page_on_compression_says_is_recorded():
 
 def test_what_a_compressed_model_costs_a_user():
     said = " ".join((ROOT / "docs" / "compress.md").read_text().split())
-    speed = {
-        (row["method"], row["call"]): row["speed"] for row in report.load(RESULTS / "cpu-compress-latency.json")["rows"]
+    speed: dict[tuple[str, str, str], float] = {
+        (row["model"].partition(" ")[0], row["method"], row["call"]): row["speed"]
+        for row in report.load(RESULTS / "cpu-compress-latency.json")["rows"]
     }
-    for words in (
-        "`prune` makes MiniLM {:.2f} × as fast with 128 tokens and {:.2f} × with 16",
-        "and `rank` {:.2f} × and {:.2f} ×",
+    for words, model, method, calls in (
+        ("`prune` makes MiniLM {:.2f} × as fast with 128 tokens and {:.2f} × with 16", "bert", "prune", (128, 16)),
+        ("and `rank` {:.2f} × and {:.2f} ×", "bert", "rank", (128, 16)),
+        ("SmolLM2 becomes {:.2f} × as fast with 128 tokens, and {:.2f} × where one", "llama", "prune", (128, 1)),
+        ("MiniLM then has {:.2f} × and {:.2f} × the speed", "bert", "bits 4/3 0.25", (128, 16)),
+        ("SmolLM2 {:.2f} × and, token by token, {:.2f} ×", "llama", "bits 4/3 0.25", (128, 1)),
     ):
-        name = words.partition("`")[2].partition("`")[0]
-        assert words.format(*(speed[name, call] for call in ("128 tokens", "16 tokens"))) in said
-    split = [speed["bits 4/3 0.25", call] for call in ("128 tokens", "16 tokens")]
-    assert "MiniLM then has {:.2f} × and {:.2f} × the speed".format(*split) in said
-    peers = [value for (name, _), value in speed.items() if name.startswith("torchao")]
+        names = [f"{count} token" + "s" * (count > 1) for count in calls]
+        assert words.format(*(speed[model, method, name] for name in names)) in said
+    peers = [value for (_, method, _), value in speed.items() if method.startswith("torchao")]
     assert f"{min(peers):.2f} to {max(peers):.2f} ×" in said
     rows = {row["method"]: row for row in report.load(RESULTS / "cpu-compress-sst2.json")["rows"]}
     whole, small, recovered = (
