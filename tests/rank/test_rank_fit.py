@@ -10,9 +10,10 @@ pytest.importorskip("accelerate")
 from rank_made import Linear, Requests
 
 from tigon import rank
+from tigon.rank import fitting
 from tigon.rank.evaluating import check_watched
-from tigon.rank.fitting import LOSSES, _schedule
-from tigon.rank.optimizing import groups
+from tigon.rank.fitting import LOSSES
+from tigon.rank.optimizing import groups, share
 
 TRAIN, VAL = Requests.drawn(seed=1), Requests.drawn(60, seed=2)
 QUICK = {"lr": 0.05, "epochs": 4, "batch_size": 16}
@@ -151,8 +152,38 @@ def test_the_rate_rises_and_falls():
     assert rates[top:] == sorted(rates[top:], reverse=True)
     assert max(rates) <= 0.05
     assert 0 < rates[-1] < 0.001
-    assert _schedule(0.0, 0.0) == _schedule(0.1, 0.1) == 1.0
-    assert _schedule(1.0, 0.1) == 0.0
+    assert share("cosine", 0.0, 0.0, 0) == share("cosine", 0.1, 0.1, 0) == 1.0
+    assert share("cosine", 1.0, 0.1, 0) == share("linear", 1.0, 0.1, 0) == 0.0
+    assert share("linear", 0.55, 0.1, 0) == pytest.approx(0.5)
+    assert share("constant", 0.05, 0.1, 0) == 0.5
+    assert share("constant", 1.0, 0.1, 0) == 1.0
+
+
+def test_on_a_plateau_the_rate_falls_to_a_tenth_behind_each_evaluation_that_is_none_the_best(monkeypatch):
+    values = iter([0.5, 0.6, 0.6, 0.7, 0.65, 0.6, 0.6])
+    monkeypatch.setattr(fitting, "watched", lambda found, metric: next(values))
+    options = rank.FitOptions(**{**QUICK, "epochs": 9}, schedule="plateau", warmup=0.0)
+    rates, states = [], []
+
+    def after(progress):
+        rows = progress.rows()
+        if rows:
+            rates.append((int(rows[-1]["epoch"] - 1e-9), rows[-1]["lr"] / options.lr))
+        if progress.found is not None and len(states) < 5:
+            states.append(copy.deepcopy(progress.state()))
+        return False
+
+    fitted = rank.fit(Linear(), TRAIN, VAL, options, after=after)
+    by_epoch = dict(rates)
+    assert [by_epoch[n] for n in range(7)] == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.001])
+    assert len(fitted.history) == 7, "patience counts those behind the best alone"
+    # A run that goes on has the same rate.
+    rates.clear()
+    values = iter([0.6, 0.6])
+    rank.fit(Linear(), TRAIN, VAL, options, state=states[4], after=after)
+    assert rates[0][1] == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="schedule must be cosine, linear or constant without val"):
+        rank.fit(Linear(), TRAIN, None, options)
 
 
 def test_only_weights_of_linear_layers_decay():
@@ -182,6 +213,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         ({"precision": "fp8"}, "precision must be one of auto, bf16, fp32, got 'fp8'"),
         ({"lr": 0.0}, "lr must be above 0, got 0"),
         ({"clip": -1.0}, "clip must be at least 0, got -1"),
+        ({"schedule": "cosin"}, "schedule must be one of cosine, linear, constant, plateau, got 'cosin'"),
         ({"warmup": 1.0}, "warmup must be a share of the run"),
         ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be an integer of at least 1, got 2.5"),

@@ -20,7 +20,7 @@ from tigon.rank import losses
 from tigon.rank.batch import known_rows
 from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items, watched
 from tigon.rank.incremental import Anchor, Pull, check_anchored
-from tigon.rank.optimizing import TABLE_OPTIMIZERS, Optimizers
+from tigon.rank.optimizing import SCHEDULES, TABLE_OPTIMIZERS, Optimizers, count_behind, share
 from tigon.rank.scoring import PRECISIONS, Batched, Drawing, check_schema, score
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -44,7 +44,9 @@ class FitOptions:
         table_optimizer: of tables of embeddings, "adamw" as of the rest, or "row-adagrad" for `tigon.optim.RowAdagrad`:
             a step then touches the rows in its batch alone. For rankers with such tables, as `rank.LiRank`.
         table_lr: peak of the rate of "row-adagrad", which falls with `lr`.
-        warmup: the share of the run in which the rate rises to `lr`; it falls to 0 by a cosine after.
+        warmup: the share of the run in which the rate rises to `lr`.
+        schedule: of the rate after it: "cosine" or "linear", which fall to 0 at the last epoch, "constant", or
+            "plateau", which falls to a tenth behind each evaluation of `val` that is none the best.
         clip: the largest norm of all gradients, but those of tables by "row-adagrad"; 0: any.
         epochs: most passes over the requests. max_minutes: most minutes; None: any.
         batch_size: requests of a step. batch_tokens: events and candidates of a step, instead of so many requests.
@@ -68,6 +70,7 @@ class FitOptions:
     table_optimizer: str = "adamw"
     table_lr: float = 0.02
     warmup: float = 0.05
+    schedule: str = "cosine"
     clip: float = 1.0
     epochs: int = 10
     max_minutes: float | None = None
@@ -84,6 +87,7 @@ class FitOptions:
     def __post_init__(self) -> None:
         words: dict[str, Any] = {
             "loss": LOSSES, "objective": OBJECTIVES, "precision": PRECISIONS, "table_optimizer": TABLE_OPTIMIZERS,
+            "schedule": SCHEDULES,
         }  # fmt: skip
         for name, known in words.items():
             if getattr(self, name) not in known:
@@ -231,6 +235,8 @@ def check(ranker: Any, train: Batched, val: Batched | None, options: FitOptions)
         raise ValueError(
             f"rank.fit: objective must be impressions for {type(ranker).__name__}, which has no loss of next items."
         )
+    if options.schedule == "plateau" and val is None:
+        raise ValueError("rank.fit: schedule must be cosine, linear or constant without val, which plateau goes by.")
     for data in (train, val):
         check_schema("rank.fit", ranker, data)
     if options.objective == "impressions" and options.loss != "bce" and getattr(train, "rows", None) == len(train):
@@ -270,6 +276,7 @@ class _Run:
         self.pull = Pull(ranker, anchors, options.anchor) if anchors and options.anchor else None
         self.step, self.epoch, self.batches, self.requests = 0, 0, 0, 0
         self.history: list[dict[str, float]] = []
+        self.falls = 0  # of the rate, by "plateau"
         self.best: dict[str, Tensor] | None = None
         self.pending: list[tuple[int, float, Tensor, float, Tensor]] = []
         self.rows: list[dict[str, float]] = []
@@ -318,7 +325,7 @@ class _Run:
         torch.manual_seed(options.seed * 1_000_003 + self.step)
         # The middle of the step's requests, as a share of the run: batches of a budget of tokens have any number.
         done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / options.epochs
-        rate = self.optimizers.set_share(optimizer, _schedule(done, options.warmup))
+        rate = self.optimizers.set_share(optimizer, share(options.schedule, done, options.warmup, self.falls))
         loss = objective_loss(self.ranker, batch, options)
         self.accelerator.backward(loss)
         if self.pull is not None:
@@ -371,6 +378,7 @@ class _Run:
             row |= {f"{label}:{name}": one.value for name, one in names.items()}
         before = self._best()
         self.history.append(row)
+        self.falls = count_behind(self.history, options.watched)
         if before is None or better(options.watched, value, before[options.watched]):
             self.best = {name: x.detach().clone() for name, x in self.ranker.state_dict().items()}
         self.ranker.train()
@@ -418,13 +426,7 @@ class _Run:
         best = state.get("best")
         self.best = None if best is None else {name: x.detach().clone().to(self.device) for name, x in best.items()}
         self.history = [dict(row) for row in state["history"]]
+        self.falls = count_behind(self.history, self.options.watched)
         for name in ("step", "epoch", "batches", "requests", "loss"):
             setattr(self, name, state[name])
         self.began = time.perf_counter() - state["seconds"]
-
-
-def _schedule(done: float, warmup: float) -> float:
-    """The share of the peak rate when this share of the run is done."""
-    if done < warmup:
-        return done / warmup
-    return 0.5 * (1 + math.cos(math.pi * min((done - warmup) / (1 - warmup), 1.0)))

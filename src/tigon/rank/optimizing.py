@@ -1,15 +1,18 @@
-"""The optimizers of a fit: AdamW, and for tables of embeddings row-wise Adagrad where it is asked for, as one."""
+"""The optimizers of a fit, as one, and their rates: AdamW, and row-wise Adagrad of tables where it is asked for."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tigon.optim.row_adagrad import RowAdagrad
+from tigon.rank.evaluating import better
 
 TABLE_OPTIMIZERS = ("adamw", "row-adagrad")
+SCHEDULES = ("cosine", "linear", "constant", "plateau")
 
 
 class Optimizers:
@@ -91,3 +94,29 @@ def groups(module: nn.Module, decay: float, without: set[int] | None = None) -> 
     decayed, others = [p for p in trained if id(p) in linear], [p for p in trained if id(p) not in linear]
     found = ({"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0})
     return [group for group in found if group["params"]]
+
+
+def share(schedule: str, done: float, warmup: float, falls: int) -> float:
+    """The share of the peak rate when this share of the run is done.
+
+    falls: of "plateau", as `count_behind` counts them.
+    """
+    if done < warmup:
+        now = done / warmup
+    elif schedule in ("constant", "plateau"):
+        now = 1.0
+    else:
+        left = 1 - min((done - warmup) / (1 - warmup), 1.0)
+        now = left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    return now * 0.1**falls if schedule == "plateau" else now
+
+
+def count_behind(history: list[dict[str, float]], metric: str) -> int:
+    """How many evaluations were no better than the best before them."""
+    best, count = None, 0
+    for value in (row[metric] for row in history):
+        if best is None or better(metric, value, best):
+            best = value
+        else:
+            count += 1
+    return count

@@ -58,11 +58,11 @@ def _spoken(command: str, said: str) -> str:
 # Arguments of the library that a user knows as options.
 OPTIONS = {
     name: name.replace("_", "-")
-    for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "epochs",
-                 "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed", "width",
-                 "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm", "calibrate",
-                 "table_optimizer", "table_lr", "anchor", "explore", "blocks", "trials", "sampler", "kinds", "most",
-                 "rows", "hash_rows", "best", "order")
+    for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "schedule",
+                 "epochs", "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed",
+                 "width", "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm",
+                 "calibrate", "table_optimizer", "table_lr", "anchor", "explore", "blocks", "trials", "sampler",
+                 "kinds", "most", "rows", "hash_rows", "best", "order")
 } | {
     "mebibytes": "stream-mib", "history": "history", "label_weights": "label-weight", "weights": "score-weight",
     "towers": "tower",
