@@ -10,6 +10,7 @@ from requests_made import SCHEMA, batch, of_request, randomly
 
 from tigon import rank
 from tigon.rank.compress_tables import compared, sizes
+from tigon.rank.features import aligned
 from tigon.rank.features.cross import CrossLayers
 from tigon.rank.fields import Id, Ids, Number, Text, Time
 from tigon.rank.schema import Schema
@@ -137,6 +138,58 @@ def test_logits_are_the_written_formula(gate, norm):
         torch.testing.assert_close(logits[label], last @ head.weight[0] + head.bias[0], rtol=1e-12, atol=1e-12)
     assert (model.mlp[0].gate is None) != gate
     torch.testing.assert_close(model.features(requests), model.features(requests, "click"))
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+def test_widths_that_are_no_multiple_of_8_get_zeros_where_that_is_faster(gate, norm, monkeypatch):
+    towers = {"clicks": ["click"], "likes": ["like"]}
+    model = randomly(made(gate=gate, norm=norm, mlp=(11, 6, 16, 9), towers=towers, tower_mlp=(13,)))
+    requests = drawn()
+
+    def found():
+        model.zero_grad()
+        logits = model(requests)
+        sum(z.square().sum() for z in logits.values()).backward()
+        return *logits.values(), *(p.grad for p in model.parameters())
+
+    plain = found()
+    counts = []
+    monkeypatch.setattr(aligned, "pays", lambda layer, x: counts.append(layer.out_features) is None)
+    for a, b in zip(plain, found(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    assert 11 in counts
+    assert 13 in counts
+    assert not any(p.shape[-1] > model.inputs.width + 9 for p in model.parameters() if p.dim() > 1)
+
+
+def test_zeros_are_put_beside_large_products_of_16_bits_on_a_gpu_alone():
+    assert aligned.is_slow(65_536, 640, 3500)
+    assert aligned.is_slow(65_536, 3500, 3500)
+    assert not aligned.is_slow(65_536, 3504, 3504)
+    assert not aligned.is_slow(256, 3500, 3500)
+    layer = torch.nn.Linear(3500, 3500, device="meta")
+    assert not aligned.pays(layer, torch.empty(65_536, 3500, device="meta", dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inputs", "outputs"), [(640, 1501), (1501, 1501), (1501, 640)])
+def test_on_a_gpu_the_zeros_change_nothing(inputs, outputs):
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(9_000, inputs, device="cuda", generator=draw, requires_grad=True)
+    layer = torch.nn.Linear(inputs, outputs, device="cuda")
+
+    def found(of):
+        x.grad = layer.weight.grad = layer.bias.grad = None
+        with torch.autocast("cuda", torch.bfloat16):
+            assert aligned.pays(layer, x)
+            y = of(x)
+        y[:, :outputs].float().square().mean().backward()
+        assert y[:, outputs:].count_nonzero() == 0
+        return y[:, :outputs], x.grad, layer.weight.grad, layer.bias.grad
+
+    for a, b in zip(found(lambda x: aligned.linear(layer, x)), found(layer), strict=True):
+        assert (a - b).norm() < 4e-3 * b.norm()
 
 
 def test_rows_are_scored_by_themselves():

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.rank.features import aligned
+
 Normed = Literal["none", "batch", "layer"]
 
 
@@ -43,17 +45,38 @@ class Hidden(nn.Module):
         self.gate = nn.Linear(width, width) if gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.dropout(F.relu(self.norm(self.linear(x))))
-        return h if self.gate is None else h * self.gate(h).sigmoid()
+        return aligned.first(self.padded(x), self.linear.out_features)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """`forward`, with columns of zeros behind it where the next layer is faster by them; x may have them, too."""
+        h = aligned.linear(self.linear, x)
+        if not isinstance(self.norm, nn.Identity):
+            h = self.norm(aligned.first(h, self.linear.out_features))
+        h = self.dropout(F.relu(h))
+        if self.gate is None:
+            return h
+        gates = aligned.linear(self.gate, h).sigmoid()
+        return aligned.widened(h, gates.shape[-1]) * gates
 
 
-def mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Normed, dropout: float) -> nn.Sequential:
+class MLP(nn.Sequential):
+    """Hidden layers, each behind the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        for layer in self:
+            assert isinstance(layer, Hidden)
+            x, width = layer.padded(x), layer.linear.out_features
+        return aligned.first(x, width)
+
+
+def mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Normed, dropout: float) -> MLP:
     """Hidden layers of these widths."""
     if any(width < 1 for width in widths):
         raise ValueError(f"LiRank: mlp must be positive widths, got {tuple(widths)}.")
     check_norm(norm)
     ends = [inputs, *widths]
-    return nn.Sequential(*(Hidden(a, b, gate, norm, dropout) for a, b in pairwise(ends)))
+    return MLP(*(Hidden(a, b, gate, norm, dropout) for a, b in pairwise(ends)))
 
 
 def check_norm(norm: str) -> None:

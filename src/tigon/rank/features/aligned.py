@@ -1,0 +1,64 @@
+"""Linear layers of any width at the speed of a width that is a multiple of 8.
+
+The rows of a matrix of 3,500 numbers of 16 bits begin at multiples of 8 bytes, where a GPU's fast loads need 16: its
+products then take more than twice the time of those of 3,504. Here weights and activations get columns of zeros up to
+the next multiple of 8; the weights that are trained and stored stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+COLUMNS = 8  # numbers of 16 bits in 16 bytes
+# rows · inputs · outputs from which a product saves more than the launches that put zeros beside its weights cost.
+LEAST = 2**33
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """`layer(x)`, with columns of zeros behind it where that is faster.
+
+    Args:
+        x: (C, inputs), or wider by columns that are multiplied by 0, as another call gives it.
+    Returns: (C, outputs), or (C, outputs rounded up to 8), with zeros.
+    """
+    more = x.shape[-1] - layer.in_features
+    if not more and not pays(layer, x):
+        found: Tensor = layer(x)
+        return found
+    dtype = _computed_in(x)
+    inputs, outputs = (-(-width // COLUMNS) * COLUMNS for width in (layer.in_features, layer.out_features))
+    behind = outputs - layer.out_features
+    x = widened(x.to(dtype), max(inputs, x.shape[-1]))
+    # To 16 bits first: what is padded is half as large.
+    weight = F.pad(layer.weight.to(dtype), (0, x.shape[-1] - layer.in_features, 0, behind))
+    bias = None if layer.bias is None else F.pad(layer.bias.to(dtype), (0, behind))
+    return F.linear(x, weight, bias)
+
+
+def first(x: Tensor, columns: int) -> Tensor:
+    """The first columns of x; x itself where it has no more, since a slice's gradient is a copy."""
+    return x if x.shape[-1] == columns else x[..., :columns]
+
+
+def widened(x: Tensor, columns: int) -> Tensor:
+    """x with columns of zeros behind it; x itself where it has as many."""
+    return x if x.shape[-1] == columns else F.pad(x, (0, columns - x.shape[-1]))
+
+
+def pays(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether zeros behind the columns make the product faster: on a GPU, in 16 bits."""
+    if not x.is_cuda or _computed_in(x).itemsize != 2:
+        return False  # without a look at the rows, whose number a program of torch.export leaves open
+    return is_slow(x.numel() // max(1, x.shape[-1]), layer.in_features, layer.out_features)
+
+
+def is_slow(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether a product has a width that is no multiple of 8, and is large."""
+    return bool(inputs % COLUMNS or outputs % COLUMNS) and rows * inputs * outputs >= LEAST
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
