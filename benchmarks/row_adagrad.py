@@ -30,7 +30,6 @@ from torch import Tensor
 
 import tigon
 from tigon.bench import report
-from tigon.bench.columns import number, remark
 from tigon.bench.inputs import TOLERANCE
 from tigon.bench.runner import (
     Ceilings,
@@ -50,19 +49,6 @@ IDS = 65536 * 40
 SMALL, SMALL_IDS = ((3000, 16), (500, 64)), 256 * 8
 LR, EPS = 0.01, 1e-8
 SIDES = ("tigon, rows", "torch, rows", "tigon, dense", "torch, dense")
-
-report.COLUMNS[KIND] = {
-    "table": lambda row: f"{row['rows']:,} × {row['width']}",
-    "rows touched": lambda row: f"{row['touched']:,}",
-    "by": lambda row: row["side"],
-    "step ms": lambda row: number(row["total_ms"]),
-    "in a graph ms": lambda row: number(row["graph_ms"]),
-    "× floor": lambda row: "–" if not row["total_ms"] else f"{row['total_ms'] / row['floor_ms']:.2f}×",
-    "state MB": lambda row: number(row["state_mb"]),
-    "peak MiB": lambda row: "–" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
-    "error": lambda row: "–" if row["error"] is None else f"{row['error']:.1e}",
-    "remark": remark,
-}
 
 
 @dataclass
@@ -180,7 +166,8 @@ def run_table(
     for row in found:
         if row.times:
             fill_total(row, row.times)
-            row.graph_ms = graph_ms(steps[row.side][0], device, settings)
+            if row.side.startswith("tigon"):
+                row.graph_ms = graph_ms(steps[row.side][0], device, settings)
     return found
 
 

@@ -88,8 +88,8 @@ def _make_codes(shape: Shape, dtype: torch.dtype, device: torch.device, ignored:
     bags, length, rows, width = shape
     draw = Draw(device, torch.float32)
     codes = (draw.uniform(rows, width) * 256).clamp_max_(255).to(torch.uint8)
-    # As of rows of one normal law: 255 steps between the least and the largest number.
-    scale_offset = torch.stack(((draw.uniform(rows) + 3) / 255, -draw.uniform(rows) - 1.5), 1).half()
+    # Scales of several octaves: sums of products of one size would be exact in fp32, and show no order.
+    scale_offset = torch.stack((draw.uniform(rows) / 32 + 1e-4, -draw.uniform(rows) - 1.5), 1).half()
     wide = scale_offset.to(torch.promote_types(dtype, torch.float32))
     arguments = {
         "codes": codes,
