@@ -71,7 +71,8 @@ SECTOR = 32  # bytes, the least that the memory of a GPU gives
 
 def _eager_codes(codes: Tensor, scale_offset: Tensor, values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     scale, offset = scale_offset[values].to(table.dtype).split(1, -1)
-    return (codes[values].to(table.dtype) * scale + offset).sum(1).to(dtype)
+    y: Tensor = (codes[values].to(table.dtype) * scale + offset).sum(1)
+    return y.to(dtype)
 
 
 def _wide_table(codes: Tensor, scale_offset: Tensor, values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
