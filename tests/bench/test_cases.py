@@ -41,6 +41,7 @@ def tiny(op):
         ("softmax", (32768, 32000), 2.457),  # x, y; dy, y, dx
         ("sparsemax", (32768, 32000), 2.457),
         ("outer_softmax", (65536, 64), 0.0216),  # q, k, v, y; dy, q, k, v, dq, dk, dv
+        ("quantized_embedding", (65536, 40, 1000000, 16), 0.0442),  # an id of 8 bytes and two sectors of 32
         ("kl_div", (8192, 128256), 1.969),  # input, target; target, dinput
         ("jsd", (8192, 128256), 2.461),  # input, target; input, target, dinput
         ("tvd-logits", (8192, 128256), 2.461),

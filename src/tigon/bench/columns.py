@@ -264,6 +264,18 @@ COLUMNS["serve"] = {
     "fronts µs": lambda r: number(r["fronts_us"]) if r["workers"] else "–",
     "remark": remark,
 }
+COLUMNS["row-adagrad"] = {
+    "table": lambda r: f"{r['rows']:,} × {r['width']}",
+    "rows touched": lambda r: f"{r['touched']:,}",
+    "by": lambda r: r["side"],
+    "step ms": lambda r: number(r["total_ms"]),
+    "in a graph ms": lambda r: number(r["graph_ms"]),
+    "× floor": lambda r: "–" if r["total_ms"] is None else f"{r['total_ms'] / r['floor_ms']:.2f}×",
+    "state MB": lambda r: number(r["state_mb"]),
+    "peak MiB": lambda r: "–" if r["peak_mib"] is None else f"{r['peak_mib']:,.0f}",
+    "error": lambda r: "–" if r["error"] is None else _power(r["error"]),
+    "remark": remark,
+}
 # The sides that the others are compared with, in the kinds that have such columns.
 PLAIN = ("hf", "tigon, one GPU")
 CASE_COLUMNS = ("op", "shape", "dtype", "options", "model", "batch×seq", "GPUs", "sequence", "engine", "processes")

@@ -88,7 +88,7 @@ def run_host(
         if implementation.gpu_only and device.type != "cuda":
             row.status, row.reason = "failed", "runs on a GPU only"
             continue
-        if name.startswith("tigon") and not use_triton(inputs.arguments[inputs.wrt[0]]):
+        if name.startswith("tigon") and not use_triton(inputs.sample):
             row.note = "the reference: no kernels on this device"
         try:
             fn, own = implementation.load(), inputs.clone()

@@ -22,7 +22,10 @@ REFERENCE_ELEMENTS = 1 << 24
 
 @dataclass
 class Inputs:
-    """The arguments of one case by name, the names that get gradients, and upstream gradients (None: a loss's 1)."""
+    """The arguments of one case by name, the names that get gradients, and upstream gradients (None: a loss's 1).
+
+    Without a name that gets a gradient, the case is of the forward alone.
+    """
 
     arguments: dict[str, Any]
     wrt: tuple[str, ...]
@@ -37,6 +40,14 @@ class Inputs:
         }
         grads = None if self.grads is None else tuple(_clone(g) for g in self.grads)
         return Inputs(arguments, self.wrt, self.outputs, grads)
+
+    @property
+    def sample(self) -> Tensor:
+        """A tensor of floats, whose dtype and device tell whether kernels run."""
+        if self.wrt:
+            tensor: Tensor = self.arguments[self.wrt[0]]
+            return tensor
+        return next(t for t in self.arguments.values() if isinstance(t, Tensor) and t.is_floating_point())
 
     @property
     def loss_scale(self) -> Any:

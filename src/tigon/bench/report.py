@@ -27,8 +27,9 @@ from tigon.bench.columns import CASE_COLUMNS, COLUMNS, PLAIN, TEXT_COLUMNS, numb
 # benchmarks/architectures.py for "architecture", Row of benchmarks/counters.py for "counters", Row of
 # benchmarks/hpz.py for "hpz", search.SearchRow and search_codes.CodedRow for "search", Row of
 # benchmarks/vocabulary_parallel.py for "vocabulary-parallel", Row of benchmarks/sharded_search.py for
-# "sharded-search", Row of benchmarks/serve_load.py for "serve", what tests/distributed record for "composition". The
-# studies in benchmarks/studies add the columns of their kinds to COLUMNS; without them a row is shown as it is.
+# "sharded-search", Row of benchmarks/serve_load.py for "serve", Step of benchmarks/row_adagrad.py for "row-adagrad",
+# what tests/distributed record for "composition". The studies in benchmarks/studies add the columns of their kinds to
+# COLUMNS; without them a row is shown as it is.
 SCHEMA = 1
 PACKAGES = (
     "torch",

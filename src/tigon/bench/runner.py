@@ -247,7 +247,7 @@ def run_case(
     for name, implementation in implementations.items():
         say(f"{title}: check {name}")
         row = rows[name] = Row(op.name, shape, dtype_name, name, note=unchecked or implementation.note)
-        if name.startswith("tigon") and not use_triton(inputs.arguments[inputs.wrt[0]]):
+        if name.startswith("tigon") and not use_triton(inputs.sample):
             row.note = "; ".join(filter(None, [REFERENCE, row.note]))
         if implementation.gpu_only and device.type != "cuda":
             row.status, row.reason = "failed", "runs on a GPU only"
@@ -314,6 +314,8 @@ def _near(times: dict[str, list[tuple[float, float]]], far: float) -> list[str]:
 def run_once(fn: Callable[..., Any], inputs: Inputs) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     out = fn(**inputs.arguments)
     outs = out if isinstance(out, tuple) else (out,)
+    if not inputs.wrt:
+        return outs, ()
     return outs, torch.autograd.grad(outs, [inputs.arguments[k] for k in inputs.wrt], inputs.grads)
 
 
@@ -402,13 +404,17 @@ def _time_round(
     settings: Settings,
     estimate_ms: float,
 ) -> tuple[float, float]:
-    """Milliseconds of the forward, as in training, NaN if it is not timed, and of forward + backward."""
+    """Milliseconds of the forward, as in training, NaN if it is not timed, and of forward + backward.
+
+    Without a gradient both are the forward's.
+    """
     if implementation.overwrites:
         inputs = inputs.clone()
     forward = math.nan
-    if settings.forward:
+    if settings.forward and inputs.wrt:
         forward = time_ms(lambda: fn(**inputs.arguments), device, settings, estimate_ms)
-    return forward, time_ms(lambda: run_once(fn, inputs), device, settings, estimate_ms)
+    total = time_ms(lambda: run_once(fn, inputs), device, settings, estimate_ms)
+    return (forward if inputs.wrt else total), total
 
 
 def _device_ms(
@@ -492,7 +498,8 @@ def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
     assert row.total_ms is not None
     if not any(math.isnan(forward) for forward, _ in measured):
         row.forward_ms = statistics.median(forward for forward, _ in measured)
-        row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
+        if floor.inputs.wrt:
+            row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
     row.floor_ms = floor.ms
     row.times_floor = None if floor.ms is None else row.total_ms / floor.ms
     if floor.flops is not None:

@@ -1,16 +1,22 @@
-"""Rows of a table by index: a gather forward, a sum over equal indices backward."""
+"""Rows of a table by index: a gather forward, a sum over equal indices backward.
+
+Bags of rows of bytes have no gradient. Their floor counts sectors of 32 bytes, the least that memory gives: for each id
+those of its codes and the one of its scale and offset, however few bytes of them a row is.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.bench import ranges
-from tigon.bench.cases.row import Implementation, Op, liger, plain, tigon
+from tigon.bench.cases.row import Implementation, Op, liger, plain, tigon, torch_own
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape
 
 
@@ -40,9 +46,13 @@ def _make_bags(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: 
     bags, length, rows, width = shape
     draw = Draw(device, dtype)
     weight = draw.normal(rows, width).requires_grad_()
-    # Hashed ids: any row as likely as another, and so nearly every load from another place.
-    values = (draw.uniform(bags, length).double() * rows).long().clamp_max(rows - 1)
+    values = _hashed(draw, bags, length, rows)
     return Inputs({"values": values, "weight": weight}, ("weight",), ("y",), (draw.normal(bags, width).add_(1),))
+
+
+def _hashed(draw: Draw, bags: int, length: int, rows: int) -> Tensor:
+    """Hashed ids: any row as likely as another, and so nearly every load from another place."""
+    return (draw.uniform(bags, length).double() * rows).long().clamp_max(rows - 1)
 
 
 def _expect_bags(inputs: Inputs) -> Expected:
@@ -54,6 +64,57 @@ def _expect_bags(inputs: Inputs) -> Expected:
     for place in range(length):
         total.index_add_(0, values[:, place], dy.double())
     return {"y": [(rows, weight[values[rows]].double().sum(1)) for rows in some], "dweight": [(slice(None), total)]}
+
+
+SECTOR = 32  # bytes, the least that the memory of a GPU gives
+
+
+def _eager_codes(codes: Tensor, scale_offset: Tensor, values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    scale, offset = scale_offset[values].to(table.dtype).split(1, -1)
+    y: Tensor = (codes[values].to(table.dtype) * scale + offset).sum(1)
+    return y.to(dtype)
+
+
+def _wide_table(codes: Tensor, scale_offset: Tensor, values: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.embedding_bag(values, table, mode="sum").to(dtype)
+
+
+def _tigon_codes() -> Callable[..., Any]:
+    op = tigon("quantized_embedding")()
+    return lambda table, **arguments: op(**arguments)
+
+
+def _make_codes(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+    """dtype: of the bags. table: the same rows in fp32, for what has no rows of bytes."""
+    bags, length, rows, width = shape
+    draw = Draw(device, torch.float32)
+    codes = (draw.uniform(rows, width) * 256).clamp_max_(255).to(torch.uint8)
+    # Scales of several octaves: sums of products of one size would be exact in fp32, and show no order.
+    scale_offset = torch.stack((draw.uniform(rows) / 32 + 1e-4, -draw.uniform(rows) - 1.5), 1).half()
+    wide = scale_offset.to(torch.promote_types(dtype, torch.float32))
+    arguments = {
+        "codes": codes,
+        "scale_offset": scale_offset,
+        "values": _hashed(draw, bags, length, rows),
+        "table": codes * wide[:, :1] + wide[:, 1:],
+        "dtype": dtype,
+    }
+    return Inputs(arguments, (), ("y",))
+
+
+def _expect_codes(inputs: Inputs) -> Expected:
+    codes, scale_offset, values = (inputs.arguments[name] for name in ("codes", "scale_offset", "values"))
+    n = values.shape[0]
+    parts = []
+    for some in (slice(0, min(n, 1024)), slice(max(0, n - 1024), n)):
+        scale, offset = scale_offset[values[some]].double().split(1, -1)
+        parts.append((some, (codes[values[some]].double() * scale + offset).sum(1)))
+    return {"y": parts}
+
+
+def _sectors(width: int) -> float:
+    """Sectors of a row of so many bytes, on average over the rows, which lie one behind the other."""
+    return sum((row * width % SECTOR + width + SECTOR - 1) // SECTOR for row in range(SECTOR)) / SECTOR
 
 
 def _distinct_of_any(ids: int, rows: int) -> int:
@@ -126,5 +187,26 @@ OPS = (
         counted=("indices, the rows that occur → y", "indices, dy → dweight, all of it"),
         drawn="its sizes are those of tables of clicks, of which no range of published models is known",
         implementations={"tigon": Implementation(tigon("embedding_bag")), **plain(_eager_bag)},
+    ),
+    Op(
+        name="quantized_embedding",
+        shape_names=("bags", "length", "rows", "width"),
+        shapes=((65536, 40, 1_000_000, 16),),
+        # A request of a server, and rows of two sectors.
+        extra=((512, 40, 1_000_000, 16), (65536, 40, 1_000_000, 64)),
+        small=((256, 8, 4096, 16),),
+        tiny=(8, 4, 32, 16),
+        make=_make_codes,
+        expect=_expect_codes,
+        # Every id, not every different row: the sectors of a row that comes twice are asked for twice. Not y, 2 % of
+        # these bytes at 40 ids of 16 numbers: with it the floor would be higher.
+        nbytes=lambda s, b: (round(s[0] * s[1] * (SECTOR * (_sectors(s[3]) + 1) + 8)), 0),
+        counted=("indices, and for each the sectors of 32 bytes of its codes and of its scale and offset", "none"),
+        drawn="its sizes are those of tables of clicks, as of embedding_bag",
+        implementations={
+            "tigon": Implementation(_tigon_codes),
+            **plain(_eager_codes),
+            **torch_own(_wide_table, "embedding_bag of the table in fp32, four times the bytes"),
+        },
     ),
 )
