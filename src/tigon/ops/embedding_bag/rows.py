@@ -19,8 +19,8 @@ class Sorted(NamedTuple):
     Attributes:
         keys: (M,), the rows, ascending; `classes` and above for those without a gradient. order: (M,), whose they are.
         place: (M,), each key's place among the keys that occur. padding_idx, bag, scale: as `tokens_of` gives them.
-        count: of the rows that occur; a tensor on the host, which is written when `written` is done.
-        written: None where count is written already.
+        number: of the rows that occur; a tensor on the host, which is written when `written` is done.
+        written: None where number is written already.
     """
 
     keys: Tensor
@@ -28,14 +28,14 @@ class Sorted(NamedTuple):
     place: Tensor
     bag: Tensor | None
     scale: Tensor | None
-    count: Tensor
+    number: Tensor
     written: torch.cuda.Event | None
 
     def unique(self) -> int:
         """The host waits until the values are sorted, and for nothing behind that."""
         if self.written is not None:
             self.written.synchronize()
-        return int(self.count)
+        return int(self.number)
 
 
 def sort_rows(
@@ -51,10 +51,10 @@ def sort_rows(
     found = place[-1] + (keys[-1] < classes)
     if found.device.type != "cuda":
         return Sorted(keys, order, place, bag, scale, found.cpu(), None)
-    count = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+    number = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
     written = torch.cuda.Event()
     written.record(torch.cuda.current_stream(found.device))
-    return Sorted(keys, order, place, bag, scale, count, written)
+    return Sorted(keys, order, place, bag, scale, number, written)
 
 
 def sums_of_rows(

@@ -53,11 +53,11 @@ class Hidden(nn.Module):
         if not isinstance(self.norm, nn.Identity):
             # Dense rows: of others a GPU takes the statistics of a batch several times as slowly.
             h = self.norm(aligned.first(h, self.linear.out_features).contiguous())
-        h = self.dropout(F.relu(h))
+        y: Tensor = self.dropout(F.relu(h))
         if self.gate is None:
-            return h
-        gates = aligned.linear(self.gate, h).sigmoid()
-        return aligned.widened(h, gates.shape[-1]) * gates
+            return y
+        gates = aligned.linear(self.gate, y).sigmoid()
+        return aligned.widened(y, gates.shape[-1]) * gates
 
 
 class MLP(nn.Sequential):
