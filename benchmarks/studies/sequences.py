@@ -71,38 +71,41 @@ def quality(rows: Rows) -> str:
     return markdown(header, lines, 2) if lines else ""
 
 
-def verdict(rows: Rows) -> str:
-    """Where LiGR is above and below the best peer by more than both spreads, and which peers were still learning."""
+def beside(rows: Rows, measure: str) -> str:
+    """Where LiGR is above and below the best peer by more than both spreads; "" without both."""
     said: dict[str, list[str]] = {"above": [], "level with": [], "below": []}
-    learning: dict[str, list[str]] = {}
     for data, by in grouped(rows).items():
         peers = {name: some for name, some in by.items() if not name.startswith("ligr")}
         if "ligr" not in by or not peers:
             continue
-        best = max(peers, key=lambda name: fmean(values(peers[name])))
-        away = fmean(values(by["ligr"])) - fmean(values(peers[best]))
-        apart = max(deviation(values(by["ligr"])), deviation(values(peers[best])))
+        best = max(peers, key=lambda name: fmean(values(peers[name], measure)))
+        ours, theirs = (values(of, measure) for of in (by["ligr"], peers[best]))
+        away, apart = fmean(ours) - fmean(theirs), max(deviation(ours), deviation(theirs))
         where = "level with" if abs(away) <= apart else "above" if away > 0 else "below"
         said[where].append(f"{data} ({NAMES[best]}, {away:+.4f})".replace("-0", "−0"))
-        for name, some in peers.items():
-            if any(map(cut, some)):
-                learning.setdefault(name, []).append(data)
-    if not any(said.values()):
+    return "; ".join(f"{where} it on {', '.join(sets)}" for where, sets in said.items() if sets)
+
+
+def verdict(rows: Rows) -> str:
+    """LiGR beside the best peer by three measures, and which peers were still learning."""
+    if not (found := beside(rows, MEASURE)):
         return ""
-    found = [f"{where} it on {', '.join(sets)}" for where, sets in said.items() if sets]
     text = (
-        "By NDCG@10, against the best of the others and the larger of both spreads over seeds, LiGR is "
-        f"{'; '.join(found)}."
+        "Against the best of the others, and the larger of both spreads over seeds, LiGR is by NDCG@10 "
+        f"{found}. By NDCG@10 among items that are new to the user it is {beside(rows, f'{MEASURE}_new')}; "
+        f"by HR@10 {beside(rows, 'hr@10')}."
     )
+    learning: dict[str, list[str]] = {}
+    for data, by in grouped(rows).items():
+        for name, some in by.items():
+            if not name.startswith("ligr") and any(map(cut, some)):
+                learning.setdefault(name, []).append(data)
     if learning:
         alike: dict[str, list[str]] = {}
         for name, sets in learning.items():
             alike.setdefault(", ".join(sets), []).append(NAMES[name])
         of = "; ".join(f"{' and '.join(names)} on {sets}" for sets, names in alike.items())
-        text += (
-            f" **Time ended fits of {of}**: these might have come further, so that their figures are what they reach "
-            "in the same time on the same share of a GPU, and no limit of theirs."
-        )
+        text += f" **Time ended fits of {of}**, which might have come further."
     return text
 
 

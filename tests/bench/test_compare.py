@@ -19,10 +19,7 @@ def test_every_quoted_case_of_tigon_is_recorded(compare):
     quoted = {
         (op.name, shape, "bfloat16") for op in OPS.values() for shape in op.shapes if "tigon" in op.implementations
     }
-    # Not measured on a GPU yet.
-    unrecorded = {"embedding_bag", "gated_residual", "outer_softmax", "quantized_embedding"}
-    missing = {name for name, *_ in quoted - set(recorded)}
-    assert missing == unrecorded, "a case is recorded, or stands here"
+    assert {name for name, *_ in quoted - set(recorded)} == set()
     keys = {key[1:4] for key in compare.recorded_models(compare.RESULTS) if not key[4]}
     assert keys >= set(compare.MODELS)
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from tigon import rank
 from tigon.bench import report
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("--seeds", 2, "--points", 2, "--mlp", "16", "--width", 4, "--rank", 4, "--layers", 1, "--batch-size", 128)
 
 
@@ -143,7 +145,7 @@ def test_fits_are_recorded_shown_and_gone_on_with(folder, tmp_path, monkeypatch,
     assert second["rows"][: len(first["rows"])] == first["rows"]
     new = [row for row in second["rows"] if row["seed"] == 1]
     assert {row["part"] for row in new} == {"quality", "calibration", "int8"}
-    assert all(new[0]["setting"][key] == rows[0]["setting"][key] for key in ("dropout", "lr", "tables"))
+    assert all(new[0]["setting"][key] == rows[0]["setting"][key] for key in ("dropout", "lr", "schedule", "most"))
     whole, small = (row["measures"] for row in new if row["part"] == "int8")
     assert small["bytes"] / whole["bytes"] == (4 + 4) / (4 * 4)  # width 4
     assert abs(small["auc"] - whole["auc"]) < 0.01
@@ -315,3 +317,27 @@ def test_the_page_says_whether_the_attention_pays(tmp_path, monkeypatch):
 def test_differences_have_the_exact_p_of_all_ways_to_deal_them():
     assert page.p_value([1.0, 2.0, 3.0, 4.0, 5.0], [11.0, 12.0, 13.0, 14.0, 15.0]) == pytest.approx(2 / 252)
     assert page.p_value([1.0, 3.0], [2.0, 2.0]) == 1.0
+
+
+def test_what_the_page_says_is_in_the_record():
+    text = (ROOT / "docs" / "rank" / "clicks-study.md").read_text()
+    rows = report.load(ROOT / "benchmarks" / "results" / "h200-rank-clicks.json")["rows"]
+    step = {row["method"]: row["measures"] for row in rows if row["part"] == "speed"}
+    ours = step["lirank-residual"]["rows_s"]
+    times = [ours / step[name]["rows_s"] for name in ("fuxictr-dcnv2", "fuxictr-dcnv2, TF32")]
+    assert "takes {:.1f} times the rows a second of FuxiCTR's**, and {:.1f} times".format(*times) in text
+    floor = step["floor"]
+    assert f"take {floor['as_they_are_ms']:.0f} ms then, and {floor['products_ms']:.0f} with zeros" in text
+    quality = page.grouped(rows, "quality")
+
+    def mean(data, method, measure="auc"):
+        return statistics.fmean(page.values(quality[data, method, ""], measure))
+
+    networks = [method for data, method, _ in quality if data == "frappe" and method != "lightgbm"]
+    assert max(networks, key=lambda name: mean("frappe", name)) == "fuxictr-dcnv2"
+    for table in ("frappe", "adult"):
+        for measure, sign in (("auc", 1), ("log_loss", -1)):
+            assert sign * mean(table, "lightgbm", measure) > max(sign * mean(table, name, measure) for name in networks)
+    for table in ("ml-100k", "adult"):
+        assert abs(mean(table, "lirank-residual") - mean(table, "fuxictr-dcnv2")) < 0.0015
+    assert [len(quality["adult", f"lirank-{name}-gate", ""]) for name in ("residual", "dcn")] == [1, 1]

@@ -191,9 +191,10 @@ def test_the_page_names_the_best_peer_and_whom_time_ended():
     ]  # fmt: skip
     said = page.verdict(rows)
     assert (
-        "above it on set (SASRec, loss of Tigon, +0.0120); below it on other (SASRec, loss of Tigon, −0.0100)." in said
+        "by NDCG@10 above it on set (SASRec, loss of Tigon, +0.0120); below it on other (SASRec, loss of Tigon, "
+        "−0.0100). By NDCG@10 among items that are new" in said
     )
-    assert "Time ended fits of RecTools HSTU on set**" in said
+    assert "Time ended fits of RecTools HSTU on set**, which" in said
     lines = page.quality(rows).splitlines()
     assert lines[2].startswith("| other | **LiGR** | 1 | 0.1000 | 0.0500 |")
     assert "| set | **LiGR** | 2 | 0.1240 ± 0.0057 | 0.0620 ± 0.0028 | 0.0620 ± 0.0028 | 7 | 50 | – |" in lines
@@ -216,9 +217,18 @@ def test_what_the_page_says_of_the_record_is_in_it():
     assert mean("ml-100k", "rectools-ligr") == pytest.approx(mean("ml-100k", "ligr, times and stars"), abs=0.0015)
     gates = sorted(mean(data, "ligr") - mean(data, "ligr, no gate") for data in ("Beauty", "ml-100k"))
     assert f"add {gates[0]:.4f} and {gates[1]:.4f} to the NDCG@10" in text
-    assert [row["setting"]["epochs_run"] for row in found["Beauty"]["rectools-ligr"]] == [12]
+    assert [row["setting"]["epochs_run"] for row in found["Beauty"]["rectools-ligr"]] == [50]
     assert min(row["setting"]["epochs_run"] for row in found["Beauty"]["ligr"]) == 56
-    assert "came to 12 epochs where LiGR came to 56 and more" in text
+    assert "came to 50 epochs on Beauty, where LiGR came to 56 and more" in text
+    for data, by in found.items():
+        peers = [name for name in by if not name.startswith("ligr")]
+        for measure in ("ndcg@10_new", "hr@10"):
+            ahead = mean(data, "ligr", measure) - max(mean(data, name, measure) for name in peers)
+            assert ahead > (-0.0055 if data == "ml-100k" else 0)
+    assert mean("Toys_and_Games", "rectools-hstu") > mean("Toys_and_Games", "ligr")
+    for data in ("Beauty", "Sports_and_Outdoors", "Yelp"):
+        peers = [name for name in found[data] if not name.startswith("ligr")]
+        assert mean(data, "ligr") > max(mean(data, name) for name in peers)
 
 
 def test_what_the_page_says_of_a_step_is_in_the_record():

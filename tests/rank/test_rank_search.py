@@ -1,7 +1,9 @@
 """A search: which graphs there are and which are tried, what a trial is trained on, and a study that goes on."""
 
+import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
 from random import Random
@@ -281,7 +283,7 @@ def test_a_search_that_was_stopped_or_killed_goes_on(whole_search, parts, tmp_pa
     assert any(step.found == first.trials[3] for step in steps)
     # As a process leaves it that is killed: a trial at work, and half a line.
     journal = tmp_path / "journal.log"
-    study = Study(tmp_path, json.loads(about(journal)), SPACE, "evolution", 0)
+    study = Study(tmp_path, json.loads(about(journal)), SPACE, "evolution", 0, {})
     study.ask(22)
     study.close()
     with open(journal, "ab") as file:
@@ -325,6 +327,21 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts):
             rank.search(*arguments, folder=folder)
 
 
+def test_a_study_of_an_earlier_version_has_todays_defaults_of_what_it_did_not_know(whole_search, parts, tmp_path):
+    folder, found = whole_search
+    shutil.copytree(folder, tmp_path / "study")
+    journal = tmp_path / "study" / "journal.log"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    for line in lines:
+        line.get("user_attr", {}).get("about", {}).get("fit", {}).pop("schedule", None)
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "schedule" not in about(journal)
+    assert losses(rank.search(*parts, options(22), folder=tmp_path / "study")) == losses(found)
+    plateau = dataclasses.replace(FIT, schedule="plateau")
+    with pytest.raises(ValueError, match="begun with fit schedule=cosine, and now there is schedule=plateau"):
+        rank.search(*parts, options(22, fit=plateau), folder=tmp_path / "study")
+
+
 def test_a_loss_that_is_not_finite_fails_its_trial_alone(parts, tmp_path, monkeypatch):
     from tigon.rank.searching import search as module
 
@@ -344,14 +361,14 @@ def test_a_loss_that_is_not_finite_fails_its_trial_alone(parts, tmp_path, monkey
 
 
 def test_processes_share_the_trials_of_a_study(tmp_path):
-    one, two = (Study(tmp_path, {"of": 1}, SPACE, "random", 0) for _ in range(2))
+    one, two = (Study(tmp_path, {"of": 1}, SPACE, "random", 0, {}) for _ in range(2))
     first, second = one.ask(3), two.ask(3)
     assert first[1] != second[1]
     assert (one.others(), len(one.counted())) == (2, 2)
     third = one.ask(3)
     assert two.ask(3) is None
     two.close()  # with its trial at work: another takes its place
-    three = Study(tmp_path, {"of": 1}, SPACE, "random", 0)
+    three = Study(tmp_path, {"of": 1}, SPACE, "random", 0, {})
     assert len(three.counted()) == 2
     assert three.ask(3)[0].number == 3
     for trial, graph in (first, third):

@@ -91,9 +91,9 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
     ranker.isotonic.requires_grad_(False)
     train, validation, test = (Rows(data, part, device, ranker.schema) for part in (TRAIN, VALIDATION, TEST))
     options = rank.FitOptions(
-        lr=setting["lr"], table_optimizer=setting["tables"], table_lr=0.05,
-        epochs=min(setting["schedule"], fit.epochs), max_minutes=fit.seconds / 60, batch_size=fit.batch_size,
-        metric="auc", patience=fit.patience, precision="fp32", seed=seed,
+        lr=setting["lr"], schedule=setting["schedule"], epochs=min(setting["most"], fit.epochs),
+        max_minutes=fit.seconds / 60, batch_size=fit.batch_size, metric="auc", patience=fit.patience,
+        precision="fp32", seed=seed,
     )  # fmt: skip
     fitted = rank.fit(ranker, train, validation, options)
     drawing = rank.Drawing(8192, precision="fp32")
@@ -283,8 +283,12 @@ class Kind(NamedTuple):
 
 
 def _lirank(**options: Any) -> Kind:
-    # schedule: the epochs over which the rate falls to 0. tables: what trains them.
-    points = grid(lr=[2e-3], dropout=[0.2, 0.5], tables=["row-adagrad", "adamw"], schedule=[10])
+    # most: epochs; those over which a cosine falls to 0. A rate that falls on a plateau alone is FuxiCTR's.
+    points = [
+        {**one, **two}
+        for one in grid(lr=[1e-3], dropout=[0.2, 0.5])
+        for two in ({"schedule": "cosine", "most": 10}, {"schedule": "plateau", "most": 20})
+    ]
     return Kind(lirank, [{**options, **point} for point in points])
 
 

@@ -113,8 +113,9 @@ def floor(sizes: Sizes, device: torch.device, repeats: int) -> dict[str, float]:
         "products_ms": sum(min(taken[one], taken[eights[one]]) for one in shapes), "bytes_ms": total / rate,
     }  # fmt: skip
     return {
-        "ms": sum(found.values()), **found, "as_they_are_ms": sum(taken[one] for one in shapes), "tflop": flops(sizes) / 1e12,
-        "tflops": flops(sizes) / found["products_ms"] / 1e9, "gb": total / 1e9, "copy_gb_s": rate / 1e6,
+        "ms": sum(found.values()), **found, "as_they_are_ms": sum(taken[one] for one in shapes),
+        "tflop": flops(sizes) / 1e12, "tflops": flops(sizes) / found["products_ms"] / 1e9,
+        "gb": total / 1e9, "copy_gb_s": rate / 1e6,
     }  # fmt: skip
 
 

@@ -190,7 +190,7 @@ class Whole:
             else:
                 off += float((y - before).square().sum())
                 size += float(before.square().sum())
-        return off / size if size else 0.0
+        return max(0.0, off / size) if size else 0.0  # rounding can take a divergence of next to nothing below 0
 
 
 def _rest(p: Tensor, q: Tensor) -> Tensor:

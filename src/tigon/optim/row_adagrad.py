@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tigon.ops.embedding_bag.rows import rows_of_bags
+from tigon.ops.embedding_bag.rows import coalesced
 from tigon.optim.perturb import upload
 from tigon.runtime import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
 
@@ -137,7 +137,7 @@ def _rows_and_gradients(grad: Tensor) -> tuple[Tensor | None, Tensor]:
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32)).coalesce()
         return exact.indices()[0], exact.values().to(grad.dtype)
     # The sums of `embedding_bag`: bags of one row each, in fp32, the same bits on every run.
-    return rows_of_bags(values, indices[:, None], None, None, None, grad.shape[0], False, -1)
+    return coalesced(indices, values, grad.shape[0])
 
 
 def row_adagrad(

@@ -48,8 +48,8 @@ def embedding_bag(
         NaN on the GPU, and that id gets no gradient; on the CPU or with TIGON_CHECKS=1 a ValueError.
 
     Sums are taken in fp32 in the order of the values, and rounded once, forward and backward; the same bits on every
-    run. With grad="rows" the backward pass waits for the device once, to learn how many rows there are: it fits no CUDA
-    graph and no torch.compile, which "dense" does.
+    run. With grad="rows" the forward sorts the ids, and the backward pass waits until that is done, to learn how many
+    rows there are: it fits no CUDA graph and no torch.compile, which "dense" does.
 
     Replaces::
 

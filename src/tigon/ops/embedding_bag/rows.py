@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,28 +13,70 @@ from tigon.ops.embedding_bag.reference import embedding_bag_reference
 from tigon.runtime import differentiable_directly
 
 
-def rows_of_bags(
-    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
-    mean: bool, padding_idx: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rows (U,) that occur, ascending, and the sums of their gradients (U, D). The host waits for U."""
-    H = dy.shape[-1]
-    if not H or not values.numel():
-        return values.new_empty(0, dtype=torch.int64), dy.new_empty((0, H))
+class Sorted(NamedTuple):
+    """The values of bags by their rows.
+
+    Attributes:
+        keys: (M,), the rows, ascending; `classes` and above for those without a gradient. order: (M,), whose they are.
+        place: (M,), each key's place among the keys that occur. padding_idx, bag, scale: as `tokens_of` gives them.
+        count: of the rows that occur; a tensor on the host, which is written when `written` is done.
+        written: None where count is written already.
+    """
+
+    keys: Tensor
+    order: Tensor
+    place: Tensor
+    bag: Tensor | None
+    scale: Tensor | None
+    count: Tensor
+    written: torch.cuda.Event | None
+
+    def unique(self) -> int:
+        """The host waits until the values are sorted, and for nothing behind that."""
+        if self.written is not None:
+            self.written.synchronize()
+        return int(self.count)
+
+
+def sort_rows(
+    values: Tensor, offsets: Tensor | None, fields: Tensor | None, classes: int, mean: bool, padding_idx: int
+) -> Sorted:  # fmt: skip
+    """Sort the values of bags, at least one, and begin to copy the number of their rows to the host."""
     ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
     keys, order = sorted_ids(ids, classes, padding)
-    # Each key's place among the keys that occur. Those without a gradient sort last, so theirs is U.
     begins = torch.ones_like(keys, dtype=torch.bool)
     torch.ne(keys[1:], keys[:-1], out=begins[1:])
     place = begins.cumsum(0, dtype=torch.int32) - 1
-    unique = int(place[-1] + (keys[-1] < classes))
-    sums = dy.new_empty((unique, H))
+    # Those without a gradient sort last: their place is behind those of the rows.
+    found = place[-1] + (keys[-1] < classes)
+    if found.device.type != "cuda":
+        return Sorted(keys, order, place, bag, scale, found.cpu(), None)
+    count = torch.empty((), dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+    written = torch.cuda.Event()
+    written.record(torch.cuda.current_stream(found.device))
+    return Sorted(keys, order, place, bag, scale, count, written)
+
+
+def sums_of_rows(
+    dy: Tensor, found: Sorted, values: Tensor, offsets: Tensor | None, factors: Tensor | None, mean: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The rows (U,) that occur, ascending, and the sums of their gradients (U, D)."""
+    unique = found.unique()
+    sums = dy.new_empty((unique, dy.shape[-1]))
     if not unique:
         return values.new_empty(0, dtype=torch.int64), sums
-    scale = scale if factors is None else factors.contiguous()
+    scale = found.scale if factors is None else factors.contiguous()
     length = bags_of(values, offsets)[1]
-    starts = sums_of_runs(dy, place, order, sums, bag=bag, length=length, scale=scale, by_bag=mean)
-    return keys[starts[:unique]].long(), sums
+    starts = sums_of_runs(dy, found.place, found.order, sums, bag=found.bag, length=length, scale=scale, by_bag=mean)
+    return found.keys[starts[:unique]].long(), sums
+
+
+def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """The rows (U,) of indices (M,) that occur, ascending, and the sums of their dy (M, D). The host waits for U."""
+    if not dy.numel():
+        return indices.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]))
+    values = indices[:, None]
+    return sums_of_rows(dy, sort_rows(values, None, None, classes, False, -1), values, None, None, False)
 
 
 def save_bags(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -42,6 +84,17 @@ def save_bags(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.classes = weight.shape[0]
     # The rows are needed for the gradient of what they are multiplied by alone.
     ctx.save_for_backward(values, offsets, fields, factors, None if factors is None else weight)
+
+
+def _save_bags_of_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    save_bags(ctx, inputs, output)
+    weight, values, offsets, fields, _, mean, padding_idx = inputs
+    # Sorted now, ahead of whatever comes between: in the backward pass the host would wait for all that the device has
+    # still to do, and the device then for the host.
+    if ctx.own["runs_triton"] and ctx.needs_input_grad[0] and values.numel() and weight.shape[1]:
+        ctx.sorted = sort_rows(values, offsets, fields, weight.shape[0], mean, padding_idx)
+    else:
+        ctx.sorted = None
 
 
 def _bag_of_rows_fwd(*args: Any, runs_triton: bool) -> tuple[Tensor]:
@@ -73,7 +126,7 @@ def _rows_reference(
     dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None,
     weight: Tensor | None, classes: int, mean: bool, padding_idx: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`rows_of_bags`, and the gradient of the factors, by torch's operators."""
+    """`sums_of_rows`, and the gradient of the factors, by torch's operators."""
     acc = torch.promote_types(dy.dtype, torch.float32)
     rows, _ = _flat_rows(values, offsets, fields, classes, padding_idx)
     at = torch.arange(values.numel(), device=values.device)
@@ -108,8 +161,10 @@ def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | No
             )
             found = rows, sums
         else:
-            if needs_rows:
-                found = rows_of_bags(dy, values, offsets, fields, factors, ctx.classes, ctx.mean, ctx.padding_idx)
+            if needs_rows and ctx.sorted is not None:
+                found = sums_of_rows(dy, ctx.sorted, values, offsets, factors, ctx.mean)
+            elif needs_rows:
+                found = values.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]))
             if needs_factors:
                 df = embedding_bag_factors(dy, weight, factors, values, offsets, fields, ctx.padding_idx)
         if needs_rows and found is not None:
@@ -125,4 +180,4 @@ def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | No
     return dw, None, None, None, df, None, None
 
 
-bag_of_rows = differentiable_directly(_bag_of_rows_fwd, save_bags, _backward_of_rows)
+bag_of_rows = differentiable_directly(_bag_of_rows_fwd, _save_bags_of_rows, _backward_of_rows)

@@ -124,7 +124,8 @@ def search(
         "labels": list(train.schema.labels), "training data": digest(train), "held-out data": digest(val),
         **options.lasting(),
     }  # fmt: skip
-    run.study = Study(Path(folder), about, run.space, options.sampler, options.seed)
+    defaults = SearchOptions().lasting()
+    run.study = Study(Path(folder), about, run.space, options.sampler, options.seed, defaults)
     try:
         return run.go()
     finally:

@@ -84,11 +84,15 @@ class Study:
     Args:
         folder: made if it is not there.
         about: what all processes and all times of a study must share, as JSON: name → value.
+        defaults: the same of options that are not given. A study that an earlier version began has those that this
+            version knows besides.
 
     Raises: ValueError if the folder holds a study that was begun with something else.
     """
 
-    def __init__(self, folder: Path, about: dict[str, Any], space: Space, sampler: Sampler, seed: int) -> None:
+    def __init__(
+        self, folder: Path, about: dict[str, Any], space: Space, sampler: Sampler, seed: int, defaults: dict[str, Any]
+    ) -> None:  # fmt: skip
         self.folder, self.space = folder, space
         (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
         self.name = uuid.uuid4().hex[:12]
@@ -101,19 +105,21 @@ class Study:
                 storage=storage, sampler=Evolution(space, sampler, seed), study_name=NAME, direction="minimize",
                 load_if_exists=True,
             )  # fmt: skip
-            self._check(about)
+            self._check(about, defaults)
             self._bury()
         except BaseException:
             self.close()
             raise
 
-    def _check(self, about: dict[str, Any]) -> None:
+    def _check(self, about: dict[str, Any], defaults: dict[str, Any]) -> None:
         before = self.study.user_attrs.get("about")
         if before is None:
             self.study.set_user_attr("about", about)
             return
         for name in {**before, **about}:
             was, now = before.get(name), about.get(name)
+            if isinstance(was, dict):
+                was = {**defaults.get(name, {}), **was}
             if was == now:
                 continue
             if isinstance(was, dict) and isinstance(now, dict):  # of many options those that differ
