@@ -62,7 +62,7 @@ test: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
-	$(RUN) -m mypy
+	$(RUN) -m mypy -n $(WORKERS)
 
 # One class after the other, each in a process that may die; SWEEP_ARGS="--only LlamaForCausalLM", "--shard 1/4".
 sweep: $(READY)

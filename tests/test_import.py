@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+
+import pytest
+import torch
 
 SRC = str(Path(__file__).parent.parent / "src")
 OPTIONAL = (
@@ -27,31 +31,54 @@ sys.meta_path.insert(0, Hide())
 """
 
 
-def python(code: str, **env: str) -> subprocess.CompletedProcess:
-    """Run code in a fresh interpreter, as a user's: without the interpreter mode of the other tests."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "TIGON_"))}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=kept | {"PYTHONPATH": SRC} | env, capture_output=True, text=True, check=False
-    )
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Run code in a process that has torch at most, as a user's: without the interpreter mode of the other tests."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "TIGON_"))} | {"PYTHONPATH": SRC}
+    if torch.cuda.is_available():  # a process that has asked for a GPU cannot be forked
+
+        def run(code, **env):
+            command = [sys.executable, "-c", code]
+            return subprocess.run(command, env=kept | env, capture_output=True, text=True, check=False)
+
+        yield run
+        return
+    spec = importlib.util.spec_from_file_location("forks", Path(__file__).parent / "cli" / "command.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # Importing torch is most of their time: they are forked from a process that has it, and nothing else.
+    forks = module.Forks(tmp_path_factory.mktemp("said"), "only", "torch")
+    script = tmp_path_factory.mktemp("code") / "script.py"
+
+    def fork(code, **env):
+        script.write_text(code)
+        return forks.run([[str(script)]], kept | env)
+
+    yield fork
+    forks.end()
 
 
-def printed(code: str, **env: str) -> str:
-    done = python(code, **env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+@pytest.fixture(scope="module")
+def printed(python):
+    def run(code, **env):
+        done = python(code, **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run
 
 
-def test_import_costs_little_more_than_torch():
+def test_import_costs_little_more_than_torch(printed):
     code = "import time, torch; start = time.perf_counter(); import tigon; print(time.perf_counter() - start)"
     assert median(float(printed(code)) for _ in range(5)) <= 0.1
 
 
-def test_import_brings_nothing_optional():
+def test_import_brings_nothing_optional(printed):
     loaded = f"[m for m in {OPTIONAL!r} if m in sys.modules]"
     assert printed(f"import torch, sys; before = {loaded}; import tigon; print(before, {loaded})") == "[] []"
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_is_there(printed):
     printed(
         "import tigon\nfor name in tigon.__all__: getattr(tigon, name)\nassert set(tigon.__all__) <= set(dir(tigon))\n"
         # Packages that are optional, too: the documentation calls them tigon.rank and so on.
@@ -59,7 +86,7 @@ def test_every_public_name_is_there():
     )
 
 
-def test_modules_of_operators_are_found_by_name():
+def test_modules_of_operators_are_found_by_name(printed):
     """After `import tigon` alone; a module and its function have one name in two places."""
     printed(
         "import tigon, types\n"
@@ -74,7 +101,7 @@ def test_modules_of_operators_are_found_by_name():
     )
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_an_unknown_name_is_an_attribute_error(python):
     assert "module 'tigon' has no attribute 'rms_nrom'" in python("import tigon; tigon.rms_nrom").stderr
 
 
@@ -95,22 +122,22 @@ print(HAS_TRITON, why_not_triton(torch.ones(1)))
 """
 
 
-def test_everything_runs_without_triton():
+def test_everything_runs_without_triton(printed):
     assert printed(HIDE_TRITON + RUN_EVERYTHING) == "False Triton is not installed"
 
 
-def test_forcing_triton_where_it_is_not_installed_raises():
+def test_forcing_triton_where_it_is_not_installed_raises(python):
     done = python(HIDE_TRITON + RUN_EVERYTHING, TIGON_BACKEND="triton")
     assert "RuntimeError: tigon: the triton backend was forced, but Triton is not installed." in done.stderr
 
 
-def test_the_environment_variable_forces_a_backend():
+def test_the_environment_variable_forces_a_backend(printed, python):
     code = "import tigon.runtime as b, torch; print(b.use_triton(torch.ones(1)))"
     assert printed(code, TIGON_BACKEND="torch") == "False"
     assert "the kernels run on CUDA and ROCm devices, not on 'cpu'" in python(code, TIGON_BACKEND="triton").stderr
 
 
-def test_a_wrong_environment_variable_gets_a_sentence():
+def test_a_wrong_environment_variable_gets_a_sentence(printed):
     names = ["cuda", "Triton", "none"]
     # One process for all: each import fails before anything is registered, and importing torch takes seconds.
     said = printed(f"""

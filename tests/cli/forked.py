@@ -85,7 +85,7 @@ def command(arguments: list[str]) -> int:
 
 def launch(request: dict) -> int:
     """torchrun --standalone --max-restarts …, but for the imports of what it starts."""
-    become(request, None)
+    become(request, request["cwds"] and request["cwds"][0])
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def example(tmp_path_factory, environment):
-    """What a script printed: example(path), in a directory of its own or in cwd."""
+    """What a script printed: example(path), in a directory of its own or in cwd, by as many processes of torchrun's."""
     # One thread, for the same numbers everywhere.
     path = f"{EXAMPLES}:{TESTS.parent / 'src'}"
     environment = environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -37,11 +37,14 @@ def example(tmp_path_factory, environment):
         spec.loader.exec_module(module)
         forks = module.Forks(tmp_path_factory.mktemp("said"), *TRAINERS)
 
-    def run(path, cwd=None):
+    def run(path, cwd=None, processes=None):
         cwd = cwd or tmp_path_factory.mktemp("example")
         if forks is None:
-            command = [sys.executable, str(path)]
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            command = [sys.executable, *(torchrun if processes else ()), str(path)]
             done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+        elif processes:
+            done = forks.run([[str(path)]] * processes, environment, cwds=[cwd] * processes, restarts=0)
         else:
             done = forks.run([[str(path)]], environment, cwds=[cwd])
         assert done.returncode == 0, done.stderr[-3000:]

@@ -4,8 +4,6 @@
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -162,20 +160,14 @@ def test_the_reward_of_the_page():
     assert names["score"](completions=["eel", "owl"], letter=["e", "e"], prompts=["", ""]) == [2 / 3, 0.0]
 
 
-def test_shards(folder, environment):
+def test_shards(folder, example):
     if torch.cuda.device_count() == 1:
         pytest.skip("two processes cannot share a GPU")
     (code,) = whole("several-gpus")
     (folder / "shards.py").write_text(code)
-    path = f"{ROOT / 'examples'}:{ROOT / 'src'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "shards.py"],
-        cwd=folder, env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(re.findall(r"^step \d  loss 5\.\d", done.stdout, re.MULTILINE)) == 4
-    assert "Ran in the last step: head 1" in done.stdout
+    printed = example(folder / "shards.py", folder, processes=2)
+    assert len(re.findall(r"^step \d  loss 5\.\d", printed, re.MULTILINE)) == 4
+    assert "Ran in the last step: head 1" in printed
 
 
 def test_a_part(run):

@@ -5,6 +5,7 @@ The order is that of `ModelLoader.load` and `train` of Axolotl 0.19; pydantic va
 
 import importlib
 import inspect
+import io
 import logging
 from pathlib import Path
 
@@ -75,14 +76,26 @@ def train(plugin, cfg, model, adapt=lambda model: model, steps=2):
     return model, result
 
 
-def test_the_loaded_model_is_fused_and_the_log_says_so(axolotl, caplog):
+@pytest.fixture
+def log():
+    """What the plugin logs."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logger, level = logging.getLogger(), logging.getLogger().level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield text
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_the_loaded_model_is_fused_and_the_log_says_so(axolotl, log):
     plugin = axolotl.TigonPlugin()
-    with caplog.at_level(logging.INFO):
-        _, fused = train(plugin, configured(plugin), llama())
+    _, fused = train(plugin, configured(plugin), llama())
     assert_same_step(fused, step(llama(), batch(1)))
     (fusion,) = plugin.fusions
     assert ran(fusion) == CALLS
-    assert "Ran in the last step: head 1" in caplog.text
+    assert "Ran in the last step: head 1" in log.getvalue()
     plugin.post_train_unload({})
     assert not plugin.fusions, "models are let go when Axolotl lets them go"
 
@@ -109,16 +122,15 @@ def lora(model, **options):
 
 
 @pytest.mark.parametrize("switched_off", [False, True])
-def test_adapters_run_fused_unless_they_are_switched_off(axolotl, switched_off, caplog):
+def test_adapters_run_fused_unless_they_are_switched_off(axolotl, switched_off, log):
     plugin = axolotl.TigonPlugin()
     cfg = configured(plugin, adapter="lora", **({"tigon_adapters": False} if switched_off else {}))
-    with caplog.at_level(logging.INFO):
-        _, fused = train(plugin, cfg, llama(), lora)
+    _, fused = train(plugin, cfg, llama(), lora)
     assert_same_step(fused, step(lora(llama()), batch(1)))
     (fusion,) = plugin.fusions
     assert fusion.report().calls.get("adapters", 0) == (0 if switched_off else 14)
     assert ran(fusion) == CALLS
-    assert ("LoRA: q_proj, k_proj, v_proj in one" in caplog.text) != switched_off
+    assert ("LoRA: q_proj, k_proj, v_proj in one" in log.getvalue()) != switched_off
 
 
 def test_options_of_axolotl_s_adapters_are_named_where_they_stay_with_peft(axolotl):
