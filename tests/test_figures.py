@@ -362,7 +362,9 @@ def test_what_the_page_on_compression_says_is_recorded():
         f"3 bits cost {more['bits 3']:.2f} nats of held-out text, 4 bits {more['bits 4']:.2f}",
         f"rounded to nearest {more['nearest 3']:.2f} and {more['nearest 4']:.2f}",
         f"at 3 cost {more['bits 4/3 0.25']:.2f}, which takes back {split:.0f} % of what lies",
-        f"drawn at random take back {back('llama 576×30', 'loss', 'random 4/3 0.25')[1]:.0f} %",
+        f'drawn at random take back {back("llama 576×30", "loss", "random 4/3 0.25")[1]:.0f} %, and `method="bits"`',
+        f"within the same bytes {back('llama 576×30', 'loss', 'bits within')[1]:.0f} %",
+        f"in fp32 costs {more['prune']:.2f}. torchao's",
     ):
         assert words in said
     small, split = back("bert 384×6", "loss", "bits 4/3 0.25")
