@@ -170,7 +170,8 @@ def test_narrow_inputs_are_computed_in_fp32_or_fp64(dtype, device):
     torch.testing.assert_close(value.double(), wide, rtol=1e-6, atol=0)
     rounding = torch.finfo(dtype).eps
     # On a GPU the small groups go with the one of 50, more than there are columns, whose fp32 gradient is less exact.
-    torch.testing.assert_close(dz.double(), dwide, rtol=rounding, atol=max(rounding, 4e-6) * float(dwide.abs().max()))
+    near = max(rounding, 4e-6 if device.type == "cuda" else 1e-6)
+    torch.testing.assert_close(dz.double(), dwide, rtol=rounding, atol=near * float(dwide.abs().max()))
     assert dz.abs().max() > 0
     exact = coding_rate(z, groups, eps=EPS, dtype=torch.float64)
     assert exact.dtype == torch.float64

@@ -163,6 +163,25 @@ def test_widths_that_are_no_multiple_of_8_get_zeros_where_that_is_faster(gate, n
     assert not any(p.shape[-1] > model.inputs.width + 9 for p in model.parameters() if p.dim() > 1)
 
 
+def test_hooks_and_adapters_of_hidden_layers_are_called(monkeypatch):
+    class Adapter(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model, requests = randomly(made(gate=False, norm="none", mlp=(11, 6, 9))), drawn()
+    plain = model(requests)
+    model.mlp[1].linear.register_forward_hook(lambda layer, args, y: 3 * y)
+    changed = model(requests)
+    assert not torch.equal(changed["click"], plain["click"])
+    monkeypatch.setattr(aligned, "pays", lambda layer, x: True)
+    torch.testing.assert_close(model(requests), changed)
+    model.mlp[2].linear.__class__ = Adapter
+    twice = model(requests)
+    assert not torch.equal(twice["click"], changed["click"])
+    monkeypatch.undo()
+    torch.testing.assert_close(model(requests), twice)
+
+
 def test_zeros_are_put_beside_large_products_of_16_bits_on_a_gpu_alone():
     assert aligned.is_slow(65_536, 640, 3500)
     assert aligned.is_slow(65_536, 3500, 3500)

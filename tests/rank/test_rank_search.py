@@ -333,9 +333,12 @@ def test_a_study_of_an_earlier_version_has_todays_defaults_of_what_it_did_not_kn
     journal = tmp_path / "study" / "journal.log"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     for line in lines:
-        line.get("user_attr", {}).get("about", {}).get("fit", {}).pop("schedule", None)
+        kept = line.get("user_attr", {}).get("about", {})
+        kept.pop("sampler", None)
+        kept.get("fit", {}).pop("schedule", None)
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "schedule" not in about(journal)
+    assert "sampler" not in about(journal)
     assert losses(rank.search(*parts, options(22), folder=tmp_path / "study")) == losses(found)
     plateau = dataclasses.replace(FIT, schedule="plateau")
     with pytest.raises(ValueError, match="begun with fit schedule=cosine, and now there is schedule=plateau"):

@@ -23,6 +23,7 @@ from studies.clicks.methods import columns, fuxictr_model
 from tigon import rank
 from tigon.optim import RowAdagrad
 from tigon.rank.optimizing import groups
+from tigon.runtime import cdiv
 
 
 class Sizes(NamedTuple):
@@ -103,7 +104,7 @@ def floor(sizes: Sizes, device: torch.device, repeats: int) -> dict[str, float]:
     as_they_are_ms: of the products with the widths as they are.
     """
     shapes = products(sizes)
-    eights = {(a, b): (-(-a // 8) * 8, -(-b // 8) * 8 if b > 1 else 1) for a, b in shapes}
+    eights = {(a, b): (8 * cdiv(a, 8), 8 * cdiv(b, 8) if b > 1 else 1) for a, b in shapes}
     taken = {shape: _product(sizes.rows, *shape, device, repeats) for shape in {*shapes, *eights.values()}}
     source = torch.empty((1 << 30) if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

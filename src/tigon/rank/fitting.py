@@ -276,7 +276,6 @@ class _Run:
         self.pull = Pull(ranker, anchors, options.anchor) if anchors and options.anchor else None
         self.step, self.epoch, self.batches, self.requests = 0, 0, 0, 0
         self.history: list[dict[str, float]] = []
-        self.falls = 0  # of the rate, by "plateau"
         self.best: dict[str, Tensor] | None = None
         self.pending: list[tuple[int, float, Tensor, float, Tensor]] = []
         self.rows: list[dict[str, float]] = []
@@ -325,7 +324,8 @@ class _Run:
         torch.manual_seed(options.seed * 1_000_003 + self.step)
         # The middle of the step's requests, as a share of the run: batches of a budget of tokens have any number.
         done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / options.epochs
-        rate = self.optimizers.set_share(optimizer, share(options.schedule, done, options.warmup, self.falls))
+        falls = count_behind(self.history, options.watched) if options.schedule == "plateau" else 0
+        rate = self.optimizers.set_share(optimizer, share(options.schedule, done, options.warmup, falls))
         loss = objective_loss(self.ranker, batch, options)
         self.accelerator.backward(loss)
         if self.pull is not None:
@@ -378,7 +378,6 @@ class _Run:
             row |= {f"{label}:{name}": one.value for name, one in names.items()}
         before = self._best()
         self.history.append(row)
-        self.falls = count_behind(self.history, options.watched)
         if before is None or better(options.watched, value, before[options.watched]):
             self.best = {name: x.detach().clone() for name, x in self.ranker.state_dict().items()}
         self.ranker.train()
@@ -426,7 +425,6 @@ class _Run:
         best = state.get("best")
         self.best = None if best is None else {name: x.detach().clone().to(self.device) for name, x in best.items()}
         self.history = [dict(row) for row in state["history"]]
-        self.falls = count_behind(self.history, self.options.watched)
         for name in ("step", "epoch", "batches", "requests", "loss"):
             setattr(self, name, state[name])
         self.began = time.perf_counter() - state["seconds"]

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.fusion.patch import is_hooked
+from tigon.runtime import cdiv
+
 COLUMNS = 8  # numbers of 16 bits in 16 bytes
 # rows · inputs · outputs from which a product saves more than the launches that put zeros beside its weights cost.
 LEAST = 2**33
@@ -23,12 +26,13 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
         x: (C, inputs), or wider by columns that are multiplied by 0, as another call gives it.
     Returns: (C, outputs), or (C, outputs rounded up to 8), with zeros.
     """
-    more = x.shape[-1] - layer.in_features
-    if not more and not pays(layer, x):
-        found: Tensor = layer(x)
+    # Of an adapter, or of a layer with hooks, the weight is not all.
+    plain = type(layer) is nn.Linear and not is_hooked(layer)
+    if not plain or (x.shape[-1] == layer.in_features and not pays(layer, x)):
+        found: Tensor = layer(first(x, layer.in_features))
         return found
     dtype = _computed_in(x)
-    inputs, outputs = (-(-width // COLUMNS) * COLUMNS for width in (layer.in_features, layer.out_features))
+    inputs, outputs = (cdiv(width, COLUMNS) * COLUMNS for width in (layer.in_features, layer.out_features))
     behind = outputs - layer.out_features
     x = widened(x.to(dtype), max(inputs, x.shape[-1]))
     # To 16 bits first: what is padded is half as large.

@@ -117,7 +117,7 @@ class Study:
             self.study.set_user_attr("about", about)
             return
         for name in {**before, **about}:
-            was, now = before.get(name), about.get(name)
+            was, now = before.get(name, defaults.get(name)), about.get(name)
             if isinstance(was, dict):
                 was = {**defaults.get(name, {}), **was}
             if was == now:
