@@ -105,8 +105,7 @@ def fit(
         record = read_record(NAME, output)
         if "results" in record:
             raise Problem(f"{NAME}: the run in {output} is at its end")
-        # Options that came after the version that began the run are as they are by default.
-        given = record["options"] = {**given, **record["options"]}
+        given = record["options"]
     else:
         if not data:
             raise Problem(f"{NAME}: --data must name the impressions to train on")
