@@ -101,6 +101,7 @@ class LiRank(Ranker):
         if calibrate:
             segments = 1 if self.segment is None else _segments(schema, self.segment)
             self.isotonic = nn.ModuleList(Isotonic(segments) for _ in self.labels)
+        self.apply(_begun)
 
     def config(self) -> dict[str, Any]:
         """What `LiRank(schema, …)` takes, without the weights of the labels."""
@@ -244,6 +245,15 @@ def request_of(batch: Batch, device: torch.device) -> Tensor | None:
         return None
     sizes = sizes.to(device, non_blocking=True)
     return torch.repeat_interleave(sizes, output_size=batch.candidates)
+
+
+@torch.no_grad()
+def _begun(module: nn.Module) -> None:
+    """Weights by the law of Glorot and Bengio, biases 0. torch's own are about half as large."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_normal_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def _segments(schema: Schema, name: str) -> int:

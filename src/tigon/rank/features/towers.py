@@ -111,9 +111,6 @@ class Towers(nn.Module):
         self.hidden = nn.ModuleList(mlp(inputs, widths, gate, norm, dropout) for _ in self.labels)
         width = widths[-1] if widths else inputs
         self.heads = nn.ModuleList(nn.Linear(width, len(of)) for of in self.labels)
-        for head in self.heads:
-            assert isinstance(head, nn.Linear)
-            nn.init.zeros_(head.bias)
 
     def features(self, x: Tensor, label: str) -> Tensor:
         """(C, width): what the head of a label reads."""
