@@ -20,7 +20,7 @@ from requests_made import SCHEMA, batch  # noqa: E402
 from tigon import rank  # noqa: E402
 from tigon.rank.features.blocks import KINDS, Block, blocks_of, flops  # noqa: E402
 from tigon.rank.searching import evolve, guide  # noqa: E402
-from tigon.rank.searching.evolve import Tried, chosen, survivors  # noqa: E402
+from tigon.rank.searching.evolve import Tried, chosen, distinct, shared, survivors  # noqa: E402
 from tigon.rank.searching.fidelity import Smaller, whole  # noqa: E402
 from tigon.rank.searching.measuring import log_loss  # noqa: E402
 from tigon.rank.searching.processes import is_locked, locked, unlocked  # noqa: E402
@@ -126,6 +126,27 @@ def test_survivors_are_young_and_good_and_cheap():
     costs = [300, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130]
     close = [Tried(n, graphs[n], 0.1 * n, costs[n]) for n in range(13)]
     assert [one.number for one in survivors(close)][:2] == [1, 0]
+
+
+def test_the_best_that_are_fitted_are_no_mutants_of_one_another():
+    def graph(*blocks):
+        return tuple(Block(kind, width, (0,)) for kind, width in blocks)
+
+    a, b, c, d = ("mlp", 32), ("mlp", 64), ("cross", 8), ("gate", 8)
+    graphs = [graph(a, b, c), graph(a, b, d), graph(b, b, c, d), graph(a, d), graph(c,)]
+    assert shared(graphs[0], graphs[1]) == pytest.approx(2 / 3)
+    assert shared(graphs[0], graphs[2]) == pytest.approx(4 / 7)  # b, which the first has once, counts once
+    assert shared(graphs[0], graphs[0]) == 1
+    tried = [Tried(9 - n, one, 0.1 + n, 1) for n, one in enumerate(graphs)]
+    numbers = lambda most, of=tried: [one.number for one in distinct(of, most)]  # noqa: E731
+    # Of the second and third more than half is the first's; of the fourth two of five, of the fifth one of two.
+    assert numbers(3) == [9, 6, 5]
+    assert numbers(1) == [9]
+    assert numbers(0) == []
+    # Fewer are apart than asked for: the best of the others follow, so that a larger number keeps the smaller's.
+    assert numbers(4) == [9, 6, 5, 8]
+    assert numbers(9) == [9, 6, 5, 8, 7]
+    assert numbers(2, tried[::-1]) == [9, 6]
 
 
 def test_the_first_are_random_and_then_the_guide_is_followed(monkeypatch):
@@ -239,8 +260,8 @@ def test_a_search_finds_and_fits(whole_search, parts):
     assert len({key(one.graph) for one in found.trials}) == 22
     assert (found.failed, found.stopped) == (0, False)
     assert found.best.loss == min(one.loss for one in found.trials)
-    order = sorted(found.trials, key=lambda one: one.loss)
-    assert {one.number for one in found.refitted} == {one.number for one in order[:2]}
+    assert {one.number for one in found.refitted} == {one.number for one in distinct(found.trials, 2)}
+    assert found.best.number in {one.number for one in found.refitted}
     first = found.refitted[0]
     assert first.validation["log_loss"] <= found.refitted[1].validation["log_loss"]
     assert first.test == first.validation  # the same table

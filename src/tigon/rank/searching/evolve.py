@@ -10,6 +10,7 @@ evolution, https://arxiv.org/abs/1802.01548
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 from typing import Literal, NamedTuple
@@ -21,6 +22,8 @@ Sampler = Literal["evolution", "random"]
 FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20
 # Of the rank by FLOPs, beside that by loss.
 FLOPS_SHARE = 0.1
+# Of two graphs' blocks, from which on one says little that the other does not.
+ALIKE = 0.5
 
 
 class Tried(NamedTuple):
@@ -38,6 +41,26 @@ def survivors(tried: Sequence[Tried]) -> list[Tried]:
     losses, flops = ranks([one.loss for one in young]), ranks([one.flops for one in young])
     score = {one.number: a + FLOPS_SHARE * b for one, a, b in zip(young, losses, flops, strict=True)}
     return sorted(young, key=lambda one: (score[one.number], one.number))[:POPULATION]
+
+
+def distinct(tried: Sequence[Tried], most: int) -> list[Tried]:
+    """The best of which no two are alike; where there are fewer than `most`, with the best of the others behind them.
+
+    The best of an evolution are mutants of one another, whose losses on all rows are almost one: the best of them is
+    hardly better than any.
+    """
+    order = sorted(tried, key=lambda one: (one.loss, one.number))
+    found: list[Tried] = []
+    for one in order:
+        if len(found) < most and all(shared(one.graph, other.graph) <= ALIKE for other in found):
+            found.append(one)
+    return [*found, *(one for one in order if one not in found)][:most]
+
+
+def shared(first: Graph, second: Graph) -> float:
+    """The share of two graphs' blocks that have a twin of their kind and width in the other."""
+    one, other = (Counter((block.kind, block.width) for block in graph) for graph in (first, second))
+    return 2 * (one & other).total() / (len(first) + len(second))
 
 
 def ranks(values: Sequence[float]) -> list[int]:

@@ -30,7 +30,8 @@ class SearchOptions:
         kinds: of blocks that graphs are made of. most: blocks of a graph.
         rows: the share of the requests that a trial is trained on. epochs: its passes over them.
         hash_rows: most codes of a field in trials; larger fields share them. None: as many as there are.
-        best: how many of the best graphs are fitted on all rows.
+        best: how many of the best graphs are fitted on all rows; no two share more than half of their blocks, as long
+            as there are others.
         fit: how: `rank.FitOptions`; trials go by the same, but for the epochs. The loss is "bce".
         model: further arguments of `rank.LiRank`, such as {"width": 16, "norm": "batch", "dropout": 0.1}.
         seed: of the graphs that are drawn; that of weights and orders is `fit.seed`.

@@ -18,7 +18,7 @@ from tigon.rank.features.blocks import blocks_to_json, flops
 from tigon.rank.features.model import LiRank
 from tigon.rank.fitting import fit
 from tigon.rank.ranker import Ranker
-from tigon.rank.searching.evolve import Tried
+from tigon.rank.searching.evolve import Tried, distinct
 from tigon.rank.searching.fidelity import Smaller, whole
 from tigon.rank.searching.measuring import digest, log_loss, measured
 from tigon.rank.searching.options import SearchOptions
@@ -98,7 +98,7 @@ def search(
 
     Each trial is a graph of blocks, trained on a share of the rows and measured by its log loss on `val`, the mean over
     the labels. The first 20 are random; then each is a mutant of a good one, which a model of what was tried picks. The
-    best are fitted on all rows, with `val` to stop by. A folder that holds a study goes on with it; processes that
+    best, of which no two are alike, are fitted on all rows, with `val` to stop by. A folder that holds a study goes on with it; processes that
     search in one folder share its trials.
 
     Args:
@@ -196,7 +196,7 @@ class _Search:
 
     def _refits(self) -> list[Refitted]:
         """The best graphs fitted on all rows, or as they were found before; [] while another process fits them."""
-        tried = sorted(self.study.tried(), key=lambda one: (one.loss, one.number))[: self.options.best]
+        tried = distinct(self.study.tried(), self.options.best)
         handle = self.study.claim() if tried else None
         if handle is None:
             return []
