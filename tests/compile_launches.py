@@ -37,9 +37,12 @@ from triton.runtime.driver import driver
 import tigon
 from tigon import retrieve
 from tigon.linear.lora_mlp import lora_mlp
+from tigon.ops.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
 from tigon.ops.filtered_topk import merge
 from tigon.ops.filtered_topk.sign import projection_of
 from tigon.ops.filtered_topk.sign_launches import encode
+from tigon.ops.relu_gradient import relu_gradient
+from tigon.ops.row_dot import _row_dot_bwd, _row_dot_fwd
 from tigon.optim.perturb import perturb, squared_norm
 from tigon.optim.row_adagrad import row_adagrad
 from tigon.runtime import device as device_facts
@@ -233,6 +236,18 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 rows = [None if dense else torch.empty(1000, dtype=torch.long)] * 2
                 grads = tables if dense else [torch.empty(1000, 16, dtype=dtype)] * 2
                 row_adagrad(tables, sums, rows, [*grads], 0.1, 1e-8, 0.01)
+        for dtype, last in itertools.product(backend.DTYPES, (False, True)):
+            if not brief or worth((dtype, Case("", ()), None), brief):
+                context |= {"op": "crossed_sum", "case": "last layer" if last else "", "shape": (65536, 640)}
+                context |= {"frozen": None, "dtype": str(dtype).removeprefix("torch.")}
+                x, bias = torch.empty(65536, 640, dtype=dtype), torch.empty(640)
+                _crossed_sum_fwd(x, x, x, bias)
+                _crossed_sum_bwd(x, None if last else x, x, x, bias, True, True)
+                context |= {"op": "relu_gradient", "case": "", "shape": (65536, 640)}
+                relu_gradient(x, x)
+                context |= {"op": "row_dot", "case": "", "shape": (65536, 640)}
+                _row_dot_fwd(x, bias)
+                _row_dot_bwd(torch.empty(65536), x, bias, True, True)
         for dtype, ragged in itertools.product(backend.DTYPES, (False, True)):
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "quantized_embedding", "case": "ragged" if ragged else "fixed"}

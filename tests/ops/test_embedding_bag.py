@@ -149,3 +149,40 @@ def test_rows_are_read_16_bytes_at_a_time():
     launches = [x for x in ours if x["kernel"] == name and x["dtype"] == "bfloat16"]
     assert launches
     assert all(x["wide_loads"] for x in launches)
+
+
+@pytest.mark.parametrize("grad", ["dense", "rows"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_result_of_another_dtype_is_rounded_once(mode, grad, backend, device):
+    """Of 16 bits from a table of fp32: its sums rounded; the gradient stays fp32, of what came back in 16 bits."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(30, 6, generator=draw).to(device).requires_grad_()
+    values = torch.randint(0, 30, (7, 4), generator=draw).to(device)
+    dy = torch.randn(7, 6, generator=draw).bfloat16().to(device)
+
+    def found(dtype):
+        y = embedding_bag(weight, values, mode=mode, grad=grad, dtype=dtype)
+        (dw,) = torch.autograd.grad(y, weight, dy.to(y.dtype))
+        return y, dw.to_dense()
+
+    (wide, want), (narrow, got) = found(None), found(torch.bfloat16)
+    assert torch.equal(narrow, wide.bfloat16())
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)
+    # The other way round: the sum of 16-bit rows is not rounded to 16 bits before.
+    rows = weight.detach().bfloat16()
+    y = embedding_bag(rows, values, mode=mode, dtype=torch.float32)
+    assert torch.allclose(y, embedding_bag(rows.float(), values, mode=mode), rtol=1e-6)
+    assert not torch.equal(y, y.bfloat16().float())
+    with pytest.raises(ValueError, match=r"embedding_bag: dtype must be one of floats, got torch\.int8"):
+        embedding_bag(rows, values, dtype=torch.int8)
+
+
+def test_a_result_of_another_dtype_compiles(device):
+    weight = torch.randn(9, 8, device=device, requires_grad=True)
+    values = torch.arange(12, device=device).view(4, 3) % 9
+    step = torch.compile(lambda w: embedding_bag(w, values, dtype=torch.bfloat16), fullgraph=True, backend="aot_eager")
+    y = step(weight)
+    assert torch.equal(y, embedding_bag(weight, values, dtype=torch.bfloat16))
+    y.float().square().sum().backward()
+    assert weight.grad.dtype == torch.float32

@@ -182,6 +182,59 @@ def test_hooks_and_adapters_of_hidden_layers_are_called(monkeypatch):
     torch.testing.assert_close(model(requests), twice)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_relu_that_is_a_products_last_step_is_torchs(padded, monkeypatch, backend, device):
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 13, generator=draw).to(device).requires_grad_()
+    layer = torch.nn.Linear(13, 11, device=device)
+    dy = torch.randn(40, 11, generator=draw).to(device)
+    monkeypatch.setattr(aligned, "pays", lambda layer, x: padded)
+
+    def found(of):
+        y = of(layer, x)
+        assert not y[:, 11:].any()
+        return y[:, :11], *torch.autograd.grad(y[:, :11], (x, layer.weight, layer.bias), dy)
+
+    plain = found(lambda layer, x: F.relu(layer(x)))
+    for a, b in zip(found(aligned.linear_relu), plain, strict=True):
+        torch.testing.assert_close(a, b)
+    # Of a layer that is frozen, or adapted, as well.
+    layer.requires_grad_(False)
+    y = aligned.linear_relu(layer, x)[:, :11]
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], plain[1])
+    layer.register_forward_hook(lambda layer, args, y: 2 * y)
+    torch.testing.assert_close(aligned.linear_relu(layer, x)[:, :11], 2 * plain[0])
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("options", [{}, {"cross": "dcn", "rank": None}, {"cross": "none"}, {"mlp": ()}])
+def test_heads_read_what_stands_beside_each_other_where_it_is(options, together, backend, device):
+    """The logits, and all gradients, of a head that is given all of it in one."""
+    torch.manual_seed(0)
+    towers = {"one": ["click", "like"]} if together else {"clicks": ["click"], "likes": ["like"]}
+    model = made(gate=False, norm="none", towers=towers, **{"mlp": (12, 7), **options}).to(device)
+    requests = drawn().to(device)
+
+    def found(of):
+        model.zero_grad()
+        logits = of(requests)
+        sum(z.square().sum() for z in logits.values()).backward()
+        return *logits.values(), *(p.grad for p in model.parameters() if p.grad is not None)
+
+    plain = found(lambda requests: model.logits(model.hidden(requests)))
+    assert all(z.dtype == torch.float32 for z in plain[:2])
+    for a, b in zip(found(model), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    # A head that is more than its weight is called, and so is the last layer of a cross.
+    model.towers.heads[0].register_forward_hook(lambda layer, args, z: 3 * z)
+    torch.testing.assert_close(model(requests)["click"], 3 * plain[0], rtol=1e-4, atol=1e-6)
+    if model.cross is not None:
+        model.cross.layers[-1].up.register_forward_hook(lambda layer, args, u: 0 * u)
+        model.cross.layers[0].up.register_forward_hook(lambda layer, args, u: 0 * u)
+        x = model.inputs(requests.context, requests.items, torch.tensor([0, 0, 0, 1, 2, 2, 2, 2], device=device))
+        torch.testing.assert_close(model.cross(x), x)
+
+
 def test_zeros_are_put_beside_large_products_of_16_bits_on_a_gpu_alone():
     assert aligned.is_slow(65_536, 640, 3500)
     assert aligned.is_slow(65_536, 3500, 3500)

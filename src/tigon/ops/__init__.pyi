@@ -4,6 +4,7 @@ from tigon.ops import adapted_sum as adapted_sum
 from tigon.ops import add_rms_norm as add_rms_norm
 from tigon.ops import cast_together as cast_together
 from tigon.ops import cross_entropy as cross_entropy
+from tigon.ops import crossed_sum as crossed_sum
 from tigon.ops import dequantize_4bit as dequantize_4bit
 from tigon.ops import divergence as divergence
 from tigon.ops import dyt as dyt
@@ -26,8 +27,10 @@ from tigon.ops import prefix_attention as prefix_attention
 from tigon.ops import qk_norm_rope as qk_norm_rope
 from tigon.ops import quantized_embedding as quantized_embedding
 from tigon.ops import relu2 as relu2
+from tigon.ops import relu_gradient as relu_gradient
 from tigon.ops import rms_norm as rms_norm
 from tigon.ops import rope as rope
+from tigon.ops import row_dot as row_dot
 from tigon.ops import shard_statistics as shard_statistics
 from tigon.ops import softmax as softmax
 from tigon.ops import sparsemax as sparsemax

@@ -25,7 +25,7 @@ __all__ = ["embedding_bag", "embedding_bag_reference"]
 def embedding_bag(
     weight: Tensor, values: Tensor, offsets: Tensor | None = None, *, mode: Literal["sum", "mean"] = "sum",
     per_sample_weights: Tensor | None = None, padding_idx: int | None = None, field_offsets: Tensor | None = None,
-    grad: Literal["dense", "rows"] = "dense",
+    grad: Literal["dense", "rows"] = "dense", dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Look up rows of the weight, and add up those of each bag.
 
@@ -43,7 +43,8 @@ def embedding_bag(
             and ids of that field count from its first row.
         grad: of the weight. "dense": (V, D), rows that no bag holds as zeros. "rows": a coalesced torch.sparse_coo
             tensor of the rows that occur, sorted, for `tigon.optim.RowAdagrad`, or SparseAdam and Adagrad of torch.
-    Returns: (B, D), with field_offsets (B, F, D), in the weight's dtype.
+        dtype: of the result, such as autocast's: any float dtype; None: the weight's. The gradient has the weight's.
+    Returns: (B, D), with field_offsets (B, F, D), in that dtype.
     Raises: ValueError for shapes, dtypes and options that do not fit. A bag with an id that its table does not have is
         NaN on the GPU, and that id gets no gradient; on the CPU or with TIGON_CHECKS=1 a ValueError.
 
@@ -75,15 +76,18 @@ def embedding_bag(
         raise ValueError(
             f"{name}: grad must be 'dense' under torch.compile, got 'rows', whose number the device alone knows."
         )
-    runs_triton = use_triton(weight, per_sample_weights)
+    dtype = weight.dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        raise ValueError(f"{name}: dtype must be one of floats, got {dtype}.")
+    runs_triton = use_triton(weight, per_sample_weights) and dtype != torch.float64
     if not runs_triton and grad == "dense":
         return embedding_bag_reference(
             weight, values, offsets, mode=mode, per_sample_weights=per_sample_weights, padding_idx=padding_idx,
-            field_offsets=field_offsets,
+            field_offsets=field_offsets, dtype=dtype,
         )  # fmt: skip
     shape = bags_shape(values, offsets, field_offsets)
     values, per_sample_weights = (flat_bags(t, field_offsets) for t in (values, per_sample_weights))
-    args = weight, values, offsets, field_offsets, per_sample_weights, mode == "mean", padding
+    args = weight, values, offsets, field_offsets, per_sample_weights, mode == "mean", padding, dtype
     y = _embedding_bag(*args) if grad == "dense" else bag_of_rows(*args, {"runs_triton": runs_triton})
     return y.view(*shape, weight.shape[1])
 
@@ -96,10 +100,10 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     if dy is not None:
         *bags, factors, weight = ctx.saved_tensors
         if ctx.needs_input_grad[0]:
-            dw = embedding_bag_bwd(dy, *bags, factors, ctx.classes, ctx.mean, ctx.padding_idx)
+            dw = embedding_bag_bwd(dy, *bags, factors, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype)
         if ctx.needs_input_grad[4]:
             df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
-    return dw, None, None, None, df, None, None
+    return dw, None, None, None, df, None, None, None
 
 
 _embedding_bag = differentiable(embedding_bag_fwd, save_bags, _backward)

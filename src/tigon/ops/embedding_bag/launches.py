@@ -96,21 +96,21 @@ def bag_sums(
 
 def _embedding_bag_fwd_fake(
     weight: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, mean: bool,
-    padding_idx: int,
+    padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    return weight.new_empty((bags_of(values, offsets)[0], weight.shape[1]))
+    return weight.new_empty((bags_of(values, offsets)[0], weight.shape[1]), dtype=dtype)
 
 
 @launcher(
-    "(Tensor weight, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, bool mean, int padding_idx) "
-    "-> Tensor",
+    "(Tensor weight, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, bool mean, int padding_idx, "
+    "ScalarType? dtype=None) -> Tensor",
     _embedding_bag_fwd_fake,
 )
 def embedding_bag_fwd(
     weight: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, mean: bool,
-    padding_idx: int,
+    padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    y = _embedding_bag_fwd_fake(weight, values, offsets, fields, factors, mean, padding_idx)
+    y = _embedding_bag_fwd_fake(weight, values, offsets, fields, factors, mean, padding_idx, dtype)
     bag_sums(weight, values, offsets, fields, factors, None, mean, padding_idx, y)
     return y
 
@@ -140,21 +140,21 @@ def tokens_of(
 
 def _embedding_bag_bwd_fake(
     dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
-    mean: bool, padding_idx: int,
+    mean: bool, padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    return dy.new_empty((classes, dy.shape[-1]))
+    return dy.new_empty((classes, dy.shape[-1]), dtype=dtype)
 
 
 @launcher(
     "(Tensor dy, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, SymInt classes, bool mean, "
-    "int padding_idx) -> Tensor",
+    "int padding_idx, ScalarType? dtype=None) -> Tensor",
     _embedding_bag_bwd_fake,
 )
 def embedding_bag_bwd(
     dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
-    mean: bool, padding_idx: int,
+    mean: bool, padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    dw = _embedding_bag_bwd_fake(dy, values, offsets, fields, factors, classes, mean, padding_idx)
+    dw = _embedding_bag_bwd_fake(dy, values, offsets, fields, factors, classes, mean, padding_idx, dtype)
     if not dw.numel() or not values.numel():  # without values no kernel writes dW
         return dw.zero_()
     ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)

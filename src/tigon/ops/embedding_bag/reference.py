@@ -12,12 +12,13 @@ from tigon.ops.embedding_bag.checks import bags_shape, fields_of
 def embedding_bag_reference(
     weight: Tensor, values: Tensor, offsets: Tensor | None = None, *, mode: str = "sum",
     per_sample_weights: Tensor | None = None, padding_idx: int | None = None, field_offsets: Tensor | None = None,
-    grad: str = "dense",
+    grad: str = "dense", dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    acc = torch.promote_types(weight.dtype, torch.float32)
+    dtype = weight.dtype if dtype is None else dtype
+    acc = torch.promote_types(torch.promote_types(weight.dtype, dtype), torch.float32)
     shape, (V, D) = bags_shape(values, offsets, field_offsets), weight.shape
     if not D:  # torch reads beyond its memory there
-        y = weight.sum(0).expand(*shape, 0)
+        y = weight.sum(0).expand(*shape, 0).to(dtype)
         return y if per_sample_weights is None else y + per_sample_weights.sum().to(y.dtype)
     rows, table = values.reshape(-1).long(), weight.to(acc)
     if field_offsets is not None:
@@ -33,4 +34,4 @@ def embedding_bag_reference(
     y = F.embedding_bag(
         rows, table, offsets, mode=mode, per_sample_weights=factors, include_last_offset=True, padding_idx=padding_idx
     )
-    return y.to(weight.dtype).view(*shape, D)
+    return y.to(dtype).view(*shape, D)

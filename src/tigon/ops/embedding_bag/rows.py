@@ -58,11 +58,12 @@ def sort_rows(
 
 
 def sums_of_rows(
-    dy: Tensor, found: Sorted, values: Tensor, offsets: Tensor | None, factors: Tensor | None, mean: bool
+    dy: Tensor, found: Sorted, values: Tensor, offsets: Tensor | None, factors: Tensor | None, mean: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rows (U,) that occur, ascending, and the sums of their gradients (U, D)."""
+    """The rows (U,) that occur, ascending, and the sums of their gradients (U, D), of the dtype."""
     unique = found.unique()
-    sums = dy.new_empty((unique, dy.shape[-1]))
+    sums = dy.new_empty((unique, dy.shape[-1]), dtype=dtype)
     if not unique:
         return values.new_empty(0, dtype=torch.int64), sums
     scale = found.scale if factors is None else factors.contiguous()
@@ -76,19 +77,20 @@ def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor
     if not dy.numel():
         return indices.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]))
     values = indices[:, None]
-    return sums_of_rows(dy, sort_rows(values, None, None, classes, False, -1), values, None, None, False)
+    found = sort_rows(values, None, None, classes, False, -1)
+    return sums_of_rows(dy, found, values, None, None, False, dy.dtype)
 
 
 def save_bags(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    weight, values, offsets, fields, factors, ctx.mean, ctx.padding_idx = inputs
-    ctx.classes = weight.shape[0]
+    weight, values, offsets, fields, factors, ctx.mean, ctx.padding_idx, _ = inputs
+    ctx.classes, ctx.weight_dtype = weight.shape[0], weight.dtype
     # The rows are needed for the gradient of what they are multiplied by alone.
     ctx.save_for_backward(values, offsets, fields, factors, None if factors is None else weight)
 
 
 def _save_bags_of_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     save_bags(ctx, inputs, output)
-    weight, values, offsets, fields, _, mean, padding_idx = inputs
+    weight, values, offsets, fields, _, mean, padding_idx, _ = inputs
     # Sorted now, ahead of whatever comes between: in the backward pass the host would wait for all that the device has
     # still to do, and the device then for the host.
     if ctx.own["runs_triton"] and ctx.needs_input_grad[0] and values.numel() and weight.shape[1]:
@@ -100,12 +102,12 @@ def _save_bags_of_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _bag_of_rows_fwd(*args: Any, runs_triton: bool) -> tuple[Tensor]:
     if runs_triton:
         return (embedding_bag_fwd(*args),)
-    weight, values, offsets, fields, factors, mean, padding_idx = args
+    weight, values, offsets, fields, factors, mean, padding_idx, dtype = args
     rows, padding_idx = _flat_rows(values, offsets, fields, weight.shape[0], padding_idx)
     return (
         embedding_bag_reference(
             torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), rows, offsets, mode="mean" if mean else "sum",
-            per_sample_weights=factors, padding_idx=padding_idx,
+            per_sample_weights=factors, padding_idx=padding_idx, dtype=dtype,
         ),
     )  # fmt: skip
 
@@ -124,10 +126,10 @@ def _flat_rows(
 
 def _rows_reference(
     dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None,
-    weight: Tensor | None, classes: int, mean: bool, padding_idx: int,
+    weight: Tensor | None, classes: int, mean: bool, padding_idx: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`sums_of_rows`, and the gradient of the factors, by torch's operators."""
-    acc = torch.promote_types(dy.dtype, torch.float32)
+    acc = torch.promote_types(torch.promote_types(dy.dtype, dtype), torch.float32)
     rows, _ = _flat_rows(values, offsets, fields, classes, padding_idx)
     at = torch.arange(values.numel(), device=values.device)
     bag = at // max(1, values.shape[1]) if offsets is None else torch.searchsorted(offsets, at, right=True) - 1
@@ -145,7 +147,7 @@ def _rows_reference(
         per_value = per_value / size[bag].clamp_min(1)[:, None]
     found, place = rows[counts].unique(return_inverse=True)
     sums = torch.zeros(found.numel(), dy.shape[1], dtype=acc, device=dy.device).index_add_(0, place, per_value[counts])
-    return found, sums.to(dy.dtype), df
+    return found, sums.to(dtype), df
 
 
 def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -157,14 +159,14 @@ def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | No
         if not ctx.own["runs_triton"]:
             seen = weight if needs_factors else None
             rows, sums, df = _rows_reference(
-                dy, values, offsets, fields, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx
+                dy, values, offsets, fields, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype
             )
             found = rows, sums
         else:
             if needs_rows and ctx.sorted is not None:
-                found = sums_of_rows(dy, ctx.sorted, values, offsets, factors, ctx.mean)
+                found = sums_of_rows(dy, ctx.sorted, values, offsets, factors, ctx.mean, ctx.weight_dtype)
             elif needs_rows:
-                found = values.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]))
+                found = values.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]), dtype=ctx.weight_dtype)
             if needs_factors:
                 df = embedding_bag_factors(dy, weight, factors, values, offsets, fields, ctx.padding_idx)
         if needs_rows and found is not None:
@@ -177,7 +179,7 @@ def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | No
             # optimizer.
             held = [dw]
             torch.autograd.Variable._execution_engine.queue_callback(held.clear)
-    return dw, None, None, None, df, None, None
+    return dw, None, None, None, df, None, None, None
 
 
 bag_of_rows = differentiable_directly(_bag_of_rows_fwd, _save_bags_of_rows, _backward_of_rows)

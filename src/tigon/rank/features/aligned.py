@@ -7,12 +7,16 @@ the next multiple of 8; the weights that are trained and stored stay as they are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.fusion.patch import is_hooked
-from tigon.runtime import cdiv
+from tigon.ops.relu_gradient import relu_gradient
+from tigon.runtime import applied, cdiv, first_order, is_traced, use_triton
 
 COLUMNS = 8  # numbers of 16 bits in 16 bytes
 # rows · inputs · outputs from which a product saves more than the launches that put zeros beside its weights cost.
@@ -26,24 +30,73 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
         x: (C, inputs), or wider by columns that are multiplied by 0, as another call gives it.
     Returns: (C, outputs), or (C, outputs rounded up to 8), with zeros.
     """
-    # Of an adapter, or of a layer with hooks, the weight is not all.
-    plain = type(layer) is nn.Linear and not is_hooked(layer)
-    if not plain or (x.shape[-1] == layer.in_features and not pays(layer, x)):
+    if not is_plain(layer) or (x.shape[-1] == layer.in_features and not pays(layer, x)):
         found: Tensor = layer(first(x, layer.in_features))
         return found
+    return F.linear(*_widened(layer, x))
+
+
+def linear_relu(layer: nn.Linear, x: Tensor) -> Tensor:
+    """`relu(linear(layer, x))`; with kernels the relu is a product's last step, and its gradient one pass."""
+    if not is_plain(layer) or layer.bias is None or x.dim() != 2 or not use_triton(x) or is_traced(x):
+        return F.relu(linear(layer, x))
+    if x.shape[-1] == layer.in_features and not pays(layer, x):
+        dtype = _computed_in(x)
+        found: Tensor = _linear_relu(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+    else:
+        found = _linear_relu(*_widened(layer, x))
+    return found
+
+
+class LinearRelu(torch.autograd.Function):
+    """x, weight, bias → relu(x weightᵀ + bias)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = torch._addmm_activation(bias, x, weight.t())
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return first_order(_linear_relu_backward, ctx, *gradients)
+
+
+def _linear_relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, y = ctx.saved_tensors
+    need_dx, need_dw, need_db = ctx.needs_input_grad
+    dh, db = relu_gradient(dy, y)
+    return dh @ weight if need_dx else None, dh.t() @ x if need_dw else None, db if need_db else None
+
+
+_linear_relu = applied(LinearRelu)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is its weight and its bias alone, not an adapter, nor one with hooks."""
+    return type(layer) is nn.Linear and not is_hooked(layer)
+
+
+def _widened(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x, weight and bias in the dtype of the product, with columns of zeros up to multiples of 8."""
     dtype = _computed_in(x)
     inputs, outputs = (cdiv(width, COLUMNS) * COLUMNS for width in (layer.in_features, layer.out_features))
     behind = outputs - layer.out_features
     x = widened(x.to(dtype), max(inputs, x.shape[-1]))
     # To 16 bits first: what is padded is half as large.
     weight = F.pad(layer.weight.to(dtype), (0, x.shape[-1] - layer.in_features, 0, behind))
-    bias = None if layer.bias is None else F.pad(layer.bias.to(dtype), (0, behind))
-    return F.linear(x, weight, bias)
+    return x, weight, None if layer.bias is None else F.pad(layer.bias.to(dtype), (0, behind))
 
 
 def first(x: Tensor, columns: int) -> Tensor:
     """The first columns of x; x itself where it has no more, since a slice's gradient is a copy."""
     return x if x.shape[-1] == columns else x[..., :columns]
+
+
+def beside(sides: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """The first columns of each side, side by side."""
+    found = [first(x, width) for x, width in zip(sides, widths, strict=True)]
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
 def widened(x: Tensor, columns: int) -> Tensor:

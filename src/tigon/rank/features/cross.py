@@ -15,9 +15,12 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.ops.crossed_sum import crossed_sum
 from tigon.ops.outer_softmax import outer_softmax
+from tigon.rank.features.aligned import is_plain
 
 Cross = Literal["residual", "dcn", "none"]
 
@@ -36,11 +39,16 @@ class CrossLayer(nn.Module):
         self.down = None if rank is None else nn.Linear(width, (3 if attention else 1) * rank, bias=False)
         self.up = nn.Linear(width if rank is None else rank, width)
 
-    def forward(self, x0: Tensor, x: Tensor) -> Tensor:
+    def forward(self, x0: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x_{l+1}, and x₀ for the next layer, whose gradient is added to this one's in its pass."""
         h = x if self.down is None else self.down(x)
         if self.attention:
             h = outer_softmax(h, self.temperature, residual=True)
-        return torch.addcmul(x, x0, self.up(h).to(x.dtype))
+        if not is_plain(self.up):
+            return torch.addcmul(x, x0, self.up(h).to(x.dtype)), x0
+        # The bias is added, and summed in the backward pass, where u is read anyway.
+        u = F.linear(h, self.up.weight)
+        return crossed_sum(x0, u.to(x.dtype), x, self.up.bias)
 
 
 class CrossLayers(nn.Module):
@@ -65,7 +73,7 @@ class CrossLayers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x0 = x
         for layer in self.layers:
-            x = layer(x0, x)
+            x, x0 = layer(x0, x)
         return x
 
 

@@ -176,7 +176,8 @@ class Inputs(nn.Module):
         if request is not None and pieces["context"]:
             # Not by indexing, whose gradient on a GPU is a sort of every number of x₀.
             pieces["context"] = [embedding(request, torch.cat(pieces["context"], 1))]
-        return torch.cat([*pieces["context"], *pieces["rows"]], 1)
+        every = [*pieces["context"], *pieces["rows"]]
+        return torch.cat(every, 1) if len(every) > 1 else every[0]
 
     def _bags(
         self, group: Group, values: dict[str, dict[str, Any]], one_size: bool, plain: bool, dtype: torch.dtype

@@ -11,6 +11,7 @@ Source: LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from tigon.rank.batch import Batch
+from tigon.rank.features import aligned
 from tigon.rank.features.blocks import Block, Blocks, blocks_of
 from tigon.rank.features.calibrate import calibrate
 from tigon.rank.features.cross import Cross, CrossLayers, check_kind
 from tigon.rank.features.inputs import Inputs
 from tigon.rank.features.isotonic import Isotonic
 from tigon.rank.features.tables import Bits, Grad, Tables
-from tigon.rank.features.towers import Normed, Towers
+from tigon.rank.features.towers import MLP, Normed, Towers
 from tigon.rank.features.towers import mlp as made_mlp
 from tigon.rank.fields import Id
 from tigon.rank.ranker import Ranker
@@ -82,7 +84,7 @@ class LiRank(Ranker):
         self.inputs = Inputs(schema, width, bits)
         wide = self.inputs.width
         self.cross: CrossLayers | None = None
-        self.mlp: nn.Sequential | None = None
+        self.mlp: MLP | None = None
         self.blocks: Blocks | None = None
         if blocks is not None:
             checked = blocks_of(blocks)
@@ -115,14 +117,23 @@ class LiRank(Ranker):
 
     def through(self, x: Tensor) -> Tensor:
         """`hidden` of inputs (C, wide)."""
+        return aligned.beside(*self.sides(x))
+
+    def sides(self, x: Tensor) -> tuple[list[Tensor], list[int]]:
+        """What stands side by side in `hidden`, and the widths; behind those there may be columns of zeros."""
         if self.blocks is not None:
-            return self.blocks(x)  # type: ignore[no-any-return]
-        sides = [layer(x) for layer in (self.cross, self.mlp) if layer is not None]
-        return torch.cat(sides, 1) if len(sides) > 1 else (*sides, x)[0]
+            return [self.blocks(x)], [self.blocks.width]
+        if self.mlp is None:
+            return [x if self.cross is None else self.cross(x)], [self.inputs.width]
+        # The large products first: while they run, the host is ahead with the small ones of the cross layers.
+        mlp, width = self.mlp.padded(x), self.options["mlp"][-1]
+        return ([mlp], [width]) if self.cross is None else ([self.cross(x), mlp], [self.inputs.width, width])
 
     def logits(self, hidden: Tensor) -> dict[str, Tensor]:
         """label → (C,) in fp32 or wider, before calibration."""
-        found = self.towers(hidden)
+        return self._wide(self.towers(hidden))
+
+    def _wide(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: found[name].to(torch.promote_types(found[name].dtype, torch.float32)) for name in self.labels}
 
     def calibrated(self, logits: dict[str, Tensor], segment: Tensor | None) -> dict[str, Tensor]:
@@ -140,7 +151,8 @@ class LiRank(Ranker):
         Returns: label → (C,) fp32.
         Raises: ValueError for a field that is missing.
         """
-        return self.calibrated(self.logits(self.hidden(batch)), self.segments_of(batch))
+        sides = self.sides(self.inputs(batch.context, batch.items, request_of(batch, self.device)))
+        return self.calibrated(self._wide(self.towers.of_sides(*sides)), self.segments_of(batch))
 
     def features(self, batch: Batch, label: str | None = None) -> Tensor:
         """The last hidden layer, of which a label's logit, before calibration, is a linear function.
@@ -238,12 +250,18 @@ class LiRank(Ranker):
         return export.write(self, Path(folder))
 
 
+@functools.lru_cache(maxsize=4)
+def _counted(n: int, dtype: torch.dtype) -> Tensor:
+    """0, 1, … n − 1 on the CPU: kept, since a GPU waits for what is done before a step's first launch."""
+    return torch.arange(n, dtype=dtype)
+
+
 def request_of(batch: Batch, device: torch.device) -> Tensor | None:
     """(C,) int64, the request of each row; None if each row is a request of its own."""
-    sizes = batch.offsets.diff()
-    if len(sizes) == batch.candidates and bool((sizes == 1).all()):
+    offsets = batch.offsets
+    if len(offsets) == batch.candidates + 1 and torch.equal(offsets, _counted(len(offsets), offsets.dtype)):
         return None
-    sizes = sizes.to(device, non_blocking=True)
+    sizes = offsets.diff().to(device, non_blocking=True)
     return torch.repeat_interleave(sizes, output_size=batch.candidates)
 
 

@@ -76,7 +76,7 @@ class Tables(nn.Module):
                 self.codes, self.scale_offset, values, offsets, mode=mode, field_offsets=fields, dtype=dtype
             )
         grad: Grad = "rows" if self.grad == "rows" and torch.is_grad_enabled() else "dense"
-        return embedding_bag(self.weight, values, offsets, mode=mode, field_offsets=fields, grad=grad).to(dtype)
+        return embedding_bag(self.weight, values, offsets, mode=mode, field_offsets=fields, grad=grad, dtype=dtype)
 
     def plain(self, values: Tensor, column: int, dtype: torch.dtype) -> Tensor:
         """(…, width): `each` by operators of torch alone, for programs."""

@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.ops.row_dot import row_dot
 from tigon.rank.features import aligned
+from tigon.runtime import is_traced, use_triton
 
 Normed = Literal["none", "batch", "layer"]
 
@@ -49,11 +52,13 @@ class Hidden(nn.Module):
 
     def padded(self, x: Tensor) -> Tensor:
         """`forward`, with columns of zeros behind it where the next layer is faster by them; x may have them, too."""
-        h = aligned.linear(self.linear, x)
-        if not isinstance(self.norm, nn.Identity):
+        if isinstance(self.norm, nn.Identity):
+            h = aligned.linear_relu(self.linear, x)
+        else:
             # Dense rows: of others a GPU takes the statistics of a batch several times as slowly.
-            h = self.norm(aligned.first(h, self.linear.out_features).contiguous())
-        y: Tensor = self.dropout(F.relu(h))
+            h = aligned.linear(self.linear, x)
+            h = F.relu(self.norm(aligned.first(h, self.linear.out_features).contiguous()))
+        y: Tensor = self.dropout(h)
         if self.gate is None:
             return y
         gates = aligned.linear(self.gate, y).sigmoid()
@@ -67,8 +72,15 @@ class MLP(nn.Sequential):
         width = x.shape[-1]
         for layer in self:
             assert isinstance(layer, Hidden)
-            x, width = layer.padded(x), layer.linear.out_features
-        return aligned.first(x, width)
+            width = layer.linear.out_features
+        return aligned.first(self.padded(x), width)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """`forward`, with columns of zeros behind it where they were faster."""
+        for layer in self:
+            assert isinstance(layer, Hidden)
+            x = layer.padded(x)
+        return x
 
 
 def mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Normed, dropout: float) -> MLP:
@@ -109,6 +121,7 @@ class Towers(nn.Module):
                     f"{named.count(label)} times."
                 )
         self.hidden = nn.ModuleList(mlp(inputs, widths, gate, norm, dropout) for _ in self.labels)
+        self.shallow = not widths
         width = widths[-1] if widths else inputs
         self.heads = nn.ModuleList(nn.Linear(width, len(of)) for of in self.labels)
 
@@ -136,3 +149,28 @@ class Towers(nn.Module):
         for of, hidden, head in zip(self.labels, self.hidden, self.heads, strict=True):
             found |= dict(zip(of, head(hidden(x)).unbind(-1), strict=True))
         return found
+
+    def of_sides(self, sides: Sequence[Tensor], widths: Sequence[int]) -> dict[str, Tensor]:
+        """`forward` of what stands side by side, with kernels without a copy that puts it there.
+
+        sides: (C, width) each, or wider by columns that do not count. widths: those that do.
+        """
+        plain = self.shallow and all(aligned.is_plain(head) for head in self.heads)
+        if not plain or not use_triton(*sides) or is_traced(sides[0]):
+            joined: dict[str, Tensor] = self(aligned.beside(sides, widths))
+            return joined
+        found: dict[str, Tensor] = {}
+        for of, head in zip(self.labels, self.heads, strict=True):
+            assert isinstance(head, nn.Linear)
+            weights = head.weight.split(list(widths), 1)
+            parts = [_product(x, weight) for x, weight in zip(sides, weights, strict=True)]
+            found |= dict(zip(of, (sum(parts) + head.bias).unbind(-1), strict=True))
+        return found
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """(C, labels) fp32, or wider: x, or its first columns, by the weights of a few labels."""
+    if len(weight) == 1:
+        return row_dot(x, weight[0]).unsqueeze(1)
+    found = F.linear(x, F.pad(weight, (0, x.shape[1] - weight.shape[1])))
+    return found.to(torch.promote_types(found.dtype, torch.float32))

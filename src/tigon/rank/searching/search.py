@@ -98,8 +98,8 @@ def search(
 
     Each trial is a graph of blocks, trained on a share of the rows and measured by its log loss on `val`, the mean over
     the labels. The first 20 are random; then each is a mutant of a good one, which a model of what was tried picks. The
-    best, of which no two are alike, are fitted on all rows, with `val` to stop by. A folder that holds a study goes on with it; processes that
-    search in one folder share its trials.
+    best, of which no two are alike, are fitted on all rows, with `val` to stop by. A folder that holds a study goes on
+    with it; processes that search in one folder share its trials.
 
     Args:
         train: `rank.Impressions`. val: the same, of other requests.

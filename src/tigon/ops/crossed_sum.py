@@ -1,0 +1,198 @@
+"""The sum of a cross layer, y = x + x₀ ⊙ (u + b), beside x₀, which goes on to the next layer.
+
+Autograd would give u and x₀ their gradients in two passes each, add those of x₀ that the layers give in further ones,
+and sum b's in one more. The backward kernel reads dy, x₀, u and the next layer's gradient of x₀ once, and writes both.
+
+Source: DCN V2, Wang et al. 2021, https://arxiv.org/abs/2008.13535
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.ops.sum_rows import shares, sum_rows
+from tigon.runtime import (
+    Plan,
+    applied,
+    cdiv,
+    do_not_specialize,
+    first_order,
+    is_traced,
+    jit,
+    launch,
+    launcher,
+    multiprocessors,
+    tl,
+    use_triton,
+)
+
+
+def crossed_sum(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(x + x0 · (u + bias), x0), computed in fp32 and rounded once.
+
+    x0, u, x: (B, N) of one float dtype. bias: (N,), any float dtype. In eager mode alone, and with kernels; elsewhere
+    torch adds and multiplies.
+    """
+    if not use_triton(x0, u, x, bias) or is_traced(x0) or not (x0.dtype == u.dtype == x.dtype):
+        return crossed_sum_reference(x0, u, x, bias), x0
+    result: tuple[Tensor, Tensor] = _crossed(x0, u, x, bias)
+    return result
+
+
+def crossed_sum_reference(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    acc = torch.promote_types(x.dtype, torch.float32)
+    return torch.addcmul(x.to(acc), x0.to(acc), u.to(acc) + bias.to(acc)).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+@do_not_specialize("M")
+def _crossed_sum_fwd_kernel(
+    x0_ptr, u_ptr, x_ptr, b_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(N, BLOCK_N)
+    rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    # int64: a batch may have more than 2**31 numbers.
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    x0 = tl.load(x0_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, (x + x0 * (u + b[None, :])).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+@do_not_specialize("M", "rows_each")
+def _crossed_sum_bwd_kernel(
+    dy_ptr, ds_ptr, x0_ptr, u_ptr, b_ptr, du_ptr, dx0_ptr, db_ptr, M, N, rows_each,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # du = dy · x₀, dx₀ = ds + dy · (u + b), and this program's share of db = Σ rows du. dx is dy.
+    blocks = tl.cdiv(N, BLOCK_N)
+    part = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < N
+    b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    # A sum for each place of the tile, which threads have to themselves: they meet once, at the end.
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    first = part.to(tl.int64) * rows_each
+    for start in range(0, rows_each, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        rows = first + row
+        mask = ((row < rows_each) & (rows < M))[:, None] & inside[None, :]
+        at = rows[:, None] * N + cols[None, :]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x0 = tl.load(x0_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if dx0_ptr is not None:
+            dx0 = dy * (tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32) + b[None, :])
+            # The last layer's x₀ goes nowhere: no gradient comes from there.
+            if ds_ptr is not None:
+                dx0 += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx0_ptr + at, dx0.to(dx0_ptr.dtype.element_ty), mask=mask)
+        du = dy * x0
+        tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=mask)
+        total += du
+    if db_ptr is not None:
+        tl.store(db_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0).to(db_ptr.dtype.element_ty), mask=inside)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+# 16 numbers a thread; 256 bytes of a row of 16-bit numbers side by side.
+BLOCK_M, BLOCK_N, WARPS = 16, 128, 4
+
+
+def parts_of_rows(M: int, blocks: int, device: torch.device) -> tuple[int, int]:
+    """(parts, rows of each) by which the sums of columns are shared out among programs, `blocks` of them a part."""
+    # Four programs a multiprocessor, 16 warps: loads enough are under way to keep the memory busy.
+    most = max(1, 4 * multiprocessors(device) // blocks)
+    each = cdiv(cdiv(M, most), BLOCK_M) * BLOCK_M
+    return cdiv(M, each), each
+
+
+def _crossed_sum_fwd_fake(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@launcher("(Tensor x0, Tensor u, Tensor x, Tensor bias) -> Tensor", _crossed_sum_fwd_fake)
+def _crossed_sum_fwd(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    (M, N), y = x.shape, _crossed_sum_fwd_fake(x0, u, x, bias)
+    if y.numel():
+
+        def plan() -> Plan:
+            return cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N), (M, N, BLOCK_M, BLOCK_N), {"num_warps": WARPS}
+
+        launch(_crossed_sum_fwd_kernel, (M, N, x.dtype, bias.dtype), (x0, u, x, bias, y), plan)
+    return y
+
+
+def _crossed_sum_bwd_fake(
+    dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return u.new_empty(u.shape), x0.new_empty(x0.shape if need_dx0 else 0), bias.new_empty(bias.shape if need_db else 0)
+
+
+@launcher(
+    "(Tensor dy, Tensor? ds, Tensor x0, Tensor u, Tensor bias, bool need_dx0, bool need_db) -> "
+    "(Tensor, Tensor, Tensor)",
+    _crossed_sum_bwd_fake,
+)
+def _crossed_sum_bwd(
+    dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_db: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    M, N = dy.shape
+    du, dx0, db = _crossed_sum_bwd_fake(dy, ds, x0, u, bias, need_dx0, need_db)
+    if not dy.numel():
+        return du, dx0, db.zero_()
+    blocks = cdiv(N, BLOCK_N)
+    parts, each = parts_of_rows(M, blocks, dy.device)
+    partial = shares(parts, db)[0] if need_db else None
+
+    def plan() -> Plan:
+        return parts * blocks, (M, N, each, BLOCK_M, BLOCK_N), {"num_warps": WARPS}
+
+    tensors = dy, ds, x0, u, bias, du, dx0 if need_dx0 else None, partial
+    key = M, N, *[None if t is None else t.dtype for t in tensors]
+    launch(_crossed_sum_bwd_kernel, key, tensors, plan)
+    if partial is not None:
+        sum_rows(partial, db)
+    return du, dx0, db
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+class CrossedSum(torch.autograd.Function):
+    """x0, u, x, bias → the sum, and x0 again."""
+
+    @staticmethod
+    def forward(ctx: Any, x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        laid = [t.contiguous() for t in (x0, u, x, bias)]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(laid[0], laid[1], laid[3])
+        # An input that is returned becomes a view of itself whose gradient comes here: no memory is touched.
+        return _crossed_sum_fwd.direct(*laid), x0  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return first_order(_backward, ctx, *gradients)
+
+
+def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
+    need_dx0, need_du, need_dx, need_db = ctx.needs_input_grad
+    if dy is None:
+        return ds, None, None, None
+    x0, u, bias = ctx.saved_tensors
+    ds = None if ds is None else ds.contiguous()
+    du, dx0, db = _crossed_sum_bwd(dy.contiguous(), ds, x0, u, bias, need_dx0, need_db)
+    return dx0 if need_dx0 else None, du if need_du else None, dy if need_dx else None, db if need_db else None
+
+
+_crossed = applied(CrossedSum)

@@ -1,0 +1,56 @@
+"""The product of rows with a vector: values and gradients of fp64, whatever lies behind the columns that count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tigon.ops.row_dot import row_dot
+
+
+def drawn(rows, wide, columns, dtype, device):
+    draw = torch.Generator().manual_seed(rows * wide)
+    x, weight = torch.randn(rows, wide, generator=draw), torch.randn(columns, generator=draw)
+    return x.to(device, dtype), weight.to(device), torch.randn(rows, generator=draw).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "wide", "columns"), [(1, 1, 1), (5, 16, 12), (37, 520, 515), (300, 130, 130)])
+def test_as_in_fp64(rows, wide, columns, dtype, backend, device):
+    x, weight, dz = drawn(rows, wide, columns, dtype, device)
+    x.requires_grad_()
+    weight.requires_grad_()
+    z = row_dot(x, weight)
+    dx, dw = torch.autograd.grad(z, (x, weight), dz)
+    exact = [t.detach().double() for t in (x[:, :columns], weight, dz)]
+    assert (z.dtype, dx.dtype, dw.dtype) == (torch.float32, dtype, torch.float32)
+    # Numbers of 16 bits are exact in fp32: what is summed is as exact as in fp32.
+    assert torch.allclose(z.double(), exact[0] @ exact[1], rtol=1e-5, atol=1e-4)
+    assert torch.allclose(dw.double(), exact[2] @ exact[0], rtol=1e-5, atol=1e-4)
+    want = torch.outer(exact[2], exact[1])
+    assert torch.allclose(dx[:, :columns].double(), want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert not dx[:, columns:].any()
+
+
+def test_what_lies_behind_does_not_count(backend, device):
+    x, weight, dz = drawn(7, 20, 13, torch.float32, device)
+    x[:, 13:] = float("nan")
+    x.requires_grad_()
+    weight.requires_grad_()
+    z = row_dot(x, weight)
+    dx, dw = torch.autograd.grad(z, (x, weight), dz)
+    assert z.isfinite().all()
+    assert dw.isfinite().all()
+    assert not dx[:, 13:].any()
+
+
+def test_gradients_that_are_not_wanted_rows_apart_and_no_rows(backend, device):
+    x, weight, dz = drawn(6, 9, 9, torch.float32, device)
+    apart = torch.stack((x, x), 1)[:, 0].requires_grad_()
+    (dx,) = torch.autograd.grad(row_dot(apart, weight), apart, dz)
+    assert torch.allclose(dx, torch.outer(dz, weight))
+    leaf = weight.clone().requires_grad_()
+    (dw,) = torch.autograd.grad(row_dot(x, leaf), leaf, dz)
+    assert torch.allclose(dw, dz @ x, atol=1e-5)
+    row_dot(x[:0], leaf).sum().backward()
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
