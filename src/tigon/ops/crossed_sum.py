@@ -72,7 +72,7 @@ def _crossed_sum_fwd_kernel(
 @do_not_specialize("M", "rows_each")
 def _crossed_sum_bwd_kernel(
     dy_ptr, ds_ptr, x0_ptr, u_ptr, b_ptr, du_ptr, dx0_ptr, db_ptr, M, N, rows_each,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # du = dy · x₀, dx₀ = ds + dy · (u + b), and this program's share of db = Σ rows du. dx is dy.
     blocks = tl.cdiv(N, BLOCK_N)
@@ -83,7 +83,7 @@ def _crossed_sum_bwd_kernel(
     # A sum for each place of the tile, which threads have to themselves: they meet once, at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = part.to(tl.int64) * rows_each
-    for start in range(0, rows_each, BLOCK_M):
+    for start in tl.range(0, rows_each, BLOCK_M, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         mask = ((row < rows_each) & (rows < M))[:, None] & inside[None, :]
@@ -106,7 +106,7 @@ def _crossed_sum_bwd_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 # 16 numbers a thread; 256 bytes of a row of 16-bit numbers side by side.
-BLOCK_M, BLOCK_N, WARPS = 16, 128, 4
+BLOCK_M, BLOCK_N, WARPS, STAGES = 16, 128, 4, 3
 
 
 def parts_of_rows(M: int, blocks: int, device: torch.device) -> tuple[int, int]:
@@ -156,7 +156,7 @@ def _crossed_sum_bwd(
     partial = shares(parts, db)[0] if need_db else None
 
     def plan() -> Plan:
-        return parts * blocks, (M, N, each, BLOCK_M, BLOCK_N), {"num_warps": WARPS}
+        return parts * blocks, (M, N, each, BLOCK_M, BLOCK_N, STAGES), {"num_warps": WARPS}
 
     tensors = dy, ds, x0, u, bias, du, dx0 if need_dx0 else None, partial
     key = M, N, *[None if t is None else t.dtype for t in tensors]

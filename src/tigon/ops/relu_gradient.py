@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.ops.crossed_sum import BLOCK_M, BLOCK_N, WARPS, parts_of_rows
+from tigon.ops.crossed_sum import BLOCK_M, BLOCK_N, STAGES, WARPS, parts_of_rows
 from tigon.ops.sum_rows import shares, sum_rows
 from tigon.runtime import Plan, cdiv, do_not_specialize, jit, launch, launcher, tl, use_triton
 
@@ -32,7 +32,8 @@ def relu_gradient_reference(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 @jit
 @do_not_specialize("M", "rows_each")
 def _relu_gradient_kernel(
-    dy_ptr, y_ptr, dh_ptr, db_ptr, M, N, rows_each, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    dy_ptr, y_ptr, dh_ptr, db_ptr, M, N, rows_each,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK_N)
     part = tl.program_id(0) // blocks
@@ -42,7 +43,7 @@ def _relu_gradient_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # int64: a batch may have more than 2**31 numbers.
     first = part.to(tl.int64) * rows_each
-    for start in range(0, rows_each, BLOCK_M):
+    for start in tl.range(0, rows_each, BLOCK_M, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         mask = ((row < rows_each) & (rows < M))[:, None] & inside[None, :]
@@ -69,7 +70,7 @@ def _relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     partial = shares(parts, db)[0]
 
     def plan() -> Plan:
-        return parts * blocks, (M, N, each, BLOCK_M, BLOCK_N), {"num_warps": WARPS}
+        return parts * blocks, (M, N, each, BLOCK_M, BLOCK_N, STAGES), {"num_warps": WARPS}
 
     launch(_relu_gradient_kernel, (M, N, y.dtype, dy.dtype), (dy, y, dh, partial), plan)
     sum_rows(partial, db)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.crossed_sum import BLOCK_M, BLOCK_N, WARPS, parts_of_rows
+from tigon.ops.crossed_sum import BLOCK_M, BLOCK_N, STAGES, WARPS, parts_of_rows
 from tigon.ops.sum_rows import shares, sum_rows
 from tigon.runtime import (
     Plan,
@@ -66,7 +66,8 @@ def _row_dot_fwd_kernel(x_ptr, w_ptr, z_ptr, M, N, stride, BLOCK_M: tl.constexpr
 @jit
 @do_not_specialize("M", "rows_each")
 def _row_dot_bwd_kernel(
-    dz_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, K, rows_each, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    dz_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, K, rows_each,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # dx = dz ⊗ w, and this program's share of dw = Σ rows dz · x.
     blocks = tl.cdiv(K, BLOCK_N)
@@ -77,7 +78,7 @@ def _row_dot_bwd_kernel(
     w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = part.to(tl.int64) * rows_each
-    for start in range(0, rows_each, BLOCK_M):
+    for start in tl.range(0, rows_each, BLOCK_M, num_stages=STAGES):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         there = (row < rows_each) & (rows < M)
@@ -136,7 +137,7 @@ def _row_dot_bwd(dz: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dw: 
     partial = shares(parts, dw)[0] if need_dw else None
 
     def plan() -> Plan:
-        return parts * blocks, (M, N, K, each, BLOCK_M, BLOCK_N), {"num_warps": WARPS}
+        return parts * blocks, (M, N, K, each, BLOCK_M, BLOCK_N, STAGES), {"num_warps": WARPS}
 
     tensors = dz, x, weight, dx if need_dx else None, partial
     launch(_row_dot_bwd_kernel, (M, N, K, *[None if t is None else t.dtype for t in tensors]), tensors, plan)
