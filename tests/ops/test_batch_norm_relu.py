@@ -162,3 +162,22 @@ def test_empty_batches_leave_the_running_statistics(backend, device):
     assert batch_norm_relu(h, weight, bias, (mean, variance)).shape == (0, 16)
     assert not mean.any()
     assert (variance == 1).all()
+
+
+def test_beyond_32_bits_of_offsets(triton_backend, device):
+    """A batch of 1000 rows repeated until it has 2³¹ numbers; on a CPU, for the test's own sake, until 50,000."""
+    limit = 2**31 if device.type == "cuda" else 50_000
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 12 * limit:
+        pytest.skip("needs 24 GiB of free device memory")
+    h, weight, bias = drawn(1000, 20, 24, torch.bfloat16, device)
+    upstream = torch.randn(h.shape, generator=torch.Generator().manual_seed(0)).to(h)
+    times = limit // h.numel() + 2
+
+    def found(times):
+        leaves = [h.repeat(times, 1).requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        y = batch_norm_relu(*leaves)
+        dh, *sums = torch.autograd.grad(y, leaves, upstream.repeat(times, 1))
+        return y.detach()[-1000:], dh[-1000:], *(g / times for g in sums)
+
+    for one, many in zip(found(1), found(times), strict=True):
+        torch.testing.assert_close(many, one, rtol=2e-2 if one.dim() == 2 else 1e-4, atol=1e-3)
