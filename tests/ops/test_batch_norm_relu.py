@@ -156,6 +156,16 @@ def test_traced_it_moves_the_running_statistics(device):
     assert found[0][1].any()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_that_are_not_dense(training, backend, device):
+    h, weight, bias = drawn(40, 12, 16, device=device)
+    dense = torch.rand(2, 12, device=device)
+    strided = dense.t().contiguous().t()
+    y = batch_norm_relu(h, weight, bias, tuple(dense), training=training)
+    torch.testing.assert_close(batch_norm_relu(h, weight, bias, tuple(strided), training=training), y)
+    torch.testing.assert_close(strided, dense)
+
+
 def test_empty_batches_leave_the_running_statistics(backend, device):
     h, weight, bias = drawn(0, 12, 16, device=device)
     mean, variance = torch.zeros(12, device=device), torch.ones(12, device=device)

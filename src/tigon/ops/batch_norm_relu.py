@@ -64,10 +64,11 @@ def batch_norm_relu(
         return batch_norm_relu_reference(h, weight, bias, running, training=training, momentum=momentum, eps=eps)
     if not training:
         assert running is not None
-        return _batch_norm_relu(h, weight, bias, *running, eps)
+        return _batch_norm_relu(h, weight, bias, running[0].contiguous(), running[1].contiguous(), eps)
     if running is None or h.shape[0] == 0:
         return _batch_norm_relu(h, weight, bias, None, None, eps)
-    if is_traced(h):  # an op that writes to its arguments has no gradient
+    # An op that writes to its arguments has no gradient; and the kernel writes to dense statistics.
+    if is_traced(h) or not all(t.is_contiguous() for t in running):
         return batch_norm_relu_reference(h, weight, bias, running, momentum=momentum, eps=eps)
     result: Tensor = _tracking(h, weight, bias, None, None, eps, {"running": running, "momentum": momentum})
     return result
