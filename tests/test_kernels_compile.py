@@ -121,6 +121,16 @@ def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
 
 
 @pytest.mark.xdist_group("compile cuda:90")
+def test_zeros_behind_the_columns_let_rows_be_read_16_bytes_at_a_time():
+    """Of 3,500 columns and four of zeros; mean, 1/std, weight and bias, and the sums for dh, have 3,500."""
+    found = [x for x in compiled("cuda:90")["launches"] if x["op"] == "batch_norm_relu" and x["case"] == "LiRank"]
+    found = [x for x in found if re.search("stats|relu_fwd|relu_sums|relu_bwd", x["kernel"])]
+    assert len({x["kernel"] for x in found}) == 4
+    narrow = [named(x) for x in found if not x["wide_loads"] or x["narrow_loads"] > 6]
+    assert not narrow, "\n".join(narrow)
+
+
+@pytest.mark.xdist_group("compile cuda:90")
 def test_odd_rows_are_read_16_bytes_at_a_time():
     """But for their edges, in the operators that take rows apart."""
     found = [x for x in compiled("cuda:90")["launches"] if x["case"].startswith("odd width")]

@@ -3,6 +3,7 @@
 Tests over all operators (test_invariants.py, test_kernels_compile.py) read this table: a new operator is a new row.
 """
 
+from ops_table.batch_norm_relu import BATCH_NORM_RELU
 from ops_table.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from ops_table.distillation import DISTILL, DISTILL_TOPK
 from ops_table.divergence import JSD, KL_DIV, TVD
@@ -27,6 +28,7 @@ OPS: tuple[Op, ...] = (
     ADD_RMS_NORM,
     LAYER_NORM,
     GROUP_NORM,
+    BATCH_NORM_RELU,
     SWIGLU,
     GEGLU,
     REGLU,

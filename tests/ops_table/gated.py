@@ -282,13 +282,14 @@ GATED_MLP = Op(
 )
 
 
-def _make_gated_residual(shape, dtype, generator, stream=None):
+def _make_gated_residual(shape, dtype, generator, stream=None, alone=False):
     x, gate, f = (randn(shape, dtype, generator) for _ in range(3))
-    return x if stream is None else x.to(stream), 2 * gate, f
+    return None if alone else x if stream is None else x.to(stream), 2 * gate, f
 
 
 def eager_gated_residual(x, gate, f):
-    return x + torch.sigmoid(gate) * f
+    gated = torch.sigmoid(gate) * f
+    return gated if x is None else x + gated
 
 
 GATED_RESIDUAL = Op(
@@ -304,6 +305,7 @@ GATED_RESIDUAL = Op(
         Case("beyond one block", (3, 1500)),
         Case("one dimension", (70,)),
         Case("an fp32 stream, as under autocast", (3, 200), {}, {"stream": torch.float32}),
+        Case("no stream", (3, 1500), {}, {"alone": True}),
     ),
     empty=((0, 8), (2, 0)),
     bad=(
@@ -320,12 +322,21 @@ GATED_RESIDUAL = Op(
             r"gated_residual: f must have gate's dtype torch.float32, got torch.bfloat16",
         ),
         Bad(lambda: (torch.ones(2).long(),) * 3, r"gated_residual: x must have a float dtype, got torch.int64"),
+        Bad(
+            lambda: (None, torch.ones(2, 4), torch.ones(4)),
+            r"gated_residual: f must be \(2, 4\) floats on .*, as gate is, got \(4,\)",
+        ),
+        Bad(
+            lambda: (None, torch.ones(2).long(), torch.ones(2)),
+            r"gated_residual: gate must have a float dtype, got torch.int64",
+        ),
     ),
     launches=("gated_residual_fwd", "gated_residual_bwd"),
     models=(
         Case("LiGR, 16 requests", (16416, 512)),
         Case("odd width", (16416, 509)),
         Case("an fp32 stream", (16416, 512), {}, {"stream": torch.float32}),
+        Case("no stream, LiRank", (65536, 3504), {}, {"alone": True}),
     ),
     large=(Case("flat", (1000, 4096)),),
 )

@@ -65,6 +65,8 @@ class Op:
     large: tuple[Case, ...] = ()
     # Floating-point inputs that get no gradient, by position.
     fixed: tuple[int, ...] = ()
+    # Inputs whose gradient is computed in any case, since another input's needs it.
+    needed: tuple[int, ...] = ()
     # Whether contiguous bf16 is read 16 bytes a thread and load.
     wide_loads: bool = True
     # Bytes of registers a thread that a launch may spill on sm_90 and sm_100.

@@ -1,5 +1,6 @@
 """LiRank: its logits are those of written-out formulas, whichever way its tables are read, trained and kept."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -7,14 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from requests_made import SCHEMA, batch, of_request, randomly
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon import rank
+from tigon.ops.batch_norm_relu import batch_norm_relu
 from tigon.rank.compress_tables import compared, sizes
-from tigon.rank.features import aligned
+from tigon.rank.features import aligned, towers
 from tigon.rank.features.cross import CrossLayers
 from tigon.rank.fields import Id, Ids, Number, Text, Time
 from tigon.rank.schema import Schema
 from tigon.runtime import use_backend
+from tigon.runtime.dispatch import meta_as_gpu
 
 QR = SCHEMA.replace(
     {"hashed": Id(hash_rows=5, hash="qr", side="row"), "wide": Id(hash_rows=7, dim=4, side="context"), "note": Text()}
@@ -262,6 +266,85 @@ def test_on_a_gpu_the_zeros_change_nothing(inputs, outputs):
 
     for a, b in zip(found(lambda x: aligned.linear(layer, x)), found(layer), strict=True):
         assert (a - b).norm() < 4e-3 * b.norm()
+
+
+def trained(layers, x, backend):
+    """A step's output, gradients and buffers, and what evaluation says then."""
+    layers = copy.deepcopy(layers).train()
+    x = x.clone().requires_grad_()
+    with use_backend(backend):
+        y = layers(x)
+        (y * torch.linspace(-1, 1, y.numel(), device=x.device).view(y.shape)).sum().backward()
+        seen = layers.eval()(x[:5])
+        (dx,) = torch.autograd.grad(seen.square().sum(), x)
+    return y, x.grad, *(p.grad for p in layers.parameters()), *layers.buffers(), seen, dx
+
+
+@pytest.mark.parametrize("rows", [1, 2, 70])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("gate", [True, False])
+def test_the_kernels_of_batch_norm_and_gate_are_torchs_layers(gate, padded, rows, device, monkeypatch):
+    torch.manual_seed(0)
+    layers = randomly(towers.mlp(6, (11, 5, 16), gate, "batch", 0.0)).float().to(device)
+    x = 3 + torch.randn(rows, 6, device=device)
+    expected, calls = trained(layers, x, "torch"), []
+    monkeypatch.setattr(aligned, "pays", lambda layer, x: padded)
+
+    def counted(h, *args, **options):
+        calls.append(h.shape[1])
+        return batch_norm_relu(h, *args, **options)
+
+    monkeypatch.setattr(towers, "batch_norm_relu", counted)
+    # The gradient of a bias before a norm is 0, but for what is left of sums of 70 rows.
+    torch.testing.assert_close(trained(layers, x, "triton"), expected, rtol=2e-4, atol=5e-4)
+    # In training and in evaluation; rows go from layer to layer with their zeros.
+    assert calls == 2 * ([16, 8, 16] if padded else [11, 5, 16])
+    assert expected[0].any()
+    assert layers[0].norm.num_batches_tracked == 0
+
+
+def test_hidden_layers_copy_no_activations_and_leave_no_pass_to_torch(monkeypatch):
+    """Of three layers with zeros behind their columns: products, one kernel each way, and the sum of two gradients."""
+    monkeypatch.setattr(aligned, "pays", lambda layer, x: True)
+    monkeypatch.setattr(aligned, "_computed_in", lambda x: x.dtype)  # the meta device has no autocast
+    layers = towers.mlp(8, (11, 5, 13), True, "batch", 0.0).to("meta")
+    x = torch.empty(70, 8, device="meta", requires_grad=True)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape[:1] == (70,) and not func.is_view:
+                names.append(func.overloadpacket.__name__)
+            return out
+
+    names: list[str] = []
+    with meta_as_gpu(), Seen():
+        for layer in layers:
+            x = layer.padded(x)
+        x.backward(torch.empty_like(x))
+    assert set(names) <= {"empty", "new_empty", "empty_like", "addmm", "mm", "add", "detach"}, names
+    assert names.count("add") == 3
+    assert layers[0].linear.weight.grad.shape == (11, 8)
+
+
+@pytest.mark.parametrize("change", ["a hook", "a class of its own", "no momentum", "narrow weights"])
+def test_batch_norms_of_other_ways_are_called(change, triton_backend, device):
+    class Other(towers.BatchNorm):
+        pass
+
+    norm = towers.BatchNorm(6).to(device)
+    h = torch.randn(5, 6, device=device)
+    assert norm.relu(h) is not None
+    if change == "a hook":
+        norm.register_forward_hook(lambda module, args, y: 2 * y)
+    elif change == "a class of its own":
+        norm.__class__ = Other
+    elif change == "no momentum":
+        norm.momentum = None
+    else:
+        norm.bfloat16()
+    assert norm.relu(h) is None
+    assert norm.num_batches_tracked == 1
 
 
 def test_rows_are_scored_by_themselves():

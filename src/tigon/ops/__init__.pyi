@@ -2,6 +2,7 @@
 from tigon.ops import acts as acts
 from tigon.ops import adapted_sum as adapted_sum
 from tigon.ops import add_rms_norm as add_rms_norm
+from tigon.ops import batch_norm_relu as batch_norm_relu
 from tigon.ops import cast_together as cast_together
 from tigon.ops import cross_entropy as cross_entropy
 from tigon.ops import crossed_sum as crossed_sum

@@ -1,4 +1,4 @@
-"""A residual behind a gate: y = x + sigmoid(gate) · f.
+"""A residual behind a gate: y = x + sigmoid(gate) · f; or the gated f alone.
 
 Source: LiGR, https://arxiv.org/abs/2502.03417; the gate is that of highway networks, https://arxiv.org/abs/1505.00387
 """
@@ -26,13 +26,13 @@ from tigon.runtime import (
 )
 
 
-def gated_residual(x: Tensor, gate: Tensor, f: Tensor) -> Tensor:
+def gated_residual(x: Tensor | None, gate: Tensor, f: Tensor) -> Tensor:
     """x + sigmoid(gate) · f, computed in fp32 and rounded once.
 
     Args:
-        x: (..., N), any float dtype: the stream that is added to.
-        gate: x's shape, any float dtype: logits.
-        f: x's shape, gate's dtype: what is added.
+        x: (..., N), any float dtype: the stream that is added to. None for sigmoid(gate) · f alone.
+        gate: (..., N), any float dtype: logits.
+        f: gate's shape and dtype: what is added.
     Returns: (..., N) in the promoted dtype of x and f.
     Raises: ValueError where they differ in shape or device, or gate and f in dtype.
 
@@ -41,25 +41,27 @@ def gated_residual(x: Tensor, gate: Tensor, f: Tensor) -> Tensor:
         y = x + torch.sigmoid(gate) * f
     """
     check_tensors("gated_residual", x=x, gate=gate, f=f)
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"gated_residual: x must have a float dtype, got {x.dtype}.")
+    first, stream = ("gate", gate) if x is None else ("x", x)
+    if not stream.dtype.is_floating_point:
+        raise ValueError(f"gated_residual: {first} must have a float dtype, got {stream.dtype}.")
     for name, t in (("gate", gate), ("f", f)):
-        if t.shape != x.shape or t.device != x.device or not t.dtype.is_floating_point:
+        if t.shape != stream.shape or t.device != stream.device or not t.dtype.is_floating_point:
             raise ValueError(
-                f"gated_residual: {name} must be {tuple(x.shape)} floats on {x.device}, as x is, got "
+                f"gated_residual: {name} must be {tuple(stream.shape)} floats on {stream.device}, as {first} is, got "
                 f"{tuple(t.shape)} {t.dtype} on {t.device}."
             )
     if gate.dtype != f.dtype:
         raise ValueError(f"gated_residual: f must have gate's dtype {gate.dtype}, got {f.dtype}.")
-    if not use_triton(x, gate, f):
+    if not use_triton(gate, f, x):
         return gated_residual_reference(x, gate, f)
-    return _gated_residual(x, gate, f)
+    return _gated_residual(gate, f, x)
 
 
-def gated_residual_reference(x: Tensor, gate: Tensor, f: Tensor) -> Tensor:
-    dtype = torch.promote_types(x.dtype, f.dtype)
+def gated_residual_reference(x: Tensor | None, gate: Tensor, f: Tensor) -> Tensor:
+    dtype = f.dtype if x is None else torch.promote_types(x.dtype, f.dtype)
     acc = torch.promote_types(dtype, torch.float32)
-    return (x.to(acc) + torch.sigmoid(gate.to(acc)) * f.to(acc)).to(dtype)
+    gated = torch.sigmoid(gate.to(acc)) * f.to(acc)
+    return (gated if x is None else x.to(acc) + gated).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -75,7 +77,7 @@ def _sigmoid(g):
 
 @jit
 def _gated_residual_fwd_kernel(
-    x_ptr, g_ptr, f_ptr, y_ptr, N, stride_xm, stride_gm, stride_fm, stride_ym, UNIT: tl.constexpr, BLOCK: tl.constexpr
+    g_ptr, f_ptr, x_ptr, y_ptr, N, stride_gm, stride_fm, stride_xm, stride_ym, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     # A flat grid over (row, block of columns), as that of the gated units: dense tensors arrive as one long row. N and
     # the strides count UNIT elements, which tells the compiler that they are multiples of it.
@@ -84,11 +86,14 @@ def _gated_residual_fwd_kernel(
     # int64: one long row may have more than 2**31 elements.
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N * tl.full((), UNIT, tl.int64)
-    x = tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     f = tl.load(f_ptr + row * stride_fm + cols, mask=mask, other=0.0).to(tl.float32)
     s, _ = _sigmoid(g)
-    tl.store(y_ptr + row * stride_ym + cols, (x + s * f).to(y_ptr.dtype.element_ty), mask=mask)
+    y = s * f
+    # Without a stream its pointer is None, and the kernel has no such load.
+    if x_ptr is not None:
+        y += tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -140,15 +145,16 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...]) -> None:
     launch(kernel, key, tensors, plan)
 
 
-def _gated_residual_fwd_fake(x: Tensor, gate: Tensor, f: Tensor) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, f.dtype))
+def _gated_residual_fwd_fake(gate: Tensor, f: Tensor, x: Tensor | None) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=f.dtype if x is None else torch.promote_types(x.dtype, f.dtype))
 
 
-@launcher("(Tensor x, Tensor gate, Tensor f) -> Tensor", _gated_residual_fwd_fake)
-def _gated_residual_fwd(x: Tensor, gate: Tensor, f: Tensor) -> Tensor:
-    y = _gated_residual_fwd_fake(x, gate, f)
+# The stream comes last: the first tensor of a launch is there.
+@launcher("(Tensor gate, Tensor f, Tensor? x) -> Tensor", _gated_residual_fwd_fake)
+def _gated_residual_fwd(gate: Tensor, f: Tensor, x: Tensor | None) -> Tensor:
+    y = _gated_residual_fwd_fake(gate, f, x)
     if y.numel():
-        _launch(_gated_residual_fwd_kernel, (x, gate, f, y))
+        _launch(_gated_residual_fwd_kernel, (gate, f, x, y))
     return y
 
 
@@ -172,20 +178,20 @@ def _gated_residual_bwd(dy: Tensor, gate: Tensor, f: Tensor, need_dgate: bool, n
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, gate, f = inputs
-    ctx.dtype = x.dtype
+    gate, f, x = inputs
+    ctx.dtype = None if x is None else x.dtype
     ctx.save_for_backward(gate, f)
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None
-    need_dx, need_dgate, need_df = ctx.needs_input_grad
+    need_dgate, need_df, need_dx = ctx.needs_input_grad
     dgate = df = None
     if need_dgate or need_df:
         gate, f, *_ = ctx.saved_tensors
         dgate, df = _gated_residual_bwd(dy, gate, f, need_dgate, need_df)
-    return dy.to(ctx.dtype) if need_dx else None, dgate if need_dgate else None, df if need_df else None
+    return dgate if need_dgate else None, df if need_df else None, dy.to(ctx.dtype) if need_dx else None
 
 
-_gated_residual = differentiable(_gated_residual_fwd, _setup_context, _backward, unsaved=(0,))
+_gated_residual = differentiable(_gated_residual_fwd, _setup_context, _backward, unsaved=(2,))

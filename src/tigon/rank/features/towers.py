@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.fusion.patch import is_hooked
+from tigon.ops.batch_norm_relu import batch_norm_relu
+from tigon.ops.gated_residual import gated_residual
 from tigon.ops.row_dot import row_dot
 from tigon.rank.features import aligned
 from tigon.runtime import is_traced, use_triton
@@ -30,6 +33,27 @@ class BatchNorm(nn.BatchNorm1d):
         if self.training and len(input) == 1:
             return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         return super().forward(input)
+
+    def relu(self, h: Tensor) -> Tensor | None:
+        """relu(forward), of rows that may have columns of zeros behind them, which stay. None where no kernel serves.
+
+        Nor does one where a call does more than forward, or for weights that are not fp32.
+        """
+        if type(self) is not BatchNorm or is_hooked(self) or self.momentum is None or is_traced(h) or h.dim() != 2:
+            return None
+        mean, variance = self.running_mean, self.running_var
+        if any(t is None or t.dtype != torch.float32 for t in (self.weight, self.bias, mean, variance)):
+            return None
+        assert mean is not None
+        assert variance is not None
+        if not use_triton(h, self.weight, self.bias, mean, variance):
+            return None
+        training = self.training and len(h) != 1
+        if training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return batch_norm_relu(
+            h, self.weight, self.bias, (mean, variance), training=training, momentum=self.momentum, eps=self.eps
+        )
 
 
 class Hidden(nn.Module):
@@ -52,17 +76,23 @@ class Hidden(nn.Module):
 
     def padded(self, x: Tensor) -> Tensor:
         """`forward`, with columns of zeros behind it where the next layer is faster by them; x may have them, too."""
-        if isinstance(self.norm, nn.Identity):
-            h = aligned.linear_relu(self.linear, x)
-        else:
-            # Dense rows: of others a GPU takes the statistics of a batch several times as slowly.
-            h = aligned.linear(self.linear, x)
-            h = F.relu(self.norm(aligned.first(h, self.linear.out_features).contiguous()))
-        y: Tensor = self.dropout(h)
+        y: Tensor = self.dropout(self._activated(x))
         if self.gate is None:
             return y
-        gates = aligned.linear(self.gate, y).sigmoid()
-        return aligned.widened(y, gates.shape[-1]) * gates
+        gates = aligned.linear(self.gate, y)
+        y = aligned.widened(y, gates.shape[-1])
+        # A layer norm is fp32 under autocast, and gates are not.
+        return gated_residual(None, gates, y) if gates.dtype == y.dtype else y * gates.sigmoid()
+
+    def _activated(self, x: Tensor) -> Tensor:
+        """relu(norm(linear(x))), with columns of zeros where they cost no copy."""
+        if isinstance(self.norm, nn.Identity):
+            return aligned.linear_relu(self.linear, x)
+        h = aligned.linear(self.linear, x)
+        if isinstance(self.norm, BatchNorm) and (y := self.norm.relu(h)) is not None:
+            return y
+        # Dense rows: of others a GPU takes the statistics of a batch several times as slowly.
+        return F.relu(self.norm(aligned.first(h, self.linear.out_features).contiguous()))
 
 
 class MLP(nn.Sequential):
