@@ -252,6 +252,13 @@ def test_the_bytes_of_a_step_are_counted_by_hand():
         "relu": 10 * 2 * 5 * 5,
         "weights": weights * (6 + 28),
     }
+    gated = sizes._replace(gated=True)
+    assert speed.products(gated) == [(8, 9), (3, 8), (8, 5), (5, 5), (13, 1)]
+    assert speed.moved(gated)["relu"] == 10 * 2 * 5 * 16
+    plain = sizes._replace(attention=False)
+    assert speed.products(plain) == [(8, 3), (3, 8), (8, 5), (13, 1)]
+    assert speed.moved(plain)["attention"] == 0
+    assert speed.products(plain._replace(rank=None)) == [(8, 8), (8, 5), (13, 1)]
 
 
 def test_a_step_is_timed_beside_its_floor(tmp_path, monkeypatch):
@@ -263,7 +270,10 @@ def test_a_step_is_timed_beside_its_floor(tmp_path, monkeypatch):
     assert [row["method"] for row in rows][:2] == ["floor", "lirank-residual"]
     floor = rows[0]["measures"]
     assert floor["ms"] == pytest.approx(floor["products_ms"] + floor["bytes_ms"])
-    assert all(row["measures"]["floors"] == row["measures"]["ms"] / floor["ms"] for row in rows[1:])
+    assert all(m["floors"] == m["ms"] / m["floor_ms"] for m in (row["measures"] for row in rows[1:]))
+    own = {row["method"]: row["measures"]["floor_ms"] for row in rows[1:]}
+    assert own["lirank-residual"] == own["lirank-residual, rank.fit"] == floor["ms"]
+    assert own["lirank-residual, gates and batch norm"] > floor["ms"]
     assert "rank.fit" in page.page(tmp_path, "speed")
     assert page.page(tmp_path, "quality") == "No run has been recorded yet."
 

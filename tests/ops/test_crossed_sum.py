@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tigon.ops.crossed_sum import crossed_sum, parts_of_rows
+from tigon.ops.crossed_sum import crossed_sum
+from tigon.ops.sum_rows import cut
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -95,7 +96,8 @@ def test_the_bits_are_the_same_on_every_run(backend, device):
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 4097, 65_536])
-@pytest.mark.parametrize("blocks", [1, 5, 28, 100_000])
-def test_every_row_is_of_one_part(rows, blocks, device):
-    parts, each = parts_of_rows(rows, blocks, device)
-    assert (parts - 1) * each < rows <= parts * each
+@pytest.mark.parametrize("columns", [1, 640, 3504, 10_000_000])
+def test_every_row_is_of_one_part(rows, columns, device):
+    how = cut(rows, columns, device)
+    assert (how.parts - 1) * how.each < rows <= how.parts * how.each
+    assert (how.blocks - 1) * how.columns < columns <= how.blocks * how.columns

@@ -153,11 +153,11 @@ def speed(rows: Rows) -> str:
             m = row["measures"]
             times = f"{m['rows_s'] / peer:.2f} ×" if peer and "rows_s" in m else "–"
             lines.append([
-                row["method"], f"{m['ms']:.2f}", f"{m['floors']:.2f} ×" if "floors" in m else "1",
+                row["method"], f"{m['ms']:.2f}", f"{m['floors']:.2f} × {m['floor_ms']:.2f}" if "floors" in m else "1",
                 f"{m['rows_s'] / 1e6:.2f} M" if "rows_s" in m else "–", times,
                 f"{m['peak_gib']:.1f}" if "peak_gib" in m else "–",
             ])  # fmt: skip
-    return markdown(["a step of", "ms", "floor", "rows a second", "of FuxiCTR's", "peak GiB"], lines, 1)
+    return markdown(["a step of", "ms", "its floor", "rows a second", "of FuxiCTR's", "peak GiB"], lines, 1)
 
 
 PARTS: dict[str, Callable[[Rows], str]] = {

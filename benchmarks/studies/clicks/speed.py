@@ -27,28 +27,35 @@ from tigon.runtime import cdiv
 
 
 class Sizes(NamedTuple):
-    """Of a step. codes: of each field."""
+    """Of a step. codes: of each field. rank: None for full matrices. attention: of the cross layers, which have a rank
+    then. gated: whether hidden layers have gates and batch norm."""
 
     rows: int = 65_536
     fields: int = 40
     width: int = 16
     codes: int = 25_000
-    rank: int = 64
+    rank: int | None = 64
     layers: int = 3
     mlp: tuple[int, ...] = (3500, 3500)
+    attention: bool = True
+    gated: bool = False
 
     @property
     def wide(self) -> int:
         return self.fields * self.width
 
 
+BATCHES = 8
 TINY = Sizes(16, 3, 4, 10, 4, 3, (8, 8))
 
 
 def products(sizes: Sizes) -> list[tuple[int, int]]:
     """(inputs, outputs) of each linear layer."""
-    cross = [(sizes.wide, 3 * sizes.rank), (sizes.rank, sizes.wide)] * sizes.layers
-    return [*cross, *itertools.pairwise((sizes.wide, *sizes.mlp)), (sizes.wide + sizes.mlp[-1], 1)]
+    r, wide = sizes.rank, sizes.wide
+    cross = [(wide, wide)] if r is None else [(wide, (3 if sizes.attention else 1) * r), (r, wide)]
+    gates = [(width, width) for width in sizes.mlp] if sizes.gated else []
+    mlp = itertools.pairwise((wide, *sizes.mlp))
+    return [*cross * sizes.layers, *mlp, *gates, (wide + sizes.mlp[-1], 1)]
 
 
 def flops(sizes: Sizes) -> int:
@@ -59,7 +66,8 @@ def flops(sizes: Sizes) -> int:
 def moved(sizes: Sizes) -> dict[str, int]:
     """Bytes beside the products: each part reads its operands once, and writes its results once. bf16 activations,
     fp32 weights, int64 codes; row-wise Adagrad reads and writes the rows that occur, AdamW all other weights."""
-    B, d, r, layers = sizes.rows, sizes.wide, sizes.rank, sizes.layers
+    B, d, r, layers = sizes.rows, sizes.wide, sizes.rank if sizes.attention else 0, sizes.layers
+    assert r is not None
     weights = sum(a * b + b for a, b in products(sizes))
     codes = 2 * 8 * B * sizes.fields
     # Drawn evenly: of each field's codes so many occur.
@@ -72,8 +80,9 @@ def moved(sizes: Sizes) -> dict[str, int]:
         "attention": layers * 2 * B * ((3 + 1) * r + (3 + 1 + 1 + 3) * r),
         # x₀, u, x → x; and dx, x₀, u → du, with dx₀ read and added to.
         "cross": layers * 2 * B * (4 * d + (3 + 1 + 2) * d),
-        # relu, and its backward from the output.
-        "relu": 2 * B * sum(sizes.mlp) * (2 + 3),
+        # relu, and its backward from the output; behind a batch norm, whose statistics need its input first, and before
+        # a gate.
+        "relu": 2 * B * sum(sizes.mlp) * ((3 + 5) + (3 + 5) if sizes.gated else 2 + 3),
         # To bf16; and weight, gradient and two moments read, three written.
         "weights": weights * (4 + 2) + weights * 4 * 7,
     }
@@ -98,18 +107,21 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def floor(sizes: Sizes, device: torch.device, repeats: int) -> dict[str, float]:
+def floor(sizes: Sizes, device: torch.device, repeats: int, taken: dict[Any, float]) -> dict[str, float]:
     """Milliseconds of the products and of the bytes, and the rates they come from.
 
+    taken: what was measured for floors of other sizes, of as many rows; more is put into it.
     as_they_are_ms: of the products with the widths as they are.
     """
     shapes = products(sizes)
     eights = {(a, b): (8 * cdiv(a, 8), 8 * cdiv(b, 8) if b > 1 else 1) for a, b in shapes}
-    taken = {shape: _product(sizes.rows, *shape, device, repeats) for shape in {*shapes, *eights.values()}}
-    source = torch.empty((1 << 30) if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    rate = 2 * source.numel() / _back_to_back(lambda: target.copy_(source), device, repeats)
-    total = sum(moved(sizes).values())
+    for shape in {*shapes, *eights.values()} - set(taken):
+        taken[shape] = _product(sizes.rows, *shape, device, repeats)
+    if "rate" not in taken:
+        source = torch.empty((1 << 30) if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        taken["rate"] = 2 * source.numel() / _back_to_back(lambda: target.copy_(source), device, repeats)
+    rate, total = taken["rate"], sum(moved(sizes).values())
     found = {
         "products_ms": sum(min(taken[one], taken[eights[one]]) for one in shapes), "bytes_ms": total / rate,
     }  # fmt: skip
@@ -150,11 +162,11 @@ def table(sizes: Sizes, batches: int) -> Clicks:
     return Clicks("made", codes, fields, torch.zeros(n, 0), (), labels, torch.full((n,), TRAIN))
 
 
-def made(sizes: Sizes, rows: Rows, device: torch.device, **options: Any) -> rank.LiRank:
+def made(sizes: Sizes, rows: Rows, device: torch.device) -> rank.LiRank:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"gate": False, "norm": "none", "cross": "residual", **options}
     return rank.LiRank(
-        rows.schema, sizes.width, layers=sizes.layers, rank=sizes.rank, mlp=sizes.mlp, **given
+        rows.schema, sizes.width, "residual" if sizes.attention else "dcn", sizes.layers, sizes.rank, sizes.mlp,
+        sizes.gated, norm="batch" if sizes.gated else "none",
     ).to(device)  # fmt: skip
 
 
@@ -196,7 +208,8 @@ def fitted_ms(sizes: Sizes, rows: Rows, device: torch.device, repeats: int) -> f
             marks.append(time.perf_counter())
         return len(marks) == 2
 
-    options = rank.FitOptions(batch_size=sizes.rows, epochs=first + repeats, table_optimizer="row-adagrad")
+    epochs = cdiv(first + repeats, len(rows) // sizes.rows)
+    options = rank.FitOptions(batch_size=sizes.rows, epochs=epochs, table_optimizer="row-adagrad")
     rank.fit(made(sizes, rows, device), rows, None, options, after=after)
     return 1e3 * (marks[1] - marks[0]) / repeats
 
@@ -218,30 +231,37 @@ def sides(
     sizes: Sizes, zoo: Path | None, device: torch.device, repeats: int
 ) -> Iterator[tuple[str, dict[str, float], str]]:
     """(method, measures, note) of each side; the floor first."""
-    data = table(sizes, 1)
+    # An epoch of several batches, as those of a large table: between two the host draws an order.
+    data = table(sizes, BATCHES)
     rows = Rows(data, TRAIN, device)
     batch = rows.batch(torch.arange(sizes.rows, device=device), device)
-    least = floor(sizes, device, repeats)
+    taken: dict[Any, float] = {}
+    least = floor(sizes, device, repeats, taken)
     yield "floor", least, ""
 
-    def of(run: Callable[[], Any]) -> dict[str, float]:
+    def of(run: Callable[[], Any], of_it: dict[str, float] = least) -> dict[str, float]:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         ms = timed(run, device, repeats)
-        found = {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / least["ms"]}
+        found = {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / of_it["ms"], "floor_ms": of_it["ms"]}
         if device.type == "cuda":
             found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return found
 
-    kinds: dict[str, dict[str, Any]] = {
-        "lirank-residual": {}, "lirank-dcn": {"cross": "dcn"}, "lirank-dcn-full": {"cross": "dcn"},
-        "lirank-residual, gates and batch norm": {"gate": True, "norm": "batch"},
+    kinds = {
+        "lirank-residual": sizes, "lirank-dcn": sizes._replace(attention=False),
+        "lirank-dcn-full": sizes._replace(attention=False, rank=None),
+        "lirank-residual, gates and batch norm": sizes._replace(gated=True),
     }  # fmt: skip
-    for name, options in kinds.items():
-        full = sizes._replace(rank=None) if name.endswith("full") else sizes  # type: ignore[arg-type]
-        yield name, of(lirank_step(made(full, rows, device, **options).train(), batch, device)), ""
-    ms = fitted_ms(sizes, rows, device, repeats)
-    yield "lirank-residual, rank.fit", {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / least["ms"]}, ""
+    for name, kind in kinds.items():
+        step = lirank_step(made(kind, rows, device).train(), batch, device)
+        yield name, of(step, floor(kind, device, repeats, taken)), ""
+    ms, lowest = fitted_ms(sizes, rows, device, repeats), least["ms"]
+    yield (
+        "lirank-residual, rank.fit",
+        {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / lowest, "floor_ms": lowest},
+        "",
+    )
     if zoo is None:
         return
     yield "fuxictr-dcnv2", of(fuxictr_step(sizes, data, rows, zoo, device)), ""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import shares, sum_rows
+from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 from tigon.runtime import (
     Plan,
     applied,
@@ -24,7 +24,6 @@ from tigon.runtime import (
     jit,
     launch,
     launcher,
-    multiprocessors,
     tl,
     use_triton,
 )
@@ -72,7 +71,7 @@ def _crossed_sum_fwd_kernel(
 @do_not_specialize("M", "rows_each")
 def _crossed_sum_bwd_kernel(
     dy_ptr, ds_ptr, x0_ptr, u_ptr, b_ptr, du_ptr, dx0_ptr, db_ptr, M, N, rows_each,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # du = dy · x₀, dx₀ = ds + dy · (u + b), and this program's share of db = Σ rows du. dx is dy.
     blocks = tl.cdiv(N, BLOCK_N)
@@ -83,7 +82,7 @@ def _crossed_sum_bwd_kernel(
     # A sum for each place of the tile, which threads have to themselves: they meet once, at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = part.to(tl.int64) * rows_each
-    for start in tl.range(0, rows_each, BLOCK_M, num_stages=STAGES):
+    for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         mask = ((row < rows_each) & (rows < M))[:, None] & inside[None, :]
@@ -105,17 +104,6 @@ def _crossed_sum_bwd_kernel(
 
 # --------------------------------------------------------------------------------------------------------- launches
 
-# 16 numbers a thread; 256 bytes of a row of 16-bit numbers side by side.
-BLOCK_M, BLOCK_N, WARPS, STAGES = 16, 128, 4, 3
-
-
-def parts_of_rows(M: int, blocks: int, device: torch.device) -> tuple[int, int]:
-    """(parts, rows of each) by which the sums of columns are shared out among programs, `blocks` of them a part."""
-    # Four programs a multiprocessor, 16 warps: loads enough are under way to keep the memory busy.
-    most = max(1, 4 * multiprocessors(device) // blocks)
-    each = cdiv(cdiv(M, most), BLOCK_M) * BLOCK_M
-    return cdiv(M, each), each
-
 
 def _crossed_sum_fwd_fake(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(x.shape)
@@ -127,7 +115,8 @@ def _crossed_sum_fwd(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     if y.numel():
 
         def plan() -> Plan:
-            return cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N), (M, N, BLOCK_M, BLOCK_N), {"num_warps": WARPS}
+            block_m, block_n, warps = 16, 128, 4  # 16 numbers a thread
+            return cdiv(M, block_m) * cdiv(N, block_n), (M, N, block_m, block_n), {"num_warps": warps}
 
         launch(_crossed_sum_fwd_kernel, (M, N, x.dtype, bias.dtype), (x0, u, x, bias, y), plan)
     return y
@@ -151,12 +140,11 @@ def _crossed_sum_bwd(
     du, dx0, db = _crossed_sum_bwd_fake(dy, ds, x0, u, bias, need_dx0, need_db)
     if not dy.numel():
         return du, dx0, db.zero_()
-    blocks = cdiv(N, BLOCK_N)
-    parts, each = parts_of_rows(M, blocks, dy.device)
-    partial = shares(parts, db)[0] if need_db else None
+    how = cut(M, N, dy.device)
+    partial = shares(how.parts, db)[0] if need_db else None
 
     def plan() -> Plan:
-        return parts * blocks, (M, N, each, BLOCK_M, BLOCK_N, STAGES), {"num_warps": WARPS}
+        return how.parts * how.blocks, (M, N, how.each, how.rows, how.columns), {"num_warps": WARPS}
 
     tensors = dy, ds, x0, u, bias, du, dx0 if need_dx0 else None, partial
     key = M, N, *[None if t is None else t.dtype for t in tensors]

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.ops.crossed_sum import BLOCK_M, BLOCK_N, STAGES, WARPS, parts_of_rows
-from tigon.ops.sum_rows import shares, sum_rows
-from tigon.runtime import Plan, cdiv, do_not_specialize, jit, launch, launcher, tl, use_triton
+from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
+from tigon.runtime import Plan, do_not_specialize, jit, launch, launcher, tl, use_triton
 
 
 def relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +32,7 @@ def relu_gradient_reference(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 @do_not_specialize("M", "rows_each")
 def _relu_gradient_kernel(
     dy_ptr, y_ptr, dh_ptr, db_ptr, M, N, rows_each,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK_N)
     part = tl.program_id(0) // blocks
@@ -43,7 +42,7 @@ def _relu_gradient_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # int64: a batch may have more than 2**31 numbers.
     first = part.to(tl.int64) * rows_each
-    for start in tl.range(0, rows_each, BLOCK_M, num_stages=STAGES):
+    for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         mask = ((row < rows_each) & (rows < M))[:, None] & inside[None, :]
@@ -65,12 +64,11 @@ def _relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     (M, N), (dh, db) = y.shape, _relu_gradient_fake(dy, y)
     if not dy.numel():
         return dh, db.zero_()
-    blocks = cdiv(N, BLOCK_N)
-    parts, each = parts_of_rows(M, blocks, y.device)
-    partial = shares(parts, db)[0]
+    how = cut(M, N, y.device)
+    partial = shares(how.parts, db)[0]
 
     def plan() -> Plan:
-        return parts * blocks, (M, N, each, BLOCK_M, BLOCK_N, STAGES), {"num_warps": WARPS}
+        return how.parts * how.blocks, (M, N, how.each, how.rows, how.columns), {"num_warps": WARPS}
 
     launch(_relu_gradient_kernel, (M, N, y.dtype, dy.dtype), (dy, y, dh, partial), plan)
     sum_rows(partial, db)

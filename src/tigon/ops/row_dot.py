@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.crossed_sum import BLOCK_M, BLOCK_N, STAGES, WARPS, parts_of_rows
-from tigon.ops.sum_rows import shares, sum_rows
+from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 from tigon.runtime import (
     Plan,
     applied,
@@ -67,7 +66,7 @@ def _row_dot_fwd_kernel(x_ptr, w_ptr, z_ptr, M, N, stride, BLOCK_M: tl.constexpr
 @do_not_specialize("M", "rows_each")
 def _row_dot_bwd_kernel(
     dz_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, K, rows_each,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # dx = dz ⊗ w, and this program's share of dw = Σ rows dz · x.
     blocks = tl.cdiv(K, BLOCK_N)
@@ -78,7 +77,7 @@ def _row_dot_bwd_kernel(
     w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = part.to(tl.int64) * rows_each
-    for start in tl.range(0, rows_each, BLOCK_M, num_stages=STAGES):
+    for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         there = (row < rows_each) & (rows < M)
@@ -97,8 +96,8 @@ def _row_dot_bwd_kernel(
 
 
 def _tile() -> tuple[int, int, int]:
-    """Rows, columns and warps of the forward kernel: 32 numbers a thread, of which a kilobyte lies side by side."""
-    return 8, 512, 4
+    """Rows, columns and warps of the forward kernel: 32 numbers a thread."""
+    return 16, 256, 4
 
 
 def _row_dot_fwd_fake(x: Tensor, weight: Tensor) -> Tensor:
@@ -132,12 +131,11 @@ def _row_dot_bwd(dz: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dw: 
     dx, dw = _row_dot_bwd_fake(dz, x, weight, need_dx, need_dw)
     if not M or not K:
         return dx, dw.zero_()
-    blocks = cdiv(K, BLOCK_N)
-    parts, each = parts_of_rows(M, blocks, x.device)
-    partial = shares(parts, dw)[0] if need_dw else None
+    how = cut(M, K, x.device)
+    partial = shares(how.parts, dw)[0] if need_dw else None
 
     def plan() -> Plan:
-        return parts * blocks, (M, N, K, each, BLOCK_M, BLOCK_N, STAGES), {"num_warps": WARPS}
+        return how.parts * how.blocks, (M, N, K, how.each, how.rows, how.columns), {"num_warps": WARPS}
 
     tensors = dz, x, weight, dx if need_dx else None, partial
     launch(_row_dot_bwd_kernel, (M, N, K, *[None if t is None else t.dtype for t in tensors]), tensors, plan)

@@ -6,10 +6,13 @@ This launch adds the rows and casts. The order of the sum is fixed, and so are i
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tigon.runtime import Plan, cdiv, jit, launch, multiprocessors, tl
+from tigon.runtime import Plan, cdiv, jit, launch, multiprocessors, next_power_of_2, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -73,6 +76,29 @@ def spread(m: int, block_m: int, block_n: int, device: torch.device) -> tuple[in
     while 4 * rows < block_m and 4 * rows * programs <= m:
         rows *= 4
     return rows, min(8, max(1, rows * block_n // 512)), 1
+
+
+WARPS = 8  # of a program that `cut` gives a tile
+
+
+class Cut(NamedTuple):
+    """How programs share out M rows of N columns that they sum. parts: of the rows, of `each` rows; blocks: of the
+    columns; then a tile's rows and columns."""
+
+    parts: int
+    each: int
+    blocks: int
+    rows: int
+    columns: int
+
+
+@functools.lru_cache(maxsize=4096)
+def cut(M: int, N: int, device: torch.device) -> Cut:
+    """Tiles of 512 bytes of a 16-bit row; eight programs a multiprocessor, which keep its memory busy."""
+    columns = min(256, max(16, next_power_of_2(N)))
+    rows, blocks = 8192 // max(64, columns), cdiv(N, columns)
+    each = cdiv(cdiv(M, max(1, 8 * multiprocessors(device) // blocks)), rows) * rows
+    return Cut(cdiv(M, each), each, blocks, rows, columns)
 
 
 def shares(programs: int, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
