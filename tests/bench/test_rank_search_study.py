@@ -1,5 +1,7 @@
 """The study of searches: a tiny run that is cut and goes on, its tables, and p by hand."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -93,3 +95,28 @@ def test_searches_are_compared_seed_by_seed():
 def test_a_method_that_there_is_not(folder, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="--methods must be of evolution, random, residual-dcn, got 'tpe'"):
         run(monkeypatch, folder, "--methods", "tpe", "--output", tmp_path)
+
+
+def test_what_the_page_says_is_in_the_record():
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "rank" / "search.md").read_text()
+    rows = report.load(root / "benchmarks" / "results" / "h200-rank-search.json")["rows"]
+    lines = {part: {line[0]: line for line in of} for part, of in (
+        ("objective", study.compared(rows, ("trials", "evolution"), ("trials", "random"), "validation")),
+        ("trials", study.compared(rows, ("trials", "evolution"), ("trials", "random"), "measures")),
+        ("refit", study.compared(rows, ("refit", "evolution"), ("refit", "random"), "measures")),
+        ("hand", study.compared(rows, ("within", "evolution"), ("hand", study.HAND), "measures")),
+    )}  # fmt: skip
+    seeds, away, lower, p = 1, 4, 5, 6
+    every = [lines[part]["all, %"] for part in ("objective", "trials")]
+    assert [one[seeds] for one in every] == ["15", "15"]
+    assert "a log loss {} % lower than the best of as many random graphs, and {} % lower on the test".format(
+        *(one[away].removeprefix("−") for one in every)
+    ) in text  # fmt: skip
+    assert all(float(one[p]) < 0.05 for one in every)
+    sets = ("frappe", "ml-100k", "adult")
+    assert all(float(lines[part][one][p]) > 0.05 for part in ("objective", "trials") for one in sets)
+    assert [lines["refit"][one][lower] for one in sets] == ["0 of 5", "3 of 5", "1 of 5"]
+    assert "ahead on MovieLens in three searches of five, and behind on Frappe in five and on Adult in four" in text
+    assert lines["hand"]["ml-100k"][lower] == "5 of 5"
+    assert all(float(lines["hand"][one][p]) > 0.9 for one in ("frappe", "adult"))

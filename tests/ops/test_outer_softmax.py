@@ -24,7 +24,11 @@ def test_any_rank(r, device, triton_backend):
     def draw(generator):
         return (torch.randn(2 if r > 60 else 9, 3 * r, generator=generator).to(device),)
 
-    check(tigon.outer_softmax, outer_softmax_reference, draw, eager=eager_outer_softmax, temperature=0.7, residual=True)
+    # Sums over r numbers go in another order than torch's, whose order depends on the processor.
+    check(
+        tigon.outer_softmax, outer_softmax_reference, draw, eager=eager_outer_softmax, roundings=6, temperature=0.7,
+        residual=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("r", range(1, 4097, 45))
