@@ -232,6 +232,14 @@ def test_heads_read_what_stands_beside_each_other_where_it_is(options, together,
     # A head that is more than its weight is called, and so is the last layer of a cross.
     model.towers.heads[0].register_forward_hook(lambda layer, args, z: 3 * z)
     torch.testing.assert_close(model(requests)["click"], 3 * plain[0], rtol=1e-4, atol=1e-6)
+    # So are towers, an MLP and its layers.
+    seen = []
+    for part in (model.towers, model.mlp, model.mlp and model.mlp[0]):
+        if part is not None:
+            part.register_forward_hook(lambda layer, args, y: seen.append((layer, y)))
+    model(requests)
+    assert [layer for layer, _ in seen] == [*([model.mlp[0], model.mlp] if model.mlp else []), model.towers]
+    assert all(y.shape == (8, width) for (_, y), width in zip(seen[:-1], (12, 7), strict=False))
     if model.cross is not None:
         model.cross.layers[-1].up.register_forward_hook(lambda layer, args, u: 0 * u)
         model.cross.layers[0].up.register_forward_hook(lambda layer, args, u: 0 * u)

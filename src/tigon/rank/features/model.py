@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tigon.fusion.patch import is_hooked
 from tigon.rank.batch import Batch
 from tigon.rank.features import aligned
 from tigon.rank.features.blocks import Block, Blocks, blocks_of
@@ -126,7 +127,7 @@ class LiRank(Ranker):
         if self.mlp is None:
             return [x if self.cross is None else self.cross(x)], [self.inputs.width]
         # The large products first: while they run, the host is ahead with the small ones of the cross layers.
-        mlp, width = self.mlp.padded(x), self.options["mlp"][-1]
+        mlp, width = self.mlp(x) if is_hooked(self.mlp) else self.mlp.padded(x), self.options["mlp"][-1]
         return ([mlp], [width]) if self.cross is None else ([self.cross(x), mlp], [self.inputs.width, width])
 
     def logits(self, hidden: Tensor) -> dict[str, Tensor]:

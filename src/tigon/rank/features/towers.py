@@ -107,9 +107,12 @@ class MLP(nn.Sequential):
 
     def padded(self, x: Tensor) -> Tensor:
         """`forward`, with columns of zeros behind it where they were faster."""
+        width = x.shape[-1]
         for layer in self:
             assert isinstance(layer, Hidden)
-            x = layer.padded(x)
+            # Hooks see what a layer takes and gives without zeros.
+            x = layer(aligned.first(x, width)) if is_hooked(layer) else layer.padded(x)
+            width = layer.linear.out_features
         return x
 
 
@@ -185,7 +188,7 @@ class Towers(nn.Module):
 
         sides: (C, width) each, or wider by columns that do not count. widths: those that do.
         """
-        plain = self.shallow and all(aligned.is_plain(head) for head in self.heads)
+        plain = self.shallow and not is_hooked(self) and all(aligned.is_plain(head) for head in self.heads)
         if not plain or not use_triton(*sides) or is_traced(sides[0]):
             joined: dict[str, Tensor] = self(aligned.beside(sides, widths))
             return joined
