@@ -187,8 +187,8 @@ def step(options: argparse.Namespace, keep: Any) -> None:
         print(f"left out: fuxictr-dcnv2, since {why}", flush=True)
         zoo = None
     sizes = speed.TINY if options.tiny else speed.Sizes()
-    for name, measures, note in speed.sides(sizes, zoo, torch.device(options.device), 1 if options.tiny else 30):
-        keep(Row("speed", f"{sizes.rows:,} rows", 0, name, sizes._asdict(), measures, note=note))
+    for name, own, measures, note in speed.sides(sizes, zoo, torch.device(options.device), 1 if options.tiny else 30):
+        keep(Row("speed", f"{sizes.rows:,} rows", 0, name, own._asdict(), measures, note=note))
         print(f"{name:40}" + "  ".join(f"{key} {value:,.4g}" for key, value in measures.items()), flush=True)
 
 

@@ -365,10 +365,16 @@ def test_what_the_page_says_is_in_the_record():
         return 1e4 * (statistics.fmean(a) - statistics.fmean(b)), page.p_value(a, b)
 
     away, p = compared("frappe", "fuxictr-dcnv2", "lirank-residual")
-    assert f"from the residual one it differs by {away:.0f} · 10⁻⁴, p {p:.3f}" in text
+    low, of_low = compared("frappe", "fuxictr-dcnv2", "lirank-dcn")
+    said = f"from the residual one it differs by {away:.0f} · 10⁻⁴, p {p:.3f}, and from that of low rank without"
+    assert f"{said} attention by {low:.0f} · 10⁻⁴, p {of_low:.3f}" in text
     assert all(compared(data, "lirank-residual", "fuxictr-dcnv2")[1] > 0.3 for data in ("ml-100k", "adult"))
     away, p = compared("ml-100k", "lirank-residual", "lirank-dcn")
     assert f"is worth {away:.0f} · 10⁻⁴ beside the same network of low rank without it** (p {p:.3f})" in text
     assert compared("ml-100k", "lirank-residual", "lirank-dcn-full")[1] > 0.3
+    assert compared("ml-100k", "lirank-residual-gate", "lirank-dcn-gate")[1] > 0.3
+    for table in ("frappe", "ml-100k", "adult"):  # "nowhere is log loss the better for it"
+        a, b = (page.values(quality[table, name, ""], "log_loss") for name in ("lirank-residual", "lirank-dcn"))
+        assert statistics.fmean(a) > statistics.fmean(b) or page.p_value(a, b) > 0.3
     assert all(compared(data, "lirank-residual", "lirank-dcn")[1] > 0.1 for data in ("frappe", "adult"))
     assert {len(some) for some in quality.values()} == {5}

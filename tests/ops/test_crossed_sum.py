@@ -59,6 +59,20 @@ def test_gradients_that_are_not_wanted_are_not_computed(backend, device):
             assert leaf.grad is None or close(leaf.grad, want[1 + n], 1e-5)
 
 
+def test_a_frozen_x0_stays_frozen_for_the_next_layer(backend, device):
+    given, _, _ = drawn(5, 7, torch.float32, device)
+    x, x0 = crossed_sum(given[0], given[1].requires_grad_(), given[2], given[3])
+    assert x.requires_grad
+    assert not x0.requires_grad
+
+
+@pytest.mark.parametrize("shapes", [((2, 3, 4), (2, 3, 4), (2, 3, 4), (4,)), ((2, 3), (2, 4), (2, 3), (3,)),
+                                    ((2, 3), (2, 3), (2, 3), (4,))])  # fmt: skip
+def test_shapes_that_do_not_fit_are_refused(shapes, backend, device):
+    with pytest.raises(ValueError, match=r"crossed_sum: x0, u and x must be \(B, N\) and bias \(N,\), got"):
+        crossed_sum(*(torch.ones(shape, device=device) for shape in shapes))
+
+
 def test_one_tensor_may_be_both_and_x0_alone_may_go_on(backend, device):
     """The first layer's x is x₀; and where nobody uses the sum, x₀'s gradient passes on."""
     given, dy, ds = drawn(9, 12, torch.float32, device)

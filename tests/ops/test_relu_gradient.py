@@ -30,5 +30,7 @@ def test_nan_rows_apart_and_no_rows(backend, device):
     dh, db = relu_gradient(dy, y)
     assert dh.tolist() == [[1, 0, 0, 7], [2, 0, 0, 8]]
     assert db.tolist() == [3, 0, 0, 15]
+    with pytest.raises(ValueError, match=r"relu_gradient: dy and y must be \(M, N\), got \(1, 4\) and \(2, 4\)"):
+        relu_gradient(dy[:1], y)
     dh, db = relu_gradient(dy[:0], y[:0])
     assert (dh.shape, db.tolist()) == ((0, 4), [0, 0, 0, 0])

@@ -54,3 +54,16 @@ def test_gradients_that_are_not_wanted_rows_apart_and_no_rows(backend, device):
     assert torch.allclose(dw, dz @ x, atol=1e-5)
     row_dot(x[:0], leaf).sum().backward()
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+    with pytest.raises(
+        ValueError, match=r"row_dot: x must be \(M, K\), and weight \(N,\) with N up to K, got \(6, 9\)"
+    ):
+        row_dot(x, torch.ones(10, device=device))
+
+
+def test_an_infinite_gradient_stays_in_the_columns_that_count(backend, device):
+    x, weight, dz = drawn(3, 8, 5, torch.float32, device)
+    dz[1] = float("inf")
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(row_dot(x, weight), x, dz)
+    assert dx[1, :5].isinf().all()
+    assert torch.equal(dx[:, 5:], torch.zeros_like(dx[:, 5:]))

@@ -210,6 +210,64 @@ def test_a_relu_that_is_a_products_last_step_is_torchs(padded, monkeypatch, back
     torch.testing.assert_close(aligned.linear_relu(layer, x)[:, :11], 2 * plain[0])
 
 
+def test_what_a_hidden_layer_makes_of_a_weight_that_is_not_finite_is_seen(backend, device):
+    """Where nothing is differentiated, as in evaluation: a product's last step may take NaN for 0."""
+    layer = torch.nn.Linear(4, 3, device=device)
+    with torch.no_grad():
+        layer.weight[1] = float("nan")
+        y = aligned.linear_relu(layer, torch.ones(5, 4, device=device))
+    assert y[:, 1].isnan().all()
+    assert y[:, [0, 2]].isfinite().all()
+
+
+def test_a_product_of_two_dtypes_is_refused_as_torchs(backend, device):
+    with pytest.raises(RuntimeError, match="dtype"):
+        aligned.linear_relu(torch.nn.Linear(4, 3, device=device), torch.ones(5, 4, device=device).bfloat16())
+
+
+def test_calibration_is_fitted_on_the_logits_that_it_is_applied_to(backend, device):
+    torch.manual_seed(0)
+    model, requests = made(calibrate=True, norm="none", gate=False).to(device).eval(), drawn().to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        want = model(requests)
+        logits = model.uncalibrated(requests)
+    assert all(z.dtype == torch.float32 for z in logits.values())
+    for name, z in model.calibrated(logits, None).items():
+        assert torch.equal(z, want[name])
+
+
+def test_what_a_subclass_makes_of_hidden_and_logits_counts(backend, device):
+    class Twice(rank.LiRank):
+        def hidden(self, batch):
+            return 2 * super().hidden(batch)
+
+    torch.manual_seed(0)
+    model, requests = Twice(QR, **SMALL, gate=False, norm="none").to(device), drawn().to(device)
+    got, want = model(requests), model.logits(rank.LiRank.hidden(model, requests) * 2)
+    for name, z in want.items():
+        torch.testing.assert_close(got[name], z)
+
+
+def test_an_mlp_that_is_wrapped_is_called(backend, device):
+    """As FSDP does, which gives a module another class."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.calls = inner, 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x)
+
+    torch.manual_seed(0)
+    model, requests = made(gate=False, norm="none", mlp=(12, 7)).to(device), drawn().to(device)
+    want = model(requests)["click"]
+    model.mlp = Wrapped(model.mlp)
+    torch.testing.assert_close(model(requests)["click"], want)
+    assert model.mlp.calls == 1
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("options", [{}, {"cross": "dcn", "rank": None}, {"cross": "none"}, {"mlp": ()}])
 def test_heads_read_what_stands_beside_each_other_where_it_is(options, together, backend, device):

@@ -133,15 +133,7 @@ def test_the_best_that_are_fitted_are_no_mutants_of_one_another():
         return tuple(Block(kind, width, (0,)) for kind, width in blocks)
 
     a, b, c, d = ("mlp", 32), ("mlp", 64), ("cross", 8), ("gate", 8)
-    graphs = [
-        graph(a, b, c),
-        graph(a, b, d),
-        graph(b, b, c, d),
-        graph(a, d),
-        graph(
-            c,
-        ),
-    ]
+    graphs = [graph(a, b, c), graph(a, b, d), graph(b, b, c, d), graph(a, d), graph(c)]
     assert shared(graphs[0], graphs[1]) == pytest.approx(2 / 3)
     assert shared(graphs[0], graphs[2]) == pytest.approx(4 / 7)  # b, which the first has once, counts once
     assert shared(graphs[0], graphs[0]) == 1

@@ -152,8 +152,7 @@ def speed(rows: Rows) -> str:
         if row["part"] == "speed":
             m = row["measures"]
             times = f"{m['rows_s'] / peer:.2f} ×" if peer and "rows_s" in m else "–"
-            # What a peer computes in fp32 has another floor.
-            own = f"{m['floors']:.2f} × {m['floor_ms']:.2f}" if row["method"].startswith("lirank") else "–"
+            own = f"{m['floors']:.2f} × {m['floor_ms']:.2f}" if "floors" in m else "–"
             lines.append([
                 row["method"], f"{m['ms']:.2f}", own,
                 f"{m['rows_s'] / 1e6:.2f} M" if "rows_s" in m else "–", times,

@@ -7,6 +7,7 @@ with its widths as they are and with the next multiples of 8, and the shorter ti
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import tempfile
@@ -229,45 +230,44 @@ def fuxictr_step(sizes: Sizes, data: Clicks, rows: Rows, zoo: Path, device: torc
 
 def sides(
     sizes: Sizes, zoo: Path | None, device: torch.device, repeats: int
-) -> Iterator[tuple[str, dict[str, float], str]]:
-    """(method, measures, note) of each side; the floor first."""
+) -> Iterator[tuple[str, Sizes, dict[str, float], str]]:
+    """(method, its sizes, measures, note) of each side; the floor first. A peer in fp32 is beside no floor of ours."""
     # An epoch of several batches, as those of a large table: between two the host draws an order.
     data = table(sizes, BATCHES)
     rows = Rows(data, TRAIN, device)
     batch = rows.batch(torch.arange(sizes.rows, device=device), device)
     taken: dict[Any, float] = {}
     least = floor(sizes, device, repeats, taken)
-    yield "floor", least, ""
+    yield "floor", sizes, least, ""
 
-    def of(run: Callable[[], Any], of_it: dict[str, float] = least) -> dict[str, float]:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+    def beside(ms: float, lowest: float) -> dict[str, float]:
+        return {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / lowest, "floor_ms": lowest}
+
+    def of(run: Callable[[], Any]) -> tuple[float, dict[str, float]]:
+        gc.collect()  # the model of the side before, which would be in this one's peak
+        if device.type != "cuda":
+            return timed(run, device, repeats), {}
+        torch.cuda.reset_peak_memory_stats()
         ms = timed(run, device, repeats)
-        found = {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / of_it["ms"], "floor_ms": of_it["ms"]}
-        if device.type == "cuda":
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return found
+        return ms, {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
+    full = sizes._replace(attention=False, rank=None)
     kinds = {
-        "lirank-residual": sizes, "lirank-dcn": sizes._replace(attention=False),
-        "lirank-dcn-full": sizes._replace(attention=False, rank=None),
+        "lirank-residual": sizes, "lirank-dcn": sizes._replace(attention=False), "lirank-dcn-full": full,
         "lirank-residual, gates and batch norm": sizes._replace(gated=True),
     }  # fmt: skip
     for name, kind in kinds.items():
-        step = lirank_step(made(kind, rows, device).train(), batch, device)
-        yield name, of(step, floor(kind, device, repeats, taken)), ""
-    ms, lowest = fitted_ms(sizes, rows, device, repeats), least["ms"]
-    yield (
-        "lirank-residual, rank.fit",
-        {"ms": ms, "rows_s": 1e3 * sizes.rows / ms, "floors": ms / lowest, "floor_ms": lowest},
-        "",
-    )
+        lowest = floor(kind, device, repeats, taken)["ms"]
+        ms, peak = of(lirank_step(made(kind, rows, device).train(), batch, device))
+        yield name, kind, beside(ms, lowest) | peak, ""
+    yield "lirank-residual, rank.fit", sizes, beside(fitted_ms(sizes, rows, device, repeats), least["ms"]), ""
     if zoo is None:
         return
-    yield "fuxictr-dcnv2", of(fuxictr_step(sizes, data, rows, zoo, device)), ""
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
+    for tf32 in (False, True) if device.type == "cuda" else (False,):
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         try:
-            yield "fuxictr-dcnv2, TF32", of(fuxictr_step(sizes, data, rows, zoo, device)), "an option of torch"
+            ms, peak = of(fuxictr_step(sizes, data, rows, zoo, device))
         finally:
             torch.backends.cuda.matmul.allow_tf32 = False
+        name, note = ("fuxictr-dcnv2, TF32", "an option of torch") if tf32 else ("fuxictr-dcnv2", "")
+        yield name, full, {"ms": ms, "rows_s": 1e3 * sizes.rows / ms} | peak, note

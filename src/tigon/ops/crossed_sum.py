@@ -35,10 +35,14 @@ def crossed_sum(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor,
     x0, u, x: (B, N) of one float dtype. bias: (N,), any float dtype. In eager mode alone, and with kernels; elsewhere
     torch adds and multiplies.
     """
+    if x0.dim() != 2 or not x0.shape == u.shape == x.shape or bias.shape != x0.shape[1:]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x0, u, x, bias))
+        raise ValueError(f"crossed_sum: x0, u and x must be (B, N) and bias (N,), got {shapes}.")
     if not use_triton(x0, u, x, bias) or is_traced(x0) or not (x0.dtype == u.dtype == x.dtype):
         return crossed_sum_reference(x0, u, x, bias), x0
-    result: tuple[Tensor, Tensor] = _crossed(x0, u, x, bias)
-    return result
+    y, goes_on = _crossed(x0, u, x, bias)
+    # A frozen x₀ stays frozen for the next layer.
+    return y, goes_on if x0.requires_grad else x0
 
 
 def crossed_sum_reference(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:

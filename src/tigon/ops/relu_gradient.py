@@ -17,6 +17,8 @@ def relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
     dy, y: (M, N) of one float dtype. A NaN of y passes dy on, as torch's threshold does.
     """
+    if dy.dim() != 2 or dy.shape != y.shape:
+        raise ValueError(f"relu_gradient: dy and y must be (M, N), got {tuple(dy.shape)} and {tuple(y.shape)}.")
     if not use_triton(dy, y):
         return relu_gradient_reference(dy, y)
     found: tuple[Tensor, Tensor] = _relu_gradient(dy.contiguous(), y.contiguous())

@@ -33,6 +33,9 @@ def row_dot(x: Tensor, weight: Tensor) -> Tensor:
     x: (M, K), any float dtype, K ≥ N: columns behind the first N count nothing and get gradients of 0. weight: (N,).
     In eager mode alone, and with kernels; elsewhere torch multiplies.
     """
+    if x.dim() != 2 or weight.dim() != 1 or weight.shape[0] > x.shape[1]:
+        shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        raise ValueError(f"row_dot: x must be (M, K), and weight (N,) with N up to K, got {shapes}.")
     if not use_triton(x, weight) or is_traced(x):
         return row_dot_reference(x, weight)
     found: Tensor = _row_dot(x, weight)
@@ -73,7 +76,7 @@ def _row_dot_bwd_kernel(
     part = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < N
-    # 0 behind the last column that counts, and so is dx there.
+    # 0 behind the last column that counts.
     w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = part.to(tl.int64) * rows_each
@@ -86,7 +89,8 @@ def _row_dot_bwd_kernel(
         if dw_ptr is not None:
             total += dz * tl.load(x_ptr + at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if dx_ptr is not None:
-            dx = (dz * w[None, :]).to(dx_ptr.dtype.element_ty)
+            # 0 there of an infinite dz as well.
+            dx = tl.where(inside[None, :], dz * w[None, :], 0.0).to(dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + at, dx, mask=there[:, None] & (cols < K)[None, :])
     if dw_ptr is not None:
         tl.store(dw_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0).to(dw_ptr.dtype.element_ty), mask=inside)

@@ -37,11 +37,18 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def linear_relu(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`relu(linear(layer, x))`; with kernels the relu is a product's last step, and its gradient one pass."""
-    if not is_plain(layer) or layer.bias is None or x.dim() != 2 or not use_triton(x) or is_traced(x):
+    """`relu(linear(layer, x))`; with kernels the relu is a product's last step in training, and its gradient one pass.
+
+    A product's last step may take NaN for 0. Weights that are not finite are seen by the loss of a step, but for those
+    of this layer, and by what is computed without gradients.
+    """
+    if not is_plain(layer) or layer.bias is None or x.dim() != 2 or not torch.is_grad_enabled():
+        return F.relu(linear(layer, x))
+    dtype = _computed_in(x)
+    same = torch.is_autocast_enabled(x.device.type) or dtype == layer.weight.dtype == layer.bias.dtype
+    if not same or not use_triton(x, layer.weight, layer.bias) or is_traced(x):
         return F.relu(linear(layer, x))
     if x.shape[-1] == layer.in_features and not pays(layer, x):
-        dtype = _computed_in(x)
         found: Tensor = _linear_relu(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
     else:
         found = _linear_relu(*_widened(layer, x))

@@ -69,7 +69,7 @@ def _rows(
             if missing := [label for label in ranker.labels if label not in batch.labels]:
                 raise ValueError(f"{NAME}: data must have the label {missing[0]!r}, got {sorted(batch.labels)}.")
             with drawing.autocast(ranker.device):
-                logits.append(ranker.logits(ranker.hidden(batch)))
+                logits.append(ranker.uncalibrated(batch))
             labels.append(batch.labels)
             weights += [] if batch.weights is None else [batch.weights]
             segment = ranker.segments_of(batch)

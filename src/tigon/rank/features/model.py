@@ -127,7 +127,9 @@ class LiRank(Ranker):
         if self.mlp is None:
             return [x if self.cross is None else self.cross(x)], [self.inputs.width]
         # The large products first: while they run, the host is ahead with the small ones of the cross layers.
-        mlp, width = self.mlp(x) if is_hooked(self.mlp) else self.mlp.padded(x), self.options["mlp"][-1]
+        # What wraps the MLP, as FSDP does, or looks at it has to see its call.
+        plain = type(self.mlp) is MLP and not is_hooked(self.mlp)
+        mlp, width = self.mlp.padded(x) if plain else self.mlp(x), self.options["mlp"][-1]
         return ([mlp], [width]) if self.cross is None else ([self.cross(x), mlp], [self.inputs.width, width])
 
     def logits(self, hidden: Tensor) -> dict[str, Tensor]:
@@ -152,8 +154,14 @@ class LiRank(Ranker):
         Returns: label → (C,) fp32.
         Raises: ValueError for a field that is missing.
         """
+        return self.calibrated(self.uncalibrated(batch), self.segments_of(batch))
+
+    def uncalibrated(self, batch: Batch) -> dict[str, Tensor]:
+        """label → (C,) logits before calibration, in fp32 or wider."""
+        if type(self) is not LiRank:  # whose `hidden` or `logits` may be its own
+            return self.logits(self.hidden(batch))
         sides = self.sides(self.inputs(batch.context, batch.items, request_of(batch, self.device)))
-        return self.calibrated(self._wide(self.towers.of_sides(*sides)), self.segments_of(batch))
+        return self._wide(self.towers.of_sides(*sides))
 
     def features(self, batch: Batch, label: str | None = None) -> Tensor:
         """The last hidden layer, of which a label's logit, before calibration, is a linear function.
@@ -263,7 +271,7 @@ def request_of(batch: Batch, device: torch.device) -> Tensor | None:
 
 @torch.no_grad()
 def _begun(module: nn.Module) -> None:
-    """Weights by the law of Glorot and Bengio, biases 0. torch's own are about half as large."""
+    """Weights by the law of Glorot and Bengio, biases 0."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_normal_(module.weight)
         if module.bias is not None:

@@ -8,6 +8,7 @@ GateNet, https://arxiv.org/abs/2007.03519
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, get_args
@@ -110,8 +111,9 @@ class MLP(nn.Sequential):
         width = x.shape[-1]
         for layer in self:
             assert isinstance(layer, Hidden)
-            # Hooks see what a layer takes and gives without zeros.
-            x = layer(aligned.first(x, width)) if is_hooked(layer) else layer.padded(x)
+            # Hooks, and what wraps a layer, see what it takes and gives without zeros.
+            plain = type(layer) is Hidden and not is_hooked(layer)
+            x = layer.padded(x) if plain else layer(aligned.first(x, width))
             width = layer.linear.out_features
         return x
 
@@ -188,7 +190,8 @@ class Towers(nn.Module):
 
         sides: (C, width) each, or wider by columns that do not count. widths: those that do.
         """
-        plain = self.shallow and not is_hooked(self) and all(aligned.is_plain(head) for head in self.heads)
+        plain = self.shallow and type(self) is Towers and not any(map(is_hooked, (self, *self.hidden)))
+        plain = plain and all(aligned.is_plain(head) for head in self.heads)
         if not plain or not use_triton(*sides) or is_traced(sides[0]):
             joined: dict[str, Tensor] = self(aligned.beside(sides, widths))
             return joined
@@ -197,7 +200,7 @@ class Towers(nn.Module):
             assert isinstance(head, nn.Linear)
             weights = head.weight.split(list(widths), 1)
             parts = [_product(x, weight) for x, weight in zip(sides, weights, strict=True)]
-            found |= dict(zip(of, (sum(parts) + head.bias).unbind(-1), strict=True))
+            found |= dict(zip(of, (functools.reduce(torch.add, parts) + head.bias).unbind(-1), strict=True))
         return found
 
 
@@ -205,5 +208,5 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     """(C, labels) fp32, or wider: x, or its first columns, by the weights of a few labels."""
     if len(weight) == 1:
         return row_dot(x, weight[0]).unsqueeze(1)
-    found = F.linear(x, F.pad(weight, (0, x.shape[1] - weight.shape[1])))
+    found = F.linear(x, aligned.widened(weight, x.shape[1]))
     return found.to(torch.promote_types(found.dtype, torch.float32))
