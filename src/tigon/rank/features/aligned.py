@@ -39,8 +39,7 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 def linear_relu(layer: nn.Linear, x: Tensor) -> Tensor:
     """`relu(linear(layer, x))`; with kernels the relu is a product's last step in training, and its gradient one pass.
 
-    A product's last step may take NaN for 0. Weights that are not finite are seen by the loss of a step, but for those
-    of this layer, and by what is computed without gradients.
+    Such a step may take NaN for 0. Without gradients, as in an evaluation, relu is torch's, which keeps NaN.
     """
     if not is_plain(layer) or layer.bias is None or x.dim() != 2 or not torch.is_grad_enabled():
         return F.relu(linear(layer, x))
