@@ -7,7 +7,8 @@ from test_kernels_compile import compiled
 
 from tigon.ops.embedding import PIECE
 from tigon.ops.embedding_bag import embedding_bag, embedding_bag_reference
-from tigon.runtime import HAS_TRITON
+from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
+from tigon.runtime import HAS_TRITON, use_backend
 
 FIRST = [0, 10, 15, 30]
 EVERY = pytest.mark.parametrize(
@@ -176,6 +177,17 @@ def test_a_result_of_another_dtype_is_rounded_once(mode, grad, backend, device):
     assert not torch.equal(y, y.bfloat16().float())
     with pytest.raises(ValueError, match=r"embedding_bag: dtype must be one of floats, got torch\.int8"):
         embedding_bag(rows, values, dtype=torch.int8)
+
+
+def test_kernels_that_are_forced_write_no_fp64(triton_backend, device):
+    weight, values = torch.ones(3, 4, device=device), torch.zeros(2, 2, dtype=torch.long, device=device)
+    with pytest.raises(RuntimeError, match="the triton backend was forced, but"):
+        embedding_bag(weight, values, dtype=torch.float64)
+    codes, scales = quantize_rows(weight)
+    with pytest.raises(RuntimeError, match="the triton backend was forced, but"):
+        quantized_embedding(codes, scales, values, dtype=torch.float64)
+    with use_backend("torch"):
+        assert embedding_bag(weight, values, dtype=torch.float64).dtype == torch.float64
 
 
 def test_a_result_of_another_dtype_compiles(device):

@@ -79,7 +79,9 @@ def embedding_bag(
     dtype = weight.dtype if dtype is None else dtype
     if not dtype.is_floating_point:
         raise ValueError(f"{name}: dtype must be one of floats, got {dtype}.")
-    runs_triton = use_triton(weight, per_sample_weights) and dtype != torch.float64
+    # A result that kernels do not write is refused as such a weight is.
+    other = () if dtype == weight.dtype else (weight.new_empty(0, dtype=dtype),)
+    runs_triton = use_triton(weight, per_sample_weights, *other)
     if not runs_triton and grad == "dense":
         return embedding_bag_reference(
             weight, values, offsets, mode=mode, per_sample_weights=per_sample_weights, padding_idx=padding_idx,
