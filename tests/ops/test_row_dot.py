@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_kernels_compile import compiled
 
 from tigon.ops.row_dot import row_dot
+from tigon.runtime import HAS_TRITON
 
 
 def drawn(rows, wide, columns, dtype, device):
@@ -67,3 +69,20 @@ def test_an_infinite_gradient_stays_in_the_columns_that_count(backend, device):
     (dx,) = torch.autograd.grad(row_dot(x, weight), x, dz)
     assert dx[1, :5].isinf().all()
     assert torch.equal(dx[:, 5:], torch.zeros_like(dx[:, 5:]))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.xdist_group("compile cuda:90")
+def test_rows_are_read_16_bytes_at_a_time():
+    """Of the kernels of LiRank's step that share rows out alike: 1000 columns, of which 996 count for a head."""
+    ours = [x for x in compiled("cuda:90")["launches"] if x["op"] in ("crossed_sum", "relu_gradient", "row_dot")]
+    wide = [x for x in ours if x["shape"] == [65536, 1000] and x["dtype"] == "bfloat16"]
+    # Beside them a bias, a weight or the logits' gradients: numbers of columns that need not be a multiple of 8.
+    tensors = {
+        "_crossed_sum_fwd_kernel": 3, "_crossed_sum_bwd_kernel": 4, "_relu_gradient_kernel": 2,
+        "_row_dot_fwd_kernel": 1, "_row_dot_bwd_kernel": 1,
+    }  # fmt: skip
+    assert {x["kernel"].rpartition(".")[2] for x in wide} == set(tensors)
+    for x in wide:
+        assert x["wide_loads"] >= tensors[x["kernel"].rpartition(".")[2]], x
+        assert x["stack"] == 0

@@ -138,7 +138,10 @@ def test_the_best_that_are_fitted_are_no_mutants_of_one_another():
     assert shared(graphs[0], graphs[2]) == pytest.approx(4 / 7)  # b, which the first has once, counts once
     assert shared(graphs[0], graphs[0]) == 1
     tried = [Tried(9 - n, one, 0.1 + n, 1) for n, one in enumerate(graphs)]
-    numbers = lambda most, of=tried: [one.number for one in distinct(of, most)]  # noqa: E731
+
+    def numbers(most, of=tried):
+        return [one.number for one in distinct(of, most)]
+
     # Of the second and third more than half is the first's; of the fourth two of five, of the fifth one of two.
     assert numbers(3) == [9, 6, 5]
     assert numbers(1) == [9]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
+from tigon.ops.gated import unit_of
+from tigon.ops.sum_rows import WARPS, cut, part_of, shares, sum_rows
 from tigon.runtime import (
     Plan,
     applied,
@@ -56,41 +57,35 @@ def crossed_sum_reference(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Ten
 @jit
 @do_not_specialize("M")
 def _crossed_sum_fwd_kernel(
-    x0_ptr, u_ptr, x_ptr, b_ptr, y_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    x0_ptr, u_ptr, x_ptr, b_ptr, y_ptr, M, W, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    blocks = tl.cdiv(N, BLOCK_N)
-    rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    # int64: a batch may have more than 2**31 numbers.
-    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    _, first, cols, inside = part_of(W, BLOCK_M, UNIT, BLOCK_N)
+    rows = first + tl.arange(0, BLOCK_M)
+    mask = (rows < M)[:, None] & inside[None, :]
+    at = rows[:, None] * W * UNIT + cols[None, :]
     x0 = tl.load(x0_ptr + at, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, (x + x0 * (u + b[None, :])).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 @do_not_specialize("M", "rows_each")
 def _crossed_sum_bwd_kernel(
-    dy_ptr, ds_ptr, x0_ptr, u_ptr, b_ptr, du_ptr, dx0_ptr, db_ptr, M, N, rows_each,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, ds_ptr, x0_ptr, u_ptr, b_ptr, du_ptr, dx0_ptr, db_ptr, M, W, rows_each,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # du = dy · x₀, dx₀ = ds + dy · (u + b), and this program's share of db = Σ rows du. dx is dy.
-    blocks = tl.cdiv(N, BLOCK_N)
-    part = tl.program_id(0) // blocks
-    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = cols < N
+    part, first, cols, inside = part_of(W, rows_each, UNIT, BLOCK_N)
     b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     # A sum for each place of the tile, which threads have to themselves: they meet once, at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = part.to(tl.int64) * rows_each
     for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         mask = ((row < rows_each) & (rows < M))[:, None] & inside[None, :]
-        at = rows[:, None] * N + cols[None, :]
+        at = rows[:, None] * W * UNIT + cols[None, :]
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x0 = tl.load(x0_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if dx0_ptr is not None:
@@ -100,10 +95,13 @@ def _crossed_sum_bwd_kernel(
                 dx0 += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx0_ptr + at, dx0.to(dx0_ptr.dtype.element_ty), mask=mask)
         du = dy * x0
-        tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=mask)
+        if du_ptr is not None:
+            tl.store(du_ptr + at, du.to(du_ptr.dtype.element_ty), mask=mask)
         total += du
     if db_ptr is not None:
-        tl.store(db_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0).to(db_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            db_ptr + part.to(tl.int64) * W * UNIT + cols, tl.sum(total, 0).to(db_ptr.dtype.element_ty), mask=inside
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- launches
@@ -119,38 +117,41 @@ def _crossed_sum_fwd(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     if y.numel():
 
         def plan() -> Plan:
-            block_m, block_n, warps = 16, 128, 4  # 16 numbers a thread
-            return cdiv(M, block_m) * cdiv(N, block_n), (M, N, block_m, block_n), {"num_warps": warps}
+            (block_m, block_n, warps), unit = (16, 128, 4), unit_of(N, ())  # 16 numbers a thread
+            return cdiv(M, block_m) * cdiv(N, block_n), (M, N // unit, unit, block_m, block_n), {"num_warps": warps}
 
         launch(_crossed_sum_fwd_kernel, (M, N, x.dtype, bias.dtype), (x0, u, x, bias, y), plan)
     return y
 
 
 def _crossed_sum_bwd_fake(
-    dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_db: bool
+    dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_du: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return u.new_empty(u.shape), x0.new_empty(x0.shape if need_dx0 else 0), bias.new_empty(bias.shape if need_db else 0)
+    needs = (u, need_du), (x0, need_dx0), (bias, need_db)
+    du, dx0, db = (t.new_empty(t.shape if need else 0) for t, need in needs)
+    return du, dx0, db
 
 
 @launcher(
-    "(Tensor dy, Tensor? ds, Tensor x0, Tensor u, Tensor bias, bool need_dx0, bool need_db) -> "
+    "(Tensor dy, Tensor? ds, Tensor x0, Tensor u, Tensor bias, bool need_dx0, bool need_du, bool need_db) -> "
     "(Tensor, Tensor, Tensor)",
     _crossed_sum_bwd_fake,
 )
 def _crossed_sum_bwd(
-    dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_db: bool
+    dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_du: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     M, N = dy.shape
-    du, dx0, db = _crossed_sum_bwd_fake(dy, ds, x0, u, bias, need_dx0, need_db)
-    if not dy.numel():
+    du, dx0, db = _crossed_sum_bwd_fake(dy, ds, x0, u, bias, need_dx0, need_du, need_db)
+    if not dy.numel() or not (need_dx0 or need_du or need_db):
         return du, dx0, db.zero_()
     how = cut(M, N, dy.device)
     partial = shares(how.parts, db)[0] if need_db else None
 
     def plan() -> Plan:
-        return how.parts * how.blocks, (M, N, how.each, how.rows, how.columns), {"num_warps": WARPS}
+        unit = unit_of(N, ())
+        return how.parts * how.blocks, (M, N // unit, how.each, unit, how.rows, how.columns), {"num_warps": WARPS}
 
-    tensors = dy, ds, x0, u, bias, du, dx0 if need_dx0 else None, partial
+    tensors = dy, ds, x0, u, bias, du if need_du else None, dx0 if need_dx0 else None, partial
     key = M, N, *[None if t is None else t.dtype for t in tensors]
     launch(_crossed_sum_bwd_kernel, key, tensors, plan)
     if partial is not None:
@@ -170,7 +171,7 @@ class CrossedSum(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(laid[0], laid[1], laid[3])
         # An input that is returned becomes a view of itself whose gradient comes here: no memory is touched.
-        return _crossed_sum_fwd.direct(*laid), x0  # type: ignore[attr-defined]
+        return _crossed_sum_fwd(*laid), x0
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -183,7 +184,7 @@ def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | 
         return ds, None, None, None
     x0, u, bias = ctx.saved_tensors
     ds = None if ds is None else ds.contiguous()
-    du, dx0, db = _crossed_sum_bwd(dy.contiguous(), ds, x0, u, bias, need_dx0, need_db)
+    du, dx0, db = _crossed_sum_bwd(dy.contiguous(), ds, x0, u, bias, need_dx0, need_du, need_db)
     return dx0 if need_dx0 else None, du if need_du else None, dy if need_dx else None, db if need_db else None
 
 

@@ -116,7 +116,8 @@ def quantized_embedding(
     padding = check_bags(name, codes, values, offsets, mode, per_sample_weights, padding_idx, field_offsets)
     # use_triton asks for float tensors, which codes are not. scale_offset is one, on the same device.
     # A result that kernels do not write is refused where they are forced.
-    if not use_triton(scale_offset, per_sample_weights, scale_offset.new_empty(0, dtype=dtype)):
+    other = (scale_offset.new_empty(0, dtype=dtype),) if dtype == torch.float64 else ()
+    if not use_triton(scale_offset, per_sample_weights, *other):
         return quantized_embedding_reference(
             codes, scale_offset, values, offsets, mode=mode, per_sample_weights=per_sample_weights,
             padding_idx=padding_idx, field_offsets=field_offsets, dtype=dtype,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
+from tigon.ops.gated import unit_of
+from tigon.ops.sum_rows import WARPS, cut, part_of, shares, sum_rows
 from tigon.runtime import Plan, do_not_specialize, jit, launch, launcher, tl, use_triton
 
 
@@ -33,28 +34,23 @@ def relu_gradient_reference(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 @jit
 @do_not_specialize("M", "rows_each")
 def _relu_gradient_kernel(
-    dy_ptr, y_ptr, dh_ptr, db_ptr, M, N, rows_each,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, y_ptr, dh_ptr, db_ptr, M, W, rows_each,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(N, BLOCK_N)
-    part = tl.program_id(0) // blocks
-    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = cols < N
+    part, first, cols, inside = part_of(W, rows_each, UNIT, BLOCK_N)
     # A sum for each place of the tile, which threads have to themselves: they meet once, at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # int64: a batch may have more than 2**31 numbers.
-    first = part.to(tl.int64) * rows_each
     for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         mask = ((row < rows_each) & (rows < M))[:, None] & inside[None, :]
-        at = rows[:, None] * N + cols[None, :]
+        at = rows[:, None] * W * UNIT + cols[None, :]
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0)
         y = tl.load(y_ptr + at, mask=mask, other=0.0)
         dh = tl.where(y <= 0, 0.0, dy.to(tl.float32))
         tl.store(dh_ptr + at, dh.to(dh_ptr.dtype.element_ty), mask=mask)
         total += dh
-    tl.store(db_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0).to(db_ptr.dtype.element_ty), mask=inside)
+    tl.store(db_ptr + part.to(tl.int64) * W * UNIT + cols, tl.sum(total, 0).to(db_ptr.dtype.element_ty), mask=inside)
 
 
 def _relu_gradient_fake(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +66,8 @@ def _relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     partial = shares(how.parts, db)[0]
 
     def plan() -> Plan:
-        return how.parts * how.blocks, (M, N, how.each, how.rows, how.columns), {"num_warps": WARPS}
+        unit = unit_of(N, ())
+        return how.parts * how.blocks, (M, N // unit, how.each, unit, how.rows, how.columns), {"num_warps": WARPS}
 
     launch(_relu_gradient_kernel, (M, N, y.dtype, dy.dtype), (dy, y, dh, partial), plan)
     sum_rows(partial, db)

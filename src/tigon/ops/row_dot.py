@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
+from tigon.ops.gated import unit_of
+from tigon.ops.sum_rows import WARPS, cut, part_of, shares, sum_rows
 from tigon.runtime import (
     Plan,
     applied,
@@ -52,56 +53,53 @@ def row_dot_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 @jit
 @do_not_specialize("M")
-def _row_dot_fwd_kernel(x_ptr, w_ptr, z_ptr, M, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _row_dot_fwd_kernel(
+    x_ptr, w_ptr, z_ptr, M, N, W, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        mask = (rows < M)[:, None] & (cols < N)[None, :]
+        # All of a row's columns, which are a multiple of UNIT as N need not be: loads of N would be narrow.
+        mask = (rows < M)[:, None] & (cols < W * UNIT)[None, :]
         # int64: a batch may have more than 2**31 numbers.
-        x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        at = rows.to(tl.int64)[:, None] * W * UNIT + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        total += x * w[None, :]
+        # What lies behind may be NaN.
+        total += tl.where((cols < N)[None, :], x * w[None, :], 0.0)
     tl.store(z_ptr + rows, tl.sum(total, 1), mask=rows < M)
 
 
 @jit
 @do_not_specialize("M", "rows_each")
 def _row_dot_bwd_kernel(
-    dz_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, K, rows_each,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dz_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, W, rows_each,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # dx = dz ⊗ w, and this program's share of dw = Σ rows dz · x.
-    blocks = tl.cdiv(K, BLOCK_N)
-    part = tl.program_id(0) // blocks
-    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = cols < N
-    # 0 behind the last column that counts.
-    w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    part, first, cols, inside = part_of(W, rows_each, UNIT, BLOCK_N)
+    counts = cols < N
+    w = tl.load(w_ptr + cols, mask=counts, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    first = part.to(tl.int64) * rows_each
     for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         rows = first + row
         there = (row < rows_each) & (rows < M)
         dz = tl.load(dz_ptr + rows, mask=there, other=0.0).to(tl.float32)[:, None]
-        at = rows[:, None] * K + cols[None, :]
+        at, mask = rows[:, None] * W * UNIT + cols[None, :], there[:, None] & inside[None, :]
         if dw_ptr is not None:
-            total += dz * tl.load(x_ptr + at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            # Sums of columns that do not count are not stored.
+            total += dz * tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if dx_ptr is not None:
-            # 0 there of an infinite dz as well.
-            dx = tl.where(inside[None, :], dz * w[None, :], 0.0).to(dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + at, dx, mask=there[:, None] & (cols < K)[None, :])
+            # 0 behind the columns that count, of an infinite dz as well.
+            dx = tl.where(counts[None, :], dz * w[None, :], 0.0).to(dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + at, dx, mask=mask)
     if dw_ptr is not None:
-        tl.store(dw_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0).to(dw_ptr.dtype.element_ty), mask=inside)
+        tl.store(dw_ptr + part.to(tl.int64) * N + cols, tl.sum(total, 0).to(dw_ptr.dtype.element_ty), mask=counts)
 
 
 # --------------------------------------------------------------------------------------------------------- launches
-
-
-def _tile() -> tuple[int, int, int]:
-    """Rows, columns and warps of the forward kernel: 32 numbers a thread."""
-    return 16, 256, 4
 
 
 def _row_dot_fwd_fake(x: Tensor, weight: Tensor) -> Tensor:
@@ -113,8 +111,8 @@ def _row_dot_fwd(x: Tensor, weight: Tensor) -> Tensor:
     (M, K), N, z = x.shape, weight.shape[0], _row_dot_fwd_fake(x, weight)
 
     def plan() -> Plan:
-        block_m, block_n, warps = _tile()
-        return cdiv(M, block_m), (M, N, K, block_m, block_n), {"num_warps": warps}
+        (block_m, block_n, warps), unit = (16, 256, 4), unit_of(K, ())  # 32 numbers a thread
+        return cdiv(M, block_m), (M, N, K // unit, unit, block_m, block_n), {"num_warps": warps}
 
     if M:
         launch(_row_dot_fwd_kernel, (M, N, K, x.dtype, weight.dtype), (x, weight, z), plan)
@@ -139,7 +137,9 @@ def _row_dot_bwd(dz: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dw: 
     partial = shares(how.parts, dw)[0] if need_dw else None
 
     def plan() -> Plan:
-        return how.parts * how.blocks, (M, N, K, how.each, how.rows, how.columns), {"num_warps": WARPS}
+        unit = unit_of(K, ())
+        sizes = M, N, K // unit, how.each, unit, how.rows, how.columns
+        return how.parts * how.blocks, sizes, {"num_warps": WARPS}
 
     tensors = dz, x, weight, dx if need_dx else None, partial
     launch(_row_dot_bwd_kernel, (M, N, K, *[None if t is None else t.dtype for t in tensors]), tensors, plan)
@@ -158,8 +158,7 @@ class RowDot(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         ctx.save_for_backward(x, weight)
-        found: Tensor = _row_dot_fwd.direct(x, weight)  # type: ignore[attr-defined]
-        return found
+        return _row_dot_fwd(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

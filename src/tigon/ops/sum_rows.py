@@ -53,6 +53,20 @@ def _sum_rows_kernel(
         tl.store(second_ptr + cols, out.to(second_ptr.dtype.element_ty), mask=cols < N)
 
 
+@jit
+def part_of(W, rows_each, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's part of the rows and the first of them, as `cut` has it, its columns, and which there are.
+
+    W counts UNIT columns, which tells the compiler that the width is a multiple of it: rows of 1000 numbers of 16 bits
+    are then read 16 bytes a thread, as those of 1008 are.
+    """
+    blocks = tl.cdiv(W, BLOCK_N // UNIT)
+    part = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # int64: a batch may have more than 2**31 numbers.
+    return part, part.to(tl.int64) * rows_each, cols, cols < W * UNIT
+
+
 # --------------------------------------------------------------------------------------------------------- launches
 
 

@@ -80,7 +80,7 @@ def embedding_bag(
     if not dtype.is_floating_point:
         raise ValueError(f"{name}: dtype must be one of floats, got {dtype}.")
     # A result that kernels do not write is refused as such a weight is.
-    other = () if dtype == weight.dtype else (weight.new_empty(0, dtype=dtype),)
+    other = (weight.new_empty(0, dtype=dtype),) if dtype == torch.float64 else ()
     runs_triton = use_triton(weight, per_sample_weights, *other)
     if not runs_triton and grad == "dense":
         return embedding_bag_reference(
