@@ -1,0 +1,212 @@
+"""Read JSON, YAML and safetensors files that may be missing, damaged or hostile.
+
+Every reader raises `DamagedFileError`, a ValueError whose message is one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_JSON = 1 << 28
+"""Bytes that `read_json` and `read_yaml` take, unless told otherwise."""
+_PIECE = 1 << 24
+
+
+class DamagedFileError(ValueError):
+    """A file is missing, unreadable, or holds something else than what its reader expects."""
+
+
+def read_json(
+    path: str | Path, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = (), largest: int = LARGEST_JSON
+) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: the file, in UTF-8.
+        kind: the type that the outermost value must have.
+        required: keys that an outermost object must have.
+        largest: size of the largest file that is read, in bytes.
+    Raises: DamagedFileError if the file is missing or too large, is not JSON, nests too deeply, holds text that UTF-8
+        cannot encode, has another type, or lacks a key.
+    """
+    return parse_json(_read_bytes(path, largest), str(path), kind=kind, required=required)
+
+
+def parse_json(
+    text: str | bytes, name: str, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = ()
+) -> Any:
+    """Parse JSON text, which the messages call `name`. Arguments and errors are those of `read_json`."""
+    value = _parse(json.loads, text, name, "JSON")
+    return _check(value, name, kind, required)
+
+
+def read_yaml(
+    path: str | Path, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = (), largest: int = 1 << 22
+) -> Any:
+    """Read a YAML file by PyYAML's safe loader. Arguments and errors are those of `read_json`."""
+    import yaml
+
+    try:
+        value = _parse(yaml.safe_load, _read_bytes(path, largest), str(path), "YAML")
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        raise DamagedFileError(
+            f"{path} is not YAML{place}: {getattr(error, 'problem', None) or 'it cannot be parsed'}."
+        ) from error
+    return _check(value, str(path), kind, required)
+
+
+def read_tensors(path: str | Path, *, required: Iterable[str] = (), sha256: str | None = None) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file, on the CPU.
+
+    Args:
+        path: the file.
+        required: names of tensors that must be in the file; others may be, too.
+        sha256: checksum that the file must have, in hexadecimal; None checks none.
+    Raises: DamagedFileError if the file is missing, is not a safetensors file, is shorter or longer than its header
+        says, has another checksum, or lacks a tensor.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if sha256 is not None:
+        check_sha256(path, sha256)
+    try:
+        tensors: dict[str, Tensor] = load_file(str(path))
+    except FileNotFoundError as error:
+        raise DamagedFileError(f"{path} is missing.") from error
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read ({error.strerror or 'input/output error'}).") from error
+    # safetensors raises its own error for a bad header, and KeyError, ValueError or RuntimeError for dtypes and shapes
+    # that torch does not have.
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
+        raise DamagedFileError(f"{path} is damaged: it is not a whole safetensors file.") from error
+    missing = sorted(set(required) - tensors.keys())
+    if missing:
+        raise DamagedFileError(f"{path} is damaged: it lacks {_list(missing)}.")
+    return tensors
+
+
+def load_state(
+    module: Any, tensors: Mapping[str, Tensor], path: str | Path, *, ignore: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Load tensors that were read from `path` into a module, all or none.
+
+    Args:
+        module: a torch.nn.Module.
+        tensors: a state dict.
+        path: the file that the tensors are from, for the messages.
+        ignore: says of a name in either whether it may be missing or unknown.
+    Raises: DamagedFileError if a name is missing or unknown, or a shape differs; the module is unchanged then.
+    """
+    state = module.state_dict()
+    missing = sorted(name for name in state.keys() - tensors.keys() if not ignore(name))
+    unknown = sorted(name for name in tensors.keys() - state.keys() if not ignore(name))
+    if missing or unknown:
+        parts = [f"lacks {_list(missing)}"] * bool(missing) + [f"has {_list(unknown)}, unknown to the model"] * bool(
+            unknown
+        )
+        raise DamagedFileError(f"{path} does not fit the model: it {' and '.join(parts)}.")
+    for name in sorted(state.keys() & tensors.keys()):
+        expected, shape = tuple(state[name].shape), tuple(tensors[name].shape)
+        if shape != expected:
+            raise DamagedFileError(f"{path} does not fit the model: {name} must have shape {expected}, got {shape}.")
+    module.load_state_dict(dict(tensors), strict=False)
+
+
+def check_sha256(path: str | Path, expected: str) -> None:
+    """Raise DamagedFileError unless a file has this SHA-256, in hexadecimal."""
+    if compute_sha256(path) != expected:
+        raise DamagedFileError(f"{path} is damaged: its checksum is not the recorded one.")
+
+
+def compute_sha256(path: str | Path) -> str:
+    """The SHA-256 of a file, in hexadecimal.
+
+    Raises: DamagedFileError if the file is missing or cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can encode a text; it cannot encode a lone surrogate, which Python's JSON reader lets pass."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read_bytes(path: str | Path, largest: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(largest + 1)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if len(content) > largest:
+        raise DamagedFileError(f"{path} is larger than the {largest:,} bytes that are read of such a file.")
+    return content
+
+
+def _unreadable(path: str | Path, error: OSError) -> DamagedFileError:
+    reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    return DamagedFileError(f"{path} {reason}.")
+
+
+def _parse(parse: Callable[[str], Any], text: str | bytes, name: str, language: str) -> Any:
+    try:
+        decoded = text.decode() if isinstance(text, bytes) else text
+        value = parse(decoded)
+        # \ud800 is an escape that json takes and that no file or answer can be written with.
+        if "\\u" in decoded or "\\U" in decoded:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeError as error:
+        raise DamagedFileError(f"{name} is not text in UTF-8.") from error
+    except RecursionError as error:
+        raise DamagedFileError(f"{name} nests too deeply.") from error
+    except json.JSONDecodeError as error:
+        raise DamagedFileError(
+            f"{name} is not {language}: {error.msg}, line {error.lineno}, column {error.colno}."
+        ) from error
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise DamagedFileError(f"{name} is not {language}: {str(error).split(';')[0]}.") from error
+    return value
+
+
+def _check(value: Any, name: str, kind: type | tuple[type, ...], required: Iterable[str]) -> Any:
+    kinds: tuple[type, ...] = kind if isinstance(kind, tuple) else (kind,)
+    # A bool is an int to Python, but not to JSON.
+    is_expected = isinstance(value, kinds) and (type(value) is not bool or bool in kinds)
+    if not is_expected:
+        expected = " or ".join(_KINDS.get(each, each.__name__) for each in kinds)
+        raise DamagedFileError(f"{name} must hold {expected}, got {_KINDS.get(type(value), type(value).__name__)}.")
+    missing = [key for key in required if key not in value]
+    if missing:
+        raise DamagedFileError(f"{name} lacks {_list(missing)}.")
+    return value
+
+
+_KINDS: dict[type, str] = {
+    dict: "an object", list: "a list", str: "a text", int: "an integer", float: "a number", bool: "true or false",
+    type(None): "nothing",
+}  # fmt: skip
+
+
+def _list(names: list[str], most: int = 5) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
