@@ -5,9 +5,12 @@
     python benchmarks/models.py --output results --only llama-3.2-1b --sides hf,liger,tigon
     python benchmarks/models.py --output results --resume results/h200-models.json            what is missing
     python benchmarks/models.py --output results --memory-over-sequence     Llama-3-8B over the length
+    python benchmarks/models.py --output results --name same-attention.json --only llama-3.2-1b --profile
+        --sides hf,compile-layers,compile-causal,liger,tigon --settings 1x0.125,1x0,4x0
 
-Every side trains in a process of its own, the next of which imports meanwhile. The result file is written after every
-side. Sides that compile come last: they take a minute each, and a budget that is too small leaves them out.
+The last measures torch.compile with the attention kernel of the other sides, without masked labels and with accumulated
+steps too. Every side trains in a process of its own, the next of which imports meanwhile. The result file is written
+after every side. Sides that compile come last: they take a minute each, and a budget that is too small leaves them out.
 """
 
 from __future__ import annotations
@@ -15,18 +18,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
 from tigon.bench import report
 from tigon.bench.processes import Processes
-from tigon.bench.training import Side
+from tigon.bench.training import MASKED, Side
 
-# The levels of recompute, and the highest level with activations in host memory; only --sides selects them.
-LEVELS = ("tigon-none", "tigon-product", "tigon-cheap", "tigon-mlp", "tigon-offload")
-ORDER = ("floor", "hf", "compile", "liger", "tigon", "tigon-compile", *LEVELS)
+# Only --sides selects these: torch.compile with the flash kernel, the levels of recompute, and the highest of them with
+# activations in host memory.
+CHOSEN = (
+    "compile-causal", "compile-layers", "tigon-none", "tigon-product", "tigon-cheap", "tigon-mlp", "tigon-offload",
+)  # fmt: skip
+ORDER = ("floor", "hf", "compile", *CHOSEN[:2], "liger", "tigon", "tigon-compile", *CHOSEN[2:])
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Case:
         return f"{self.model}-{self.batch}x{self.seq}" + ("-checkpointing" if self.checkpointing else "")
 
     def sides(self) -> list[str]:
-        return [side for side in ORDER if side not in LEVELS and (self.compiled or "compile" not in side)]
+        return [side for side in ORDER if side not in CHOSEN and (self.compiled or "compile" not in side)]
 
 
 CASES = (
@@ -78,11 +84,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=N", help="of every model's configuration")
     parser.add_argument("--shape", help="BATCHxSEQ instead of every row's own")
+    parser.add_argument(
+        "--settings", default=f"1x{MASKED}", type=read_settings,
+        help="micro-batches of a step x share of masked labels, separated by commas: 1x0.125,1x0,4x0",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     unknown = [side for side in (options.sides or "").split(",") if side and side not in ORDER]
     if unknown:
         parser.error(f"--sides must be among {', '.join(ORDER)}, got {', '.join(unknown)}")
     return options
+
+
+def read_settings(text: str) -> list[tuple[int, float]]:
+    pairs = [part.partition("x") for part in text.split(",")]
+    return [(int(accumulation), float(masked)) for accumulation, _, masked in pairs]
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Case, str]]:
@@ -99,8 +114,13 @@ def plan(options: argparse.Namespace) -> list[tuple[Case, str]]:
 
 
 def row_of(case: Case, side: str, options: argparse.Namespace) -> Side:
+    """The row of a side in the first of the settings."""
     batch, seq = map(int, options.shape.split("x")) if options.shape else (case.batch, case.seq)
-    return Side(case.model, side, batch, seq, case.checkpointing, options.dtype, layers=case.layers)
+    accumulation, masked = options.settings[0]
+    return Side(
+        case.model, side, batch, seq, case.checkpointing, options.dtype, layers=case.layers,
+        masked=masked, accumulation=accumulation,
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
@@ -110,7 +130,12 @@ def run(options: argparse.Namespace) -> None:
     overrides = {name: int(value) for name, value in (pair.split("=") for pair in options.set)}
     rows = resumed(options.resume, kind, device)
     done = {key(row) for row in rows if row.status == "ok"}
-    left = [(case, side) for case, side in plan(options) if key(row_of(case, side, options)) not in done]
+    left = [
+        (case, side)
+        for case, side in plan(options)
+        if not all(key(replace(row_of(case, side, options), accumulation=n, masked=masked)) in done
+                   for n, masked in options.settings)
+    ]  # fmt: skip
     with Processes(len(left)) as processes:
         for case, side in left:
             began = time.monotonic()
@@ -118,6 +143,7 @@ def run(options: argparse.Namespace) -> None:
                 print(f"left out, the budget of {options.budget:.0f} s was spent: {case.name} {side}", flush=True)
                 continue
             request = {"task": "train", "steps": options.steps or case.steps, "profile": options.profile}
+            request["settings"] = options.settings
             if side == "floor":
                 request = {"task": "floor"}
             elif kind == "sequence":
@@ -139,8 +165,8 @@ def run(options: argparse.Namespace) -> None:
         print(report.to_text(report.result(kind, rows, device=device)))
 
 
-def key(row: Side) -> tuple[str, int, int, bool, str]:
-    return row.model, row.batch, row.seq, row.checkpointing, row.side
+def key(row: Side) -> tuple[str, int, int, bool, float, int, str]:
+    return row.model, row.batch, row.seq, row.checkpointing, row.masked, row.accumulation, row.side
 
 
 def resumed(path: Path | None, kind: str, device: torch.device) -> list[Side]:
@@ -159,12 +185,17 @@ def resumed(path: Path | None, kind: str, device: torch.device) -> list[Side]:
 
 def ordered(rows: list[Side]) -> list[Side]:
     """Cases as they are in the table, sides as in ORDER; and each beside the floor of its case."""
-    floors = {key(row)[:4]: row.step_ms for row in rows if row.side == "floor" and row.step_ms}
+    floors = {key(row)[:-1]: row.step_ms for row in rows if row.side == "floor" and row.step_ms}
     for row in rows:
-        floor = floors.get(key(row)[:4])
+        floor = floors.get(key(row)[:-1])
         row.times_floor = row.step_ms / floor if floor and row.step_ms else None
     models = {case.model: place for place, case in enumerate(CASES)}
-    return sorted(rows, key=lambda r: (models[r.model], r.checkpointing, r.batch, r.seq, ORDER.index(r.side)))
+    return sorted(
+        rows,
+        key=lambda r: (
+            models[r.model], r.checkpointing, r.batch, r.seq, r.accumulation, -r.masked, ORDER.index(r.side)
+        ),
+    )  # fmt: skip
 
 
 def save(options: argparse.Namespace, kind: str, rows: list[Side], device: torch.device) -> None:

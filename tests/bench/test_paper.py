@@ -52,7 +52,7 @@ def test_two_ranks_train_the_same_model_plain_and_fused(tmp_path, environment):
     assert len(set(plain["losses"])) > 1
     assert plain["gpus"] == plain["batch"] == 2
     assert plain["tokens_per_s"] == pytest.approx(1e3 * 2 * 16 / plain["step_ms"])
-    assert "| qwen2-7b | 2×16 | 2 | tigon |" in report.to_markdown(report.load(file))
+    assert "| qwen2-7b | 2×16 | 12.5 % | 2 | tigon |" in report.to_markdown(report.load(file))
 
 
 def test_a_rank_that_fails_ends_the_others(paper, two_ranks, tmp_path):

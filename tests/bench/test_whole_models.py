@@ -1,5 +1,6 @@
 """benchmarks/models.py: what runs in which order, what a floor counts, what a kernel is for, what fits."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import torch
 pytest.importorskip("transformers")
 from torch.utils.flop_counter import FlopCounterMode
 
-from tigon.bench import floor, kernels, plots, report, training
+from tigon.bench import floor, kernels, plots, report, runner, training
+from tigon.bench.cases import OPS
 from tigon.bench.clocks import Clocks
 from tigon.bench.processes import Processes
+from tigon.bench.runner import Ceilings, Settings
 from tigon.bench.training import Side, Trainer, measure_lengths
 from tigon.presets import PRESETS
 
@@ -54,7 +57,7 @@ def test_what_compiles_comes_last(models, tmp_path):
     compiled = ["compile" in side for _, side in plan]
     assert compiled == sorted(compiled)
     assert [side for case, side in plan if case.name == "qwen3-1.7b-8x2048"] == ["floor", "hf", "liger", "tigon"]
-    assert {side for case, side in plan if case.name == "llama-3-8b-16x512"} == {*models.ORDER} - {*models.LEVELS}
+    assert {side for case, side in plan if case.name == "llama-3-8b-16x512"} == {*models.ORDER} - {*models.CHOSEN}
     chosen = models.plan(models.parse(["--output", str(tmp_path), "--only", "checkpointing", "--sides", "hf,compile"]))
     assert [(case.name, side) for case, side in chosen] == [
         ("llama-3-8b-16x2048-checkpointing", "hf"), ("llama-3-8b-16x2048-checkpointing", "compile")
@@ -84,6 +87,69 @@ def test_it_records_sides_beside_their_floor_and_goes_on(models, tmp_path, monke
     capsys.readouterr()
 
 
+def test_a_side_has_a_row_for_each_setting(models, tmp_path, capsys):
+    """Micro-batches and masked labels, which change the losses of all sides alike."""
+    small = [f"{key}={value}" for key, value in TINY.items()]
+    more = ["--output", str(tmp_path), "--only", "qwen3", "--shape", "2x16", "--dtype", "float32", "--steps", "2"]
+    settings = ["--settings", "1x0.125,1x0,3x0"]
+    models.run(models.parse([*more, *settings, "--sides", "hf,tigon", "--set", *small]))
+    (file,) = tmp_path.glob("*-models.json")
+    content = report.load(file)
+    rows = content["rows"]
+    expected = [(n, masked, side) for n, masked in ((1, 0.125), (1, 0.0), (3, 0.0)) for side in ("hf", "tigon")]
+    assert [(row["accumulation"], row["masked"], row["side"]) for row in rows] == expected
+    for plain, fused in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["losses"] == pytest.approx(fused["losses"], abs=1e-4)
+        tokens = 2 * 16 * plain["accumulation"]
+        assert plain["tokens_per_s"] == pytest.approx(1e3 * tokens / plain["step_ms"])
+    assert len({row["losses"][0] for row in rows[::2]}) == 3
+    _, table = report.cells(content)
+    assert [line[1:3] for line in table[::2]] == [["2×16", "12.5 %"], ["2×16", "0 %"], ["3 × 2×16", "0 %"]]
+    models.run(models.parse([*more, *settings, "--sides", "hf,tigon", "--set", *small, "--resume", str(file)]))
+    assert report.load(file)["rows"] == rows, "what the file has is not measured again"
+    capsys.readouterr()
+
+
+def test_without_memory_a_setting_says_so_and_ends_the_side(monkeypatch):
+    def step(self, *micro_batches):
+        if len(micro_batches) > 1:
+            raise torch.OutOfMemoryError
+        return 1.0, 2.0
+
+    monkeypatch.setattr(Trainer, "timed_step", step)
+    side = Side("llama-3.2-1b", "hf", 1, 8, False, "float32")
+    rows = training.train_side(side, CPU, 2, TINY, settings=[(1, 0.0), (2, 0.0), (1, 0.5)], say=lambda text: None)
+    assert [(row.status, row.reason, row.accumulation) for row in rows] == [
+        ("ok", "", 1),
+        ("failed", "out of memory", 2),
+    ]
+    assert rows[1].step_ms is None
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs", "mask"),
+    [("compile", 1, "attention_mask"), ("compile-causal", 1, None), ("compile-layers", 2, None)],
+)  # fmt: skip
+def test_which_attention_kernel_a_compiled_side_can_take(name, graphs, mask, monkeypatch):
+    """With a mask SDPA cannot take the flash kernel, which the sides that do not compile take."""
+    compiled = []
+
+    def keep(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
+    torch._dynamo.reset()
+    trainer = Trainer(Side("llama-3.2-1b", name, 2, 16, False, "float32"), CPU, TINY)
+    for _ in range(2):
+        trainer.step(trainer.batch(2, 16))
+    nodes = [node for graph in compiled for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert len(compiled) == graphs
+    assert nodes
+    assert {node.kwargs["is_causal"] for node in nodes} == {mask is None}
+    assert {getattr(node.kwargs["attn_mask"], "name", None) for node in nodes} == {mask}
+
+
 def test_another_environment_is_not_gone_on_with(models, tmp_path):
     content = report.result("model", [])
     content["environment"]["device"] = "another"
@@ -92,26 +158,58 @@ def test_another_environment_is_not_gone_on_with(models, tmp_path):
         models.resumed(tmp_path / "r.json", "model", CPU)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_floor_counts_the_products_of_a_step(checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "masked", "accumulation"), [(False, 0.125, 1), (True, 0.125, 1), (False, 0.0, 2)]
+)
+def test_the_floor_counts_the_products_of_a_step(checkpointing, masked, accumulation):
     """Those of a real step, but for the rows of the head that are masked."""
-    side = Side("llama-3.2-1b", "hf", 2, 16, checkpointing, "float32")
+    side = Side(
+        "llama-3.2-1b", "hf", 2, 16, checkpointing, "float32", masked=masked, accumulation=accumulation
+    )  # fmt: skip
     trainer = Trainer(side, CPU, TINY)
-    inputs = trainer.batch(2, 16)
     with FlopCounterMode(display=False) as step:
-        trainer.step(inputs)
+        trainer.step(*(trainer.batch(2, 16, masked) for _ in range(accumulation)))
     with FlopCounterMode(display=False) as alone:
         found = floor.measure_floor(side, CPU, TINY)
     products = torch.ops.aten.mm
-    masked = 2 * (16 - 14)
-    head = 3 * 2 * masked * TINY["hidden_size"] * TINY["vocab_size"]
+    unused = 2 * max(1, int(16 * masked))
+    head = 3 * 2 * unused * TINY["hidden_size"] * TINY["vocab_size"]
     rotary = step.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)  # angles: no linear layer's
     assert rotary < 1e-3 * step.get_total_flops()
     assert alone.get_flop_counts()["Global"][products] == floor.ROUNDS * (
-        step.get_flop_counts()["Global"][products] - head
+        step.get_flop_counts()["Global"][products] / accumulation - head
     )
     assert list(found) == ["matmul", "attention", "optimizer"]
     assert min(found.values()) > 0
+
+
+@pytest.mark.parametrize(("vocabulary", "distances"), [(64, [64]), (65, [65, 96])])
+def test_the_floor_of_a_head_is_the_faster_of_two_distances_of_rows(vocabulary, distances, monkeypatch):
+    """cuBLAS takes several times as long where the rows of the logits begin anywhere."""
+    op = OPS["linear_cross_entropy"]
+    inputs = op.make((8, 16, vocabulary), torch.float32, CPU, 0.0)
+    timed = []
+
+    def milliseconds(product, *_):
+        timed.append(
+            next(
+                t.stride(0) if t.stride(1) == 1 else t.stride(1)
+                for t in operands(product)
+                if 8 in t.shape and vocabulary in t.shape
+            )
+        )
+        product()
+        return 1.0 if timed[-1] == distances[-1] else 6.0
+
+    def operands(product):
+        return [*product.args, product.keywords["out"]]
+
+    monkeypatch.setattr(runner, "time_ms", milliseconds)
+    settings = Settings(1, 1.0, 1.0, 0.0)
+    least = runner._Floor(op, inputs, (8, 16, vocabulary), torch.float32, CPU, Ceilings(1.0, 1.0, ""), settings)
+    least.measure()
+    assert timed == 3 * distances
+    assert least.ms == 3.0
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,16 @@ def model_of(row: dict[str, Any]) -> str:
     return str(row["model"]) + (f", {row['layers']} layers" if row.get("layers") else "")
 
 
+def size_of(row: dict[str, Any]) -> str:
+    """Batch and length of a whole model's step, and how it is taken."""
+    micro_batches = f"{row['accumulation']} × " if row.get("accumulation", 1) > 1 else ""
+    return f"{micro_batches}{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")
+
+
+def share_of(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
 def _total(row: dict[str, Any]) -> str:
     """The median, and half the range of the rounds in per cent of the median; a single round has no range."""
     if row["total_ms"] is None:
@@ -73,7 +83,7 @@ def _against_plain(row: dict[str, Any], key: str, digits: int = 0) -> str:
 
 def _step(row: dict[str, Any]) -> str:
     """The median step, and half the range of the timed steps in per cent of the median."""
-    if row["step_ms"] is None or len(row["steps_ms"]) < 2:
+    if row["step_ms"] is None or len(row.get("steps_ms", ())) < 2:
         return number(row["step_ms"])
     low, high = min(row["steps_ms"]), max(row["steps_ms"])
     return f"{number(row['step_ms'])} ±{50 * (high - low) / row['step_ms']:.1f}%"
@@ -114,11 +124,12 @@ COLUMNS: dict[str, dict[str, Any]] = {
     },
     "model": {
         "model": model_of,
-        "batch×seq": lambda r: f"{r['batch']}×{r['seq']}" + (" ckpt" if r["checkpointing"] else ""),
+        "batch×seq": size_of,
+        "masked": lambda r: share_of(r["masked"]),
         "GPUs": lambda r: "–" if r.get("gpus", 1) == 1 else str(r["gpus"]),
         "by": lambda r: r["side"],
         "tokens/s": lambda r: _against_plain(r, "tokens_per_s"),
-        "step ms": lambda r: number(r["step_ms"]),
+        "step ms": _step,
         "× floor": lambda r: "–" if r["side"] == "floor" or not r.get("times_floor") else f"{r['times_floor']:.2f}×",
         "peak GiB": lambda r: _against_plain(r, "peak_gib", 1),
         "first loss": lambda r: f"{r['losses'][0]:.5f}" if r["losses"] else "–",

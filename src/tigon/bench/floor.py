@@ -5,7 +5,7 @@ runs it: every linear layer forward, and backward for its input and its weight; 
 layer, also where the model has eager attention; one step of fused AdamW over all parameters. With checkpointing the
 layers' forward counts twice, except the last product of each layer, whose result no backward pass needs. The head
 counts only the unmasked tokens, since a loss may leave out the others. Norms, activations, residual sums, the loss
-and the embedding count nothing.
+and the embedding count nothing. Products and attention count once a micro-batch.
 """
 
 from __future__ import annotations
@@ -40,15 +40,29 @@ def measure_floor(side: Side, device: torch.device, overrides: dict[str, Any]) -
     """Milliseconds of a step's "matmul", "attention" and "optimizer"."""
     model = build(side.model, torch.device("meta"), getattr(torch, side.dtype), **overrides)
     tokens = side.batch * side.seq
-    # The first eighth is masked, and each remaining token predicts the next.
-    valid = side.batch * (side.seq - max(1, side.seq // 8))
+    # Each token predicts the next, so the first label is never used.
+    valid = side.batch * (side.seq - max(1, int(side.seq * side.masked)))
     head = tuple(model.get_output_embeddings().weight.shape)  # type: ignore[no-untyped-call]
     found = {"matmul": _products(head, valid, 1, 1, side, device)}
     for (shape, forwards), count in linear_shapes(model, side.checkpointing).items():
         found["matmul"] += _products(shape, tokens, count, forwards, side, device)
     found["attention"] = _attention(model.config.get_text_config(), side, device)
-    found["optimizer"] = _optimizer([p.shape for p in model.parameters()], side, device)
-    return found
+    times = {name: side.accumulation * ms for name, ms in found.items()}
+    times["optimizer"] = _optimizer([p.shape for p in model.parameters()], side, device)
+    return times
+
+
+def logits_rooms(rows: int, columns: int, like: torch.Tensor) -> list[torch.Tensor]:
+    """Room for the results of a product, once as torch makes it and once with rows that begin every 128 bytes.
+
+    cuBLAS takes several times as long where rows begin anywhere: for a vocabulary of odd size, say. A floor is the
+    faster of both, since whoever writes the product chooses the distance of the rows.
+    """
+    step = 128 // like.element_size()
+    distance = -(-columns // step) * step
+    room = torch.zeros(rows * distance, dtype=like.dtype, device=like.device)
+    rooms = [room[: rows * columns].view(rows, columns)]
+    return rooms if distance == columns else [*rooms, room.view(rows, distance)[:, :columns]]
 
 
 def _products(

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tigon.bench.columns import model_of, number, shape_of
+from tigon.bench.columns import model_of, number, shape_of, share_of, size_of
 from tigon.bench.report import case_of
 
 Cells = tuple[list[str], list[list[str]]]
@@ -119,10 +119,10 @@ def _ops(names: list[str], cases: list[By]) -> Cells:
 
 
 def _ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
-    if row is None or row["status"] != "ok" or row["total_ms"] is None:
+    if row is None or row["total_ms"] is None:
         return "–" if row is None or row["status"] == "ok" else row["status"]
     floor = "" if row["times_floor"] is None else f" ({row['times_floor']:.2f}×)"
-    return bold(f"{number(row['total_ms'])}{floor}", leads)
+    return bold(f"{number(row['total_ms'])}{floor}", leads) + ("" if row["status"] == "ok" else f", {row['status']}")
 
 
 # ------------------------------------------------------------------------------------------------------- whole models
@@ -131,11 +131,11 @@ def _ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
 def _models(names: list[str], cases: list[By]) -> Cells:
     """Tokens/s and peak GiB, with the difference to Hugging Face's; the means below."""
     lines = [[*_model_and_size(next(iter(by.values()))), *_model_cells(names, by)] for by in cases]
-    return ["model", "batch×seq", *names], [*lines, *_means(names, cases)]
+    return ["model", "batch×seq", "masked", *names], [*lines, *_means(names, cases)]
 
 
 def _model_and_size(row: dict[str, Any]) -> list[str]:
-    return [model_of(row), f"{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")]
+    return [model_of(row), size_of(row), share_of(row["masked"])]
 
 
 def _model_cells(names: list[str], by: By) -> list[str]:
@@ -177,16 +177,24 @@ def _means(names: list[str], cases: list[By]) -> list[list[str]]:
         ]
         left = [by for by in cases if by not in members]
         named, word = (left, "all but ") if len(left) < len(members) else (members, "")
-        which = " and ".join(" ".join(_model_and_size(next(iter(by.values())))) for by in named)
-        lines.append([f"mean of {len(chosen)}", word + which if which else "", *cells])
+        which = " and ".join(" ".join(_model_and_size(next(iter(by.values())))[:2]) for by in named)
+        lines.append([f"mean of {len(chosen)}", word + which if which else "", "", *cells])
     return lines
 
 
 def _mean(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    def mean(key: str) -> str:
-        return _percent(statistics.fmean(row[key] / plain[key] for row, plain in pairs))
+    """The mean of each, and the range of the speed where the lines above are more than two."""
 
-    return mean("tokens_per_s") + (f", memory {mean('peak_gib')}" if all(row["peak_gib"] for row, _ in pairs) else "")
+    def ratios(key: str) -> list[float]:
+        return [row[key] / plain[key] for row, plain in pairs]
+
+    speeds = ratios("tokens_per_s")
+    text = _percent(statistics.fmean(speeds))
+    if len(speeds) > 2:
+        text += f" ({_percent(min(speeds)).removesuffix(' %')} to {_percent(max(speeds))})"
+    if all(row["peak_gib"] for row, _ in pairs):
+        text += f", memory {_percent(statistics.fmean(ratios('peak_gib')))}"
+    return text
 
 
 def _percent(ratio: float) -> str:

@@ -132,20 +132,11 @@ def _floor(row: Side, device: torch.device, overrides: dict[str, Any], say: Call
     return [row]
 
 
-def _train(row: Side, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[Side]:
-    options.pop("done")
-    return [train_side(row, device, overrides=overrides, **options)]
-
-
-def _lengths(row: Side, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[Side]:
-    return measure_lengths(row, device, overrides=overrides, **options)
-
-
 # The tasks of a process. A function of a file, "FILE.py:FUNCTION", is a task too, and is called like these.
 TASKS: dict[str, Callable[..., list[Side]]] = {
-    "train": _train,
+    "train": train_side,
     "floor": lambda row, done, **options: _floor(row, **options),
-    "lengths": _lengths,
+    "lengths": measure_lengths,
 }
 
 

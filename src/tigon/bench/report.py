@@ -221,6 +221,7 @@ def take(content: dict[str, Any], other: dict[str, Any], implementation: str) ->
 
 _CASE_KEYS = (
     "op", "shape", "dtype", "draw", "model", "batch", "seq", "checkpointing", "gpus", "rank", "quantized", "measure",
+    "masked", "accumulation",
     "items", "queries", "k", "filters", "share", "vectors", "workers", "clients", "form", "asked",
 )  # fmt: skip
 

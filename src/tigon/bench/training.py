@@ -6,7 +6,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tigon.bench.clocks import Clocks
+from tigon.bench.kernels import profile_step, recorded
 from tigon.memory.checkpointing import checkpoint_activations
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ WARMUP_STEPS = 3
 LEARNING_RATE = 1e-5
 WARM_LENGTH = 64  # tokens of the warm-up step before memory is measured
 LONG_STEP_MS = 10e3  # a first step this long counts, too
+MASKED = 0.125  # share of the labels that are masked, unless a row says otherwise
 
 
 @dataclass
@@ -53,9 +55,12 @@ class Side:
     watts: float | None = None
     # How many layers were built; None: all that the model has.
     layers: int | None = None
-    # The date and the command of this row's measurement; "" if not recorded.
+    # The date and the command of this row's measurement.
     date: str = ""
     command: str = ""
+    # The share of the labels that are masked, from the start of each sequence, and the micro-batches of one step.
+    masked: float = MASKED
+    accumulation: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,6 +88,31 @@ def _compile(model: PreTrainedModel) -> None:
     model.compile()
 
 
+def drop_mask(model: PreTrainedModel) -> None:
+    """Let SDPA get `is_causal=True` in place of a mask, under `torch.compile` too. Right where no token is padding.
+
+    transformers leaves the mask out in eager mode, but builds it while it is traced, and a mask excludes the flash
+    kernel. For an attention function under a name of its own transformers builds none.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
+    model.set_attn_implementation("sdpa_causal")
+
+
+def _compile_causal(model: PreTrainedModel) -> None:
+    drop_mask(model)
+    _compile(model)
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """Compile each decoder layer and the loss; the mask is decided in eager mode."""
+    for layer in model.get_decoder().layers:
+        layer.compile()
+    model.loss_function = torch.compile(model.loss_function)
+
+
 def _tigon_compile(model: PreTrainedModel) -> None:
     _tigon(model)
     _compile(model)
@@ -92,6 +122,8 @@ def _tigon_compile(model: PreTrainedModel) -> None:
 SIDES: dict[str, Callable[[Any], None]] = {
     "hf": _hf,
     "compile": _compile,
+    "compile-causal": _compile_causal,
+    "compile-layers": _compile_layers,
     "liger": _liger,
     "tigon": _tigon,
     "tigon-compile": _tigon_compile,
@@ -137,25 +169,29 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=device.type == "cuda")
         self.draw = torch.Generator(device).manual_seed(1)
 
-    def batch(self, batch: int, seq: int) -> dict[str, Tensor]:
+    def batch(self, batch: int, seq: int, masked: float = MASKED) -> dict[str, Tensor]:
         vocabulary = self.model.config.get_text_config().vocab_size
         ids = torch.randint(vocabulary, (batch, seq), generator=self.draw, device=self.device)
         labels = ids.clone()
-        labels[:, : seq // 8] = -100
+        labels[:, : int(seq * masked)] = -100
         return {"input_ids": ids, "labels": labels}
 
-    def step(self, inputs: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = self.model(**inputs).loss
-        loss.backward()
+    def step(self, *micro_batches: dict[str, Tensor]) -> Tensor:
+        """One step of the optimizer on the mean of the micro-batches' losses."""
+        losses = []
+        for inputs in micro_batches:
+            loss: Tensor = self.model(**inputs).loss
+            (loss if len(micro_batches) == 1 else loss / len(micro_batches)).backward()
+            losses.append(loss.detach())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return torch.stack(losses).mean()
 
-    def timed_step(self, inputs: dict[str, Tensor]) -> tuple[float, float]:
+    def timed_step(self, *micro_batches: dict[str, Tensor]) -> tuple[float, float]:
         """Loss and milliseconds, from an idle device to an idle device."""
         synchronize(self.device)
         start = time.perf_counter()
-        loss = self.step(inputs)
+        loss = self.step(*micro_batches)
         synchronize(self.device)
         return loss.item(), 1e3 * (time.perf_counter() - start)
 
@@ -177,33 +213,51 @@ def train_side(
     overrides: dict[str, Any],
     say: Callable[[str], None] = print,
     profile: bool = False,
-) -> Side:
-    """Fill one row by training for WARMUP_STEPS + steps. Runs in the process that it is called in.
+    settings: Sequence[tuple[int, float]] = (),
+    done: Callable[[list[Side]], None] = lambda rows: None,
+) -> list[Side]:
+    """A row for each setting of a side, by training on after WARMUP_STEPS. Runs in the process that it is called in.
 
-    profile: of further steps one is recorded by kind of kernel.
+    Args:
+        steps: timed in each setting.
+        profile: of further steps one is recorded by kind of kernel, in each setting without accumulation.
+        settings: micro-batches of a step and share of masked labels, one after another; without any, the side's own.
+        done: gets the rows so far after each setting.
     """
     start = time.perf_counter()
     trainer = Trainer(side, device, overrides)
     synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    side.start_s = time.perf_counter() - start
-    times = []
-    for step in range(WARMUP_STEPS + steps):
-        loss, ms = trainer.timed_step(trainer.batch(side.batch, side.seq))
-        side.losses.append(loss)
-        times.append(ms)
-        say(f"{side.side}: step {step + 1} of {WARMUP_STEPS + steps}, loss {loss:.5f}, {ms:.0f} ms")
-    side.steps_ms = times[WARMUP_STEPS:]
-    side.step_ms = statistics.median(side.steps_ms)
-    side.tokens_per_s = 1e3 * side.batch * side.seq / side.step_ms
-    side.peak_gib = peak_gib(device)
-    if profile:
-        from tigon.bench.kernels import profile_step
+    start_s = time.perf_counter() - start
+    rows: list[Side] = []
+    for accumulation, masked in settings or [(side.accumulation, side.masked)]:
+        row = replace(side, accumulation=accumulation, masked=masked, start_s=start_s, losses=[], steps_ms=[])
 
-        inputs = trainer.batch(side.batch, side.seq)
-        side.profile_ms = profile_step(lambda: trainer.step(inputs), device)
-    return side
+        def draw(row: Side = row) -> list[dict[str, Tensor]]:
+            return [trainer.batch(row.batch, row.seq, row.masked) for _ in range(row.accumulation)]
+
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        rows.append(row)
+        try:
+            for step in range(WARMUP_STEPS + steps):
+                loss, ms = trainer.timed_step(*draw())
+                row.losses.append(loss)
+                row.steps_ms.append(ms)
+                say(f"{side.side}: step {step + 1} of {WARMUP_STEPS + steps}, loss {loss:.5f}, {ms:.0f} ms")
+            row.peak_gib = peak_gib(device)
+            if "compile" in side.side:
+                row.note = f"{torch._dynamo.utils.counters['stats']['unique_graphs']} graphs compiled"
+            if profile and accumulation == 1:
+                inputs = draw()
+                row.profile_ms = profile_step(lambda inputs=inputs: trainer.step(*inputs), device)  # type: ignore[misc]
+        except torch.OutOfMemoryError:
+            row.status, row.reason = "failed", "out of memory"
+            break
+        row.steps_ms = row.steps_ms[WARMUP_STEPS:]
+        row.step_ms = statistics.median(row.steps_ms)
+        row.tokens_per_s = 1e3 * accumulation * side.batch * side.seq / row.step_ms
+        done(rows)
+    return rows
 
 
 def measure_lengths(
@@ -259,8 +313,6 @@ def measure_lengths(
             row.tokens_per_s = 1e3 * side.batch * seq / row.step_ms
             row.peak_gib = peak_gib(device)
             if seq == profile_at:
-                from tigon.bench.kernels import recorded
-
                 inputs = trainer.batch(side.batch, seq)
                 row.profile_ms = recorded(lambda: trainer.step(inputs), device)
         except torch.OutOfMemoryError:

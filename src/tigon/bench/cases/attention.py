@@ -235,7 +235,7 @@ def _nbytes(ragged: bool) -> Callable[[Shape, int], tuple[int, int]]:
     return nbytes
 
 
-def _products(inputs: Inputs) -> list[Callable[[], Any]]:
+def _products(inputs: Inputs) -> list[tuple[Callable[[], Any], ...]]:
     """As many FLOPs in one square product by cuBLAS, forward and backward."""
     a = inputs.arguments
     layout, q = a["layout"], a["q"]
@@ -244,7 +244,7 @@ def _products(inputs: Inputs) -> list[Callable[[], Any]]:
     rows = max(1, 14 * q.shape[1] * q.shape[2] * pairs // (2 * side * side))
     x, w = (torch.randn(n, side, dtype=q.dtype, device=q.device) for n in (rows, side))
     y = torch.empty(rows, side, dtype=q.dtype, device=q.device)
-    return [lambda: torch.mm(x, w, out=y)]
+    return [(lambda: torch.mm(x, w, out=y),)]
 
 
 def _op(name: str, ragged: bool, shapes: tuple[Shape, ...], extra: tuple[Shape, ...] = ()) -> Op:

@@ -142,7 +142,7 @@ def _load_transformers(oss: bool) -> Callable[..., Any]:
     return run
 
 
-def _products(inputs: Inputs) -> list[Callable[[], Any]]:
+def _products(inputs: Inputs) -> list[tuple[Callable[[], Any], ...]]:
     """The six products as if all slots were one expert's, by cuBLAS."""
     a = inputs.arguments
     gate_up, down = a["gate_up"].detach()[0], a["down"].detach()[0]
@@ -151,12 +151,12 @@ def _products(inputs: Inputs) -> list[Callable[[], Any]]:
     z, y = (torch.randn(slots, w.shape[0], dtype=w.dtype, device=w.device) for w in (gate_up, down))
     rooms = [torch.empty_like(t) for t in (z, y, h, x, gate_up, down)]
     return [
-        lambda: torch.mm(x, gate_up.t(), out=rooms[0]),
-        lambda: torch.mm(h, down.t(), out=rooms[1]),
-        lambda: torch.mm(y, down, out=rooms[2]),
-        lambda: torch.mm(z, gate_up, out=rooms[3]),
-        lambda: torch.mm(z.t(), x, out=rooms[4]),
-        lambda: torch.mm(y.t(), h, out=rooms[5]),
+        (lambda: torch.mm(x, gate_up.t(), out=rooms[0]),),
+        (lambda: torch.mm(h, down.t(), out=rooms[1]),),
+        (lambda: torch.mm(y, down, out=rooms[2]),),
+        (lambda: torch.mm(z, gate_up, out=rooms[3]),),
+        (lambda: torch.mm(z.t(), x, out=rooms[4]),),
+        (lambda: torch.mm(y.t(), h, out=rooms[5]),),
     ]
 
 

@@ -81,15 +81,15 @@ def _load_liger_gated_linear() -> Callable[..., Any]:
     return lambda gate, up, weight: F.linear(product(gate=gate, up=up), weight)
 
 
-def _gemms(inputs: Inputs) -> list[Callable[[], Any]]:
+def _gemms(inputs: Inputs) -> list[tuple[Callable[[], Any], ...]]:
     """Products of y, of the inner gradient and of dW by cuBLAS. gate stands in for act(gate) · up: as large."""
     (dy,) = inputs.grads or ()
     product, w = inputs.arguments["gate"].detach(), inputs.arguments["weight"].detach()
     y, scratch, dw = torch.empty_like(dy), torch.empty_like(product), torch.empty_like(w)
     return [
-        lambda: torch.mm(product, w.T, out=y),
-        lambda: torch.mm(dy, w, out=scratch),
-        lambda: torch.mm(dy.T, product, out=dw),
+        (lambda: torch.mm(product, w.T, out=y),),
+        (lambda: torch.mm(dy, w, out=scratch),),
+        (lambda: torch.mm(dy.T, product, out=dw),),
     ]
 
 

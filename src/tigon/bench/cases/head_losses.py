@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tigon.bench import ranges
 from tigon.bench.cases import head_peers as peers
 from tigon.bench.cases.row import Implementation, Op, plain, quack
+from tigon.bench.floor import logits_rooms
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of
 from tigon.bench.ranges import Drawing
 
@@ -352,18 +354,19 @@ def _tigon_distill() -> Callable[..., Any]:
 # -------------------------------------------------------------------------------------------------------------- floor
 
 
-def _products(number: int, frozen: bool) -> Callable[[Inputs], list[Callable[[], Any]]]:
+def _products(number: int, frozen: bool) -> Callable[[Inputs], list[tuple[Callable[[], Any], ...]]]:
     """Whole-batch cuBLAS products: logits of some models, dX, dW. The logits stand in for their gradient."""
 
-    def floor(inputs: Inputs) -> list[Callable[[], Any]]:
+    def floor(inputs: Inputs) -> list[tuple[Callable[[], Any], ...]]:
         w = inputs.arguments["weight"].detach()
         x = inputs.arguments["x"].detach().reshape(-1, w.shape[1])
-        logits = torch.mm(x, w.T)
+        rooms = logits_rooms(len(x), len(w), like=x)
+        torch.mm(x, w.T, out=rooms[-1])
         dx, dw = torch.empty_like(x), None if frozen else torch.empty_like(w)
-        products = [lambda: torch.mm(x, w.T, out=logits)] * number
-        products.append(lambda: torch.mm(logits, w, out=dx))
+        products = [tuple(partial(torch.mm, x, w.T, out=logits) for logits in rooms)] * number
+        products.append(tuple(partial(torch.mm, logits, w, out=dx) for logits in rooms))
         if dw is not None:
-            products.append(lambda: torch.mm(logits.T, x, out=dw))
+            products.append(tuple(partial(torch.mm, logits.T, x, out=dw) for logits in rooms))
         return products
 
     return floor

@@ -41,7 +41,8 @@ class Op:
         once. What an implementation saves for its backward, or reads twice, is its own affair and not counted.
     drawn(dice): sizes and options from the ranges of real models, for the sweep; or why it draws none of this row.
     flops(shape): of the (forward, backward), where arithmetic is the floor; None where memory is.
-    floor(inputs): closures timed in the same run, whose sum is the floor; None: nbytes at the copy bandwidth.
+    floor(inputs): products timed in the same run, whose sum is the floor; None: nbytes at the copy bandwidth. A product
+        is a tuple of ways to compute it, of which the fastest counts.
     counted: nbytes in words, (forward, backward), for the documentation.
     largest(shape): elements of the largest tensor that eager code makes; None: no more than the forward moves.
     slack: how many times the tolerance a result may be off in 16 bits, where rounded logits alone put it off as much.
@@ -60,7 +61,7 @@ class Op:
     implementations: dict[str, Implementation]
     extra: tuple[Shape, ...] = ()
     flops: Callable[[Shape], tuple[int, int]] | None = None
-    floor: Callable[[Inputs], list[Callable[[], Any]]] | None = None
+    floor: Callable[[Inputs], list[tuple[Callable[[], Any], ...]]] | None = None
     largest: Callable[[Shape], int] | None = None
     slack: float = 1.0
 
