@@ -15,7 +15,7 @@ import models
 from tigon.bench import report
 from tigon.bench.cases import OPS
 from tigon.bench.columns import number, shape_of
-from tigon.bench.matrix import CAPTION, By, Cells, bold, cases_of, leaders, to_markdown, to_matrix
+from tigon.bench.matrix import CAPTION, By, Cells, cases_of, leaders, ops_cell, to_markdown, to_matrix
 from tigon.bench.verdicts import WORDS, Verdict, count, device_of, host_limits, memory_of, verdict_of
 from tigon.install import REPOSITORY
 
@@ -68,22 +68,13 @@ def operators(quoted: Sequence[By], every: bool = False) -> Cells:
         best = min(others, key=lambda who: others[who]["total_ms"], default="")
         fastest, _ = leaders({who: by[who] for who in ("tigon", "liger", best) if who in by})
         floor = next((one["floor_ms"] for one in by.values() if one["floor_ms"] is not None), None)
-        cells = [_cell(by.get(who), who == fastest) for who in ("tigon", "liger", best)]
+        cells = [ops_cell(by.get(who), who == fastest) for who in ("tigon", "liger", best)]
         lines.append([row["op"], shape_of(row), number(floor), *cells[:2], f"{best} {cells[2]}".strip()])
     return ["op", "shape", "floor ms", "Tigon", "Liger", "best of the others"], lines
 
 
 def _right(row: dict[str, Any]) -> bool:
     return row["status"] == "ok" and row["total_ms"] is not None
-
-
-def _cell(row: dict[str, Any] | None, leads: bool) -> str:
-    if row is None:
-        return "–"
-    if not _right(row):
-        return row["reason"] if row["reason"] == "out of memory" else str(row["status"])
-    floor = "" if row["times_floor"] is None else f" ({row['times_floor']:.2f}×)"
-    return bold(f"{number(row['total_ms'])}{floor}", leads)
 
 
 # ------------------------------------------------------------------------------------------------------------ verdicts

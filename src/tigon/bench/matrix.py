@@ -113,14 +113,17 @@ def _ops(names: list[str], cases: list[By]) -> Cells:
         row = next(iter(by.values()))
         floor = next((r["floor_ms"] for r in by.values() if r["floor_ms"] is not None), None)
         fastest, _ = leaders(by)
-        cells = [_ops_cell(by.get(name), name == fastest) for name in names]
+        cells = [ops_cell(by.get(name), name == fastest) for name in names]
         lines.append([row["op"], shape_of(row), row["dtype"], number(floor), *cells])
     return ["op", "shape", "dtype", "floor ms", *names], lines
 
 
-def _ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
-    if row is None or row["total_ms"] is None:
-        return "–" if row is None or row["status"] == "ok" else row["status"]
+def ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
+    """Milliseconds (× floor), with the mark "wrong" where the result is; or why there is no time."""
+    if row is None:
+        return "–"
+    if row["total_ms"] is None:
+        return row["reason"] if row["reason"] == "out of memory" else str(row["status"]).replace("ok", "–")
     floor = "" if row["times_floor"] is None else f" ({row['times_floor']:.2f}×)"
     return bold(f"{number(row['total_ms'])}{floor}", leads) + ("" if row["status"] == "ok" else f", {row['status']}")
 
