@@ -151,9 +151,6 @@ def run(options: argparse.Namespace) -> None:
                 request["profile_at"] = None if side == "tigon-offload" else options.profile_at
             built = ({"num_hidden_layers": case.layers} if case.layers else {}) | overrides
             new = processes.run(row_of(case, side, options), device=str(device), overrides=built, **request)
-            here = report.result(kind, [], device=device)
-            for row in new:
-                row.date, row.command = here["date"], here["command"]
             replaced = {key(row) for row in new}
             rows = ordered([row for row in rows if key(row) not in replaced] + new)
             save(options, kind, rows, device)

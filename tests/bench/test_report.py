@@ -170,10 +170,12 @@ def test_a_matrix_of_models_compares_them_with_the_plain_one():
     lines = to_matrix(report.result("model", [floor, SIDES[0], plain, *other]), ["hf", "floor"]).splitlines()
     assert lines[0] == "| model | batch×seq | masked | hf | floor | tigon | liger |"
     assert lines[2] == (
-        "| llama-3-8b | 16×512 | 12.5 % | 10,000, 100.0 GiB | 14,000 | **13,000 (+30.0 %)**, **69.0 GiB (−31.0 %)** | – |"
+        "| llama-3-8b | 16×512 | 12.5 % | 10,000, 100.0 GiB | 14,000 | "
+        "**13,000 (+30.0 %)**, **69.0 GiB (−31.0 %)** | – |"
     )
     assert lines[3] == (
-        "| other | 16×512 | 12.5 % | **20,000**, 100.0 GiB | – | 13,000 (−35.0 %), **69.0 GiB (−31.0 %)** | out of memory |"
+        "| other | 16×512 | 12.5 % | **20,000**, 100.0 GiB | – | "
+        "13,000 (−35.0 %), **69.0 GiB (−31.0 %)** | out of memory |"
     )
     assert lines[4] == "| mean of 2 |  |  |  |  | −2.5 %, memory −31.0 % |  |"
 
@@ -316,6 +318,8 @@ def test_what_a_peer_failed_with_is_taken_from_another_run():
 
 def test_rows_of_other_runs_say_so(monkeypatch):
     content = {**report.result("model", SIDES), "date": "2026-01-02T00:00:00", "command": "b"}
+    for row in content["rows"]:
+        row.update(date=report.NOT_RECORDED, command=report.NOT_RECORDED)
     assert report.provenance(content)[0].startswith("llama-3-8b 512 tigon, llama-3-8b 512 hf: measured in earlier runs")
     content["rows"][0].update(date="2026-01-02T00:00:00", command="b")
     content["rows"][1].update(date="2026-01-01T00:00:00", command="a")

@@ -9,6 +9,7 @@ This module needs only torch, so that a bare GPU machine can measure.
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -102,16 +103,41 @@ def _cpu_name() -> str:
 
 
 def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None, **more: Any) -> dict[str, Any]:
-    """One result file as a dictionary: the rows, the machine, the date and the command."""
+    """One result file as a dictionary: the rows, the machine, the date and the command.
+
+    Rows that have a place for a date and a command, and none yet, get those of this run, and keep them in later runs.
+    """
+    rows = list(rows)
+    for row in rows:
+        if getattr(row, "date", None) == "":
+            row.date, row.command = start_date(), command()
     return {
         "schema": SCHEMA,
         "kind": kind,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": start_date(),
         "command": command(),
         "environment": environment(device),
         **more,
         "rows": [row.to_dict() for row in rows],
     }
+
+
+NOT_RECORDED = "not recorded"
+
+
+def origin(content: dict[str, Any], row: dict[str, Any]) -> tuple[str, str] | None:
+    """The date and the command of a row: its own, or those of the file that one run wrote. None if neither is known."""
+    if row.get("date"):
+        return None if NOT_RECORDED in (row["date"], row["command"]) else (row["date"], row["command"])
+    if len(content.get("runs", ())) > 1 or "--resume" in content["command"]:
+        return None
+    return content["date"], content["command"]
+
+
+@functools.cache
+def start_date() -> str:
+    """When this process made its first result: the date of its run, whose file is written after every case."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def command() -> str:
@@ -194,7 +220,8 @@ def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for content in contents:
         mine: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in content["rows"]:
-            mine.setdefault(case_of(row), []).append(row)
+            date, how = origin(content, row) or (NOT_RECORDED, NOT_RECORDED)
+            mine.setdefault(case_of(row), []).append({**row, "date": date, "command": how})
         cases |= mine
         own = {key: content[key] for key in ("date", "command", "ceilings") if key in content}
         runs += [run for run in content.get("runs", [own]) if run not in runs]
@@ -248,8 +275,9 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _as_it_is(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[dict[str, Any]], str]]:
-    """Columns of an unknown kind: the fields that hold a number or a word in any row."""
+    """Columns of an unknown kind: the fields that hold a number or a word in any row, without its provenance."""
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, (str, int, float)))
+    keys = {key: None for key in keys if key not in ("date", "command")}
 
     def column(key: str) -> Callable[[dict[str, Any]], str]:
         return lambda row: "–" if row.get(key) is None else str(row[key])
@@ -339,12 +367,14 @@ def provenance(content: dict[str, Any]) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for row in content["rows"]:
         if "date" in row and (row["date"], row["command"]) != (content["date"], content["command"]):
-            named = " ".join(f"{row[k]}" for k in ("model", "seq", "side") if k in row)
+            named = " ".join(f"{row[k]}" for k in ("op", "model", "seq", "side", "implementation") if k in row)
             found.setdefault((row["date"], row["command"]), []).append(named)
     lines = []
     for (date, how), rows in sorted(found.items()):
         some = ", ".join(rows) if len(rows) < 5 else f"{len(rows)} rows"
-        where = f"on {date[:10]} by `{how}`" if date else "in earlier runs, whose dates and commands were not recorded"
+        where = f"on {date[:10]} by `{how}`"
+        if NOT_RECORDED in (date, how):
+            where = "in earlier runs, whose dates and commands were not recorded"
         lines.append(f"{some}: measured {where}.")
     return lines
 

@@ -65,6 +65,9 @@ class Row:
     # The first forward + backward: compilation, tuning and the first launch of every kernel.
     first_s: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
+    # Of the run that measured the row; report.result fills them in.
+    date: str = ""
+    command: str = ""
 
     @property
     def error(self) -> float | None:

@@ -55,7 +55,7 @@ class Side:
     watts: float | None = None
     # How many layers were built; None: all that the model has.
     layers: int | None = None
-    # The date and the command of this row's measurement.
+    # Of the run that measured the row; report.result fills them in.
     date: str = ""
     command: str = ""
     # The share of the labels that are masked, from the start of each sequence, and the micro-batches of one step.
