@@ -54,6 +54,12 @@ def test_rows_are_the_dense_gradient(ragged, fields, mode, padding_idx, weighted
         torch.testing.assert_close(factors.grad, wanted[1])
 
 
+def test_more_values_than_are_sorted_at_once_have_no_rows():
+    weight, values = torch.empty(3, 2, device="meta"), torch.empty(2, 2**29 + 1, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"values must be at most 2³⁰ with grad='rows'.*got 1073741826; grad='dense'"):
+        embedding_bag(weight, values, grad="rows")
+
+
 def test_two_passes_add_up(backend, device):
     weight, values, offsets, options = bags(device)
     for _ in range(2):

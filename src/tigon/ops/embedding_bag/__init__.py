@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tigon.ops.embedding import SORTED
 from tigon.ops.embedding_bag.checks import bags_shape, check_bags, flat_bags
 from tigon.ops.embedding_bag.launches import embedding_bag_bwd, embedding_bag_factors, embedding_bag_fwd
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
@@ -50,7 +51,7 @@ def embedding_bag(
 
     Sums are taken in fp32 in the order of the values, and rounded once, forward and backward; the same bits on every
     run. With grad="rows" the forward sorts the ids, and the backward pass waits until that is done, to learn how many
-    rows there are: it fits no CUDA graph and no torch.compile, which "dense" does.
+    rows there are: it fits no CUDA graph and no torch.compile, which "dense" does. It sorts at most 2³⁰ ids.
 
     Replaces::
 
@@ -75,6 +76,11 @@ def embedding_bag(
     if grad == "rows" and torch.compiler.is_compiling():
         raise ValueError(
             f"{name}: grad must be 'dense' under torch.compile, got 'rows', whose number the device alone knows."
+        )
+    if grad == "rows" and values.numel() > SORTED:
+        raise ValueError(
+            f"{name}: values must be at most 2³⁰ with grad='rows', which sorts them together, got {values.numel()}; "
+            "grad='dense' takes any number."
         )
     dtype = weight.dtype if dtype is None else dtype
     if not dtype.is_floating_point:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.embedding import sorted_ids, sums_of_runs
+from tigon.ops.embedding import SORTED, sorted_ids, sums_of_runs
 from tigon.ops.embedding_bag.launches import bags_of, embedding_bag_factors, embedding_bag_fwd, tokens_of
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
 from tigon.runtime import differentiable_directly
@@ -74,6 +74,8 @@ def sums_of_rows(
 
 def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """The rows (U,) of indices (M,) that occur, ascending, and the sums of their dy (M, D). The host waits for U."""
+    if indices.numel() > SORTED:
+        raise ValueError(f"sparse gradient: it must name at most 2³⁰ rows, got {indices.numel()}.")
     if not dy.numel():
         return indices.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]))
     values = indices[:, None]
