@@ -63,7 +63,7 @@ def test_more_tokens_than_are_sorted_at_once(ranked, device, triton_backend, mon
         if bags is None:
             y = embedding(ids, weight, padding_idx=2)
         else:
-            y = embedding_bag(weight, ids.view(125, 8), padding_idx=2, per_sample_weights=bags)
+            y = embedding_bag(ids.view(125, 8), weight, mode="sum", padding_idx=2, per_sample_weights=bags)
         leaves = [weight] if bags is None else [weight, bags]
         return torch.autograd.grad(y.float().square().sum(), leaves)
 

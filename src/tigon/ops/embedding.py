@@ -40,7 +40,7 @@ RANKED = 8192
 SORTED = 2**30
 
 
-def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up rows of the weight.
 
     Args:

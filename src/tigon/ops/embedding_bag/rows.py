@@ -108,8 +108,8 @@ def _bag_of_rows_fwd(*args: Any, runs_triton: bool) -> tuple[Tensor]:
     rows, padding_idx = _flat_rows(values, offsets, fields, weight.shape[0], padding_idx)
     return (
         embedding_bag_reference(
-            torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), rows, offsets, mode="mean" if mean else "sum",
-            per_sample_weights=factors, padding_idx=padding_idx, dtype=dtype,
+            rows, torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), offsets, mode="mean" if mean else "sum",
+            per_sample_weights=factors, include_last_offset=True, padding_idx=padding_idx, dtype=dtype,
         ),
     )  # fmt: skip
 
