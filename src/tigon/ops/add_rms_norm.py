@@ -19,6 +19,7 @@ from tigon.ops.rms_norm import (
     _forward,
     _out_dtype,
     _rms_norm_bwd,
+    default_eps,
     rms_norm_reference,
 )
 from tigon.runtime import differentiable, empty_rows, launcher, use_triton
@@ -29,7 +30,7 @@ def add_rms_norm(
     residual: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = None,
     offset: float = 0.0,
     cast: Cast = "llama",
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,8 @@ def add_rms_norm(
             f"add_rms_norm: residual must have x's shape {tuple(x.shape)} and a float dtype, "
             f"got {tuple(residual.shape)} {residual.dtype}."
         )
+    if eps is None:
+        eps = default_eps(torch.promote_types(x.dtype, residual.dtype))
     if not use_triton(x, residual, weight):
         return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, cast=cast)
     result: tuple[Tensor, Tensor] = _add_rms_norm(x, residual, weight, eps, offset, cast)
@@ -64,7 +67,7 @@ def add_rms_norm_reference(
     residual: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = None,
     offset: float = 0.0,
     cast: str = "llama",
 ) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from tigon.runtime import (
 
 
 def group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Shift the channels of each group to mean zero and scale them to unit variance, then by weight and bias.
 

@@ -12,7 +12,7 @@ capturing   whether a CUDA graph is being captured, or rehearsed
 arguments   what callers may pass: tensors, layers, keywords that exist
 """
 
-from tigon.runtime.arguments import Layer, check_tensors, unknown_keyword, weight_and_bias
+from tigon.runtime.arguments import Layer, check_no_shape, check_tensors, unknown_keyword, weight_and_bias
 from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
     applied,
@@ -66,6 +66,7 @@ __all__ = [
     "can_describe",
     "can_look",
     "cdiv",
+    "check_no_shape",
     "check_tensors",
     "describe",
     "differentiable",

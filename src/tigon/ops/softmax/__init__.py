@@ -17,8 +17,9 @@ __all__ = ["softmax", "softmax_reference"]
 
 
 def softmax(
-    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
-) -> Tensor:
+    x: Tensor, dim: int, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(scale · x + mask) over one dimension, in fp32, rounded once.
 
     Args:
@@ -29,7 +30,8 @@ def softmax(
             or (T, S) for x (B, H, T, S). It gets no gradient: one that has to learn is added to x by the caller.
         causal: x is (..., T, S), and query t sees the keys s ≤ t + (S − T): the last query sees all. What it does not
             see is 0, and neither x nor the mask is read there.
-    Returns: x's shape and dtype. A row without any finite score is NaN, as in torch.
+        dtype: x is converted to it first, as torch's functions do; None: x's own.
+    Returns: x's shape, and its dtype or that one. A row without any finite score is NaN, as in torch.
     Raises: ValueError for a dtype that is not a float, a dim out of range, a mask that is boolean, does not broadcast
         or requires a gradient, and for causal over another dimension than the last of two.
 
@@ -42,6 +44,7 @@ def softmax(
         unseen = torch.ones(T, S, dtype=torch.bool).triu(S - T + 1)
         y = F.softmax((scale * x.float() + mask).masked_fill(unseen, -torch.inf), dim=-1).to(x.dtype)
     """
+    x = x if dtype is None else x.to(dtype)
     rank = x.dim()
     if not x.dtype.is_floating_point:
         raise ValueError(f"softmax: x must have a float dtype, got {x.dtype}.")
