@@ -68,8 +68,8 @@ def kl_div(
         raise ValueError("kl_div: log_target must be False with a temperature, which takes logits, got True.")
     if reduction == "batchmean" and input.dim() not in (0, 2):
         raise ValueError(
-            f"kl_div: reduction='batchmean' must come with input (M, V), since torch divides by the first dimension "
-            f"alone, got {tuple(input.shape)}: flatten(0, -2) for the mean over all rows."
+            "kl_div: input must be (M, V) with reduction='batchmean', which torch takes over the first dimension alone, "
+            f"got {tuple(input.shape)}: flatten(0, -2) for the mean over all rows."
         )
     form = "logits" if temperature is not None else "log" if log_target else "probabilities"
     return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, mask)
