@@ -68,7 +68,7 @@ def kl_div(
         raise ValueError("kl_div: log_target must be False with a temperature, which takes logits, got True.")
     if reduction == "batchmean" and input.dim() not in (0, 2):
         raise ValueError(
-            "kl_div: input must be (M, V) with reduction='batchmean', which torch takes over the first dimension alone, "
+            "kl_div: input must be (M, V) with reduction='batchmean', which torch takes over the first dimension, "
             f"got {tuple(input.shape)}: flatten(0, -2) for the mean over all rows."
         )
     form = "logits" if temperature is not None else "log" if log_target else "probabilities"
