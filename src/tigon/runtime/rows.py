@@ -84,7 +84,12 @@ def in_order(y: Tensor, x: Tensor) -> Tensor:
     """y in the order of x's memory, dense along the rows: the strides of `empty_rows`, by torch's operators."""
     if x.is_contiguous() or x.dim() < 2 or x.stride(-1) != 1:
         return y.contiguous()
-    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    order = [0]
+    for d in range(1, x.dim()):  # by comparisons, since Dynamo sorts no sizes that vary
+        at = d
+        while at and x.stride(order[at - 1]) < x.stride(d):
+            at -= 1
+        order.insert(at, d)
     if order[-1] != x.dim() - 1 or 0 in x.stride():
         return y.contiguous()
     return y.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
