@@ -112,7 +112,8 @@ def tvd(
     """Total variation distance of each row, ½ · Σ |p − q|, in [0, 1]. Its gradient is 0 where p = q.
 
     For the backward pass many wide rows keep a quarter of a byte a class, and none of their probabilities; of logits
-    the input's beside it. The target is not kept.
+    the input's beside it. The target is not kept. From 1,024 rows of 4,096 classes on a row is summed in another order
+    than in a smaller batch, and its last bits differ from there; where the row lies in its batch changes nothing.
 
     Args:
         input, target: (..., V) probabilities, or logits; any float dtypes. The target gets no gradient.
