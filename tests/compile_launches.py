@@ -2,6 +2,7 @@
 
     python tests/compile_launches.py cuda:90          every launch
     python tests/compile_launches.py cuda:80 brief    of equals that differ little one, to take less time
+    python tests/compile_launches.py cuda:90 brief softmax rope    of these operators alone
 
 The operators run forward and backward on meta tensors of the sizes of real models, with the kernels forced. Triton gets
 a driver that names the target, and its own launcher specializes the arguments and compiles; only the launch itself is
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,8 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
     return {"binary": len(asm["cubin"]), **counts, **resources(asm["cubin"]), "serialized": serialized(asm)}
 
 
-def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[str, Any]]:
-    """Every launch; or, with the target's name as `brief`, what differs enough."""
+def compile_launches(target: GPUTarget, brief: str | None = None, only: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Every launch; or, with the target's name as `brief`, what differs enough. only: of these operators."""
     launches: dict[tuple, dict[str, Any]] = {}
     context: dict[str, Any] = {}
     known: set[Any] = set()  # kernels, and kernels of an operator
@@ -182,6 +183,8 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     launch = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if only and context["op"] not in only:
+            return
         of_op = context["op"], self.fn
         if (once and self.fn in known) or (brief in ONCE_EACH and of_op in known):
             return
@@ -210,7 +213,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
     device_facts.limits_registers = lambda device: target.backend == "cuda"
     with backend.use_backend("triton"), torch.device("meta"):
         for op in (*OPS, *OVER_SHARDS):
-            for dtype, case, frozen in calls(op):
+            for dtype, case, frozen in calls(op) if not only or op.name in only else ():
                 if brief and not worth((dtype, case, frozen), brief, op):
                     continue
                 # sm_90 stands for the others, whose registers are as many: there, further cases are compiled for the
@@ -497,5 +500,7 @@ def kernels() -> list[str]:
 if __name__ == "__main__":
     kind, arch = sys.argv[1].split(":")
     target = GPUTarget(kind, int(arch) if arch.isdigit() else arch, WARP[kind])
-    brief = sys.argv[1] if sys.argv[2:] == ["brief"] else None
-    json.dump({"launches": compile_launches(target, brief), "kernels": kernels()}, sys.stdout)
+    options = sys.argv[2:]
+    brief = sys.argv[1] if options[:1] == ["brief"] else None
+    only = options[1:] if brief else options
+    json.dump({"launches": compile_launches(target, brief, only), "kernels": kernels()}, sys.stdout)

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from extras import EXTRAS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -83,6 +84,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """A file that imports a package of an extra which is not installed is skipped."""
+    report = yield
+    cause = report.call.excinfo.value.__cause__ if report.failed else None
+    if isinstance(cause, ModuleNotFoundError) and (name := (cause.name or "").partition(".")[0]) in EXTRAS:
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"Skipped: {name} is not installed")
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tigon.bench import runner
 from tigon.bench.cases import OPS, Implementation
+from tigon.bench.columns import remark
 from tigon.bench.inputs import TOLERANCE
 from tigon.bench.runner import (
     Ceilings,
@@ -51,6 +52,17 @@ def test_rows_hold_finite_times(op):
         assert row.times_floor == pytest.approx(row.total_ms / row.floor_ms)
         assert row.rate > 0
         assert row.peak_mib is None  # there is no allocator to ask on a CPU
+
+
+@pytest.mark.parametrize(("forward", "noisy"), [(30.0, True), (2.0, False)])
+def test_a_total_below_its_forward_is_marked_as_noise(forward, noisy, monkeypatch):
+    """Its backward time, a difference, is not told."""
+    times = iter([forward, 3.0] * SHORT.rounds)
+    monkeypatch.setattr(runner, "time_ms", lambda *_: next(times))
+    row = run(OPS["swiglu"], {"eager": OPS["swiglu"].implementations["eager"]})["eager"]
+    assert (row.forward_ms, row.total_ms) == (forward, 3.0)
+    assert row.backward_ms == (None if noisy else 1.0)
+    assert (runner.NOISE in remark(row.to_dict())) == noisy
 
 
 def test_the_floor_is_bytes_over_the_copy_bandwidth():

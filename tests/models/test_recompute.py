@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import inspect
 import weakref
 
 import pytest
@@ -508,6 +509,18 @@ def test_an_unknown_level_is_refused_before_anything_happens():
     model = build("llama")
     with pytest.raises(ValueError, match=r"recompute must be one of \('auto', 'none', .*got 'all'"):
         tigon.fuse(model, recompute="all")
+    assert "_tigon_fusion" not in vars(model)
+
+
+SWITCHES = [n for n, p in inspect.signature(tigon.fuse).parameters.items() if n not in ("model", "recompute")]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_a_switch_that_is_no_boolean_is_refused_before_anything_happens(name, value):
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=rf"^fuse: {name} must be True or False, got {value!r}\.$"):
+        tigon.fuse(model, **{name: value})
     assert "_tigon_fusion" not in vars(model)
 
 

@@ -221,10 +221,10 @@ def test_softmax(options, offset, gap, dtype, device):
         x, _ = _placed(torch.randn(5, N, device=device).to(dtype) * 3, offset, gap)
         dy, _ = _placed(torch.randn(5, N, device=device).to(dtype), offset, gap)
         with tigon.use_backend("torch"):
-            wanted = tigon.softmax(x.double(), **options)
+            wanted = tigon.softmax(x.double(), -1, **options)
         x = x.detach().requires_grad_()
         with tigon.use_backend("triton"):
-            y = tigon.softmax(x, **options)
+            y = tigon.softmax(x, -1, **options)
             (dx,) = torch.autograd.grad(y, x, dy)
         torch.testing.assert_close(y.detach().double(), wanted, **_rounded(dtype))
         # From the result as it was stored: its rounding is not the gradient's.

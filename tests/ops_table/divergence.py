@@ -163,7 +163,7 @@ KL_DIV = Op(
         ),
         Bad(
             lambda: (torch.ones(2, 3, 4), torch.ones(2, 3, 4)),
-            r"kl_div: reduction='batchmean' must come with input \(M, V\).*got \(2, 3, 4\): flatten\(0, -2\)",
+            r"kl_div: input must be \(M, V\) with reduction='batchmean'.*got \(2, 3, 4\): flatten\(0, -2\)",
             {"reduction": "batchmean"},
         ),
     ),

@@ -23,9 +23,10 @@ def _make_rms_norm(shape, dtype, generator, weight=True, weight_dtype=None, arou
     return x, w.to(weight_dtype or dtype) if weight else None
 
 
-def eager_rms_norm(x, weight=None, *, eps=1e-6, offset=0.0, cast="llama"):
+def eager_rms_norm(x, weight=None, *, eps=None, offset=0.0, cast="llama"):
     """LlamaRMSNorm, GemmaRMSNorm and the form that rounds once, as transformers writes them."""
     y = x.float() if x.dtype != torch.float64 else x
+    eps = torch.finfo(y.dtype).eps if eps is None else eps
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     if cast == "llama":
         y = y.to(x.dtype)

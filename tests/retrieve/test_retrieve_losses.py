@@ -157,6 +157,19 @@ def test_own_negatives_are_as_accurate_as_eager_code(dtype, device):
     check(own.own_contrast, own.own_contrast_reference, *arguments)
 
 
+def test_more_own_negatives_than_are_sorted_at_once(device, monkeypatch):
+    leaf = torch.randn(30, 16, device=device, requires_grad=True)
+    query, negatives = torch.randn(20, 16, device=device), torch.randint(-1, 30, (20, 7), device=device)
+
+    def gradient() -> torch.Tensor:
+        loss = own.own_contrast(query, leaf, leaf.detach()[:20], negatives, None, 0.5)
+        return torch.autograd.grad(loss.square().sum(), leaf)[0]
+
+    whole = gradient()
+    monkeypatch.setattr(own, "SORTED", 7 * 6)
+    torch.testing.assert_close(gradient(), whole)
+
+
 def test_a_sure_model_keeps_small_gradients_of_own_negatives(device):
     query, items = torch.zeros(1, 16, device=device), torch.zeros(40, 16, device=device)
     query[0, 0], items[7, 0], items[3, 1] = 1.0, 1.0, 1.0

@@ -36,6 +36,7 @@ TRIMMED = 5
 # short call, and changes nothing of their times: the calls that warm up have allocated before.
 ROOMY = 0.25
 LATE = "took longer than"
+NOISE = "noise: the forward alone took longer than forward + backward"
 REFERENCE = "the PyTorch reference: no kernels on this device"
 
 
@@ -504,7 +505,9 @@ def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
     assert row.total_ms is not None
     if not any(math.isnan(forward) for forward, _ in measured):
         row.forward_ms = statistics.median(forward for forward, _ in measured)
-        if floor.inputs.wrt:
+        if row.forward_ms > row.total_ms:
+            row.note = "; ".join(filter(None, [NOISE, row.note]))
+        elif floor.inputs.wrt:
             row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
     row.floor_ms = floor.ms
     row.times_floor = None if floor.ms is None else row.total_ms / floor.ms

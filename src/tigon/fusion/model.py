@@ -58,8 +58,9 @@ def fuse(
         Returns: a Fusion. `report()` says what was replaced and what was not; `remove()` restores the model exactly. A
             Fusion is also a context manager. If the model is fused already, fuse leaves it as it is and returns its
             Fusion, with a warning if you passed other options. A Fusion that replaced nothing gives way to them.
-        Raises: TypeError if model is not a module; ValueError for an unknown level of recompute, and with shared_prefix
-            for a model whose tokens meet elsewhere than in causal attention, by the name of the layer.
+        Raises: TypeError if model is not a module; ValueError for an unknown level of recompute and for another option
+            that is no boolean, and with shared_prefix for a model whose tokens meet elsewhere than in causal attention,
+            by the name of the layer.
 
         Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a Fusion of its own; a pickled
         model is plain when loaded.
@@ -69,6 +70,9 @@ def fuse(
         raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
     if recompute not in LEVELS:
         raise ValueError(f"fuse: recompute must be one of {LEVELS}, got {recompute!r}.")
+    for name, value in options.items():
+        if name != "recompute" and not isinstance(value, bool):
+            raise ValueError(f"fuse: {name} must be True or False, got {value!r}.")
     present = vars(model).get("_tigon_fusion")
     if present is not None:
         if present._record.modules or present._options == options:

@@ -22,7 +22,7 @@ from tigon.ops.rms_norm import (
     default_eps,
     rms_norm_reference,
 )
-from tigon.runtime import differentiable, empty_rows, launcher, use_triton
+from tigon.runtime import differentiable, empty_rows, in_order, launcher, use_triton
 
 
 def add_rms_norm(
@@ -73,7 +73,7 @@ def add_rms_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     # torch's sum rounds to the promoted dtype; the norm is taken of the rounded sum, as the model's own two steps have
     # it.
-    total = residual + x
+    total = in_order(residual + x, residual)
     return rms_norm_reference(total, weight, eps=eps, offset=offset, cast=cast), total
 
 

@@ -406,12 +406,12 @@ def sum_by_id(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor, **bags: Any
         sums_of_runs(dy, *sorted_ids(ids, classes, padding_idx), dw, **bags)
         return
     # Parts of the tokens, whose sums are added in fp32 in their order, and rounded once.
-    total = None
+    total = torch.zeros_like(dw, dtype=torch.float32)
     for part, some in enumerate(ids.split(SORTED)):
         keys, order = sorted_ids(some, classes, padding_idx)
-        share = torch.empty_like(dw, dtype=torch.float32)
+        share = torch.empty_like(total)
         sums_of_runs(dy, keys, order.add_(part * SORTED), share, **bags)
-        total = share if total is None else total.add_(share)
+        total += share
     dw.copy_(total)
 
 

@@ -84,7 +84,7 @@ def group_norm_reference(
         y = y * weight[:, None]
     if bias is not None:
         y = y + bias[:, None]
-    return y.to(x.dtype).reshape(x.shape)
+    return y.to(x.dtype).reshape(x.shape).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

@@ -22,6 +22,7 @@ from tigon.runtime import (
     differentiable,
     do_not_specialize,
     empty_rows,
+    in_order,
     jit,
     launch,
     launcher,
@@ -109,12 +110,12 @@ def rms_norm_reference(
     if cast == "llama":
         y = y.to(x.dtype)
         if weight is not None and not offset:
-            return weight * y  # PyTorch multiplies bf16 in fp32 and rounds once: no fp32 copy is needed
+            return in_order(weight * y, x)  # PyTorch multiplies bf16 in fp32 and rounds once: no fp32 copy is needed
     if weight is not None:
         # fp32 at least: bf16 + offset would be rounded before it scales. An fp64 weight stays fp64.
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
-    return y.to(_out_dtype(x.dtype, weight, cast))
+    return in_order(y.to(_out_dtype(x.dtype, weight, cast)), x)
 
 
 def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dtype:

@@ -49,7 +49,7 @@ from tigon.runtime.dispatch import (
 from tigon.runtime.language import HAS_TRITON, do_not_specialize, jit, tl, triton
 from tigon.runtime.launches import Plan, launch
 from tigon.runtime.parts import Parts, fold_warps, part_tile, parts_of, summed_in_parts
-from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of, uneven
+from tigon.runtime.rows import cdiv, empty_rows, in_order, memory_order, next_power_of_2, row_groups, rows_of, uneven
 
 __all__ = [
     "BACKENDS",
@@ -77,6 +77,7 @@ __all__ = [
     "fold_warps",
     "graph_is_kept",
     "has_copy_engine",
+    "in_order",
     "is_captured",
     "is_exporting",
     "is_hopper",

@@ -19,6 +19,8 @@ from tigon.runtime import first_order
 
 # Bytes of the rows that are gathered at once.
 PIECE_BYTES = 2**27
+# Negatives that are sorted together: torch.sort takes fewer than 2³¹.
+SORTED = 2**30
 
 
 def own_contrast(
@@ -117,6 +119,15 @@ def _pieces(items: Tensor, negatives: Tensor, wide: torch.dtype) -> Iterator[tup
 
 def _scattered(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
     """(N, D), the sum over queries and their negatives of weight · q, for each item."""
+    most = max(1, SORTED // negatives.shape[1])
+    total = _scattered_part(weights[:most], negatives[:most], q[:most], items)
+    for start in range(most, len(q), most):
+        some = slice(start, start + most)
+        total += _scattered_part(weights[some], negatives[some], q[some], items)
+    return total
+
+
+def _scattered_part(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
     B, K = negatives.shape
     each = torch.arange(B * K, device=q.device)
     # What is none has the weight 0, and is spread over all rows, so that none gets long.

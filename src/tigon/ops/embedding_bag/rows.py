@@ -75,7 +75,7 @@ def sums_of_rows(
 def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """The rows (U,) of indices (M,) that occur, ascending, and the sums of their dy (M, D). The host waits for U."""
     if indices.numel() > SORTED:
-        raise ValueError(f"sparse gradient: it must name at most 2³⁰ rows, got {indices.numel()}.")
+        raise ValueError(f"row_adagrad: grad must name at most 2³⁰ rows, got {indices.numel()}.")
     if not dy.numel():
         return indices.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]))
     values = indices[:, None]

@@ -1,0 +1,9 @@
+"""What a test may do without: what an extra or a group of pyproject.toml brings, and what tests import of it."""
+
+# fmt: off
+EXTRAS = frozenset({
+    "accelerate", "bitsandbytes", "cut_cross_entropy", "datasets", "deepspeed", "fastapi", "httptools", "httpx",
+    "hypothesis", "jinja2", "lightgbm", "liger_kernel", "lightning", "matplotlib", "mkdocs", "numpy", "optuna",
+    "pandas", "peft", "polars", "prometheus_client", "pyarrow", "pydantic", "rich", "safetensors", "scipy", "sklearn",
+    "tensorboard", "tokenizers", "transformers", "trl", "typer", "uvicorn", "uvloop", "yaml",
+})
