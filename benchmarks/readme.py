@@ -19,7 +19,7 @@ from typing import Any
 from studies import adapters as adapter_study
 
 from tigon.bench import report
-from tigon.bench.columns import share_of
+from tigon.bench.columns import format_share
 from tigon.bench.matrix import By, bold, cases_of, leaders, scatter_of, to_matrix
 from tigon.bench.training import WARMUP_STEPS
 
@@ -60,10 +60,10 @@ def one_gpu() -> str:
 def models(name: str, sides: Sequence[str] = ()) -> str:
     content = report.load(RESULTS / name)
     content["rows"] = [row for row in content["rows"] if not sides or row["side"] in sides]
-    return f"{to_matrix(content, sides)}\n{steps_note(content)} {masks_note(content)} {source(name, content)}\n"
+    return f"{to_matrix(content, sides)}\n{describe_steps(content)} {describe_masks(content)} {source(name, content)}\n"
 
 
-def steps_note(content: dict[str, Any]) -> str:
+def describe_steps(content: dict[str, Any]) -> str:
     rows = [row for row in content["rows"] if row["steps_ms"]]
     counts = sorted({len(row["steps_ms"]) for row in rows})
     count = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
@@ -82,14 +82,14 @@ HEADS = {
 PRODUCTS_TFLOPS = 650
 
 
-def masks_note(content: dict[str, Any]) -> str:
+def describe_masks(content: dict[str, Any]) -> str:
     """What share of Tigon's steps the head's products of masked tokens would take, at PRODUCTS_TFLOPS."""
     shares = []
     for row in content["rows"]:
         if row["side"] == "tigon" and row["masked"]:
             flops = 6 * row["masked"] * row["batch"] * row["seq"] / row["gpus"] * math.prod(HEADS[row["model"]])
             shares.append(flops / PRODUCTS_TFLOPS / 1e7 / row["step_ms"])
-    masked = {share_of(row["masked"]) for row in content["rows"]}
+    masked = {format_share(row["masked"]) for row in content["rows"]}
     return (
         f"{' or '.join(sorted(masked))} of the labels is masked. Only Tigon skips masked tokens in the head, "
         f"which saves about {', '.join(f'{share:.1f}' for share in shares)} % of its steps, in the order of the rows."
@@ -116,10 +116,10 @@ def adapters() -> str:
     if not (RESULTS / name).exists():
         return ""
     content = report.load(RESULTS / name)
-    return f"{ADAPTERS}\n{adapter_study.to_table(with_unsloth(content))}\n{source(name, content, ADAPTER_PACKAGES)}\n"
+    return f"{ADAPTERS}\n{adapter_study.to_table(select_unsloth_cases(content))}\n{source(name, content, ADAPTER_PACKAGES)}\n"
 
 
-def with_unsloth(content: dict[str, Any]) -> dict[str, Any]:
+def select_unsloth_cases(content: dict[str, Any]) -> dict[str, Any]:
     """The speed and memory of the cases that Unsloth ran; without the gradients' distances from fp32."""
     both = [by for by in cases_of(content["rows"], "side") if by.get("unsloth", {}).get("status") == "ok"]
     rows = [row for by in both for row in by.values() if row["measure"] != "gradients"]
@@ -128,8 +128,8 @@ def with_unsloth(content: dict[str, Any]) -> dict[str, Any]:
 
 ADAPTERS = (
     "### Adapters (LoRA, QLoRA)\n\n"
-    "Steps on one H100 with 80 GB: adapters in fp32 on all seven projections, bf16 autocast, AdamW, random weights. Unsloth "
-    'checkpoints in host memory, its default. Tigon runs `recompute="cheap"` or `"mlp"`, not its default. '
+    "Steps on one H100 with 80 GB: adapters in fp32 on all seven projections, bf16 autocast, AdamW, random weights. "
+    'Unsloth checkpoints in host memory, its default. Tigon runs `recompute="cheap"` or `"mlp"`, not its default. '
     "[All cases and gradients](docs/bench.md#adapters).\n"
 )
 
@@ -191,8 +191,10 @@ def source(name: str, content: dict[str, Any], packages: dict[str, str] | None =
         f"{title} {env['packages'][key]}" for key, title in (packages or PACKAGES).items() if env["packages"].get(key)
     )
     device = env["device"].removeprefix("NVIDIA ")
-    known = [row for row in content["rows"] if report.origin(content, row)]
-    days = sorted({run["date"][:10] for run in runs(content)} | {report.origin(content, row)[0][:10] for row in known})
+    known = [row for row in content["rows"] if report.find_origin(content, row)]
+    days = sorted(
+        {run["date"][:10] for run in runs(content)} | {report.find_origin(content, row)[0][:10] for row in known}
+    )
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     unknown = len(content["rows"]) - len(known)
     note = f", {unknown} of {len(content['rows'])} rows without a recorded command" if unknown else ""
@@ -254,10 +256,10 @@ def chart(theme: str) -> str:
         parts.append(f'<rect x="{x}" y="8" width="13" height="13" rx="2" fill="{ink[side]}"/>')
         parts.append(text(x + 19, 19, TITLES[side], ink["faint"]))
     parts.append(text(width, 19, "4 × H200, FSDP2, bf16", ink["faint"], anchor="end"))
-    return picture(width, height, ALT, parts)
+    return draw_picture(width, height, ALT, parts)
 
 
-def picture(width: int, height: int, label: str, parts: Sequence[str]) -> str:
+def draw_picture(width: int, height: int, label: str, parts: Sequence[str]) -> str:
     body = "\n".join(parts)
     family = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
     return (
@@ -280,12 +282,12 @@ LEARNED = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma 2", "qwen3_moe":
 FRAME, TALL, STRIDE = 180, 120, 3  # of a family's curves in width and height; every third step is drawn
 
 
-def curves(theme: str) -> str:
+def draw_curves(theme: str) -> str:
     """The loss over 300 steps on text in bf16 of four families, plain runs below fused ones, as SVG."""
     ink = INKS[theme]
     rows = report.load(RESULTS / "h200-converge.json")["rows"]
     chosen = {row["model"]: row for row in rows if (row["dtype"], row["batches"]) == ("bf16", "rows")}
-    losses = {family: run_losses(chosen[family]) for family in LEARNED}
+    losses = {family: read_losses(chosen[family]) for family in LEARNED}
     values = [value for found in losses.values() for _, values in found for value in values]
     low, high = math.floor(min(values)), math.ceil(max(values))
     parts = []
@@ -308,10 +310,10 @@ def curves(theme: str) -> str:
     for place, (side, name) in enumerate((("liger", "plain runs"), ("tigon", "fused runs"))):
         parts.append(f'<rect x="{30 + 110 * place}" y="8" width="13" height="13" rx="2" fill="{ink[side]}"/>')
         parts.append(text(49 + 110 * place, 19, name, ink["faint"]))
-    return picture(30 + len(LEARNED) * (FRAME + 15), 58 + TALL + 24, CURVES_ALT, parts)
+    return draw_picture(30 + len(LEARNED) * (FRAME + 15), 58 + TALL + 24, CURVES_ALT, parts)
 
 
-def run_losses(row: dict[str, Any]) -> list[tuple[str, list[float]]]:
+def read_losses(row: dict[str, Any]) -> list[tuple[str, list[float]]]:
     """The side and the losses of each plain and fused run, the fused ones last; a record has distances from a mean."""
     middle = [float(word) for word in row["loss"].split()]
     found = [
@@ -326,7 +328,7 @@ CURVES_ALT = "Training loss of four model families on text: fused runs lie on pl
 
 
 def pictures() -> dict[Path, str]:
-    drawn = {"headline": chart, "same-training": curves}
+    drawn = {"headline": chart, "same-training": draw_curves}
     return {CHARTS / f"{name}-{theme}.svg": draw(theme) for name, draw in drawn.items() for theme in INKS}
 
 

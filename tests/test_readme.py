@@ -53,7 +53,7 @@ def test_the_charts_are_what_the_result_files_say_in_both_themes(readme):
 def test_the_curves_of_the_chart_are_those_of_the_record(readme):
     row = {"loss": "2.0 1.0", "runs": [{"side": side, "loss": loss} for side, loss in
                                       (("tigon", "0.5 0.25"), ("exact", "9 9"), ("hf", "-0.5 0"))]}  # fmt: skip
-    assert readme.run_losses(row) == [("hf", [1.5, 1.0]), ("tigon", [2.5, 1.25])]
+    assert readme.read_losses(row) == [("hf", [1.5, 1.0]), ("tigon", [2.5, 1.25])]
 
 
 def losses(**totals):

@@ -52,7 +52,7 @@ def measure_floor(side: Side, device: torch.device, overrides: dict[str, Any]) -
     return times
 
 
-def logits_rooms(rows: int, columns: int, like: torch.Tensor) -> list[torch.Tensor]:
+def make_logits_rooms(rows: int, columns: int, like: torch.Tensor) -> list[torch.Tensor]:
     """Room for the results of a product, once as torch makes it and once with rows that begin every 128 bytes.
 
     cuBLAS takes several times as long where rows begin anywhere: for a vocabulary of odd size, say. A floor is the

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tigon.bench.columns import model_of, number, shape_of, share_of, size_of
+from tigon.bench.columns import model_of, number, shape_of, format_share, format_size
 from tigon.bench.report import case_of
 
 Cells = tuple[list[str], list[list[str]]]
@@ -138,7 +138,7 @@ def _models(names: list[str], cases: list[By]) -> Cells:
     """
     lines = [[*_model_and_size(next(iter(by.values()))), *_model_cells(names, by)] for by in cases]
     header, lines = ["model", "batch×seq", *names], [*lines, *_means(names, cases)]
-    shares = [share_of(next(iter(by.values()))["masked"]) for by in cases]
+    shares = [format_share(next(iter(by.values()))["masked"]) for by in cases]
     if len(set(shares)) == 1:
         return header, lines
     shares += [""] * (len(lines) - len(shares))
@@ -149,7 +149,7 @@ def _models(names: list[str], cases: list[By]) -> Cells:
 
 
 def _model_and_size(row: dict[str, Any]) -> list[str]:
-    return [model_of(row), size_of(row)]
+    return [model_of(row), format_size(row)]
 
 
 def _model_cells(names: list[str], by: By) -> list[str]:

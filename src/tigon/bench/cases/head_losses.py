@@ -16,7 +16,7 @@ from torch import Tensor
 from tigon.bench import ranges
 from tigon.bench.cases import head_peers as peers
 from tigon.bench.cases.row import Implementation, Op, plain, quack
-from tigon.bench.floor import logits_rooms
+from tigon.bench.floor import make_logits_rooms
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of
 from tigon.bench.ranges import Drawing
 
@@ -360,7 +360,7 @@ def _products(number: int, frozen: bool) -> Callable[[Inputs], list[tuple[Callab
     def floor(inputs: Inputs) -> list[tuple[Callable[[], Any], ...]]:
         w = inputs.arguments["weight"].detach()
         x = inputs.arguments["x"].detach().reshape(-1, w.shape[1])
-        rooms = logits_rooms(len(x), len(w), like=x)
+        rooms = make_logits_rooms(len(x), len(w), like=x)
         torch.mm(x, w.T, out=rooms[-1])
         dx, dw = torch.empty_like(x), None if frozen else torch.empty_like(w)
         products = [tuple(partial(torch.mm, x, w.T, out=logits) for logits in rooms)] * number
