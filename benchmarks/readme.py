@@ -49,18 +49,25 @@ REMARKS = {
 
 
 def four_gpus() -> str:
-    return models("h200-4gpus.json")
+    name = "h200-4gpus.json"
+    content = report.load(RESULTS / name)
+    return f"{to_matrix(content)}\n{describe_steps(content)} {describe_masks(content)} {source(name, content)}\n"
+
+
+SAME_ATTENTION = "h200-same-attention.json"
 
 
 def one_gpu() -> str:
-    """Without tigon-compile, whose attention is that of compile."""
-    return models("h200-models.json", ("floor", "hf", "compile", "liger", "tigon"))
-
-
-def models(name: str, sides: Sequence[str] = ()) -> str:
-    content = report.load(RESULTS / name)
-    content["rows"] = [row for row in content["rows"] if not sides or row["side"] in sides]
-    return f"{to_matrix(content, sides)}\n{describe_steps(content)} {describe_masks(content)} {source(name, content)}\n"
+    """All sides with one attention kernel, and the other cases of the models' record; no means over both."""
+    name = "h200-models.json"
+    content, record = report.load(RESULTS / SAME_ATTENTION), report.load(RESULTS / name)
+    cases = {report.case_of(row) for row in content["rows"]}
+    both = [*content["rows"], *(row for row in record["rows"] if report.case_of(row) not in cases)]
+    content["rows"] = [row for row in both if row["side"] in ("hf", "compile-layers", "liger", "tigon")]
+    lines = [line for line in to_matrix(content).splitlines() if not line.startswith("| mean of ")]
+    last = f"Last three rows: [another record](benchmarks/results/{name}), {dates(record)}."
+    sources = f"{source(SAME_ATTENTION, report.load(RESULTS / SAME_ATTENTION))} {last}"
+    return "\n".join(lines) + f"\n\n{describe_steps(content)} {sources}\n"
 
 
 def describe_steps(content: dict[str, Any]) -> str:
@@ -68,7 +75,7 @@ def describe_steps(content: dict[str, Any]) -> str:
     counts = sorted({len(row["steps_ms"]) for row in rows})
     count = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     return (
-        f"One run, the median of {count} steps after {WARMUP_STEPS} of warm-up, quartile deviation "
+        f"The sides of a row in one run, medians of {count} steps after {WARMUP_STEPS} of warm-up, quartile deviation "
         f"{100 * max(map(scatter_of, rows)):.1f} % at most."
     )
 
@@ -116,7 +123,8 @@ def adapters() -> str:
     if not (RESULTS / name).exists():
         return ""
     content = report.load(RESULTS / name)
-    return f"{ADAPTERS}\n{adapter_study.to_table(select_unsloth_cases(content))}\n{source(name, content, ADAPTER_PACKAGES)}\n"
+    table = adapter_study.to_table(select_unsloth_cases(content))
+    return f"{ADAPTERS}\n{table}\n{source(name, content, ADAPTER_PACKAGES)}\n"
 
 
 def select_unsloth_cases(content: dict[str, Any]) -> dict[str, Any]:
@@ -191,14 +199,16 @@ def source(name: str, content: dict[str, Any], packages: dict[str, str] | None =
         f"{title} {env['packages'][key]}" for key, title in (packages or PACKAGES).items() if env["packages"].get(key)
     )
     device = env["device"].removeprefix("NVIDIA ")
-    known = [row for row in content["rows"] if report.find_origin(content, row)]
-    days = sorted(
-        {run["date"][:10] for run in runs(content)} | {report.find_origin(content, row)[0][:10] for row in known}
-    )
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"[{gpus} × {device}](benchmarks/results/{name}), {versions}; {dates(content)}."
+
+
+def dates(content: dict[str, Any]) -> str:
+    """The days of the rows, or of the runs of the file, and how many rows have none of their own."""
+    known = [run for row in content["rows"] if (run := report.find_origin(content, row))]
+    days = sorted({day[:10] for day, _ in known} or {run["date"][:10] for run in runs(content)})
     unknown = len(content["rows"]) - len(known)
     note = f", {unknown} of {len(content['rows'])} rows without a recorded command" if unknown else ""
-    return f"[{gpus} × {device}](benchmarks/results/{name}), {versions}; {when}{note}."
+    return (days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}") + note
 
 
 PACKAGES = {

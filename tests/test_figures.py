@@ -204,10 +204,6 @@ def test_two_towers_on_gowalla(study):
     assert f"varies {content['unevenness']:.1f} times as much" in text
     # What was published at 64 numbers is not above.
     assert retrieve.mean(by["item_softmax, dim 64"], "recall@20") > 0.1820
-    ndcg = retrieve.mean(by["item_softmax"], "ndcg@20")
-    readme = (ROOT / "README.md").read_text()
-    assert f"a Recall@20 of {exact:.3f} and an NDCG@20 of {ndcg:.3f} on Gowalla" in readme
-    assert f"in {seconds['item_softmax']:.0f} seconds a fit" in readme
 
 
 def test_a_server():
@@ -215,10 +211,9 @@ def test_a_server():
     content = report.load(RESULTS / "h200-serve.json")
     served = {(row["form"], row["asked"]): row for row in content["rows"]}
     assert {(row["share"], row["workers"], row["items"]) for row in served.values()} == {(0.11, 8, 15_500_000)}
-    most = served["binary", 0]["searches_s"]
-    assert f"{most // 1000:.0f},000 searches a second over 15.5 million items" in text
-    more = served["json", 20000]["fronts_us"] / served["binary", 20000]["fronts_us"]
-    assert f"{more:.1f} times the fronts' processor time" in text
+    binary, text_form = (round(served[form, 0]["searches_s"], -2) for form in ("binary", "json"))
+    assert f"{binary:,.0f} searches a second with binary bodies and {text_form:,.0f} with JSON" in text
+    assert f"the same {content['host_cpus']} cores" in text
     page = " ".join((ROOT / "docs" / "retrieve" / "serve.md").read_text().split())
     assert f"{content['host_cpus']} cores" in page
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tigon.bench.columns import model_of, number, shape_of, format_share, format_size
+from tigon.bench.columns import format_share, format_size, model_of, number, shape_of
 from tigon.bench.report import case_of
 
 Cells = tuple[list[str], list[list[str]]]
