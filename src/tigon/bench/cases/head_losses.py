@@ -364,6 +364,7 @@ def _products(number: int, frozen: bool) -> Callable[[Inputs], list[tuple[Callab
         dx = torch.empty_like(x)
         for logits, weight in forms:  # so that no product is of zeros, which draw less power
             torch.mm(x, weight.T, out=logits)
+        products: list[tuple[Callable[[], Any], ...]]
         products = [tuple(partial(torch.mm, x, weight.T, out=logits) for logits, weight in forms)] * number
         products.append(tuple(partial(torch.mm, logits, weight, out=dx) for logits, weight in forms))
         if not frozen:
