@@ -210,6 +210,7 @@ def test_a_server():
     text = (ROOT / "README.md").read_text()
     content = report.load(RESULTS / "h200-serve.json")
     served = {(row["form"], row["asked"]): row for row in content["rows"]}
+    assert set(served) == {(form, rate) for form in ("binary", "json") for rate in (0, 20000)}
     assert {(row["share"], row["workers"], row["items"]) for row in served.values()} == {(0.11, 8, 15_500_000)}
     binary, text_form = (round(served[form, 0]["searches_s"], -2) for form in ("binary", "json"))
     assert f"{binary:,.0f} searches a second with binary bodies and {text_form:,.0f} with JSON" in text
