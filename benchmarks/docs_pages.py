@@ -309,7 +309,7 @@ def written() -> set[str]:
 def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], str] | None = None) -> str:
     """Table and chart of every result file whose name matches; a sentence when there is none."""
     parts = []
-    for path in sorted(RESULTS.glob(pattern)):
+    for path in find_results(pattern):
         content = report.load(path)
         if report_as is not None and content["kind"] not in MATRICES:
             continue  # another kind's file, whose name matches as well
@@ -322,11 +322,16 @@ def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], st
     return "\n".join(parts) or f"No result file matches `{pattern}`."
 
 
+def find_results(pattern: str) -> list[Path]:
+    """The result files whose names match, those of the GPU that tiles were chosen on first."""
+    return sorted(RESULTS.glob(pattern), key=lambda path: (not path.name.startswith("h200"), path.name))
+
+
 def goals(pattern: str) -> str:
     """Tigon's tokens/s and GiB beside those aimed at, which were set for one device before anything was measured."""
     wanted = {(g["model"], g["batch"], g["seq"], g["gpus"]): g for g in json.loads(GOALS.read_text())}
     lines = ["| model | batch×seq | tokens/s | aimed at | | GiB | aimed at | |", "| :-- | :-- " + "| --: " * 6 + "|"]
-    for path in sorted(RESULTS.glob(pattern)):
+    for path in find_results(pattern):
         content = report.load(path)
         for row in content["rows"] if content["kind"] == "model" else ():
             goal = wanted.get((row["model"], row["batch"], row["seq"], row["gpus"]))
@@ -343,7 +348,7 @@ def goals(pattern: str) -> str:
 def engines(pattern: str) -> str:
     """A line an engine: the worst of its worlds, and of fusing before and after the engine has had the model."""
     parts = []
-    for path in sorted(RESULTS.glob(pattern)):
+    for path in find_results(pattern):
         content = report.load(path)
         found: dict[str, list[dict[str, Any]]] = {}
         for row in content["rows"]:
@@ -355,7 +360,7 @@ def engines(pattern: str) -> str:
 
 
 def sweeps(pattern: str) -> str:
-    return "\n".join(verdicts.to_page(report.load(path)) for path in sorted(RESULTS.glob(pattern)))
+    return "\n".join(verdicts.to_page(report.load(path)) for path in find_results(pattern))
 
 
 def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:

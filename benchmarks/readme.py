@@ -1,7 +1,7 @@
-"""The README's tables and its first chart, made from the result files.
+"""The README's tables and charts, made from the result files.
 
     python benchmarks/readme.py            say which of them are not what the files say
-    python benchmarks/readme.py --write    write them into the README, and the chart into docs/images
+    python benchmarks/readme.py --write    write them into the README, and the charts into docs/images
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, NAME one of TABLES. `tests/test_readme.py` holds them.
 """
@@ -9,6 +9,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`, NAME one of TA
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,9 @@ from typing import Any
 from studies import adapters as adapter_study
 
 from tigon.bench import report
-from tigon.bench.matrix import CAPTION, By, bold, cases_of, leaders, to_matrix
+from tigon.bench.columns import format_share
+from tigon.bench.matrix import By, bold, cases_of, leaders, scatter_of, to_matrix
+from tigon.bench.training import WARMUP_STEPS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,14 +38,9 @@ LOSSES = {
     "`losses.grpo`": ("grpo", (16, 1024, 4096, 128256)),
     "`losses.distill`, JSD, 4,096 tokens": ("distill", (4096, 4096, 128256)),
 }
-EXPERTS = {
-    "Mixtral-8x7B": ("moe_mlp", (8192, 4096, 14336, 8, 2)),
-    "Qwen3-30B-A3B": ("moe_mlp", (8192, 2048, 768, 128, 8)),
-    "gpt-oss-20b": ("moe_mlp-gpt-oss", (8192, 2880, 2880, 32, 4)),
-}
 TITLES = {
-    "tigon": "Tigon", "liger": "Liger", "quack": "QuACK", "trl": "TRL", "compile": "compiled", "eager": "eager",
-    "transformers": "`grouped_mm`",
+    "tigon": "Tigon", "liger": "Liger", "cce": "CCE", "quack": "QuACK", "trl": "TRL", "compile": "compiled",
+    "eager": "eager",
 }  # fmt: skip
 # Remarks on peers' figures, by (operator, implementation).
 REMARKS = {
@@ -51,91 +49,112 @@ REMARKS = {
 
 
 def four_gpus() -> str:
-    return models("h200-4gpus.json")
+    name = "h200-4gpus.json"
+    content = report.load(RESULTS / name)
+    return f"{to_matrix(content)}\n{describe_steps(content)} {describe_masks(content)} {source(name, content)}\n"
+
+
+SAME_ATTENTION = "h200-same-attention.json"
 
 
 def one_gpu() -> str:
-    return models("h200-models.json", ("floor", "hf", "compile", "liger", "tigon", "tigon-compile"))
+    """All sides with one attention kernel, and the other cases of the models' record; no means over both."""
+    name = "h200-models.json"
+    content, record = report.load(RESULTS / SAME_ATTENTION), report.load(RESULTS / name)
+    cases = {report.case_of(row) for row in content["rows"]}
+    both = [*content["rows"], *(row for row in record["rows"] if report.case_of(row) not in cases)]
+    content["rows"] = [row for row in both if row["side"] in ("hf", "compile-layers", "liger", "tigon")]
+    lines = [line for line in to_matrix(content).splitlines() if not line.startswith("| mean of ")]
+    last = f"Last three rows: [another record](benchmarks/results/{name}), {dates(record)}."
+    sources = f"{source(SAME_ATTENTION, report.load(RESULTS / SAME_ATTENTION))} {last}"
+    return "\n".join(lines) + f"\n\n{describe_steps(content)} {sources}\n"
 
 
-def models(name: str, order: Sequence[str] = ()) -> str:
-    content = report.load(RESULTS / name)
-    return f"{to_matrix(content, order)}\n{CAPTION} {source(name, content)}\n"
+def describe_steps(content: dict[str, Any]) -> str:
+    rows = [row for row in content["rows"] if row["steps_ms"]]
+    counts = sorted({len(row["steps_ms"]) for row in rows})
+    count = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return (
+        f"The sides of a row in one run, medians of {count} steps after {WARMUP_STEPS} of warm-up, quartile deviation "
+        f"{100 * max(map(scatter_of, rows)):.1f} % at most."
+    )
+
+
+# The head of a model, width × classes, and the rate at which an H200 computes its products.
+HEADS = {
+    "llama-3-8b": (4096, 128256), "llama-3.2-1b": (2048, 128256), "qwen2-7b": (3584, 152064),
+    "qwen3-1.7b": (2048, 151936), "gemma-7b": (3072, 256000), "gemma-2-2b": (2304, 256000), "mistral-7b": (4096, 32768),
+    "phi-3-mini": (3072, 32064),
+}  # fmt: skip
+PRODUCTS_TFLOPS = 650
+
+
+def describe_masks(content: dict[str, Any]) -> str:
+    """What share of Tigon's steps the head's products of masked tokens would take, at PRODUCTS_TFLOPS."""
+    shares = []
+    for row in content["rows"]:
+        if row["side"] == "tigon" and row["masked"]:
+            flops = 6 * row["masked"] * row["batch"] * row["seq"] / row["gpus"] * math.prod(HEADS[row["model"]])
+            shares.append(flops / PRODUCTS_TFLOPS / 1e7 / row["step_ms"])
+    masked = {format_share(row["masked"]) for row in content["rows"]}
+    return (
+        f"{' or '.join(sorted(masked))} of the labels is masked. Only Tigon skips masked tokens in the head, "
+        f"which saves about {', '.join(f'{share:.1f}' for share in shares)} % of its steps, in the order of the rows."
+    )
 
 
 def losses() -> str:
-    """Of the file in which all peers were measured in one run, if there is one; else of the record of all products."""
-    name = "h200-losses.json" if (RESULTS / "h200-losses.json").exists() else "h200-matmul.json"
-    return operators(name, LOSSES, "loss", ("tigon", "liger", "quack", "trl", "compile", "eager"), digits=1)
-
-
-def experts() -> str:
-    columns = ("tigon", "liger", "transformers", "eager")
-    return operators("h200-matmul.json", EXPERTS, "experts", columns, digits=2, titles={"eager": "loop"})
+    """The losses in the file in which the peers were measured in one run; CCE's figures are those of another run."""
+    name = "h200-losses.json"
+    content, other = report.load(RESULTS / name), report.load(RESULTS / "h200-matmul.json")
+    ours = {report.case_of(row): row["total_ms"] for row in other["rows"] if row["implementation"] == "tigon"}
+    content["rows"] += [
+        {**row, "beside": {"tigon": ours[report.case_of(row)]}}
+        for row in other["rows"]
+        if row["implementation"] == "cce"
+    ]
+    columns = ("tigon", "liger", "cce", "quack", "trl", "compile", "eager")
+    return operators(name, content, LOSSES, "loss", columns, digits=1)
 
 
 def adapters() -> str:
-    """The section with the table of adapters; nothing before they are measured."""
+    """The section with the table of adapters, of the cases that Unsloth ran too; nothing before they are measured."""
     name = "h100-adapters.json"
     if not (RESULTS / name).exists():
         return ""
     content = report.load(RESULTS / name)
-    return f"{ADAPTERS}\n{adapter_study.to_table(content)}\n{source(name, content, ADAPTER_PACKAGES)}\n"
+    table = adapter_study.to_table(select_unsloth_cases(content))
+    return f"{ADAPTERS}\n{table}\n{source(name, content, ADAPTER_PACKAGES)}\n"
 
 
-def search() -> str:
-    """Milliseconds of each search in a CUDA graph, torch's as called where no graph holds them."""
-    name = "h200-search.json"
-    content = report.load(RESULTS / name)
-    shown: dict[tuple[str, float], dict[int, dict[str, Any]]] = {}
-    for row in content["rows"]:
-        if row["p99_ms"] is None and row["status"] == "ok" and "vectors" not in row:  # that: of searches with codes
-            by = shown.setdefault((row["filters"], row["share"]), {}).setdefault(row["queries"], {})
-            if (side := row["implementation"].partition("-")[0]) not in by or found(row) < found(by[side]):
-                by[side] = row
-    counts = sorted({queries for by in shown.values() for queries in by})
-    table = [["what passes", *(f"{n} {'query' if n == 1 else 'queries'}" for n in counts)]]
-    table.append([":--", *("--:" for _ in counts)])
-    for (filters, share), by in shown.items():
-        title = {"none": "all rows", "one": f"{100 * share:.0f} %"}.get(filters, "a filter for each query")
-        table.append([title, *(f"**{found(by[n]['tigon']):.3g}**, {found(by[n]['torch']):.3g}" for n in counts)])
-    lines = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    torchs = [row["equal"] for row in content["rows"] if row["implementation"].startswith("torch")]
-    said = SEARCHED.format(f"{min(torchs):.0%}"[:-1], f"{max(torchs):.0%}"[:-1])
-    return f"{lines}\n\n{said} {source(name, content, {'torch': 'torch', 'triton': 'Triton'})}\n"
+def select_unsloth_cases(content: dict[str, Any]) -> dict[str, Any]:
+    """The speed and memory of the cases that Unsloth ran; without the gradients' distances from fp32."""
+    both = [by for by in cases_of(content["rows"], "side") if by.get("unsloth", {}).get("status") == "ok"]
+    rows = [row for by in both for row in by.values() if row["measure"] != "gradients"]
+    return {**content, "rows": rows}
 
 
-def found(row: dict[str, Any]) -> float:
-    return float(row["graph_ms"] or row["ms"])
-
-
-SEARCHED = (
-    "Milliseconds of the 100 best of 15.5 million rows of 128 numbers in fp16, in a CUDA graph where one can be "
-    "captured: **Tigon**, then the faster of two ways with torch. Of 16 queries, Tigon's ids are those of a sort of "
-    "all fp64 scores; torch's, whose scores are rounded to fp16, are so in {} to {} % of the places."
-)
 ADAPTERS = (
-    "## Adapters (LoRA, QLoRA)\n\n"
-    "One training step on one GPU beside Hugging Face with PEFT, Liger and Unsloth: adapters in fp32 on all seven "
-    "projections, bf16 autocast,\nAdamW, sequences of 2048 tokens, random weights, the sides of a line in [one run]"
-    "(docs/bench.md#adapters). Unsloth checkpoints as it does by default, in host memory.\n"
+    "### Adapters (LoRA, QLoRA)\n\n"
+    "Steps on one H100 with 80 GB: adapters in fp32 on all seven projections, bf16 autocast, AdamW, random weights. "
+    'Unsloth checkpoints in host memory, its default. Tigon runs `recompute="cheap"` or `"mlp"`, not its default. '
+    "[All cases and gradients](docs/bench.md#adapters).\n"
 )
 
 
 def operators(
     name: str,
+    content: dict[str, Any],
     lines: dict[str, tuple[str, tuple[int, ...]]],
     what: str,
     columns: Sequence[str],
     digits: int,
-    titles: dict[str, str] | None = None,
 ) -> str:
     """Milliseconds and GiB of each case in bf16; columns that nobody measured are left out."""
-    content = report.load(RESULTS / name)
     cases = {case(by): by for by in cases_of(content["rows"], "implementation")}
     shown = {title: cases[op, shape, "bfloat16"] for title, (op, shape) in lines.items()}
     present = [column for column in columns if any(column in by for by in shown.values())]
-    header = [TITLES[column] if column not in (titles or {}) else (titles or {})[column] for column in present]
+    header = [TITLES[column] for column in present]
     notes: list[str] = []
     table = [[f"{what}, forward + backward", *header], [":--", *("--:" for _ in present)]]
     for title, by in shown.items():
@@ -143,7 +162,7 @@ def operators(
         table.append([title, *(cell(by.get(c), c == fastest, c == smallest, digits, notes) for c in present)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
     marked = " ".join(f"{RAISED[number]} {note}" for number, note in enumerate(notes))
-    return f"{text}\n\n" + " ".join(filter(None, [CAPTION, marked, source(name, content)])) + "\n"
+    return f"{text}\n\n" + " ".join(filter(None, [marked, source(name, content)])) + "\n"
 
 
 def case(by: By) -> tuple[Any, ...]:
@@ -169,7 +188,7 @@ def cell(row: dict[str, Any] | None, fastest: bool, smallest: bool, digits: int,
 def marks(remarks: Sequence[str], notes: list[str]) -> str:
     """The raised numbers of some remarks, which take their place in the notes when they are new."""
     notes += [remark for remark in remarks if remark not in notes]
-    return "".join(RAISED[notes.index(remark)] for remark in remarks)
+    return "·".join(RAISED[notes.index(remark)] for remark in remarks)
 
 
 def source(name: str, content: dict[str, Any], packages: dict[str, str] | None = None) -> str:
@@ -180,9 +199,16 @@ def source(name: str, content: dict[str, Any], packages: dict[str, str] | None =
         f"{title} {env['packages'][key]}" for key, title in (packages or PACKAGES).items() if env["packages"].get(key)
     )
     device = env["device"].removeprefix("NVIDIA ")
-    days = sorted({run["date"][:10] for run in runs(content)})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"[{gpus} × {device}](benchmarks/results/{name}), {versions}; {when}."
+    return f"[{gpus} × {device}](benchmarks/results/{name}), {versions}; {dates(content)}."
+
+
+def dates(content: dict[str, Any]) -> str:
+    """The days of the rows, or of the runs of the file, and how many rows have none of their own."""
+    known = [run for row in content["rows"] if (run := report.find_origin(content, row))]
+    days = sorted({day[:10] for day, _ in known} or {run["date"][:10] for run in runs(content)})
+    unknown = len(content["rows"]) - len(known)
+    note = f", {unknown} of {len(content['rows'])} rows without a recorded command" if unknown else ""
+    return (days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}") + note
 
 
 PACKAGES = {
@@ -199,7 +225,7 @@ def runs(content: dict[str, Any]) -> list[dict[str, Any]]:
     return list(content.get("runs") or [{"date": content["date"], "command": content["command"]}])
 
 
-# ------------------------------------------------------------------------------------------------------ the first chart
+# ----------------------------------------------------------------------------------------------------------- the charts
 
 CHARTS = ROOT / "docs" / "images"
 # GitHub shows a page in the reader's theme, but an image cannot follow it: there is one picture for each theme.
@@ -240,11 +266,15 @@ def chart(theme: str) -> str:
         parts.append(f'<rect x="{x}" y="8" width="13" height="13" rx="2" fill="{ink[side]}"/>')
         parts.append(text(x + 19, 19, TITLES[side], ink["faint"]))
     parts.append(text(width, 19, "4 × H200, FSDP2, bf16", ink["faint"], anchor="end"))
+    return draw_picture(width, height, ALT, parts)
+
+
+def draw_picture(width: int, height: int, label: str, parts: Sequence[str]) -> str:
     body = "\n".join(parts)
     family = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{ALT}" font-family="{family}" font-size="14">\n{body}\n</svg>\n'
+        f'aria-label="{label}" font-family="{family}" font-size="14">\n{body}\n</svg>\n'
     )
 
 
@@ -258,17 +288,65 @@ def text(x: float, y: float, words: str, fill: str, anchor: str = "start", weigh
     )
 
 
+LEARNED = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma 2", "qwen3_moe": "Qwen3-MoE"}
+FRAME, TALL, STRIDE = 180, 120, 3  # of a family's curves in width and height; every third step is drawn
+
+
+def draw_curves(theme: str) -> str:
+    """The loss over 300 steps on text in bf16 of four families, plain runs below fused ones, as SVG."""
+    ink = INKS[theme]
+    rows = report.load(RESULTS / "h200-converge.json")["rows"]
+    chosen = {row["model"]: row for row in rows if (row["dtype"], row["batches"]) == ("bf16", "rows")}
+    losses = {family: read_losses(chosen[family]) for family in LEARNED}
+    values = [value for found in losses.values() for _, values in found for value in values]
+    low, high = math.floor(min(values)), math.ceil(max(values))
+    parts = []
+
+    def height(value: float) -> float:
+        return 58 + TALL * (high - value) / (high - low)
+
+    for number, (family, title) in enumerate(LEARNED.items()):
+        x, steps = 30 + number * (FRAME + 15), chosen[family]["steps"]
+        parts.append(text(x, 48, title, ink["ink"], weight=600))
+        parts.append(f'<path d="M{x} 58v{TALL}h{FRAME}" fill="none" stroke="{ink["faint"]}"/>')
+        parts += [text(x - 6, height(value) + 4, f"{value}", ink["faint"], "end", size=11) for value in (low, high)]
+        parts.append(text(x + FRAME, 58 + TALL + 14, f"{steps} steps", ink["faint"], "end", size=11))
+        for side, values in losses[family]:
+            shown = list(enumerate(values))[::STRIDE]
+            points = " ".join(f"{x + FRAME * step / steps:.0f},{height(value):.1f}" for step, value in shown)
+            colour, width, opacity = ("liger", 4, 0.5) if side == "hf" else ("tigon", 1.2, 1)
+            stroke = f'stroke="{ink[colour]}" stroke-width="{width}" stroke-opacity="{opacity}"'
+            parts.append(f'<polyline points="{points}" fill="none" {stroke}/>')
+    for place, (side, name) in enumerate((("liger", "plain runs"), ("tigon", "fused runs"))):
+        parts.append(f'<rect x="{30 + 110 * place}" y="8" width="13" height="13" rx="2" fill="{ink[side]}"/>')
+        parts.append(text(49 + 110 * place, 19, name, ink["faint"]))
+    return draw_picture(30 + len(LEARNED) * (FRAME + 15), 58 + TALL + 24, CURVES_ALT, parts)
+
+
+def read_losses(row: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    """The side and the losses of each plain and fused run, the fused ones last; a record has distances from a mean."""
+    middle = [float(word) for word in row["loss"].split()]
+    found = [
+        (run["side"], [a + float(b) for a, b in zip(middle, run["loss"].split(), strict=True)])
+        for run in row["runs"]
+        if run["side"] in ("hf", "tigon")
+    ]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+CURVES_ALT = "Training loss of four model families on text: fused runs lie on plain runs"
+
+
 def pictures() -> dict[Path, str]:
-    return {CHARTS / f"headline-{theme}.svg": chart(theme) for theme in INKS}
+    drawn = {"headline": chart, "same-training": draw_curves}
+    return {CHARTS / f"{name}-{theme}.svg": draw(theme) for name, draw in drawn.items() for theme in INKS}
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "four-gpus": four_gpus,
     "one-gpu": one_gpu,
     "losses": losses,
-    "experts": experts,
     "adapters": adapters,
-    "search": search,
 }
 
 
@@ -296,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path.write_text(svg)
         return 0
     print(
-        "readme.py: tables of README.md or its chart differ from the result files; --write renews them.",
+        "readme.py: tables or charts of README.md differ from the result files; --write renews them.",
         file=sys.stderr,
     )
     return 1

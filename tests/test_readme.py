@@ -1,6 +1,8 @@
 """The figures of the README are those of the recorded run."""
 
 import importlib.util
+import json
+from collections import Counter
 from pathlib import Path
 from statistics import mean
 from xml.etree import ElementTree
@@ -8,9 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from tigon.bench import report
+from tigon.bench.matrix import cases_of
 from tigon.bench.runner import Row
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +35,25 @@ def test_every_table_is_there_and_is_what_the_result_files_say(readme):
     assert readme.filled(changed) == text
 
 
-def test_the_first_chart_is_what_the_result_file_says_in_both_themes(readme):
+def test_the_charts_are_what_the_result_files_say_in_both_themes(readme):
     text = (ROOT / "README.md").read_text()
-    rows = report.load(ROOT / "benchmarks" / "results" / "h200-4gpus.json")["rows"]
+    rows = report.load(RESULTS / "h200-4gpus.json")["rows"]
     by = {(row["model"], row["side"]): row["tokens_per_s"] for row in rows}
-    for path, svg in readme.pictures().items():
+    pictures = readme.pictures()
+    for path, svg in pictures.items():
         assert path.relative_to(ROOT).as_posix() in text
-        assert path.read_text() == svg, "python benchmarks/readme.py --write renews the chart"
+        assert path.read_text() == svg, "python benchmarks/readme.py --write renews the charts"
         words = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
-        for model in {model for model, _ in by}:
+        for model in {model for model, _ in by} if "headline" in path.name else ():
             assert model in words
             assert f"{100 * (by[model, 'tigon'] / by[model, 'hf'] - 1):+.1f} %" in words
-    light, dark = readme.pictures().values()
-    assert light != dark
+    assert len(set(pictures.values())) == len(pictures) == 4
+
+
+def test_the_curves_of_the_chart_are_those_of_the_record(readme):
+    row = {"loss": "2.0 1.0", "runs": [{"side": side, "loss": loss} for side, loss in
+                                      (("tigon", "0.5 0.25"), ("exact", "9 9"), ("hf", "-0.5 0"))]}  # fmt: skip
+    assert readme.read_losses(row) == [("hf", [1.5, 1.0]), ("tigon", [2.5, 1.25])]
 
 
 def losses(**totals):
@@ -54,36 +64,34 @@ def losses(**totals):
     return report.result("ops", rows)
 
 
-def shown(readme, monkeypatch, **totals):
-    monkeypatch.setattr(readme.report, "load", lambda path: losses(**totals))
+def shown(readme, **totals):
     columns = ("tigon", "liger", "quack", "trl")
-    return readme.operators("x.json", {"ORPO": ("orpo", (1, 8, 4, 16))}, "loss", columns, 1).splitlines()
+    return readme.operators(
+        "x.json", losses(**totals), {"ORPO": ("orpo", (1, 8, 4, 16))}, "loss", columns, 1
+    ).splitlines()
 
 
-def test_speed_and_memory_are_bold_apart_and_not_within_noise(readme, monkeypatch):
-    header, _, line, *_ = shown(readme, monkeypatch, tigon=(1.0, 2048, {}), liger=(1.1, 1024, {}), trl=(2.0, 4096, {}))
+def test_speed_and_memory_are_bold_apart_and_not_within_noise(readme):
+    header, _, line, *_ = shown(readme, tigon=(1.0, 2048, {}), liger=(1.1, 1024, {}), trl=(2.0, 4096, {}))
     assert header == "| loss, forward + backward | Tigon | Liger | TRL |"
     assert line == "| ORPO | **1.0 ms**, 2.0 GiB | 1.1 ms, **1.0 GiB** | 2.0 ms, 4.0 GiB |"
-    _, _, line, *_ = shown(readme, monkeypatch, tigon=(1.0, 1000, {}), liger=(1.01, 1010, {}))
+    _, _, line, *_ = shown(readme, tigon=(1.0, 1000, {}), liger=(1.01, 1010, {}))
     assert "**" not in line
 
 
-def test_a_peer_of_another_run_is_marked_with_what_tigon_took_there(readme, monkeypatch):
-    monkeypatch.setattr(readme.report, "load", lambda path: content)
+def test_a_peer_of_another_run_is_marked_with_what_tigon_took_there(readme):
     content = losses(tigon=(2.0, 2048, {}), quack=(1.0, 1024, {}))
     content["rows"][1]["beside"] = {"tigon": 2.5}
     _, _, line, _, notes = readme.operators(
-        "x.json", {"ORPO": ("orpo", (1, 8, 4, 16))}, "loss", ("tigon", "quack"), 1
+        "x.json", content, {"ORPO": ("orpo", (1, 8, 4, 16))}, "loss", ("tigon", "quack"), 1
     ).splitlines()
     assert line.endswith("GiB**¹ |")
     assert "¹ Measured in another run, in which Tigon took 2.5 ms." in notes
 
 
-def test_wrong_results_are_marked_and_lead_nothing(readme, monkeypatch):
+def test_wrong_results_are_marked_and_lead_nothing(readme):
     wrong = {"status": "wrong", "reason": "relative error above 0.01 in dx"}
-    _, _, line, _, notes = shown(
-        readme, monkeypatch, tigon=(2.0, 2048, {}), liger=(1.0, 1024, wrong), trl=(3.0, 4096, {})
-    )
+    _, _, line, _, notes = shown(readme, tigon=(2.0, 2048, {}), liger=(1.0, 1024, wrong), trl=(3.0, 4096, {}))
     assert line == "| ORPO | **2.0 ms**, **2.0 GiB** | 1.0 ms, 1.0 GiB¹ | 3.0 ms, 4.0 GiB |"
     assert "¹ Wrong by our bound: relative error above 0.01 in dx." in notes
 
@@ -96,39 +104,105 @@ def test_its_pictures_and_links_are_there():
     assert not missing
 
 
-def test_the_gain_that_opens_it_is_the_mean_over_the_models_of_the_result_file():
-    rows = report.load(ROOT / "benchmarks" / "results" / "h200-4gpus.json")["rows"]
-    by = {(row["model"], row["side"]): row for row in rows}
-    models = sorted({model for model, _ in by})
-    assert len(models) == 5
-    text = " ".join((ROOT / "README.md").read_text().partition("```")[0].split())
-    for side, shown in (("tigon", "**{} tokens/s and {} peak memory**"), ("liger", "Liger-Kernel: {}, {}")):
-        gains = [mean(by[m, side][key] / by[m, "hf"][key] - 1 for m in models) for key in ("tokens_per_s", "peak_gib")]
-        assert shown.format(*map(percent, gains)) in text
+def rows_by_side(name):
+    """Of each case of a result file the rows by side."""
+    return [by for by in cases_of(report.load(RESULTS / name)["rows"], "side") if "tigon" in by]
 
 
-def test_what_it_says_of_compile_is_of_the_models_measured_with_both():
-    rows = report.load(ROOT / "benchmarks" / "results" / "h200-models.json")["rows"]
-    speed = {(row["model"], row["batch"], row["seq"], row["side"]): row.get("tokens_per_s") for row in rows}
-    both = [case[:3] for case, value in speed.items() if case[3] == "compile" and value]
-    compiled, tigon = (
-        mean(speed[(*case, side)] / speed[(*case, "hf")] - 1 for case in both) for side in ("compile", "tigon")
-    )
-    assert len(both) == 2
-    text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"On the two models that we measured with both, it gains {compiled:.1%} tokens/s".replace("%", " %") in text
-    assert f"and Tigon {100 * tigon:.1f} %." in text
+def gain(by, side, key="tokens_per_s", than="hf"):
+    return by[side][key] / by[than][key] - 1
+
+
+def test_the_gains_that_open_it_are_those_of_the_result_file():
+    cases = rows_by_side("h200-4gpus.json")
+    assert len(cases) == 5
+    text = prose()
+    for side in ("tigon", "liger"):
+        speed, memory = (mean(gain(by, side, key) for by in cases) for key in ("tokens_per_s", "peak_gib"))
+        assert percent(speed) in text.split("```")[0]
+        assert percent(memory) in text.split("```")[0]
+    faster = sorted(100 * gain(by, "tigon", than="liger") for by in cases)
+    less = sorted(-100 * gain(by, "tigon", "peak_gib", "liger") for by in cases)
+    assert f"{faster[0]:.1f} to {faster[-1]:.1f} % faster than Liger" in text
+    assert f"needs {less[0]:.0f} to {less[-1]:.0f} % less memory" in text
+
+
+def test_what_is_left_of_the_lead_over_compile():
+    """With one attention kernel, in speed and in memory, on both pages; and what a mask costs the whole model."""
+    cases = rows_by_side("h200-same-attention.json")
+    assert len(cases) == 5
+    attention = [by[side]["profile_ms"]["attention"] for by in cases for side in by if by[side]["profile_ms"]]
+    assert max(attention[:10]) < 1.2 * min(attention[:10])
+    assert max(attention[10:]) < 1.2 * min(attention[10:])
+    compiled, tigon = (sorted(100 * gain(by, side) for by in cases) for side in ("compile-layers", "tigon"))
+    text, page = prose(), " ".join((ROOT / "docs" / "bench.md").read_text().split())
+    assert f"gains {compiled[0]:.1f} to {compiled[-1]:.1f} % tokens/s" in text
+    assert f"Tigon {tigon[0]:.1f} to {tigon[-1]:.1f} %" in text
+    faster = sorted(100 * gain(by, "tigon", than="compile-layers") for by in cases)
+    unmasked = [100 * gain(by, "tigon", than="compile-layers") for by in cases if not by["tigon"]["masked"]]
+    less = sorted(-100 * gain(by, "tigon", "peak_gib", "compile-layers") for by in cases)
+    for said in (text, page):
+        assert f"{faster[0]:.1f} to {faster[-1]:.1f} %" in said
+        assert f"{max(unmasked):.1f} % at most without masked labels" in said
+        assert f"{less[0]:.0f} to {less[-1]:.0f} % less" in said
+    whole = [by for by in rows_by_side("h200-models.json") if "compile" in by]
+    assert f"{100 * mean(gain(by, 'compile') for by in whole):.1f} %" in text
+    assert all(by["compile-causal"]["step_ms"] > by["compile-layers"]["step_ms"] for by in cases)
 
 
 def test_what_it_says_of_unsloth_is_of_the_steps_measured_with_both():
-    rows = report.load(ROOT / "benchmarks" / "results" / "h100-adapters.json")["rows"]
-    speed = {(*report.case_of(row), row["side"]): row["tokens_per_s"] for row in rows if row["status"] == "ok"}
-    gains = [v / speed[(*case, "unsloth")] - 1 for (*case, side), v in speed.items()
-             if side == "tigon" and v and speed.get((*case, "unsloth"))]  # fmt: skip
-    assert len(gains) == 6
-    text = " ".join((ROOT / "README.md").read_text().split())
-    said = f"measured with both, Tigon is {100 * min(gains):.1f} to {100 * max(gains):.1f} % faster."
-    assert f"On the six [LoRA and QLoRA steps](#adapters-lora-qlora) that we {said}" in text
+    cases = [
+        by
+        for by in rows_by_side("h100-adapters.json")
+        if by["tigon"]["tokens_per_s"] and by.get("unsloth", {}).get("tokens_per_s")
+    ]
+    assert len(cases) == 6
+    text = prose()
+    faster = sorted(100 * gain(by, "tigon", than="unsloth") for by in cases)
+    assert f"{faster[0]:.1f} to {faster[-1]:.1f} % faster" in text
+    more = [100 * gain(by, "tigon", "peak_gib", "unsloth") for by in cases]
+    checkpointed = [by["tigon"]["checkpointing"] for by in cases]
+    with_, without = (sorted(abs(m) for m, c in zip(more, checkpointed, strict=True) if c is b) for b in (True, False))
+    assert all((m > 0) is c for m, c in zip(more, checkpointed, strict=True))
+    assert f"{with_[0]:.0f} to {with_[-1]:.0f} % more memory" in text
+    assert f"{without[0]:.0f} to {without[-1]:.0f} % less" in text
+
+
+def test_the_classes_of_transformers_that_train_the_same():
+    newest = max((ROOT / "benchmarks" / "families").glob("transformers-*.json"))
+    statuses = Counter(row["status"] for row in json.loads(newest.read_text())["classes"].values())
+    assert set(statuses) == {"equal", "not run"}
+    text = prose()
+    assert f"[{statuses['equal']} classes]" in text
+    assert f"{statuses['not run']} of {statuses.total()} do not run" in text
+    runs = report.load(RESULTS / "h200-converge.json")["rows"]
+    assert {row["status"] for row in runs} == {"ok"}
+    assert f"{len(runs)} training runs" in text
+
+
+def test_the_share_of_masked_labels_is_beside_each_table_of_models(readme):
+    assert {row["masked"] for row in report.load(RESULTS / "h200-4gpus.json")["rows"]} == {0.125}
+    assert "12.5 % of the labels is masked" in readme.four_gpus()
+    header, _, *lines = readme.one_gpu().split("\n\n")[0].splitlines()
+    assert header.startswith("| model | batch×seq | masked | hf | compile-layers |")
+    assert {line.split(" | ")[2] for line in lines} == {"12.5 %", "0 %"}
+
+
+def test_the_heads_whose_products_masks_save_are_those_of_the_presets(readme):
+    pytest.importorskip("transformers")
+    from tigon.presets import preset_config
+
+    for model, (width, classes) in readme.HEADS.items():
+        config = preset_config(model).get_text_config()
+        assert (config.hidden_size, config.vocab_size) == (width, classes)
+
+
+def test_its_length():
+    assert len((ROOT / "README.md").read_text().split()) < 2500
+
+
+def prose():
+    return " ".join((ROOT / "README.md").read_text().split())
 
 
 def percent(gain: float) -> str:

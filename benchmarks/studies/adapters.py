@@ -16,10 +16,11 @@ from typing import Any
 
 from tigon.bench import report
 from tigon.bench.matrix import NOISE, bold, cases_of, scatter_of
+from tigon.bench.training import MASKED
 
 SIDES = {
-    "hf": "HF + PEFT", "liger": "Liger", "unsloth": "Unsloth", "tigon": "Tigon", "tigon-offload": "Tigon, offload",
-    "tigon-mlp-offload": "Tigon, offload, `mlp`",
+    "hf": "HF + PEFT", "liger": "Liger", "unsloth": "Unsloth", "tigon": "Tigon (`cheap`)",
+    "tigon-offload": "Tigon (`cheap`, offload)", "tigon-mlp-offload": "Tigon (`mlp`, offload)",
 }  # fmt: skip
 MODELS = {
     "llama-3-8b": "Llama-3-8B", "qwen3-1.7b": "Qwen3-1.7B", "mistral-7b": "Mistral-7B", "qwen2-7b": "Qwen2-7B",
@@ -27,9 +28,8 @@ MODELS = {
 }  # fmt: skip
 USABLE_GIB = 77.5  # of a GPU with 80 GB, what is left beside the CUDA context and the allocator's gaps
 CAPTION = (
-    "Tokens/s and peak memory of a step; a dash was not measured. Bold leads every other library measured by more than "
-    "2 % and by more than the scatter "
-    "of the measurements."
+    "Tokens/s and peak memory; 12.5 % of the labels is masked. Bold: better than every other library measured "
+    "by more than 2 % and by more than the measurement noise."
 )
 _DIGITS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -72,6 +72,7 @@ class Row:
     wall_s: float | None = None
     date: str = ""  # of the run that the row is from, and its command
     command: str = ""
+    masked: float = MASKED  # share of the labels
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -124,7 +125,7 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
     cases = cases_of(rows, "side")
     speed = [by for by in cases if _measure(by) == "speed"]
     lengths = over_length([by for by in cases if _measure(by) == "memory"])
-    present = [side for side in SIDES if any(side in by for by in (*speed, *(found for _, found in lengths)))]
+    present = [side for side in SIDES if any(side in by for by in (*speed, *(found for _, found, _ in lengths)))]
     notes = [text] if (text := errors(rows)) else []
     header = ["adapters, of rank 16 unless the line says" + (raised(1) if notes else ""), *(SIDES[s] for s in present)]
     lines = [header, [":--", *("--:" for _ in present)]]
@@ -136,17 +137,17 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
         cells = [_cell(by.get(side), side in fast, side in small, notes) for side in present]
         # Two runs are two machines of one kind, which differ by a per cent or two.
         apart = len({row.get("date") for row in by.values()}) > 1
-        mark = _mark("Its sides were measured in two runs.", notes) if apart else ""
+        mark = _mark("The sides of this row come from two runs.", notes) if apart else ""
         lines.append([title(next(iter(by.values()))) + mark, *cells])
-    for row, found in lengths:
+    for row, found, measured in lengths:
         small = ahead({side: kib for side, (kib, _) in found.items()})
         cells = [
             bold(f"{found[side][0]:,.0f} KiB", side in small) + f" ({found[side][1]:,.0f})" if side in found else "–"
             for side in present
         ]
         note = (
-            "Measured at two lengths. In parentheses are the tokens of one sequence that a GPU with 80 GB holds if its "
-            "memory goes on growing like that."
+            f"Measured at {measured[0]:,} and {measured[1]:,} tokens. In parentheses, extrapolated and not measured: "
+            "the tokens of one sequence at which a GPU with 80 GB would be full."
         )
         kind = f"{_kind(row)}, one sequence" + (", checkpointing" if row["checkpointing"] else "")
         lines.append([f"{_name(row)} {kind}: memory per token{_mark(note, notes)}", *cells])
@@ -219,8 +220,10 @@ def library(side: str) -> str:
     return side.partition("-")[0]
 
 
-def over_length(cases: list[dict[str, dict[str, Any]]]) -> list[tuple[dict[str, Any], dict[str, tuple[float, float]]]]:
-    """For each case but its length: KiB a token between the two longest lengths, and the tokens that fit, by side."""
+def over_length(
+    cases: list[dict[str, dict[str, Any]]],
+) -> list[tuple[dict[str, Any], dict[str, tuple[float, float]], tuple[int, int]]]:
+    """For each case but its length: KiB a token between two lengths and the tokens that fit, by side; those lengths."""
     peaks: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for by in cases:
@@ -231,16 +234,16 @@ def over_length(cases: list[dict[str, dict[str, Any]]]) -> list[tuple[dict[str, 
                 peaks.setdefault(key, {}).setdefault(side, {})[row["batch"] * row["seq"]] = row["peak_gib"]
     found = []
     for key, sides in peaks.items():
-        slopes = {}
+        slopes, lengths = {}, (0, 0)
         for side, measured in sides.items():
             if len(measured) < 2:
                 continue
             (a, low), (b, high) = sorted(measured.items())[-2:]
             if high > low:
-                per_token = (high - low) / (b - a)
+                per_token, lengths = (high - low) / (b - a), (a, b)
                 slopes[side] = (per_token * 2**20, round(a + (USABLE_GIB - low) / per_token, -3))
         if slopes:
-            found.append((rows[key], slopes))
+            found.append((rows[key], slopes, lengths))
     return found
 
 

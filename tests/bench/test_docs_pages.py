@@ -78,7 +78,7 @@ def test_what_depends_on_a_file_is_absent_without_it(hook, tmp_path):
     save(tmp_path / "h200-models.json", report.result("model", sides), "2026-01-01")
     shown = rendered(hook, text)
     assert "## Models" in shown
-    assert "| llama-3-8b | 16×512 | 12.5 % | 10,000, 70.0 GiB |" in shown
+    assert "| llama-3-8b | 16×512 | 10,000, 70.0 GiB |" in shown
     assert 'aria-label="h200-models"' in shown
     assert 'aria-label="kinds of kernel, h200-models"' in shown
     assert shown.endswith("after\n")

@@ -30,9 +30,9 @@ EXCEPTIONS = {
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_every_row_says_when_and_how_it_was_measured(path):
     content = report.load(path)
-    unknown = [row for row in content["rows"] if report.origin(content, row) is None]
+    unknown = [row for row in content["rows"] if report.find_origin(content, row) is None]
     assert len(unknown) == EXCEPTIONS.get(path.name, (0, ""))[0]
-    known = [report.origin(content, row) for row in content["rows"] if row not in unknown]
+    known = [report.find_origin(content, row) for row in content["rows"] if row not in unknown]
     assert all(
         (date.startswith("20") and "benchmarks/" in how) or "tigon" in how or "make" in how for date, how in known
     )
@@ -49,13 +49,13 @@ def test_a_row_keeps_the_run_that_measured_it_when_files_are_merged(monkeypatch)
     monkeypatch.setattr(report, "command", lambda: "second")
     assert ops(old)["rows"][0]["command"] == "first", "a later save of the same run"
     both = report.merge([first, ops(Row("rope", (1, 9), "bfloat16", "tigon", total_ms=1.0))])
-    assert [report.origin(both, row)[1] for row in both["rows"]] == ["first", "second"]
+    assert [report.find_origin(both, row)[1] for row in both["rows"]] == ["first", "second"]
     assert both["command"] == "second"
     for row in first["rows"]:
         del row["date"], row["command"]
-    assert report.origin(first, first["rows"][0]) == (first["date"], "first")
+    assert report.find_origin(first, first["rows"][0]) == (first["date"], "first")
     unknown = report.merge([{**first, "runs": [{}, {}]}, ops(Row("rope", (1, 9), "bfloat16", "tigon"))])
-    assert report.origin(unknown, unknown["rows"][0]) is None
+    assert report.find_origin(unknown, unknown["rows"][0]) is None
     assert "not recorded" in report.source(unknown)
 
 

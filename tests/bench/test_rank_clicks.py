@@ -338,7 +338,7 @@ def test_what_the_page_says_is_in_the_record():
     assert "takes {:.1f} times the rows a second of FuxiCTR's**, and {:.1f} times".format(*times) in text
     readme = (ROOT / "README.md").read_text()
     assert "[{:.1f} × the rows a second](docs/rank/clicks-study.md)".format(*times) in readme
-    assert "of FuxiCTR's DCN-V2, {1:.1f} × with TF32".format(*times) in readme
+    assert "of FuxiCTR's DCN-V2 in fp32, {1:.1f} × with TF32".format(*times) in readme
     floor = step["floor"]
     assert f"take {floor['as_they_are_ms']:.0f} ms then, and {floor['products_ms']:.0f} with zeros" in text
     share = [step[name]["floors"] for name in ("lirank-residual", "lirank-residual, gates and batch norm")]

@@ -168,16 +168,14 @@ def test_a_matrix_of_models_compares_them_with_the_plain_one():
     other = [replace(row, model="other") for row in (replace(plain, tokens_per_s=20000.0), SIDES[1], SIDES[0])]
     other[1] = replace(other[1], side="liger")
     lines = to_matrix(report.result("model", [floor, SIDES[0], plain, *other]), ["hf", "floor"]).splitlines()
-    assert lines[0] == "| model | batch×seq | masked | hf | floor | tigon | liger |"
+    assert lines[0] == "| model | batch×seq | hf | floor | tigon | liger |"
     assert lines[2] == (
-        "| llama-3-8b | 16×512 | 12.5 % | 10,000, 100.0 GiB | 14,000 | "
-        "**13,000 (+30.0 %)**, **69.0 GiB (−31.0 %)** | – |"
+        "| llama-3-8b | 16×512 | 10,000, 100.0 GiB | 14,000 | **13,000 (+30.0 %)**, **69.0 GiB (−31.0 %)** | – |"
     )
     assert lines[3] == (
-        "| other | 16×512 | 12.5 % | **20,000**, 100.0 GiB | – | "
-        "13,000 (−35.0 %), **69.0 GiB (−31.0 %)** | out of memory |"
+        "| other | 16×512 | **20,000**, 100.0 GiB | – | 13,000 (−35.0 %), **69.0 GiB (−31.0 %)** | out of memory |"
     )
-    assert lines[4] == "| mean of 2 |  |  |  |  | −2.5 %, memory −31.0 % |  |"
+    assert lines[4] == "| mean of 2 |  |  |  | −2.5 %, memory −31.0 % |  |"
 
 
 def test_means_are_over_equal_sets_of_models():
@@ -186,9 +184,18 @@ def test_means_are_over_equal_sets_of_models():
     peer = [replace(row, side="liger", tokens_per_s=150.0, peak_gib=8.0) for row in plain[:2]]
     _, _, *lines = to_matrix(report.result("model", [*plain, *fused, *peer])).splitlines()
     assert lines[4:] == [
-        "| mean of 4 |  |  |  | +25.0 % (+10.0 to +40.0 %), memory −50.0 % |  |",
-        "| mean of 2 | m0 16×512 and m1 16×512 |  |  | +15.0 %, memory −50.0 % | +50.0 %, memory −20.0 % |",
+        "| mean of 4 |  |  | +25.0 % (+10.0 to +40.0 %), memory −50.0 % |  |",
+        "| mean of 2 | m0 16×512 and m1 16×512 |  | +15.0 %, memory −50.0 % | +50.0 %, memory −20.0 % |",
     ]
+
+
+def test_the_share_of_masked_labels_has_a_column_where_it_differs():
+    rows = [replace(SIDES[0], side=side, masked=masked) for masked in (0.125, 0.0) for side in ("hf", "tigon")]
+    header, _, *lines = to_matrix(report.result("model", rows)).splitlines()
+    assert header == "| model | batch×seq | masked | hf | tigon |"
+    assert [line.split(" | ")[1:3] for line in lines[:2]] == [["16×512", "12.5 %"], ["16×512", "0 %"]]
+    assert lines[2].startswith("| mean of 2 |")
+    assert all(line.count("|") == 6 for line in (header, *lines))
 
 
 def test_who_is_ahead_within_noise_does_not_lead():

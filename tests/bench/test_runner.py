@@ -3,11 +3,12 @@
 import dataclasses
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tigon.bench import runner
+from tigon.bench import report, runner
 from tigon.bench.cases import OPS, Implementation
 from tigon.bench.columns import remark
 from tigon.bench.inputs import TOLERANCE
@@ -294,3 +295,12 @@ def test_a_call_that_waits_for_the_device_is_not_captured():
     assert torch.cuda.get_sync_debug_mode() == 0
     plain = Implementation(lambda: lambda gate, up: gate * up)
     assert runner._device_ms(plain.load(), plain, inputs, torch.device("cuda"), SHORT, 0.1) > 0
+
+
+@pytest.mark.parametrize(("forward", "total", "noisy"), [(34.2, 3.01, True), (2.0, 1.95, False), (1.0, 3.0, False)])
+def test_a_total_below_the_forward_alone_is_marked_as_noise(forward, total, noisy):
+    row = Row("rms_norm", (2048, 128), "float32", "tigon", note="the reference")
+    floor = SimpleNamespace(inputs=SimpleNamespace(wrt=("x",)), ms=1.0, flops=None, bytes=1e6)
+    runner._fill(row, [(forward, total)], floor)
+    assert (runner.NOISY in report.remark(row.to_dict())) is noisy
+    assert row.note.startswith("the reference")

@@ -183,33 +183,43 @@ def test_the_floor_counts_the_products_of_a_step(checkpointing, masked, accumula
     assert min(found.values()) > 0
 
 
-@pytest.mark.parametrize(("vocabulary", "distances"), [(64, [64]), (65, [65, 96])])
-def test_the_floor_of_a_head_is_the_faster_of_two_distances_of_rows(vocabulary, distances, monkeypatch):
-    """cuBLAS takes several times as long where the rows of the logits begin anywhere."""
+# The distance of the logits' rows and their number of classes, in each form of a product.
+PADDED = [(65, 65), (96, 65), (96, 96)]
+
+
+@pytest.mark.parametrize(("vocabulary", "forms"), [(64, [(64, 64)]), (65, PADDED)])
+@pytest.mark.parametrize("fastest", [0, 1, 2])
+def test_the_floor_of_a_head_is_the_sum_of_its_fastest_products(vocabulary, forms, fastest, monkeypatch):
+    """Each of the forward product, dX and dW in each form of an odd vocabulary, which cuBLAS is slow with."""
     op = OPS["linear_cross_entropy"]
     inputs = op.make((8, 16, vocabulary), torch.float32, CPU, 0.0)
+    best = [forms[(fastest + number) % len(forms)] for number in range(3)]
     timed = []
 
     def milliseconds(product, *_):
-        timed.append(
-            next(
-                t.stride(0) if t.stride(1) == 1 else t.stride(1)
-                for t in operands(product)
-                if 8 in t.shape and vocabulary in t.shape
-            )
-        )
+        tensors = [*product.args, product.keywords["out"]]
+        logits = next(t if t.shape[0] == 8 else t.T for t in tensors if 8 in t.shape and 16 not in t.shape)
+        timed.append((logits.stride(0), logits.shape[1]))
         product()
-        return 1.0 if timed[-1] == distances[-1] else 6.0
-
-    def operands(product):
-        return [*product.args, product.keywords["out"]]
+        return 1.0 if timed[-1] == best[(len(timed) - 1) // len(forms)] else 6.0
 
     monkeypatch.setattr(runner, "time_ms", milliseconds)
-    settings = Settings(1, 1.0, 1.0, 0.0)
-    least = runner._Floor(op, inputs, (8, 16, vocabulary), torch.float32, CPU, Ceilings(1.0, 1.0, ""), settings)
+    ceilings, settings = Ceilings(1.0, 1.0, ""), Settings(1, 1.0, 1.0, 0.0)
+    least = runner._Floor(op, inputs, (8, 16, vocabulary), torch.float32, CPU, ceilings, settings)
     least.measure()
-    assert timed == 3 * distances
+    assert timed == 3 * forms
     assert least.ms == 3.0
+
+
+def test_forms_of_a_product_have_the_same_result():
+    weight = torch.randn(65, 16)
+    x = torch.randn(8, 16)
+    found = []
+    for logits, padded in floor.make_head_operands(8, weight):
+        torch.mm(x, padded.T, out=logits)
+        found.append((logits[:, :65].clone(), (logits @ padded).clone(), (logits.T @ x)[:65].clone()))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 @pytest.mark.parametrize(

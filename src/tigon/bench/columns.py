@@ -28,13 +28,13 @@ def model_of(row: dict[str, Any]) -> str:
     return str(row["model"]) + (f", {row['layers']} layers" if row.get("layers") else "")
 
 
-def size_of(row: dict[str, Any]) -> str:
+def format_size(row: dict[str, Any]) -> str:
     """Batch and length of a whole model's step, and how it is taken."""
     micro_batches = f"{row['accumulation']} × " if row.get("accumulation", 1) > 1 else ""
     return f"{micro_batches}{row['batch']}×{row['seq']}" + (", checkpointing" if row["checkpointing"] else "")
 
 
-def share_of(value: float) -> str:
+def format_share(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
@@ -124,8 +124,8 @@ COLUMNS: dict[str, dict[str, Any]] = {
     },
     "model": {
         "model": model_of,
-        "batch×seq": size_of,
-        "masked": lambda r: share_of(r["masked"]),
+        "batch×seq": format_size,
+        "masked": lambda r: format_share(r["masked"]),
         "GPUs": lambda r: "–" if r.get("gpus", 1) == 1 else str(r["gpus"]),
         "by": lambda r: r["side"],
         "tokens/s": lambda r: _against_plain(r, "tokens_per_s"),

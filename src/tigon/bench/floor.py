@@ -52,17 +52,21 @@ def measure_floor(side: Side, device: torch.device, overrides: dict[str, Any]) -
     return times
 
 
-def logits_rooms(rows: int, columns: int, like: torch.Tensor) -> list[torch.Tensor]:
-    """Room for the results of a product, once as torch makes it and once with rows that begin every 128 bytes.
+def make_head_operands(rows: int, weight: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of so many rows and the weight of a head, in each form in which their products may be fastest.
 
-    cuBLAS takes several times as long where rows begin anywhere: for a vocabulary of odd size, say. A floor is the
-    faster of both, since whoever writes the product chooses the distance of the rows.
+    cuBLAS takes several times as long for a vocabulary of odd size. Whoever writes the product may let the rows of
+    the logits begin every 128 bytes, or add classes of zeros to both; a floor is the fastest of the three.
     """
-    step = 128 // like.element_size()
-    distance = -(-columns // step) * step
-    room = torch.zeros(rows * distance, dtype=like.dtype, device=like.device)
-    rooms = [room[: rows * columns].view(rows, columns)]
-    return rooms if distance == columns else [*rooms, room.view(rows, distance)[:, :columns]]
+    classes, width = weight.shape
+    step = 128 // weight.element_size()
+    more = -classes % step
+    room = torch.zeros(rows * (classes + more), dtype=weight.dtype, device=weight.device)
+    plain = (room[: rows * classes].view(rows, classes), weight)
+    if not more:
+        return [plain]
+    wide = room.view(rows, classes + more)
+    return [plain, (wide[:, :classes], weight), (wide, torch.cat([weight, weight.new_zeros(more, width)]))]
 
 
 def _products(

@@ -10,14 +10,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tigon.bench.columns import model_of, number, shape_of, share_of, size_of
+from tigon.bench.columns import format_share, format_size, model_of, number, shape_of
 from tigon.bench.report import case_of
 
 Cells = tuple[list[str], list[list[str]]]
 By = dict[str, dict[str, Any]]  # the rows of one case by implementation or side
 
 NOISE = 0.02
-CAPTION = "Bold leads its line by more than 2 % and by more than the scatter of the measurements."
+CAPTION = "Bold: best in its row by more than 2 % and by more than the measurement noise."
 
 
 def to_matrix(content: dict[str, Any], order: Sequence[str] = ()) -> str:
@@ -132,13 +132,24 @@ def ops_cell(row: dict[str, Any] | None, leads: bool) -> str:
 
 
 def _models(names: list[str], cases: list[By]) -> Cells:
-    """Tokens/s and peak GiB, with the difference to Hugging Face's; the means below."""
+    """Tokens/s and peak GiB, with the difference to Hugging Face's, and the means below.
+
+    The share of masked labels has a column where it differs between the cases.
+    """
     lines = [[*_model_and_size(next(iter(by.values()))), *_model_cells(names, by)] for by in cases]
-    return ["model", "batch×seq", "masked", *names], [*lines, *_means(names, cases)]
+    header, lines = ["model", "batch×seq", *names], [*lines, *_means(names, cases)]
+    shares = [format_share(next(iter(by.values()))["masked"]) for by in cases]
+    if len(set(shares)) == 1:
+        return header, lines
+    shares += [""] * (len(lines) - len(shares))
+    return (
+        [*header[:2], "masked", *header[2:]],
+        [[*line[:2], share, *line[2:]] for line, share in zip(lines, shares, strict=True)],
+    )
 
 
 def _model_and_size(row: dict[str, Any]) -> list[str]:
-    return [model_of(row), size_of(row), share_of(row["masked"])]
+    return [model_of(row), format_size(row)]
 
 
 def _model_cells(names: list[str], by: By) -> list[str]:
@@ -180,8 +191,8 @@ def _means(names: list[str], cases: list[By]) -> list[list[str]]:
         ]
         left = [by for by in cases if by not in members]
         named, word = (left, "all but ") if len(left) < len(members) else (members, "")
-        which = " and ".join(" ".join(_model_and_size(next(iter(by.values())))[:2]) for by in named)
-        lines.append([f"mean of {len(chosen)}", word + which if which else "", "", *cells])
+        which = " and ".join(" ".join(_model_and_size(next(iter(by.values())))) for by in named)
+        lines.append([f"mean of {len(chosen)}", word + which if which else "", *cells])
     return lines
 
 

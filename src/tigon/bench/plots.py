@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tigon.bench.columns import model_of
+from tigon.bench.columns import format_share, format_size, model_of
 from tigon.bench.report import headline
+from tigon.bench.training import MASKED
 
 # One colour per implementation in every chart: Tigon's stands out, the peers' recede.
 COLOURS = {
@@ -212,7 +213,8 @@ def _host(content: dict[str, Any], plt: Any, across: int) -> Any:
 
 def _case(row: dict[str, Any]) -> str:
     gpus = f"  {row['gpus']} GPUs" if row.get("gpus", 1) > 1 else ""
-    return f"{model_of(row)}  {row['batch']}×{row['seq']}{'  checkpointing' if row['checkpointing'] else ''}{gpus}"
+    masked = "" if row.get("masked", MASKED) == MASKED else f"  {format_share(row['masked'])} masked"
+    return f"{model_of(row)}  {format_size(row)}{masked}{gpus}"
 
 
 def _models(content: dict[str, Any], plt: Any, across: int) -> Any:

@@ -125,7 +125,7 @@ def result(kind: str, rows: Iterable[Any], *, device: torch.device | None = None
 NOT_RECORDED = "not recorded"
 
 
-def origin(content: dict[str, Any], row: dict[str, Any]) -> tuple[str, str] | None:
+def find_origin(content: dict[str, Any], row: dict[str, Any]) -> tuple[str, str] | None:
     """The date and the command of a row: its own, or those of the file that one run wrote. None if neither is known."""
     if row.get("date"):
         return None if NOT_RECORDED in (row["date"], row["command"]) else (row["date"], row["command"])
@@ -220,7 +220,7 @@ def merge(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for content in contents:
         mine: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in content["rows"]:
-            date, how = origin(content, row) or (NOT_RECORDED, NOT_RECORDED)
+            date, how = find_origin(content, row) or (NOT_RECORDED, NOT_RECORDED)
             mine.setdefault(case_of(row), []).append({**row, "date": date, "command": how})
         cases |= mine
         own = {key: content[key] for key in ("date", "command", "ceilings") if key in content}

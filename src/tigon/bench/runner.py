@@ -492,6 +492,11 @@ class _Floor:
         return statistics.median(self.measured) if self.measured else None
 
 
+# The least share of the forward's time that forward + backward can take without one of the two being noise.
+PLAUSIBLE = 0.9
+NOISY = "NOISY: forward + backward took less time than forward alone, so other work disturbed the measurement"
+
+
 def fill_total(row: Row, totals: list[float]) -> None:
     """The median of the rounds and their range; of five and more the shortest and the longest are no part of it."""
     ordered = sorted(totals)
@@ -509,6 +514,9 @@ def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
             row.note = "; ".join(filter(None, [NOISE, row.note]))
         elif floor.inputs.wrt:
             row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
+            # A loss that computes its gradients in the forward pass has a backward pass of nearly nothing.
+            if row.total_ms < PLAUSIBLE * row.forward_ms:
+                row.note = "; ".join(filter(None, [row.note, NOISY]))
     row.floor_ms = floor.ms
     row.times_floor = None if floor.ms is None else row.total_ms / floor.ms
     if floor.flops is not None:

@@ -108,7 +108,7 @@ def _compile_causal(model: PreTrainedModel) -> None:
 
 def _compile_layers(model: PreTrainedModel) -> None:
     """Compile each decoder layer and the loss; the mask is decided in eager mode."""
-    for layer in model.get_decoder().layers:
+    for layer in model.get_decoder().layers:  # type: ignore[no-untyped-call]
         layer.compile()
     model.loss_function = torch.compile(model.loss_function)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tigon.bench import ranges
 from tigon.bench.cases import head_peers as peers
 from tigon.bench.cases.row import Implementation, Op, plain, quack
-from tigon.bench.floor import logits_rooms
+from tigon.bench.floor import make_head_operands
 from tigon.bench.inputs import Draw, Expected, Inputs, Shape, chunks_of
 from tigon.bench.ranges import Drawing
 
@@ -360,13 +360,16 @@ def _products(number: int, frozen: bool) -> Callable[[Inputs], list[tuple[Callab
     def floor(inputs: Inputs) -> list[tuple[Callable[[], Any], ...]]:
         w = inputs.arguments["weight"].detach()
         x = inputs.arguments["x"].detach().reshape(-1, w.shape[1])
-        rooms = logits_rooms(len(x), len(w), like=x)
-        torch.mm(x, w.T, out=rooms[-1])
-        dx, dw = torch.empty_like(x), None if frozen else torch.empty_like(w)
-        products = [tuple(partial(torch.mm, x, w.T, out=logits) for logits in rooms)] * number
-        products.append(tuple(partial(torch.mm, logits, w, out=dx) for logits in rooms))
-        if dw is not None:
-            products.append(tuple(partial(torch.mm, logits.T, x, out=dw) for logits in rooms))
+        forms = make_head_operands(len(x), w)
+        dx = torch.empty_like(x)
+        for logits, weight in forms:  # so that no product is of zeros, which draw less power
+            torch.mm(x, weight.T, out=logits)
+        products: list[tuple[Callable[[], Any], ...]]
+        products = [tuple(partial(torch.mm, x, weight.T, out=logits) for logits, weight in forms)] * number
+        products.append(tuple(partial(torch.mm, logits, weight, out=dx) for logits, weight in forms))
+        if not frozen:
+            dw = torch.empty_like(forms[-1][1])
+            products.append(tuple(partial(torch.mm, logits.T, x, out=dw[: len(weight)]) for logits, weight in forms))
         return products
 
     return floor
