@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk import MOST as MOST_K
-from tigon.retrieve import searching
+from tigon.retrieve import fork, searching
+from tigon.retrieve.arguments import read_int
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index, Where
 
@@ -59,21 +60,27 @@ class Batcher:
     """
 
     def __init__(self, index: Index, most: int = 256, wait: float = 1e-3, queue: int = 4096) -> None:
-        for name, value in (("most", most), ("queue", queue)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Batcher: {name} must be a positive integer, got {value!r}.")
+        most, queue = read_int("Batcher", "most", most), read_int("Batcher", "queue", queue)
         if queue < most:
             raise ValueError(f"Batcher: queue must be at least most, {most:,} queries, got {queue:,}.")
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < float("inf"):
             raise ValueError(f"Batcher: wait must be a number of seconds, 0 or more, got {wait!r}.")
         self.index, self.most, self.wait, self.queue = index, most, wait, queue
+        self._closed = False
+        self._reset()
+        self._worker = threading.Thread(target=self._work, name="tigon.retrieve.Batcher", daemon=True)
+        self._worker.start()
+        fork.register(self)
+
+    def _reset(self) -> None:
         self._requests: deque[Request] = deque()
         self._queries = 0  # that wait
         self._answered = 1  # calls of the last search
-        self._closed = False
         self._changed = threading.Condition()
-        self._worker = threading.Thread(target=self._work, name="tigon.retrieve.Batcher", daemon=True)
-        self._worker.start()
+
+    def after_fork(self) -> None:
+        self._closed = True  # the thread is not in the child
+        self._reset()
 
     def __enter__(self) -> Batcher:
         return self
@@ -146,7 +153,9 @@ class Batcher:
         request = Request(q, most, [most] * count if ks is None else list(ks), wheres, Future(), time.monotonic())
         with self._changed:
             if self._closed:
-                raise RuntimeError("Batcher.search: the batcher is closed.")
+                raise RuntimeError(
+                    "Batcher.search: the batcher is closed, or was made before this process was forked: make another."
+                )
             if self._queries + count > self.queue:
                 waits = f"{self._queries:,} queries wait, and {count:,} more are beyond {self.queue:,}, the queue"
                 raise Overloaded(f"Batcher.search: {waits}.")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.retrieve import writing
+from tigon.retrieve import fork, writing
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -37,6 +37,10 @@ class Waiting:
 
     def __init__(self) -> None:
         self.calls: deque[Call] = deque()
+        fork.register(self)
+
+    def after_fork(self) -> None:
+        self.calls.clear()
 
     def __deepcopy__(self, memo: Any) -> Waiting:
         return Waiting()

@@ -18,6 +18,7 @@ from torch import Tensor
 from tigon.ops.filtered_topk import RowBits, RowFilter
 from tigon.ops.filtered_topk.bits import write_bits
 from tigon.ops.filtered_topk.filters import EVERY
+from tigon.retrieve import fork
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -53,6 +54,10 @@ class Kept:
         # Rows' attributes and their bits are written as one, and no filter's bits are made meanwhile.
         self.writing = threading.Lock()
         self.clear()
+        fork.register(self)
+
+    def after_fork(self) -> None:
+        self.writing = threading.Lock()
 
     def __deepcopy__(self, memo: Any) -> Kept:
         return Kept(self.limit)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tigon.retrieve.arguments import read_int
 from tigon.retrieve.coded import checked, code_bytes
 from tigon.retrieve.ids import slots_for
 from tigon.retrieve.kept import default_bytes
@@ -84,9 +85,7 @@ def plan_memory(
     Returns: a MemoryPlan.
     Raises: ValueError if a number is not positive, or the dtype or the kind of codes is unknown.
     """
-    for name, value in (("items", items), ("dim", dim)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"plan_memory: {name} must be a positive integer, got {value!r}.")
+    items, dim = read_int("plan_memory", "items", items), read_int("plan_memory", "dim", dim)
     size = dtype_of("plan_memory", dtype).itemsize
     rows = items + spare_rows(items)
     host = 12 * slots_for(items) + rows // 8 + (0 if id_length is None else (12 + id_length) * items)

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
 from tigon.retrieve import coded, linking, searching, sharded_storage, writing
+from tigon.retrieve.arguments import read_int
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
-from tigon.retrieve.ids import Ids, StringIds
+from tigon.retrieve.ids import Ids, StringIds, find_row
 from tigon.retrieve.index import Index, Metric, Where
 from tigon.retrieve.links import LinkWeights
 from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
@@ -104,9 +105,7 @@ class ShardedIndex:
         *,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("dim", dim), ("capacity", capacity)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"ShardedIndex: {name} must be a positive integer, got {value!r}.")
+        dim, capacity = read_int("ShardedIndex", "dim", dim), read_int("ShardedIndex", "capacity", capacity)
         if codes not in (None, "int8"):
             raise ValueError(f"ShardedIndex: codes must be None or 'int8', got {codes!r}.")
         self.ranks = Ranks("ShardedIndex", mesh, device)
@@ -115,6 +114,9 @@ class ShardedIndex:
         rows = -(-self.rows.total // self.ranks.count)
         self.shard = Shard(dim, rows, dtype, metric, schema, self.ranks.device, codes)
         self.dim, self.metric, self.schema, self.turns = dim, metric, self.shard.schema, self.shard.turns
+
+    def __reduce__(self) -> Any:
+        raise TypeError("ShardedIndex: an index of several processes is not copied or pickled: save and load it.")
 
     @property
     def device(self) -> torch.device:
@@ -140,9 +142,7 @@ class ShardedIndex:
         return self.rows.count
 
     def __contains__(self, id: object) -> bool:
-        if self.ids is None or isinstance(id, str) != isinstance(self.ids, StringIds):
-            return False
-        return int(self.ids.find([id])[1][0]) >= 0
+        return find_row(self.ids, id) >= 0
 
     def __repr__(self) -> str:
         kinds = f", {self.schema!r}" if self.schema.words else ""
@@ -221,9 +221,10 @@ class ShardedIndex:
 
         Raises: ValueError if that is less than there is room for.
         """
-        if not isinstance(capacity, int) or capacity < self.capacity:
+        capacity = read_int("ShardedIndex.grow", "capacity", capacity)
+        if capacity < self.capacity:
             least = f"{self.capacity:,}, what there is"
-            raise ValueError(f"ShardedIndex.grow: capacity must be at least {least}, got {capacity!r}.")
+            raise ValueError(f"ShardedIndex.grow: capacity must be at least {least}, got {capacity:,}.")
         with self.turns.writing:
             total = max(capacity + spare_rows(capacity), self.rows.total)
             writing.grow(self.shard, capacity, -(-total // self.ranks.count))
@@ -251,7 +252,7 @@ class ShardedIndex:
         ids = self.ids
         length = len(ids.blob) // max(ids.count, 1) if isinstance(ids, StringIds) else None
         kind = self.dtype, self.metric, self.schema, length, cast(Any, self.shard.coding)
-        whole = plan_memory(capacity or self.capacity, self.dim, *kind)
+        whole = plan_memory(self.capacity if capacity is None else capacity, self.dim, *kind)
         parts = ("vectors", "attributes", "ids", "live", "bias", "codes", "filters")
         return whole._replace(**{name: -(-getattr(whole, name) // self.ranks.count) for name in parts})
 
@@ -371,10 +372,10 @@ class ShardedIndex:
         `Index.load` reads the folder, too.
 
         Args:
-            path: the folder, made if it is not there. An index that it holds is replaced.
+            path: the folder, made if it is not there. An index that it holds is replaced; other files stay.
 
-        Raises: ValueError if the path is a file; OSError on all ranks if one of them cannot write, and what was there
-            is there still.
+        Raises: ValueError if the path is a file, or if another index or process has opened it or saves to it; OSError
+            if a rank cannot write. All ranks raise then, and what was there is there still.
         """
         self.ranks.check_alike("save", str(path))
         with self.turns.writing:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tigon.retrieve import fork
 from tigon.tables.values import Ints
 
 # What capacity is short of the rows there are, so that items can be replaced in a full index: in pieces of as many.
@@ -105,21 +106,47 @@ def words_of(rows: Ints) -> Ints:
     return places
 
 
+class _Interrupted:
+    """The lock of updates in a child that was forked while another thread held it."""
+
+    def acquire(self, blocking: bool = True) -> bool:
+        raise RuntimeError(
+            "Index: this process was forked while another thread wrote to the index, whose copy here is only searched: "
+            "fork between updates, or load the index in this process."
+        )
+
+    __enter__ = acquire
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
 class Turns:
     """Searches and updates of one index, one after the other."""
 
     def __init__(self) -> None:
-        self.writing = threading.RLock()  # one update at a time
+        self.writing: Any = threading.RLock()  # one update at a time
+        self._gave_way = 0.0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._switched: torch.cuda.Event | None = None
+        self._reset()
+        fork.register(self)
+
+    def _reset(self) -> None:
         self.lock = threading.Lock()
         self.compiling = threading.Lock()  # one filter at a time
         self.searched = -LATELY  # when the last search was
         self._asking: dict[object, None] = {}  # searches that are not launched as a whole yet
-        self._gave_way = 0.0
         self._go = threading.Lock()  # which an update waits for while `_waits`, and a search that is launched releases
         self._waits = False
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-        self._switched: torch.cuda.Event | None = None
+
+    def after_fork(self) -> None:
+        if self.writing.acquire(blocking=False):
+            self.writing.release()
+        else:  # another thread was writing, and what it wrote is not whole here
+            self.writing = _Interrupted()
+        self._reset()
 
     def __deepcopy__(self, memo: Any) -> Turns:
         return Turns()
@@ -141,7 +168,7 @@ class Turns:
         try:
             yield
         finally:
-            del self._asking[search]
+            self._asking.pop(search, None)
             if self._waits:
                 self._waits = False
                 with suppress(RuntimeError):  # another search has released it just now
