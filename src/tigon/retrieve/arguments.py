@@ -30,3 +30,16 @@ def read_int(name: str, argument: str, value: Any, least: int = 1) -> int:
         wanted = {1: "a positive integer", 0: "an integer, 0 or more"}.get(least, f"an integer from {least:,}")
         raise ValueError(f"{name}: {argument} must be {wanted}, got {shorten(value)}.")
     return number
+
+
+def read_ints(name: str, argument: str, values: Any) -> list[int]:
+    """An argument that is a positive integer or a list of such.
+
+    Raises: ValueError for anything else.
+    """
+    is_list = hasattr(values, "__iter__") and not isinstance(values, (str, bytes)) and as_int(values) is None
+    read = [as_int(value) for value in values] if is_list else [as_int(values)]
+    found = [number for number in read if number is not None and 1 <= number < 2**63]
+    if len(found) < len(read):
+        raise ValueError(f"{name}: {argument} must be a positive integer or a list of them, got {shorten(values)}.")
+    return found

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk import MOST as MOST_K
-from tigon.retrieve import fork, searching
+from tigon.retrieve import searching
 from tigon.retrieve.arguments import read_int
+from tigon.retrieve.fork import Forkable
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index, Where
 
@@ -40,7 +41,7 @@ class Request(NamedTuple):
     asked: float
 
 
-class Batcher:
+class Batcher(Forkable):
     """One search for the calls of many threads, each with its k and its filter.
 
     A call waits until `most` queries are there, or for `wait` seconds, or until as many calls wait as the last search
@@ -70,7 +71,7 @@ class Batcher:
         self._reset()
         self._worker = threading.Thread(target=self._work, name="tigon.retrieve.Batcher", daemon=True)
         self._worker.start()
-        fork.register(self)
+        self.survive_forks()
 
     def _reset(self) -> None:
         self._requests: deque[Request] = deque()
@@ -78,9 +79,10 @@ class Batcher:
         self._answered = 1  # calls of the last search
         self._changed = threading.Condition()
 
-    def after_fork(self) -> None:
-        self._closed = True  # the thread is not in the child
-        self._reset()
+    def after_fork(self, is_child: bool) -> None:
+        if is_child:  # where the thread is not
+            self._closed = True
+            self._reset()
 
     def __enter__(self) -> Batcher:
         return self
@@ -144,7 +146,7 @@ class Batcher:
         if count > self.most:
             raise ValueError(f"Batcher.search: query must be at most {self.most:,} queries (most), got {count:,}.")
         most, ks = searching.ks_of(k, count)
-        if isinstance(k, bool) or not 1 <= most <= MOST_K:
+        if not 1 <= most <= MOST_K:
             raise ValueError(f"Batcher.search: k must be from 1 to {MOST_K:,}, got {k!r}.")
         one = where is None or not isinstance(where, (list, tuple))
         wheres = [where] * count if one else list(searching.wheres_of(where, count))

@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from tigon.retrieve import fork
+from tigon.retrieve.fork import Forkable
 
 LOCK = "tigon.lock"
 
 
-class FolderLock:
+class FolderLock(Forkable):
     """The lock of a folder, held until `release`, or until nothing refers to it.
 
     A forked child does not hold the lock of its parent: it is refused as any other process is.
@@ -32,7 +32,7 @@ class FolderLock:
     def __init__(self, name: str, folder: Path) -> None:
         self.folder, self.pid = folder.resolve(), os.getpid()
         self.file = _acquire(name, folder)
-        fork.register(self)
+        self.survive_forks()
 
     def is_held(self) -> bool:
         """Whether this process holds the lock, and the folder is still the one that it is in."""
@@ -41,9 +41,9 @@ class FolderLock:
     def release(self) -> None:
         self.file.close()
 
-    def after_fork(self) -> None:
-        # A child that outlived its parent would keep the lock. Closing its descriptor does not release the parent's.
-        self.file.close()
+    def after_fork(self, is_child: bool) -> None:
+        if is_child:  # which would keep the lock if it outlived its parent; closing it here does not release it there
+            self.file.close()
 
 
 def check_free(name: str, folder: Path) -> None:

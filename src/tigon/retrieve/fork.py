@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
 
 
-class Forked(Protocol):
-    def after_fork(self) -> None:
-        """In a child, before anything else: make locks anew, and forget what other threads had begun."""
+class Forkable:
+    """An object with locks. It calls `survive_forks` once."""
+
+    def survive_forks(self) -> None:
+        _objects.add(self)
+
+    def before_fork(self) -> None:
+        """In the thread that forks."""
+
+    def after_fork(self, is_child: bool) -> None:
+        """In the thread that forked, in both processes. In the child: make locks anew, and forget other threads."""
 
 
-_objects: weakref.WeakSet[Forked] = weakref.WeakSet()
+_objects: weakref.WeakSet[Forkable] = weakref.WeakSet()
 
 
-def register(object: Forked) -> None:
-    """Call `object.after_fork()` in children that are forked while the object is there."""
-    _objects.add(object)
-
-
-def _after_fork() -> None:
+def _before() -> None:
     for each in [*_objects]:
-        each.after_fork()
+        each.before_fork()
+
+
+def _after(is_child: bool) -> None:
+    for each in [*_objects]:
+        each.after_fork(is_child)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(
+        before=_before, after_in_parent=lambda: _after(is_child=False), after_in_child=lambda: _after(is_child=True)
+    )

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.retrieve import fork, writing
+from tigon.retrieve import writing
+from tigon.retrieve.fork import Forkable
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -32,15 +33,16 @@ class Call:
         self.error: Exception | None = None
 
 
-class Waiting:
+class Waiting(Forkable):
     """The calls that wait for their turn, in their order."""
 
     def __init__(self) -> None:
         self.calls: deque[Call] = deque()
-        fork.register(self)
+        self.survive_forks()
 
-    def after_fork(self) -> None:
-        self.calls.clear()
+    def after_fork(self, is_child: bool) -> None:
+        if is_child:
+            self.calls.clear()
 
     def __deepcopy__(self, memo: Any) -> Waiting:
         return Waiting()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
 from tigon.retrieve import coded, linking, searching, sharded_storage, writing
-from tigon.retrieve.arguments import read_int
+from tigon.retrieve.arguments import read_int, read_ints
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import Ids, StringIds, find_row
@@ -335,8 +335,8 @@ class ShardedIndex:
         if len(self) < self.ranks.count:
             raise ValueError(f"ShardedIndex.warmup: each of {self.ranks.count} ranks must hold items, got {len(self)}.")
         searching.warm(self.shard, k, queries, where, strict, dtype)
-        for B in [queries] if isinstance(queries, int) else queries:
-            for n in [k] if isinstance(k, int) else k:
+        for B in read_ints("Index.warmup", "queries", queries):
+            for n in read_ints("Index.warmup", "k", k):
                 self.search(torch.ones(B, self.dim), n)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -42,6 +42,24 @@ class Side:
     def of(cls, who: str, columns: Mapping[str, Column]) -> Side:
         return cls(who, {name: "Tags" if isinstance(column, Tags) else "Category" for name, column in columns.items()})
 
+    @classmethod
+    def from_json(cls, who: str, about: Any) -> Side:
+        """The side of a file of links: {"kinds": {"country": "Category"}, "attributes": [["country", "us"]]}.
+
+        Raises: ValueError for anything else.
+        """
+        kinds, attributes = (about.get(key) if isinstance(about, dict) else None for key in ("kinds", "attributes"))
+        if not isinstance(kinds, dict) or not kinds or not {*map(str, kinds.values())} <= {"Category", "Tags"}:
+            raise ValueError(f"no columns of {who}")
+        fits = isinstance(attributes, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is str and pair[0] in kinds
+            and type(pair[1]) in (str, int)
+            for pair in attributes
+        )  # fmt: skip
+        if not fits or len({(*pair,) for pair in attributes}) < len(attributes):
+            raise ValueError(f"no list of attributes of {who}")
+        return cls(who, kinds, ((name, value) for name, value in attributes))
+
     def read(self, name: str, table: Any, grow: bool = False) -> tuple[Held, dict[str, Any]]:
         """The attributes of a table's rows, and all its columns. Values that nobody knows are left out, unless they
         are taken in.
