@@ -73,7 +73,8 @@ class Shard(Index):
 
 
 class ShardedIndex:
-    """An `Index` whose items are split over the GPUs of a mesh. Ids and scores are those of one index with all items.
+    """An `Index` whose items are split over the GPUs of a mesh. Ids and scores are those of one index with all items;
+    on CPUs the last bits of scores may differ.
 
     All ranks make the same calls with the same arguments, in the same order, from one thread: each keeps its share of
     what is written, and each has the whole answer of a search. What does not fit is refused on all ranks, before

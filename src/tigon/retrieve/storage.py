@@ -294,26 +294,20 @@ def fill(name: str, index: Index, folder: Path, about: dict[str, Any], rank: int
     Returns: the keys of all items, in the order of their places.
     Raises: ValueError if the files are not those of such an index.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        from tigon.install import install
-
-        raise ImportError(f"Index.load: needs safetensors: {install('retrieve')}.") from None
     count, strings = about["items"], about["ids"] == "str"
     keys = np.full(count, -1)
     texts: list[str] = [""] * count if strings else []
     filled = np.zeros(count, dtype=bool)
     for file_name in about["files"]:
         try:
-            with safe_open(folder / file_name, framework="pt") as file:
+            with _open(folder / file_name) as file:
                 places = _places(index, file, about)
                 if filled[places].any() or len(np.unique(places)) < len(places):
                     raise _Unfit("items have the same place")
                 filled[places] = True
                 if strings:
                     ends, blob = file.get_tensor("id_ends").numpy(), file.get_tensor("id_bytes").numpy().tobytes()
-                    for place, text in zip(places.tolist(), split_texts(blob, ends), strict=True):
+                    for place, text in zip(places.tolist(), _split(blob, ends), strict=True):
                         texts[place] = text
                 else:
                     keys[places] = file.get_tensor("item_ids").numpy()
@@ -324,9 +318,8 @@ def fill(name: str, index: Index, folder: Path, about: dict[str, Any], rank: int
                 words = file.get_slice("attributes")
                 for word, buffer in enumerate(index.attributes):
                     _take(index, words[word : word + 1][0], buffer, places, rank, ranks)
-        except (SafetensorError, _Unfit) as error:
-            said = str(error) if isinstance(error, _Unfit) else "it is not a whole safetensors file"
-            raise ValueError(f"{name}: {folder / file_name} is damaged: {said}.") from None
+        except _Unfit as error:
+            raise ValueError(f"{name}: {folder / file_name} is damaged: {error}.") from None
     if not filled.all():
         raise ValueError(f"{name}: {folder} is damaged: its files hold {filled.sum():,} items of {count:,}.")
     index.ids = KINDS[about["ids"]]() if about["ids"] else None
@@ -345,6 +338,27 @@ def fill(name: str, index: Index, folder: Path, about: dict[str, Any], rank: int
 
 class _Unfit(ValueError):
     """A file of items that is not of the index."""
+
+
+def _split(blob: bytes, ends: Ints) -> list[str]:
+    try:
+        return split_texts(blob, ends)
+    except ValueError as error:
+        raise _Unfit(str(error)) from None
+
+
+def _open(path: Path) -> Any:
+    """A safetensors file, whose tensors are read as they are asked for."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        from tigon.install import install
+
+        raise ImportError(f"Index.load: needs safetensors: {install('retrieve')}.") from None
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, RuntimeError):  # torch's own for a file that cannot be opened
+        raise _Unfit("it is not a whole safetensors file") from None
 
 
 def _places(index: Index, file: Any, about: dict[str, Any]) -> Ints:
