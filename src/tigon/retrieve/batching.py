@@ -20,10 +20,11 @@ from torch import Tensor
 
 from tigon.ops.filtered_topk import MOST as MOST_K
 from tigon.retrieve import searching
-from tigon.retrieve.arguments import read_int
+from tigon.retrieve.arguments import as_number, read_int
 from tigon.retrieve.fork import Forkable
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index, Where
+from tigon.tables.values import shorten
 
 
 class Overloaded(RuntimeError):
@@ -61,12 +62,15 @@ class Batcher(Forkable):
     """
 
     def __init__(self, index: Index, most: int = 256, wait: float = 1e-3, queue: int = 4096) -> None:
+        if not isinstance(index, Index):
+            raise ValueError(f"Batcher: index must be an Index, got {type(index).__name__}.")
         most, queue = read_int("Batcher", "most", most), read_int("Batcher", "queue", queue)
         if queue < most:
             raise ValueError(f"Batcher: queue must be at least most, {most:,} queries, got {queue:,}.")
-        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < float("inf"):
-            raise ValueError(f"Batcher: wait must be a number of seconds, 0 or more, got {wait!r}.")
-        self.index, self.most, self.wait, self.queue = index, most, wait, queue
+        seconds = as_number(wait)
+        if seconds is None or not 0 <= seconds < float("inf"):
+            raise ValueError(f"Batcher: wait must be a number of seconds, 0 or more, got {shorten(wait)}.")
+        self.index, self.most, self.wait, self.queue = index, most, seconds, queue
         self._closed = False
         self._reset()
         self._worker = threading.Thread(target=self._work, name="tigon.retrieve.Batcher", daemon=True)

@@ -6,13 +6,12 @@ values. A comparison is answered by ranges of codes, so that a search compares i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from tigon.files import is_encodable
-from tigon.retrieve.arguments import as_int
+from tigon.retrieve.arguments import as_int, as_list
 from tigon.tables.values import BadValue, Ints, Value, as_value, read_categories, read_lists, shorten
 
 # Inclusive ranges of codes, in their order, with gaps between them.
@@ -79,8 +78,8 @@ class Vocabulary(Column):
         self.size = size = number
         self.values: list[Value] = []
         self.numbers: dict[Value, int] = {}
-        iterable = hasattr(values, "__iter__") and not isinstance(values, (str, bytes, Mapping))
-        kept = [as_value(v) for v in values] if iterable else [None]
+        listed = as_list(values)
+        kept = [None] if listed is None else [as_value(v) for v in listed]
         read = [v for v in kept if v is not None]
         texts = [v for v in read if isinstance(v, str)]
         if len(read) < len(kept) or 0 < len(texts) < len(read) or not is_encodable("".join(texts)):

@@ -280,7 +280,6 @@ def find_row(ids: Ids | None, id: Any) -> int:
         known = id if isinstance(id, str) else None
     elif ids is not None and not isinstance(id, (bool, np.bool_)):
         known = as_int(id)
-        known = known if known is not None and -(2**63) <= known < 2**63 else None
     return -1 if ids is None or known is None else int(ids.find([known])[1][0])
 
 
@@ -300,7 +299,7 @@ def read_ids(name: str, ids: Any) -> Ints | list[str]:
             raise ValueError(f"{name}: ids must be text in UTF-8, got other bytes.") from None
     elif hasattr(ids, "to_numpy") or hasattr(ids, "tolist"):
         ids = ids.to_numpy() if hasattr(ids, "to_numpy") else ids
-        ids = ids.tolist() if ids.dtype.kind not in "iu" and ids.ndim == 1 else ids
+        ids = ids.tolist() if ids.dtype.kind not in "iu" and ids.ndim == 1 else np.asarray(ids)
     elif isinstance(ids, (str, bytes, Mapping)) or not hasattr(ids, "__iter__"):
         raise ValueError(f"{name}: ids must be a list of integers or strings, got {describe(ids)}.")
     else:
@@ -322,7 +321,7 @@ def read_ids(name: str, ids: Any) -> Ints | list[str]:
             return texts
         listed = [as_int(value) for value in ids]
         for i, value in enumerate(listed):
-            if value is None or not -(2**63) <= value < 2**63:
+            if value is None:
                 raise ValueError(
                     f"{name}: ids must be all int64 or all strings, got {describe(ids[i])} at position {i:,}."
                 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.retrieve import calibrating, coded, gathering, linking, over, searching, storage, writing
-from tigon.retrieve.arguments import read_int
+from tigon.retrieve.arguments import read_int, read_path
 from tigon.retrieve.calibrating import Calibration
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.folder_lock import FolderLock
@@ -29,6 +29,7 @@ from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Compiled, Explanation
 from tigon.retrieve.updates import Rows, Turns, spare_rows
 from tigon.retrieve.where import Expression
+from tigon.tables.values import shorten
 
 Metric = Literal["ip", "cosine", "l2"]
 Where = Expression | str | None
@@ -84,13 +85,21 @@ class Index(nn.Module):
         self.coding, self.bits = coded.checked("Index", codes, bits), bits
         self._prepare(dim, capacity, metric, schema, fixed=False)
         rows = capacity + spare_rows(capacity)
-        self.register_buffer("embeddings", torch.zeros(rows, dim, dtype=dtype_of("Index", dtype), device=device))
-        self._buffers_of(rows, torch.device(device or "cpu"))
+        kind, place = dtype_of("Index", dtype), torch.device(device or "cpu")
+        try:
+            self.register_buffer("embeddings", torch.zeros(rows, dim, dtype=kind, device=device))
+            self._buffers_of(rows, place)
+        except (RuntimeError, MemoryError) as error:
+            if place.type != "cpu":  # a GPU's error is torch.OutOfMemoryError; a CPU's has no type of its own
+                raise
+            raise ValueError(
+                f"Index: capacity must be as many items as memory holds, got {capacity:,} of width {dim:,}: {error}"
+            ) from error
         self._restart()
 
     def _prepare(self, dim: int, capacity: int, metric: str, schema: Schema | None, fixed: bool) -> None:
-        if metric not in METRICS:
-            raise ValueError(f"Index: metric must be one of {', '.join(METRICS)}, got {metric!r}.")
+        if not isinstance(metric, str) or metric not in METRICS:
+            raise ValueError(f"Index: metric must be one of {', '.join(METRICS)}, got {shorten(metric)}.")
         if schema is not None and not isinstance(schema, Schema):
             raise ValueError(f"Index: schema must be a Schema, got {type(schema).__name__}.")
         self.dim, self.capacity, self.fixed = dim, capacity, fixed
@@ -430,7 +439,7 @@ class Index(nn.Module):
         if self.fixed:
             raise ValueError("Index.save: an index over a parameter is saved with the model: use its state_dict.")
         with self.turns.writing:
-            storage.save(self, Path(path))
+            storage.save(self, read_path("Index.save", "path", path))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str | None = None) -> Index:
@@ -442,7 +451,7 @@ class Index(nn.Module):
         Returns: the index. Its updates stay in memory.
         Raises: ValueError if there is no index, or if a file is damaged.
         """
-        return storage.load(cls, Path(path), device)
+        return storage.load(cls, read_path("Index.load", "path", path), device)
 
     @classmethod
     def open(
@@ -467,7 +476,8 @@ class Index(nn.Module):
         Returns: the index.
         Raises: ValueError if there is no index, if it is open already, or if a file is damaged.
         """
-        return storage.open_index(cls, Path(path), device, journal=journal, mend=repair)
+        path = read_path("Index.open", "path", path)
+        return storage.open_index(cls, path, device, journal=journal, mend=repair)
 
     def close(self) -> None:
         """Close the journal, and let others open the folder. Later updates stay in memory."""

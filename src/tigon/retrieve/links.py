@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tigon.files import parse_json, read_tensors
 from tigon.retrieve import disk
-from tigon.retrieve.arguments import read_int
+from tigon.retrieve.arguments import read_int, read_path
 from tigon.retrieve.columns import Category, Column, Tags
 from tigon.retrieve.logistic import fit
 from tigon.retrieve.schema import Schema
@@ -290,7 +290,7 @@ class Links:
 
         Raises: OSError if it cannot be written; what was there before is there still.
         """
-        path = Path(path)
+        path = read_path("Links.save", "path", path)
         about = {
             "format": FORMAT, "bias": self.bias,
             **{s.who: {"kinds": s.kinds, "attributes": s.attributes} for s in (self.queries, self.items)},
@@ -319,6 +319,7 @@ class Links:
 
         Raises: ValueError if there is no file, or if it holds no links.
         """
+        path = read_path("Links.load", "path", path)
         try:
             tensors = read_tensors(path, required=("about", "query", "item", "weight"))
             query, item, weight = (tensors[name].numpy() for name in ("query", "item", "weight"))

@@ -192,11 +192,14 @@ def _numbers(name: str, index: Index, ids: Any) -> Tensor:
     if not isinstance(ids, Tensor):
         ids = np.asarray(ids)
         if ids.dtype.kind in "OU":
-            texts = ["" if value is None else value for value in ids.ravel().tolist()]
+            listed = ids.ravel().tolist()
+            texts = ["" if value is None else value for value in listed]
             if not strings or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{name}: positives must be ids of the index's kind, got {ids.dtype} {ids.shape}.")
             keys, _ = index.ids.find(texts)  # type: ignore[union-attr]
-            return sent(np.where([text == "" for text in texts], -1, keys).reshape(ids.shape), index.device)
+            return sent(np.where([value is None for value in listed], -1, keys).reshape(ids.shape), index.device)
+        if ids.dtype.kind not in "biufc":
+            raise ValueError(f"{name}: positives must be ids of the index's kind, got {ids.dtype} {ids.shape}.")
         ids = torch.as_tensor(ids)
     if ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64) or strings:
         wanted = "strings" if strings else "integers"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tigon.files import DamagedFileError, compute_sha256, load_state, read_json, read_tensors
 from tigon.retrieve import disk, searching
-from tigon.retrieve.arguments import as_int
+from tigon.retrieve.arguments import as_int, read_path
 from tigon.retrieve.folder_lock import FolderLock
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index
@@ -112,8 +112,8 @@ class Retriever(nn.Module):
         Raises: ValueError as `encode` and `Index.search`, for another combine, for scores of another shape, and for
             several vectors or rerank beside a k for each query.
         """
-        if combine not in ("max", "union"):
-            raise ValueError(f"Retriever.search: combine must be 'max' or 'union', got {combine!r}.")
+        if not isinstance(combine, str) or combine not in ("max", "union"):
+            raise ValueError(f"Retriever.search: combine must be 'max' or 'union', got {shorten(combine)}.")
         q = self.encode(queries).detach()
         if q.dim() == 2 and rerank is None:
             options |= {} if candidates is None else {"candidates": candidates}
@@ -170,7 +170,7 @@ class Retriever(nn.Module):
         """
         if isinstance(self.index, ShardedIndex):
             raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: use its save.")
-        folder = Path(folder)
+        folder = read_path("Retriever.save_pretrained", "folder", folder)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"Retriever.save_pretrained: folder must be a folder, got the file {folder}.")
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ class Retriever(nn.Module):
         Returns: the Retriever.
         Raises: ValueError if the folder holds no retriever, if encoder is not given, or if the weights do not fit.
         """
-        folder = Path(folder)
+        folder = read_path("Retriever.from_pretrained", "folder", folder)
         fill(folder, encoder)
         if device is not None and isinstance(encoder, nn.Module):
             encoder.to(device)

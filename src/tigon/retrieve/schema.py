@@ -20,7 +20,7 @@ from tigon.files import parse_json
 from tigon.retrieve.columns import Category, Coded, Column, Tags, Vocabulary
 from tigon.retrieve.ordered import Number, Timestamp
 from tigon.tables.columns import columns_of
-from tigon.tables.values import BadValue, Ints, Value, as_value
+from tigon.tables.values import BadValue, Ints, Value, as_value, describe
 
 KINDS: dict[str, type[Column]] = {kind.kind: kind for kind in (Category, Tags, Number, Timestamp)}
 WORD = 63
@@ -82,6 +82,8 @@ class Schema:
         self.version = 0
 
     def __getitem__(self, name: str) -> Column:
+        if not isinstance(name, str):
+            raise ValueError(f"where: a column is named by text, got {describe(name)}.")
         if name not in self.columns:
             if (known := self.names.get(unicodedata.normalize("NFKC", name))) is not None:
                 return self.columns[known]

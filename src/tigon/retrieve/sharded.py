@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
 from tigon.retrieve import coded, linking, searching, sharded_storage, writing
-from tigon.retrieve.arguments import read_int, read_ints
+from tigon.retrieve.arguments import read_int, read_ints, read_path
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import Ids, StringIds, find_row
@@ -380,7 +380,7 @@ class ShardedIndex:
         """
         self.ranks.check_alike("save", str(path))
         with self.turns.writing:
-            sharded_storage.save(self, Path(path))
+            sharded_storage.save(self, read_path("Index.save", "path", path))
 
     @classmethod
     def load(
@@ -398,7 +398,7 @@ class ShardedIndex:
         Returns: the index.
         Raises: ValueError on all ranks if there is no index, or if a file is damaged, by its checksum.
         """
-        return sharded_storage.load(cls, Path(path), device, mesh)
+        return sharded_storage.load(cls, read_path("Index.load", "path", path), device, mesh)
 
 
 def _ids_of(rows: Tensor, known: Tensor, ids: Tensor) -> Tensor:

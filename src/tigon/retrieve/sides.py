@@ -129,7 +129,7 @@ def rows_of(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str |
         if wrong.any():
             raise ValueError(f"{name}: pairs name {wanted[wrong][0]} of {who}, whose table has {count:,} rows.")
         return wanted
-    if id not in columns:
+    if not isinstance(id, str) or id not in columns:
         raise ValueError(f"{name}: the table of {who} must have the column {id!r} of ids.")
     listed = np.asarray(read_ids(name, columns[id]))
     if (listed.dtype.kind == "U") != (wanted.dtype.kind == "U") and len(listed):

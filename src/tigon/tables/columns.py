@@ -43,7 +43,7 @@ def _plain(name: str, column: Any) -> Any:
         if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
             column = column.combine_chunks()
         return column
-    if kind == "pandas":
+    if kind == "pandas" and hasattr(column, "dtype"):
         return _from_pandas(column)
     if isinstance(column, torch.Tensor):
         column = column.detach().cpu()
