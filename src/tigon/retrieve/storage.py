@@ -11,6 +11,7 @@ rename is what makes it count, so that a kill at any moment leaves the old snaps
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import uuid
@@ -367,26 +368,29 @@ def _places(index: Index, file: Any, about: dict[str, Any]) -> Ints:
     Raises: _Unfit if they are not.
     """
     names = {*file.keys()}
-    sharded = "shards" in about
+    sharded, strings = "shards" in about, about["ids"] == "str"
 
     def shape(name: str, dtype: torch.dtype) -> list[int]:
         if name not in names or file.get_slice(name).get_dtype() != disk.DTYPES[dtype]:
             raise _Unfit(f"it must hold {name} of {dtype}")
         return list(file.get_slice(name).get_shape())
 
-    count = shape("places", torch.int64)[0] if sharded else about["items"]
+    count = math.prod(shape("places", torch.int64)) if sharded else about["items"]
     wanted: dict[str, tuple[torch.dtype, list[int]]] = {
         "embeddings": (index.dtype, [count, index.dim]),
         "attributes": (torch.int64, [index.schema.words, count]),
-        "id_ends" if about["ids"] == "str" else "item_ids": (torch.int64, [count]),
+        "item_ids": (torch.int64, [count]),
+        **{name: (buffer.dtype, [count, *buffer.shape[1:]]) for name, buffer in _codes(index).items()},
     }
-    wanted |= {name: (buffer.dtype, [count, *buffer.shape[1:]]) for name, buffer in _codes(index).items()}
+    if strings:
+        bytes_of_ids = math.prod(shape("id_bytes", torch.uint8))
+        wanted |= {"id_ends": (torch.int64, [count]), "id_bytes": (torch.uint8, [bytes_of_ids])}
     if sharded:
         wanted["places"] = torch.int64, [count]
     if index.error is not None:
         wanted["error"] = index.error.dtype, [*index.error.shape]
-    if about["ids"] == "str":
-        shape("id_bytes", torch.uint8)
+    if names - wanted.keys():
+        raise _Unfit(f"it holds {', '.join(sorted(names - wanted.keys()))}, which such an index does not have")
     for name, (dtype, expected) in wanted.items():
         if shape(name, dtype) != expected:
             raise _Unfit(f"{name} must have shape {expected}, got {shape(name, dtype)}")
