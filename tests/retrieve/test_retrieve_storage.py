@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tigon.retrieve import Category, Index, Number, Schema, Tags, disk, storage
+from tigon.retrieve import Category, Index, Number, Retriever, Schema, Tags, disk, storage
 from tigon.retrieve import journal as journal_module
 from tigon.retrieve.folder_lock import LOCK
 from tigon.retrieve.manifest import read_manifest
@@ -130,7 +130,7 @@ def test_a_journal_brings_back_every_update(tmp_path, strings):
     index.upsert(name(range(100, 140)), vectors(range(100, 140)), table(range(100, 140)))
     expected = contents(index)
     assert contents(Index.load(tmp_path / "a")) == expected  # reads beside the one that writes
-    with pytest.raises(ValueError, match="is open in another index of this process, which writes to it"):
+    with pytest.raises(ValueError, match=r"is open in another index or process \(this process\), which writes to it"):
         Index.open(tmp_path / "a")
     copied = copy.deepcopy(index)
     assert copied.journal is None
@@ -206,9 +206,9 @@ def killed(work, at, half):
     return os.WIFSIGNALED(status)
 
 
-def every_kill(work, check):
-    """Work is killed at each of its steps; check sees what it left."""
-    for half in (False, True):
+def every_kill(work, check, halves=(False, True)):
+    """Work is killed at each of its steps, and within each of its writes; check sees what it left."""
+    for half in halves:
         at = 0
         while killed(work, at, half):
             check()
@@ -293,6 +293,44 @@ def test_a_kill_at_any_step_of_updates_leaves_the_last_whole_one(tmp_path):
 
     every_kill(work, check)
     assert seen == {0, 1, 2, 3, 4}
+
+
+def test_a_kill_at_any_step_of_a_repair_leaves_what_was_before_the_damage(tmp_path):
+    made(list).save(tmp_path / "a")
+    index = Index.open(tmp_path / "a")
+    expected, path = contents(index), index.journal.path
+    index.delete([6])
+    index.close()
+    flip(path, path.stat().st_size - 1)
+    damaged = path.read_bytes()
+
+    def check():
+        again = Index.open(tmp_path / "a", repair=True)
+        assert contents(again) == expected
+        again.close()
+        path.write_bytes(damaged)
+
+    every_kill(lambda: Index.open(tmp_path / "a", repair=True).close(), check, halves=(False,))
+
+
+def test_a_kill_at_any_step_of_saving_a_retriever_leaves_one_that_is_read(tmp_path):
+    encoders = [torch.nn.Linear(2, D), torch.nn.Linear(2, D)]
+    retrievers = [Retriever(encoder, made(list, count)) for encoder, count in zip(encoders, (20, 25), strict=True)]
+    wanted = [(encoder.weight.tolist(), contents(one.index)) for encoder, one in zip(encoders, retrievers, strict=True)]
+    retrievers[0].save_pretrained(tmp_path / "r")
+    seen = set()
+
+    def check():
+        again = Retriever.from_pretrained(tmp_path / "r", torch.nn.Linear(2, D))
+        weights, items = again.encoder.weight.tolist(), contents(again.index)
+        seen.add((weights == wanted[1][0], items == wanted[1][1]))
+        assert weights in (wanted[0][0], wanted[1][0])
+        assert items in (wanted[0][1], wanted[1][1])
+        retrievers[0].save_pretrained(tmp_path / "r")
+        assert len(list((tmp_path / "r").glob("encoder-*"))) == 1
+
+    every_kill(lambda: retrievers[1].save_pretrained(tmp_path / "r"), check)
+    assert {(False, False), (True, True)} <= seen
 
 
 def full():

@@ -17,7 +17,7 @@ from tigon.tables.values import describe, shorten
 
 def as_int(value: Any) -> int | None:
     """An integer of any type, within 64 bits, as Python's; None for everything else, among it True and False."""
-    if isinstance(value, (bool, np.bool_)) or getattr(value, "ndim", 0):
+    if isinstance(value, (bool, np.bool_)) or getattr(value, "ndim", 0) != 0:
         return None
     try:
         number = operator.index(value)

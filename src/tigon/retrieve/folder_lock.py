@@ -78,7 +78,9 @@ def _flock(name: str, file: BinaryIO, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise ValueError(f"{name}: {folder} is open in {_holder(file)}, which writes to it.") from None
+        raise ValueError(
+            f"{name}: {folder} is open in another index or process{_holder(file)}, which writes to it."
+        ) from None
     except OSError as error:  # a network file system without locks
         warnings.warn(
             f"{name}: the file system of {folder} has no locks ({error.strerror}): let one process alone write to it.",
@@ -87,12 +89,13 @@ def _flock(name: str, file: BinaryIO, folder: Path) -> None:
 
 
 def _holder(file: BinaryIO) -> str:
-    """Who holds a lock, by what the holder wrote into the file."""
+    """Who holds a lock, by what the holder wrote into the file, in parentheses."""
     file.seek(0)
     pid, _, host = file.read(300).decode(errors="replace").strip().partition(" ")
-    if host != socket.gethostname():
-        return f"process {pid} on {host}" if host else "another process"
-    return "another index of this process" if pid == str(os.getpid()) else f"process {pid}"
+    if not host:
+        return ""
+    there = "" if host == socket.gethostname() else f" on {host}"
+    return " (this process)" if not there and pid == str(os.getpid()) else f" (process {pid}{there})"
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:

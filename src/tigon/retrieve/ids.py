@@ -173,7 +173,7 @@ class StringIds:
         hash_of_probe = state.pop("hash_of_probe")
         self.__dict__.update(state)
         if hash_of_probe != self._hash(PROBE):
-            texts, rows = split_texts(*self.texts()), self.rows[: self.count]
+            texts, rows = split_texts(*self.texts()), self.rows[: self.count].astype(np.int64)
             self.__init__()  # type: ignore[misc]
             self.place(self.keys(texts), rows)
 

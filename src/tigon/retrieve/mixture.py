@@ -40,8 +40,8 @@ class MixtureOfLogits(nn.Module):
         scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        is_pair = isinstance(components, (tuple, list)) and len(components) == 2
-        P, own = (as_int(number) or 0 for number in (components if is_pair else (components, components)))
+        both = [*components] if isinstance(components, (tuple, list)) else [components, components]
+        P, own = [as_int(number) or 0 for number in both] if len(both) == 2 else (0, 0)
         if min(P, own, as_int(dim) or 0, as_int(hidden) or 0) < 1 or not (as_number(scale) or 0) > 0:
             raise ValueError(
                 "MixtureOfLogits: components, dim, hidden and scale must be positive, got "

@@ -23,7 +23,7 @@ from tigon.files import read_json
 from tigon.retrieve import disk, storage
 from tigon.retrieve.folder_lock import FolderLock
 from tigon.retrieve.journal import replay
-from tigon.retrieve.manifest import MANIFEST, read_bytes, read_manifest, read_schema
+from tigon.retrieve.manifest import MANIFEST, read_bytes, read_manifest, read_schema, write_manifest
 from tigon.retrieve.ranks import Ranks
 from tigon.retrieve.storage import JOURNAL, newest
 from tigon.retrieve.updates import Rows
@@ -66,7 +66,7 @@ def save(index: ShardedIndex, path: Path) -> None:
         names = [f"items-{rank}" for rank in range(index.ranks.count)]
         files = {f"{name}.safetensors": read_json(partial / f"{name}.json") for name in names}
         about = storage.about(cast(Any, index.shard), index.capacity, len(index))
-        storage.write_manifest(partial, {**about, "shards": index.ranks.count, "files": files})
+        write_manifest(partial, {**about, "shards": index.ranks.count, "files": files})
         disk.flush_folder(partial)
         disk.rename(partial, final)
         disk.flush_folder(path)

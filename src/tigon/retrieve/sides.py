@@ -48,7 +48,8 @@ class Side:
 
         Raises: ValueError for anything else.
         """
-        kinds, attributes = (about.get(key) if isinstance(about, dict) else None for key in ("kinds", "attributes"))
+        known = about if isinstance(about, dict) else {}
+        kinds, attributes = known.get("kinds"), known.get("attributes", ())
         if not isinstance(kinds, dict) or not kinds or not {*map(str, kinds.values())} <= {"Category", "Tags"}:
             raise ValueError(f"no columns of {who}")
         fits = isinstance(attributes, list) and all(

@@ -257,7 +257,7 @@ def newest(name: str, path: Path) -> Path:
 
     Raises: ValueError if there is none.
     """
-    for _ in range(3):  # a listing beside a save may show neither the old snapshot nor the new one
+    for _ in range(10):  # a listing beside a save may show neither the old snapshot nor the new one
         if whole := snapshots(path):
             return whole[-1]
     raise ValueError(f"{name}: path must be a folder that Index.save wrote, got {path}, which holds no snapshot.")
