@@ -122,7 +122,7 @@ def load(kind: type[ShardedIndex], path: Path, device: Any, mesh: Any) -> Sharde
             continue  # the ranks looked before and after a save
         try:
             index = _load(name, kind, folder, device, mesh, ranks)
-        except (OSError, ValueError):
+        except Exception:  # all ranks raise, each its own
             if not ranks.any(seen != read_bytes(folder / MANIFEST)):
                 raise
             continue
