@@ -44,6 +44,13 @@ def made(strings=True):
         ),
         (["b", "c"], {"country": np.array([SURROGATE, "us"])}, r"'country' \(Category\), id 'b': must be UTF-8 text"),
         (["b", "c"], {"tags": [["new"], ["new", SURROGATE]]}, r"'tags' \(Tags\), id 'c': must be UTF-8 text"),
+        (
+            ["b", "c"],
+            {"country": [1, 10**5000]},
+            r"'country' .*, id 'c': must be an integer of 64 bits, got int of very",
+        ),
+        (["b", "c"], {"tags": [[1], [2**63]]}, r"'tags' .*, id 'c': must be an integer of 64 bits, got int 92233720"),
+        (["b", "c"], {"country": [1e300, None]}, r"'country' .*, id 'b': must be an integer of 64 bits, got int 1000"),
     ],
 )
 def test_text_that_cannot_be_written_is_refused_before_anything_changes(ids, columns, sentence, tmp_path):
@@ -195,7 +202,7 @@ def test_an_id_of_whatever_type_may_be_asked_for():
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, lambda n: torch.tensor(n), lambda n: np.array(n)])
 def test_integers_of_numpy_and_torch_are_integers(kind, tmp_path):
-    index = Index(kind(D), kind(20), schema=Schema(c=Category(kind(9)), t=Tags(kind(5))))
+    index = Index(kind(D), kind(20), schema=Schema(c=Category(kind(9)), t=Tags(kind(5))), codes="sign", bits=kind(64))
     index.upsert([1, 2], torch.eye(2, D), {"c": [1, 2], "t": [[1], []]})
     assert index.search(torch.ones(1, D), kind(2)).ids.shape == (1, 2)
     assert index.search(torch.ones(2, D), [kind(2), kind(1)]).ids.shape == (2, 2)

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tigon.files import is_encodable
 from tigon.retrieve.arguments import as_int, as_list
-from tigon.tables.values import BadValue, Ints, Value, as_value, read_categories, read_lists, shorten
+from tigon.tables.values import BadValue, Ints, Value, as_value, is_writable, read_categories, read_lists, shorten
 
 # Inclusive ranges of codes, in their order, with gaps between them.
 Ranges = tuple[tuple[int, int], ...]
@@ -81,8 +80,8 @@ class Vocabulary(Column):
         listed = as_list(values)
         kept = [None] if listed is None else [as_value(v) for v in listed]
         read = [v for v in kept if v is not None]
-        texts = [v for v in read if isinstance(v, str)]
-        if len(read) < len(kept) or 0 < len(texts) < len(read) or not is_encodable("".join(texts)):
+        texts = sum(isinstance(v, str) for v in read)
+        if len(read) < len(kept) or 0 < texts < len(read) or not all(map(is_writable, read)):
             raise ValueError(f"{self.kind}: values must be a list of strings or of integers, got {shorten(values)}.")
         if len(read) > size:
             raise ValueError(f"{self.kind}: values must be at most {size:,} (size), got {len(read):,}.")

@@ -82,7 +82,8 @@ class Index(nn.Module):
     ) -> None:
         super().__init__()
         dim, capacity = read_int("Index", "dim", dim), read_int("Index", "capacity", capacity)
-        self.coding, self.bits = coded.checked("Index", codes, bits), bits
+        self.bits = read_int("Index", "bits", bits)
+        self.coding = coded.checked("Index", codes, self.bits)
         self._prepare(dim, capacity, metric, schema, fixed=False)
         rows = capacity + spare_rows(capacity)
         kind, place = dtype_of("Index", dtype), torch.device(device or "cpu")
@@ -154,7 +155,8 @@ class Index(nn.Module):
         """
         index = cls.__new__(cls)
         nn.Module.__init__(index)
-        index.coding, index.bits = coded.checked("Index.over", codes, bits), bits
+        index.bits = read_int("Index.over", "bits", bits)
+        index.coding = coded.checked("Index.over", codes, index.bits)
         over.begin(index, parameter, schema, metric)
         over.fill(index, ids, table)
         return index

@@ -82,7 +82,7 @@ def read_categories(column: Any) -> Categories:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iubU":
         values, indices = np.unique(column, return_inverse=True)
         listed = [_value(v, 0) for v in values]
-        _check_texts(listed, indices)
+        _check_values(listed, indices)
         return Categories(indices.astype(np.int64), listed)
     known: dict[Value, int] = {}
     indices = np.empty(len(column), dtype=np.int64)
@@ -91,19 +91,25 @@ def read_categories(column: Any) -> Categories:
             indices[position] = -1
         else:
             indices[position] = known.setdefault(_value(value, position), len(known))
-    _check_texts(known, indices)
+    _check_values(known, indices)
     return Categories(indices, list(known))
 
 
-def _check_texts(values: Iterable[Value], indices: Ints, rows: Ints | None = None) -> None:
-    """Raise BadValue for a text that no file could be written with, such as '\\ud800'; values are distinct.
+def _check_values(values: Iterable[Value], indices: Ints, rows: Ints | None = None) -> None:
+    """Raise BadValue for a value that no file could be written with, of values that are distinct.
 
     indices: which value each row has, or each entry of `rows`.
     """
     for i, value in enumerate(values):
-        if isinstance(value, str) and not is_encodable(value):
+        if not is_writable(value):
             at = int(np.argmax(indices == i))
-            raise BadValue(at if rows is None else int(rows[at]), f"must be UTF-8 text, got {describe(value)}")
+            wanted = "UTF-8 text" if isinstance(value, str) else "an integer of 64 bits"
+            raise BadValue(at if rows is None else int(rows[at]), f"must be {wanted}, got {describe(value)}")
+
+
+def is_writable(value: Value) -> bool:
+    """Whether a value is text that UTF-8 can encode, which '\\ud800' is not, or an integer of 64 bits."""
+    return is_encodable(value) if isinstance(value, str) else -(2**63) <= value < 2**63
 
 
 def _value(value: Any, position: int) -> Value:
@@ -132,7 +138,9 @@ def _arrow_categories(column: Any) -> Categories:
             if as_value(value) is None:
                 raise BadValue(int(np.argmax(indices == i)), f"must be a string or an integer, got {describe(value)}")
             codes[i] = values.setdefault(_value(value, 0), len(values))
-    return Categories(codes[indices], list(values))
+    found = codes[indices]
+    _check_values(values, found)
+    return Categories(found, list(values))
 
 
 def _names_of_type(kind: Any, *words: str) -> bool:
@@ -283,7 +291,7 @@ def read_lists(column: Any) -> Lists:
         elif not is_missing(values):
             raise BadValue(position, f"must be a list of strings or integers, got {describe(values)}")
     found = Lists(np.array(rows, dtype=np.int64), np.array(indices, dtype=np.int64), list(known))
-    _check_texts(known, found.indices, found.rows)
+    _check_values(known, found.indices, found.rows)
     return found
 
 
@@ -312,5 +320,8 @@ def describe(value: Any) -> str:
 
 def shorten(value: Any) -> str:
     """The beginning of a value's repr, for an error."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = "of very many digits"
     return text if len(text) <= 60 else text[:57] + "…"
