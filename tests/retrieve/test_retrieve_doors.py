@@ -243,6 +243,37 @@ def test_numbers_beyond_reason_get_a_sentence(options):
         Number(**options)
 
 
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_a_range_of_times_has_two_ends(end):
+    with pytest.raises(ValueError, match=f"Timestamp: {end} must be a time"):
+        Timestamp(**{end: np.datetime64("NaT")})
+
+
+VALUES = [
+    None, 0, -1, 1.0, 0.5, 2**63 - 1, float("inf"), "", "\0", "a\0", "\n", '"', "é\U0001f600", True, np.int8(3),
+    np.float16(2), np.str_("x"), np.bool_(True), decimal.Decimal(3), datetime.date(2026, 1, 1), np.datetime64("2026"),
+    "2026-01-01T00:00Z",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_whatever_is_taken_is_saved_and_read_back(value, tmp_path):
+    kinds = Category(9), Tags(5), Number(), Number(-5, 5, step=0.5), Timestamp("D", "0001-01-01", "9999-12-31")
+    for kind in kinds:
+        column = [[value, value]] if isinstance(kind, Tags) else [value]
+        for ids, given in (([1], column), ([value], [None])):
+            index = Index(D, 5, schema=Schema(x=kind))
+            try:
+                index.upsert(ids, torch.ones(1, D), {"x": given})
+            except ValueError:
+                continue
+            index.save(tmp_path)
+            again = Index.load(tmp_path)
+            assert (len(again), again.schema) == (1, index.schema)
+            assert torch.equal(again.attributes[:, :1], index.attributes[:, :1])
+            assert ids[0] in again
+
+
 def test_a_decimal_that_is_nan_is_missing():
     index = made()
     index.upsert(["b"], torch.ones(1, D), table() | {"price": [decimal.Decimal("NaN")]})

@@ -96,7 +96,7 @@ class Journal:
                 f"Index: the journal {self.path} is of process {self.pid}, of which this process is a fork: close() "
                 "the index here first; updates then stay in memory."
             )
-        if not os.fstat(self.file.fileno()).st_nlink:
+        if not os.fstat(self.file.fileno()).st_nlink and not self.path.exists():
             raise OSError(errno.ENOENT, f"Index: the journal {self.path} was removed: save the index to a folder again")
         body = b"".join(disk.safetensors(tensors))
         try:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tigon.retrieve.arguments import as_int
 from tigon.retrieve.columns import Coded, Ranges, without
-from tigon.tables.values import BadValue, Ints, Value, as_time, read_numbers, read_times, shorten
+from tigon.tables.values import BadValue, Ints, Value, as_time, is_missing, read_numbers, read_times, shorten
 
 ORDERED = ("<", "<=", ">", ">=")
 
@@ -239,7 +239,7 @@ class Timestamp(Grid):
         self.unit, self.approximate = unit, bool(approximate)
         ends = []
         for name, value in (("low", low), ("high", high)):
-            time = as_time(value)
+            time = None if is_missing(value) else as_time(value)
             if time is None:
                 raise ValueError(f"Timestamp: {name} must be a time such as '2026-01-31', got {value!r}.")
             ends.append(time // self.UNITS[unit])
