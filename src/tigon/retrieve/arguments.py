@@ -80,7 +80,7 @@ def read_ints(name: str, argument: str, values: Any) -> list[int]:
     """
     listed = as_list(values)
     read = [as_int(value) for value in ([values] if listed is None else listed)]
-    found = [number for number in read if number is not None and number >= 1]
-    if len(found) < len(read):
+    numbers = [number for number in read if number is not None and number >= 1]
+    if len(numbers) < len(read):
         raise ValueError(f"{name}: {argument} must be a positive integer or a list of them, got {shorten(values)}.")
-    return found
+    return numbers

@@ -494,7 +494,7 @@ class Index(nn.Module):
         """A copy as of this moment, for pickle: updates go on while it is written. It has no journal and no caches."""
         with self.turns.writing:
             self.turns.settle(self.device)
-            state = self._copied()
+            state = self._copy_state()
             state |= copy.deepcopy({name: state[name] for name in ("ids", "rows", "counts", "schema")})
             state["_buffers"] = {k: None if v is None else v.clone() for k, v in state["_buffers"].items()}
             return state
@@ -504,10 +504,10 @@ class Index(nn.Module):
         memo[id(self)] = copied
         with self.turns.writing:
             self.turns.settle(self.device)
-            copied.__setstate__(copy.deepcopy(self._copied(), memo))
+            copied.__setstate__(copy.deepcopy(self._copy_state(), memo))
         return copied
 
-    def _copied(self) -> dict[str, Any]:
+    def _copy_state(self) -> dict[str, Any]:
         """What a copy has of this index's attributes."""
         return {
             **self.__dict__, "journal": None, "folder_lock": None, "filters": {}, "tagged": {},

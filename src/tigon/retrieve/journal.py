@@ -219,12 +219,12 @@ def _items(index: Index, tensors: dict[str, Tensor]) -> Prepared:
     growth: dict[str, list[Value]] = parse_json(tensors["growth"].numpy().tobytes(), "a vocabulary")
     read = writing.checked_ids(index, "Index.upsert", ids)
     index.schema.check_growth(growth)
-    found = None if index.ids is None else index.ids.find(read)
-    writing.check_room(index, read, np.full(len(read), -1) if found is None else found[1])
+    known = None if index.ids is None else index.ids.find(read)
+    writing.check_room(index, read, np.full(len(read), -1) if known is None else known[1])
     shapes = vectors.shape, vectors.dtype, words.shape
     if shapes != ((len(read), index.dim), index.dtype, (index.schema.words, len(read))):
         raise ValueError(f"a record of {len(read):,} items has {shapes[0]}, {shapes[1]} and {shapes[2]}")
-    return Prepared(read, vectors, words, growth, found)
+    return Prepared(read, vectors, words, growth, known)
 
 
 def repair(path: Path, snapshot: str) -> None:

@@ -61,7 +61,10 @@ def read_manifest(name: str, folder: Path) -> dict[str, Any]:
     Raises: ValueError if it is damaged, or of another version.
     """
     path = folder / MANIFEST
-    content = unseal(read_bytes(path))
+    raw = read_bytes(path)
+    if raw is None:
+        raise ValueError(f"{name}: {path} is missing or cannot be read.")
+    content = unseal(raw)
     if content is None:
         raise ValueError(f"{name}: {path} is damaged: its checksum is not that of its content.")
     if content.get("format") != FORMAT:

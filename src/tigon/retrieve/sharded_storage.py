@@ -116,17 +116,19 @@ def load(kind: type[ShardedIndex], path: Path, device: Any, mesh: Any) -> Sharde
     ranks = Ranks(name, mesh, device)
     for _ in range(storage.TRIES):
         folder = ranks.together(ValueError, f"{name}: another rank finds no index {path}.", lambda: newest(name, path))
-        seen = read_bytes(folder / MANIFEST) or b""
-        own = torch.frombuffer(bytearray(hashlib.sha256(seen).digest()), dtype=torch.int64).to(ranks.device)
+        content_before = read_bytes(folder / MANIFEST)
+        own = torch.frombuffer(bytearray(hashlib.sha256(content_before or b"").digest()), dtype=torch.int64).to(
+            ranks.device
+        )
         if bool((ranks.gathered(own) != own).any()):
             continue  # the ranks looked before and after a save
         try:
             index = _load(name, kind, folder, device, mesh, ranks)
         except Exception:  # all ranks raise, each its own
-            if not ranks.any(seen != read_bytes(folder / MANIFEST)):
+            if not ranks.any(storage.is_replaced(folder, content_before)):
                 raise
             continue
-        if not ranks.any(seen != read_bytes(folder / MANIFEST)):
+        if not ranks.any(storage.is_replaced(folder, content_before)):
             return index
     raise ValueError(f"{name}: {path} was saved {storage.TRIES} times, each time before it was read: load it again.")
 

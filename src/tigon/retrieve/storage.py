@@ -204,17 +204,23 @@ def load(kind: type[Index], path: Path, device: Any) -> Index:
     name = "Index.load"
     for _ in range(TRIES):
         folder = newest(name, path)
-        seen = read_bytes(folder / MANIFEST)
+        content_before = read_bytes(folder / MANIFEST)
         try:
             index, content = _load(name, kind, folder, device)
             replay(index, folder / JOURNAL, content["id"])
         except (OSError, ValueError):
-            if seen is not None and seen == read_bytes(folder / MANIFEST):
+            if not is_replaced(folder, content_before):
                 raise
             continue
-        if seen is not None and seen == read_bytes(folder / MANIFEST):
+        if not is_replaced(folder, content_before):
             return index
     raise ValueError(f"{name}: {path} was saved {TRIES} times, each time before it was read: load it again.")
+
+
+def is_replaced(folder: Path, manifest: bytes | None) -> bool:
+    """Whether a snapshot whose manifest was read has gone since, or is another."""
+    path = folder / MANIFEST
+    return read_bytes(path) != manifest or not path.exists()
 
 
 def open_index(kind: type[Index], path: Path, device: Any, journal: bool, mend: bool) -> Index:

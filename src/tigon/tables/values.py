@@ -138,9 +138,9 @@ def _arrow_categories(column: Any) -> Categories:
             if as_value(value) is None:
                 raise BadValue(int(np.argmax(indices == i)), f"must be a string or an integer, got {describe(value)}")
             codes[i] = values.setdefault(_value(value, 0), len(values))
-    found = codes[indices]
-    _check_values(values, found)
-    return Categories(found, list(values))
+    value_indices = codes[indices]
+    _check_values(values, value_indices)
+    return Categories(value_indices, list(values))
 
 
 def _names_of_type(kind: Any, *words: str) -> bool:
@@ -239,16 +239,16 @@ def microseconds(times: npt.NDArray[np.datetime64]) -> Ints:
 
     Raises: BadValue for a time that int64 does not hold as microseconds, some 290,000 years from now.
     """
-    found = times.astype("datetime64[us]")
+    converted = times.astype("datetime64[us]")
     if np.datetime_data(times.dtype)[0] in ("Y", "M", "W", "D", "h", "m", "s", "ms"):
         # A conversion to a finer unit that has wrapped around does not come back.
-        wrapped = ~np.isnat(times) & (found.astype(times.dtype) != times)
+        wrapped = ~np.isnat(times) & (converted.astype(times.dtype) != times)
         if wrapped.any():
             at = int(np.argmax(wrapped))
             raise BadValue(
                 at, f"must be a time within 290,000 years from 1970, got {times.dtype} {times[at].astype(int)}"
             )
-    return found.astype(np.int64)
+    return converted.astype(np.int64)
 
 
 def as_time(value: Any) -> int | None:
@@ -290,9 +290,9 @@ def read_lists(column: Any) -> Lists:
                 indices.append(known.setdefault(_value(value, position), len(known)))
         elif not is_missing(values):
             raise BadValue(position, f"must be a list of strings or integers, got {describe(values)}")
-    found = Lists(np.array(rows, dtype=np.int64), np.array(indices, dtype=np.int64), list(known))
-    _check_values(known, found.indices, found.rows)
-    return found
+    lists = Lists(np.array(rows, dtype=np.int64), np.array(indices, dtype=np.int64), list(known))
+    _check_values(known, lists.indices, lists.rows)
+    return lists
 
 
 def _arrow_lists(column: Any) -> Lists:
