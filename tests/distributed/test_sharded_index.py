@@ -233,7 +233,7 @@ def of_files(rank, world, device, folder, strings, codes):
 @pytest.mark.parametrize(("strings", "codes"), [(False, "int8"), (True, None)])
 def test_a_folder_is_loaded_by_any_number_of_ranks(ranks, tmp_path, strings, codes):
     found = ranks.run(of_files, str(tmp_path / "jobs.index"), strings, codes)
-    assert found[0] == ["snapshot-000003"]
+    assert found[0] == ["snapshot-000003", "tigon.lock"]
 
 
 def of_failures(rank, world, device, folder):
@@ -276,7 +276,14 @@ def of_failures(rank, world, device, folder):
     with mock.patch.object(disk, "write_file", fails), pytest.raises(OSError, match=said):
         index.save(folder)
     dist.barrier()
-    assert os.listdir(folder) == ["snapshot-000001"]
+    assert sorted(os.listdir(folder)) == ["snapshot-000001", "tigon.lock"]
+    dist.barrier()
+    opened = Index.open(folder, device=device) if rank == 0 else None  # as a server has it
+    dist.barrier()
+    with pytest.raises((ValueError, OSError), match=r"is open in another index or process|another rank could not"):
+        index.save(folder)
+    if opened is not None:
+        opened.close()
     dist.barrier()
     assert len(ShardedIndex.load(folder, device, mesh=mesh)) == 20
     dist.barrier()
@@ -291,6 +298,26 @@ def of_failures(rank, world, device, folder):
         ShardedIndex.load(folder, device, mesh=mesh)
     with pytest.raises(ValueError, match="which holds no snapshot"):
         ShardedIndex.load(f"{folder}.none", device, mesh=mesh)
+
+
+def of_no_items(rank, world, device, folder, named):
+    """An index whose items were all deleted, saved by all ranks."""
+    mesh = mesh_of(world, world)
+    index = ShardedIndex(D, 20, schema=schema(), device=device, mesh=mesh)
+    new = items(np.random.default_rng(0), range(5), named)
+    index.upsert(*new)
+    index.delete(new[0])
+    index.save(folder)
+    again = ShardedIndex.load(folder, device, mesh=mesh)
+    assert (len(again), new[0][0] in again) == (0, False)
+    assert (again.search(torch.ones(1, D), 3).scores == -torch.inf).all()
+    again.upsert(*new)
+    assert (len(again), len(Index.load(folder, device))) == (5, 0)
+
+
+@pytest.mark.parametrize("named", [int, str])
+def test_an_index_without_items_is_saved_and_loaded(ranks, tmp_path, named):
+    ranks.run(of_no_items, str(tmp_path / "jobs.index"), named)
 
 
 def test_ranks_fail_together(ranks, tmp_path):

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_before_it_waits():
             ((torch.ones(5, D),), r"query must be at most 4 queries \(most\), got 5"),
             ((torch.ones(D).int(),), "query must be floats"),
             ((x, 0), "k must be from 1 to 2,048, got 0"),
-            ((x, True), "k must be from 1 to 2,048, got True"),
+            ((x, True), "k must be an integer, or a list of one for each query, got True"),
             ((x, [1, 2]), "k must be positive integers, one for each of 1 queries"),
             ((x, 3, "colour == 'red'"), "no column 'colour'"),
             ((x, 3, ["part < 3"] * 2), "where must have an expression for each of 1 queries, got 2"),

@@ -159,8 +159,8 @@ def test_what_they_refuse():
     one = torch.zeros(B, dtype=torch.long)
     for call, words in (
         (lambda: negatives.mine(q, q, one, 3), "index must be an Index, got Tensor"),
-        (lambda: negatives.mine(index, q, one, 0), "k must be an integer from 1, got 0"),
-        (lambda: negatives.mine(index, q, one, 3, skip_first=-1), "skip_first must be an integer from 0, got -1"),
+        (lambda: negatives.mine(index, q, one, 0), "k must be a positive integer, got 0"),
+        (lambda: negatives.mine(index, q, one, 3, skip_first=-1), "skip_first must be an integer, 0 or more, got -1"),
         (
             lambda: negatives.mine(index, q, one, 2000, skip_first=49),
             r"k \+ skip_first must be at most 2,048, got 2,049",

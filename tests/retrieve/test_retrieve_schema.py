@@ -155,8 +155,8 @@ def test_json_brings_back_the_same_schema():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "the text must be JSON"),
-        ("[]", "the text must hold an object, got list"),
+        ("{", "Schema.from_json: the text is not JSON"),
+        ("[]", "Schema.from_json: the text must hold an object, got a list"),
         ('{"x": {"kind": "number"}}', "column 'x' must have a kind of .*, got 'number'; did you mean 'Number'"),
         ('{"x": {"kind": "Number", "lo": 3}}', "column 'x': got an unexpected keyword argument 'lo'"),
         ('{"x": {"kind": "Tags"}}', "column 'x': missing 1 required"),

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import signal
 import sys
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tigon.retrieve import Category, Index, Number, Schema, Tags, disk, storage
+from tigon.retrieve import Category, Index, Number, Retriever, Schema, Tags, disk, storage
 from tigon.retrieve import journal as journal_module
+from tigon.retrieve.folder_lock import LOCK
+from tigon.retrieve.manifest import read_manifest
 
 D = 8
 STEPS = ("write", "flush", "flush_folder", "rename", "truncate", "remove")
@@ -44,6 +47,15 @@ def made(name, count=20, dtype="float16", metric="ip"):
     return index
 
 
+def snapshot_id(folder):
+    return read_manifest("test", folder)["id"]
+
+
+def listed(folder):
+    """What is in an index's folder beside its lock."""
+    return sorted({path.name for path in folder.iterdir()} - {LOCK})
+
+
 def contents(index):
     """Every item: its vector's first component and its attributes."""
     rows = np.flatnonzero(index.rows.there())
@@ -70,7 +82,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path, strings, dtype, metric, devi
     before = index.search(torch.ones(1, D), k=30, where="price < 4")
     index.save(tmp_path / "jobs.index")
     index.save(tmp_path / "jobs.index")  # beside the first, which goes
-    assert [p.name for p in (tmp_path / "jobs.index").iterdir()] == ["snapshot-000002"]
+    assert listed(tmp_path / "jobs.index") == ["snapshot-000002"]
     again = Index.load(tmp_path / "jobs.index", device=device)
     assert (again.dtype, again.metric, again.capacity, len(again)) == (index.dtype, metric, 30, 18)
     hits = again.search(torch.ones(1, D), k=30, where="price < 4")
@@ -118,7 +130,7 @@ def test_a_journal_brings_back_every_update(tmp_path, strings):
     index.upsert(name(range(100, 140)), vectors(range(100, 140)), table(range(100, 140)))
     expected = contents(index)
     assert contents(Index.load(tmp_path / "a")) == expected  # reads beside the one that writes
-    with pytest.raises(ValueError, match="is open in another index or process"):
+    with pytest.raises(ValueError, match=r"is open in another index or process \(this process\), which writes to it"):
         Index.open(tmp_path / "a")
     copied = copy.deepcopy(index)
     assert copied.journal is None
@@ -129,7 +141,7 @@ def test_a_journal_brings_back_every_update(tmp_path, strings):
     assert again.capacity == 60
     again.save(tmp_path / "a")
     folder = tmp_path / "a" / "snapshot-000002"
-    assert (folder / "journal").stat().st_size == 0
+    assert [kind for kind, _, _ in journal_module.updates(folder / "journal", snapshot_id(folder))] == ["snapshot"]
     again.delete(name([2]))
     again.save(tmp_path / "b")  # elsewhere: the journal stays where it is
     again.delete(name([5]))
@@ -145,7 +157,9 @@ def test_a_refused_update_is_not_in_the_journal(tmp_path):
         index.upsert([1], torch.full((1, D), float("nan")), table([1]))
     with pytest.raises(ValueError, match="do not fit"):
         index.upsert(range(100, 200), vectors(range(100)), table(range(100)))
-    assert index.journal.size == 0
+    assert [
+        kind for kind, _, _ in journal_module.updates(index.journal.path, snapshot_id(index.journal.path.parent))
+    ] == ["snapshot"]
 
 
 # -------------------------------------------------------------------------------------------------- kills and full disk
@@ -192,9 +206,9 @@ def killed(work, at, half):
     return os.WIFSIGNALED(status)
 
 
-def every_kill(work, check):
-    """Work is killed at each of its steps; check sees what it left."""
-    for half in (False, True):
+def every_kill(work, check, halves=(False, True)):
+    """Work is killed at each of its steps, and within each of its writes; check sees what it left."""
+    for half in halves:
         at = 0
         while killed(work, at, half):
             check()
@@ -217,7 +231,7 @@ def test_a_kill_at_any_step_of_save_leaves_the_old_or_the_new(tmp_path):
         again = Index.open(tmp_path / "a")  # takes away what was left
         assert contents(again) == found
         again.close()
-        assert len(list((tmp_path / "a").iterdir())) == 1
+        assert len(listed(tmp_path / "a")) == 1
         first.save(tmp_path / "a")
 
     every_kill(lambda: second.save(tmp_path / "a"), check)
@@ -232,7 +246,7 @@ def test_a_kill_at_any_step_of_the_first_save_leaves_no_index_or_the_whole(tmp_p
         seen.append(whole)
         if whole:
             assert contents(Index.load(tmp_path / "a")) == contents(index)
-            disk.remove(tmp_path / "a")
+            shutil.rmtree(tmp_path / "a")
         else:
             with pytest.raises(ValueError, match="which holds no snapshot"):
                 Index.load(tmp_path / "a")
@@ -274,11 +288,49 @@ def test_a_kill_at_any_step_of_updates_leaves_the_last_whole_one(tmp_path):
         again.upsert([500], vectors([5]), table([5]))  # what follows the last whole record is readable
         again.close()
         assert contents(Index.load(tmp_path / "a")).keys() == {*found, 500}
-        disk.remove(tmp_path / "a")
+        shutil.rmtree(tmp_path / "a")
         made(list).save(tmp_path / "a")
 
     every_kill(work, check)
     assert seen == {0, 1, 2, 3, 4}
+
+
+def test_a_kill_at_any_step_of_a_repair_leaves_what_was_before_the_damage(tmp_path):
+    made(list).save(tmp_path / "a")
+    index = Index.open(tmp_path / "a")
+    expected, path = contents(index), index.journal.path
+    index.delete([6])
+    index.close()
+    flip(path, path.stat().st_size - 1)
+    damaged = path.read_bytes()
+
+    def check():
+        again = Index.open(tmp_path / "a", repair=True)
+        assert contents(again) == expected
+        again.close()
+        path.write_bytes(damaged)
+
+    every_kill(lambda: Index.open(tmp_path / "a", repair=True).close(), check, halves=(False,))
+
+
+def test_a_kill_at_any_step_of_saving_a_retriever_leaves_one_that_is_read(tmp_path):
+    encoders = [torch.nn.Linear(2, D), torch.nn.Linear(2, D)]
+    retrievers = [Retriever(encoder, made(list, count)) for encoder, count in zip(encoders, (20, 25), strict=True)]
+    wanted = [(encoder.weight.tolist(), contents(one.index)) for encoder, one in zip(encoders, retrievers, strict=True)]
+    retrievers[0].save_pretrained(tmp_path / "r")
+    seen = set()
+
+    def check():
+        again = Retriever.from_pretrained(tmp_path / "r", torch.nn.Linear(2, D))
+        weights, items = again.encoder.weight.tolist(), contents(again.index)
+        seen.add((weights == wanted[1][0], items == wanted[1][1]))
+        assert weights in (wanted[0][0], wanted[1][0])
+        assert items in (wanted[0][1], wanted[1][1])
+        retrievers[0].save_pretrained(tmp_path / "r")
+        assert len(list((tmp_path / "r").glob("encoder-*"))) == 1
+
+    every_kill(lambda: retrievers[1].save_pretrained(tmp_path / "r"), check)
+    assert {(False, False), (True, True)} <= seen
 
 
 def full():
@@ -305,7 +357,7 @@ def test_a_full_disk_at_any_step_of_save_leaves_the_old(tmp_path, monkeypatch):
             late = "it is written, but the disk does not say so" in said
             assert done or late or "No space left on device; what was there before is there" in said
             assert contents(Index.load(tmp_path / "a")) == (new if done or late else old)
-            assert late or len(list((tmp_path / "a").iterdir())) == 1
+            assert late or len(listed(tmp_path / "a")) == 1
             at += 1
         assert at > 8
 
@@ -374,7 +426,7 @@ def test_flipped_bits_are_found(tmp_path):
 def test_flipped_bits_of_a_journal_are_found_and_repair_keeps_what_is_before(tmp_path):
     made(list).save(tmp_path / "a")
     index = Index.open(tmp_path / "a")
-    ends = [0]
+    ends, known = [index.journal.size], snapshot_id(index.journal.path.parent)
     for n in (5, 6, 7):
         index.delete([n])
         ends.append(index.journal.size)
@@ -384,10 +436,10 @@ def test_flipped_bits_of_a_journal_are_found_and_repair_keeps_what_is_before(tmp
     for at in range(len(good)):
         flip(path, at, 1 << at % 8)
         with pytest.raises(ValueError, match=r"record \d of the journal .* is damaged, at byte"):
-            journal_module.whole(path)
+            journal_module.whole(path, known)
         flip(path, at, 1 << at % 8)
     flip(path, ends[1] + 40)
-    with pytest.raises(ValueError, match=r"record 2 of the journal .*repair=True"):
+    with pytest.raises(ValueError, match=r"record 3 of the journal .*repair=True"):
         Index.open(tmp_path / "a")
     mended = Index.open(tmp_path / "a", repair=True)
     assert (5 in mended, 6 in mended, 7 in mended) == (False, True, True)

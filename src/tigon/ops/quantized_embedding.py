@@ -28,7 +28,9 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight: (N, D), any float dtype. The host waits for one look at it.
     Returns: codes (N, D) uint8, and scale_offset (N, 2) fp16, on the weight's device. Offset is the minimum rounded
         down to fp16, scale is rounded up, so that code 255 reaches the maximum: no number is off by more than half a
-        scale.
+        scale. The scale is (max - min) / 255 to within fp16's rounding, and larger for rows whose range is below 0.016,
+        where fp16 has multiples of 2⁻²⁴ alone, and for rows that are far from 0 beside their range, whose offsets fp16
+        rounds.
         A constant row has codes of 1. Its number is exact where it is the sum of two numbers of fp16, as those of fp16
         are; others are off by 2⁻²² of them, or by 2⁻²⁵, at most.
     Raises: ValueError for what is no matrix of floats, and for numbers that are not finite or beyond fp16, ±65504.

@@ -1,5 +1,8 @@
 # The public names of tigon.retrieve: the one place that declares them (see tigon/lazy.py).
 from tigon.losses.over_items import item_softmax as item_softmax
+from tigon.retrieve import clusters as clusters
+from tigon.retrieve import metrics as metrics
+from tigon.retrieve import negatives as negatives
 from tigon.retrieve.batching import Batcher as Batcher
 from tigon.retrieve.batching import Overloaded as Overloaded
 from tigon.retrieve.calibrating import Calibration as Calibration

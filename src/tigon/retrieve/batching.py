@@ -20,8 +20,11 @@ from torch import Tensor
 
 from tigon.ops.filtered_topk import MOST as MOST_K
 from tigon.retrieve import searching
+from tigon.retrieve.arguments import as_number, read_int
+from tigon.retrieve.fork import Forkable
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index, Where
+from tigon.tables.values import shorten
 
 
 class Overloaded(RuntimeError):
@@ -39,7 +42,7 @@ class Request(NamedTuple):
     asked: float
 
 
-class Batcher:
+class Batcher(Forkable):
     """One search for the calls of many threads, each with its k and its filter.
 
     A call waits until `most` queries are there, or for `wait` seconds, or until as many calls wait as the last search
@@ -59,21 +62,31 @@ class Batcher:
     """
 
     def __init__(self, index: Index, most: int = 256, wait: float = 1e-3, queue: int = 4096) -> None:
-        for name, value in (("most", most), ("queue", queue)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Batcher: {name} must be a positive integer, got {value!r}.")
+        if not isinstance(index, Index):
+            raise ValueError(f"Batcher: index must be an Index, got {type(index).__name__}.")
+        most, queue = read_int("Batcher", "most", most), read_int("Batcher", "queue", queue)
         if queue < most:
             raise ValueError(f"Batcher: queue must be at least most, {most:,} queries, got {queue:,}.")
-        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < float("inf"):
-            raise ValueError(f"Batcher: wait must be a number of seconds, 0 or more, got {wait!r}.")
-        self.index, self.most, self.wait, self.queue = index, most, wait, queue
+        seconds = as_number(wait)
+        if seconds is None or not 0 <= seconds < float("inf"):
+            raise ValueError(f"Batcher: wait must be a number of seconds, 0 or more, got {shorten(wait)}.")
+        self.index, self.most, self.wait, self.queue = index, most, seconds, queue
+        self._closed = False
+        self._reset()
+        self._worker = threading.Thread(target=self._work, name="tigon.retrieve.Batcher", daemon=True)
+        self._worker.start()
+        self.survive_forks()
+
+    def _reset(self) -> None:
         self._requests: deque[Request] = deque()
         self._queries = 0  # that wait
         self._answered = 1  # calls of the last search
-        self._closed = False
         self._changed = threading.Condition()
-        self._worker = threading.Thread(target=self._work, name="tigon.retrieve.Batcher", daemon=True)
-        self._worker.start()
+
+    def after_fork(self, is_child: bool) -> None:
+        if is_child:  # where the thread is not
+            self._closed = True
+            self._reset()
 
     def __enter__(self) -> Batcher:
         return self
@@ -137,7 +150,7 @@ class Batcher:
         if count > self.most:
             raise ValueError(f"Batcher.search: query must be at most {self.most:,} queries (most), got {count:,}.")
         most, ks = searching.ks_of(k, count)
-        if isinstance(k, bool) or not 1 <= most <= MOST_K:
+        if not 1 <= most <= MOST_K:
             raise ValueError(f"Batcher.search: k must be from 1 to {MOST_K:,}, got {k!r}.")
         one = where is None or not isinstance(where, (list, tuple))
         wheres = [where] * count if one else list(searching.wheres_of(where, count))
@@ -146,7 +159,9 @@ class Batcher:
         request = Request(q, most, [most] * count if ks is None else list(ks), wheres, Future(), time.monotonic())
         with self._changed:
             if self._closed:
-                raise RuntimeError("Batcher.search: the batcher is closed.")
+                raise RuntimeError(
+                    "Batcher.search: the batcher is closed, or was made before this process was forked: make another."
+                )
             if self._queries + count > self.queue:
                 waits = f"{self._queries:,} queries wait, and {count:,} more are beyond {self.queue:,}, the queue"
                 raise Overloaded(f"Batcher.search: {waits}.")

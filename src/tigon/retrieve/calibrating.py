@@ -16,6 +16,7 @@ from tigon.ops.filtered_topk.codes import signs_of
 from tigon.ops.filtered_topk.sign import GROUP_BYTES, check_bits, projection_of
 from tigon.ops.filtered_topk.signed import MOST_CANDIDATES
 from tigon.retrieve import searching
+from tigon.retrieve.arguments import read_int, read_ints
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -68,16 +69,16 @@ def calibrated(
     index: Index, queries: Any, k: int, bits: Sequence[int], candidates: Sequence[int] | None
 ) -> Calibration:
     name = "Index.calibrate"
+    k = read_int(name, "k", k)
     query = searching.asked(index, queries, k, None, False).query
     end = index.rows.end
     if not len(index) or not len(query):
         raise ValueError(f"{name}: there must be items and queries, got {len(index):,} and {len(query):,}.")
+    bits = read_ints(name, "bits", bits)
     for number in bits:
         check_bits(name, number)
-    given = (2 * k, 4 * k, 10 * k) if candidates is None else tuple(candidates)
-    wrong = next(
-        (c for c in given if isinstance(c, bool) or not isinstance(c, int) or not k <= c <= MOST_CANDIDATES), None
-    )
+    given = read_ints(name, "candidates", (2 * k, 4 * k, 10 * k) if candidates is None else candidates)
+    wrong = next((many for many in given if not k <= many <= MOST_CANDIDATES), None)
     if wrong is not None:
         raise ValueError(f"{name}: candidates must be integers from k, {k:,}, to {MOST_CANDIDATES:,}, got {wrong!r}.")
     rows = index.embeddings[:end]

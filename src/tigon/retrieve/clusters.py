@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime import check_tensors
+from tigon.retrieve.arguments import as_int, as_number, read_int, require_tensors
 
 # Distances that are in memory at a time: 256 MiB of fp32.
 DISTANCES = 1 << 26
@@ -70,7 +70,7 @@ def fit(embeddings: Tensor, levels: int = 2, size: int = 1024, *, iterations: in
     """
     _check("clusters.fit", embeddings)
     N = len(embeddings)
-    if levels < 1 or iterations < 1 or not 1 <= size <= N:
+    if min(as_int(number) or 0 for number in (levels, iterations, size)) < 1 or size > N:
         raise ValueError(
             f"clusters.fit: levels and iterations must be positive and size from 1 to {N:,}, the number of items, got "
             f"{levels}, {iterations} and {size}."
@@ -78,7 +78,7 @@ def fit(embeddings: Tensor, levels: int = 2, size: int = 1024, *, iterations: in
     if not bool(embeddings.isfinite().all()):
         at = int((~embeddings.isfinite()).any(1).nonzero()[0])
         raise ValueError(f"clusters.fit: embeddings must be finite, got NaN or infinity in row {at:,}.")
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(read_int("clusters.fit", "seed", seed, least=0))
     rest = embeddings.detach().float()
     levels_found = []
     for _ in range(levels):
@@ -118,11 +118,13 @@ class ClusteredEmbedding(nn.Module):
 
     def __init__(self, clusters: Tensor, size: int, dim: int = 64, *, dropout: float = 0.2) -> None:
         super().__init__()
-        if not 0 <= dropout <= 1 or dim < 1:
+        share = as_number(dropout)
+        if share is None or not 0 <= share <= 1 or (as_int(dim) or 0) < 1:
             raise ValueError(
                 f"ClusteredEmbedding: dropout must be from 0 to 1 and dim positive, got {dropout} and {dim}."
             )
-        self.size, self.dropout = size, dropout
+        require_tensors("ClusteredEmbedding", clusters=clusters)
+        self.size, self.dropout = read_int("ClusteredEmbedding", "size", size), share
         self.register_buffer("clusters", self._checked(clusters))
         items, levels = clusters.shape
         self.id = nn.Embedding(items, dim)
@@ -180,7 +182,7 @@ class ClusteredEmbedding(nn.Module):
 
 
 def _check(name: str, embeddings: Tensor) -> None:
-    check_tensors(name, embeddings=embeddings)
+    require_tensors(name, embeddings=embeddings)
     if embeddings.dim() != 2 or not embeddings.dtype.is_floating_point or embeddings.shape[1] < 1:
         raise ValueError(
             f"{name}: embeddings must be (items, D) floats, got {tuple(embeddings.shape)} {embeddings.dtype}."

@@ -10,6 +10,7 @@ from torch import Tensor
 from tigon.ops.filtered_topk import CodedItems, encode_items
 from tigon.ops.filtered_topk.codes import signs_of
 from tigon.ops.filtered_topk.sign import check_bits, projection_of
+from tigon.tables.values import shorten
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -26,11 +27,11 @@ def checked(name: str, codes: Any, bits: int = 512) -> str | None:
 
     Raises: ValueError if there is no such kind, or if signs are not as many as they can be.
     """
+    if codes is not None and (not isinstance(codes, str) or codes not in KINDS):
+        raise ValueError(f"{name}: codes must be None or one of {', '.join(map(repr, KINDS))}, got {shorten(codes)}.")
     if codes == "sign":
         check_bits(name, bits)
-    if codes is not None and codes not in KINDS:
-        raise ValueError(f"{name}: codes must be None or one of {', '.join(map(repr, KINDS))}, got {codes!r}.")
-    return codes if codes is None else str(codes)
+    return None if codes is None else str(codes)
 
 
 def begin(index: Index, rows: int, device: torch.device) -> None:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tigon.tables.values import BadValue, Ints, Value, as_value, read_categories, read_lists
+from tigon.retrieve.arguments import as_int, as_list
+from tigon.tables.values import BadValue, Ints, Value, as_value, is_writable, read_categories, read_lists, shorten
 
 # Inclusive ranges of codes, in their order, with gaps between them.
 Ranges = tuple[tuple[int, int], ...]
@@ -70,17 +71,21 @@ class Vocabulary(Column):
     """A column that numbers its values in the order in which they come."""
 
     def __init__(self, size: int, values: Any, most: int) -> None:
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
+        number = as_int(size)
+        if number is None or not 1 <= number <= most:
             raise ValueError(f"{self.kind}: size must be an integer from 1 to {most:,}, got {size!r}.")
-        self.size = size
+        self.size = size = number
         self.values: list[Value] = []
         self.numbers: dict[Value, int] = {}
-        if isinstance(values, str) or any(as_value(v) is None for v in values):
-            raise ValueError(f"{self.kind}: values must be a list of strings or integers, got {values!r}.")
-        kept = [v for v in map(as_value, values) if v is not None]
-        if len(kept) > size:
-            raise ValueError(f"{self.kind}: values must be at most {size:,} (size), got {len(kept):,}.")
-        self.extend(kept)
+        listed = as_list(values)
+        kept = [None] if listed is None else [as_value(v) for v in listed]
+        read = [v for v in kept if v is not None]
+        texts = sum(isinstance(v, str) for v in read)
+        if len(read) < len(kept) or 0 < texts < len(read) or not all(map(is_writable, read)):
+            raise ValueError(f"{self.kind}: values must be a list of strings or of integers, got {shorten(values)}.")
+        if len(read) > size:
+            raise ValueError(f"{self.kind}: values must be at most {size:,} (size), got {len(read):,}.")
+        self.extend(read)
 
     def extend(self, values: list[Value]) -> None:
         """Take values into the vocabulary; those that it has stay as they are."""
@@ -150,7 +155,7 @@ class Category(Coded, Vocabulary):
 
     def __init__(self, size: int = 65_535, values: Any = ()) -> None:
         super().__init__(size, values, 2**32 - 1)
-        self.bits = size.bit_length()
+        self.bits = self.size.bit_length()
 
     def codes(self, column: Any) -> tuple[Ints, list[Value]]:
         indices, values = read_categories(column)
@@ -184,7 +189,7 @@ class Tags(Vocabulary):
 
     def __init__(self, size: int, values: Any = ()) -> None:
         super().__init__(size, values, 64 * 63)
-        self.bits = size
+        self.bits = self.size
 
     def tags(self, column: Any) -> tuple[Ints, Ints, list[Value]]:
         """Rows and the bits that are set in them, and the tags that the vocabulary has to take in."""

@@ -42,7 +42,7 @@ class Counts:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle(wait=True)  # events are not copied
-        return self.__dict__
+        return {**self.__dict__, "_shares": {}}
 
     def settle(self, wait: bool = False) -> None:
         """Count out what has arrived; with wait, all."""

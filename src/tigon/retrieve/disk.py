@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 24
+# Ends the name of a snapshot that does not count: one that is being written, or removed.
+PARTIAL = ".partial"
+# Names of the files of a snapshot.
+WRITTEN = re.compile(r"manifest\.json|journal|items(-\d+)?\.safetensors|items-\d+\.json")
 # Names of safetensors for dtypes.
 DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
@@ -56,9 +60,22 @@ def truncate(file: BinaryIO, size: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder and what is in it, as far as that can be."""
+    """Remove a snapshot, or what a kill left of one, as far as that can be: the files that `save` writes, and then the
+    folder if nothing else is in it.
+
+    The folder has another name first, so that a reader finds a snapshot whole or not at all.
+    """
+    if folder.is_symlink():
+        return
     with suppress(OSError):
-        shutil.rmtree(folder)
+        if folder.suffix != PARTIAL:
+            gone = folder.with_name(folder.name + PARTIAL)
+            os.rename(folder, gone)
+            folder = gone
+        for file in [*folder.iterdir()]:
+            if WRITTEN.fullmatch(file.name):
+                file.unlink()
+        folder.rmdir()
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tigon.retrieve import writing
+from tigon.retrieve.fork import Forkable
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -32,11 +33,16 @@ class Call:
         self.error: Exception | None = None
 
 
-class Waiting:
+class Waiting(Forkable):
     """The calls that wait for their turn, in their order."""
 
     def __init__(self) -> None:
         self.calls: deque[Call] = deque()
+        self.survive_forks()
+
+    def after_fork(self, is_child: bool) -> None:
+        if is_child:
+            self.calls.clear()
 
     def __deepcopy__(self, memo: Any) -> Waiting:
         return Waiting()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tigon.retrieve.ids import Ids, IntIds, read_ids
 from tigon.retrieve.links import Edge
+from tigon.tables.values import shorten
 
 if TYPE_CHECKING:
     from tigon.retrieve.linking import HitLinks
@@ -110,6 +111,11 @@ class Hits:
         Raises: ValueError if an id is not in the table, or if the table has a column query, rank or score.
         """
         ids, found = self._found()
+        if not isinstance(table, dict) and not hasattr(table, "column_names") and not hasattr(table, "columns"):
+            raise ValueError(
+                "Hits.take: table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got "
+                f"{type(table).__name__}."
+            )
         names = list(table) if isinstance(table, dict) else list(getattr(table, "column_names", None) or table.columns)
         if taken := [name for name in found if name in names]:
             raise ValueError(f"Hits.take: the table must have no column {taken[0]!r}, which tells of the hit.")
@@ -147,10 +153,11 @@ class Hits:
                     "holds the ids, id=…"
                 )
             return ids.astype(np.int64)
-        if id not in names:
-            raise ValueError(f"Hits.take: id must be a column of the table, {', '.join(map(repr, names))}, got {id!r}.")
-        listed = read_ids("Hits.take", table[id])
-        place = {value: i for i, value in enumerate(listed if isinstance(listed, list) else listed.tolist())}
+        if not isinstance(id, str) or id not in names:
+            listed = ", ".join(map(repr, names))
+            raise ValueError(f"Hits.take: id must be a column of the table, {listed}, got {shorten(id)}.")
+        read = read_ids("Hits.take", table[id])
+        place = {value: i for i, value in enumerate(read if isinstance(read, list) else read.tolist())}
         missing = [value for value in ids.tolist() if value not in place]
         if missing:
             raise ValueError(f"Hits.take: id {missing[0]!r} is not in the column {id!r} of the table.")

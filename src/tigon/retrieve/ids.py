@@ -6,13 +6,17 @@ given to another string. So the answer of a search names its items whatever is w
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tigon.tables.values import Ints
+from tigon.files import is_encodable
+from tigon.retrieve.arguments import as_int
+from tigon.tables.values import Ints, describe
 
 EMPTY, GONE = -2, -1
 LEAST = 64
@@ -21,6 +25,9 @@ LEAST = 64
 WINDOW, FEW = np.arange(8), 4096
 # Rows, and numbers of strings, are int32.
 MOST = 2**31
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Its hash says whether another process hashes texts as this one does.
+PROBE = "tigon"
 
 
 class IntTable:
@@ -135,7 +142,7 @@ class IntIds:
         """The ids of keys."""
         return keys
 
-    def texts(self) -> tuple[bytes, Ints] | None:
+    def texts(self) -> None:
         return None
 
 
@@ -156,8 +163,19 @@ class StringIds:
         self.by_hash = IntTable()
         self.colliding: dict[str, int] = {}
         if ends is not None:
-            starts = [0, *ends[:-1].tolist()]
-            self.keys([blob[a:b].decode() for a, b in zip(starts, ends.tolist(), strict=True)])
+            self.keys(split_texts(blob, ends))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "hash_of_probe": self._hash(PROBE)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy. Each process hashes texts in its own way, so that a table from another process is made anew."""
+        hash_of_probe = state.pop("hash_of_probe")
+        self.__dict__.update(state)
+        if hash_of_probe != self._hash(PROBE):
+            texts, rows = split_texts(*self.texts()), self.rows[: self.count].astype(np.int64)
+            self.__init__()  # type: ignore[misc]
+            self.place(self.keys(texts), rows)
 
     def text(self, key: int) -> str:
         start = self.ends[key - 1] if key else 0
@@ -233,7 +251,7 @@ class StringIds:
         blob = self.blob
         return lengths, b"".join([blob[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
 
-    def texts(self) -> tuple[bytes, Ints] | None:
+    def texts(self) -> tuple[bytes, Ints]:
         return bytes(self.blob), self.ends[: self.count].copy()
 
 
@@ -241,21 +259,49 @@ Ids = IntIds | StringIds
 KINDS: dict[str, type[IntIds] | type[StringIds]] = {"int64": IntIds, "str": StringIds}
 
 
+def split_texts(blob: bytes, ends: Ints) -> list[str]:
+    """The texts that lie one after another in bytes, by where each ends.
+
+    Raises: ValueError if these are no such ends, or a part is not text.
+    """
+    starts = np.append(np.zeros(1, dtype=np.int64), ends)
+    if (np.diff(starts) < 0).any() or starts[-1] != len(blob):
+        raise ValueError("the ends of texts are not those of the bytes")
+    try:
+        return [blob[a:b].decode() for a, b in itertools.pairwise(starts.tolist())]
+    except UnicodeDecodeError:
+        raise ValueError("ids are not text in UTF-8") from None
+
+
+def find_row(ids: Ids | None, id: Any) -> int:
+    """The row of an id; −1 where it is not there, of whatever type the id is."""
+    known: Any = None
+    if isinstance(ids, StringIds):
+        known = id if isinstance(id, str) else None
+    elif ids is not None and not isinstance(id, (bool, np.bool_)):
+        known = as_int(id)
+    return -1 if ids is None or known is None else int(ids.find([known])[1][0])
+
+
 def read_ids(name: str, ids: Any) -> Ints | list[str]:
     """Ids of any kind of column as int64, or as a list of strings.
 
-    Raises: ValueError if they are neither.
+    Raises: ValueError if they are neither, or text that UTF-8 cannot encode.
     """
     if isinstance(ids, torch.Tensor):
-        ids = ids.detach().cpu().numpy()
+        ids = ids.detach().cpu()
+        ids = ids.numpy() if ids.dtype in INTEGERS else ids.float().numpy()
     elif hasattr(ids, "to_pylist"):
         whole = str(ids.type).startswith(("int", "uint")) and not ids.null_count
-        ids = np.asarray(ids) if whole else ids.to_pylist()
+        try:
+            ids = np.asarray(ids) if whole else ids.to_pylist()
+        except UnicodeDecodeError:
+            raise ValueError(f"{name}: ids must be text in UTF-8, got other bytes.") from None
     elif hasattr(ids, "to_numpy") or hasattr(ids, "tolist"):
         ids = ids.to_numpy() if hasattr(ids, "to_numpy") else ids
-        ids = ids.tolist() if ids.dtype.kind not in "iu" else ids
-    elif isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
-        raise ValueError(f"{name}: ids must be a list of integers or strings, got {type(ids).__name__} {ids!r}.")
+        ids = ids.tolist() if ids.dtype.kind not in "iu" and ids.ndim == 1 else np.asarray(ids)
+    elif isinstance(ids, (str, bytes, Mapping)) or not hasattr(ids, "__iter__"):
+        raise ValueError(f"{name}: ids must be a list of integers or strings, got {describe(ids)}.")
     else:
         ids = list(ids)
     if isinstance(ids, np.ndarray):
@@ -268,12 +314,18 @@ def read_ids(name: str, ids: Any) -> Ints | list[str]:
         numbers = ids.astype(np.int64)
     else:
         if all(isinstance(value, str) for value in ids) and len(ids):
-            return [str(value) for value in ids]
-        for i, value in enumerate(ids):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not -(2**63) <= value < 2**63:
-                got = f"{type(value).__name__} {value!r} at position {i}"
-                raise ValueError(f"{name}: ids must be all int64 or all strings, got {got}.")
-        numbers = np.array(ids, dtype=np.int64)
+            texts = [str(value) for value in ids]
+            if not is_encodable("".join(texts)):
+                wrong = next(i for i, text in enumerate(texts) if not is_encodable(text))
+                raise ValueError(f"{name}: ids must be text that UTF-8 can encode, got {describe(texts[wrong])}.")
+            return texts
+        listed = [as_int(value) for value in ids]
+        for i, value in enumerate(listed):
+            if value is None:
+                raise ValueError(
+                    f"{name}: ids must be all int64 or all strings, got {describe(ids[i])} at position {i:,}."
+                )
+        numbers = np.array(listed, dtype=np.int64)
     if (numbers == GONE).any():
         raise ValueError(f"{name}: ids must not be -1, which stands for no item in an answer.")
     return numbers

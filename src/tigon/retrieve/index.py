@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from tigon.retrieve import calibrating, coded, gathering, linking, over, searching, storage, writing
+from tigon.retrieve.arguments import read_int, read_path
 from tigon.retrieve.calibrating import Calibration
 from tigon.retrieve.counts import Counts
+from tigon.retrieve.folder_lock import FolderLock
 from tigon.retrieve.gathering import Waiting
 from tigon.retrieve.hits import Hits
-from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds
+from tigon.retrieve.ids import KINDS, Ids, IntIds, StringIds, find_row
 from tigon.retrieve.journal import Journal
 from tigon.retrieve.kept import Kept
 from tigon.retrieve.links import LinkWeights
@@ -26,6 +29,7 @@ from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Compiled, Explanation
 from tigon.retrieve.updates import Rows, Turns, spare_rows
 from tigon.retrieve.where import Expression
+from tigon.tables.values import shorten
 
 Metric = Literal["ip", "cosine", "l2"]
 Where = Expression | str | None
@@ -77,19 +81,26 @@ class Index(nn.Module):
         bits: int = 512,
     ) -> None:
         super().__init__()
-        for name, value in (("dim", dim), ("capacity", capacity)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Index: {name} must be a positive integer, got {value!r}.")
-        self.coding, self.bits = coded.checked("Index", codes, bits), bits
+        dim, capacity = read_int("Index", "dim", dim), read_int("Index", "capacity", capacity)
+        self.bits = read_int("Index", "bits", bits)
+        self.coding = coded.checked("Index", codes, self.bits)
         self._prepare(dim, capacity, metric, schema, fixed=False)
         rows = capacity + spare_rows(capacity)
-        self.register_buffer("embeddings", torch.zeros(rows, dim, dtype=dtype_of("Index", dtype), device=device))
-        self._buffers_of(rows, torch.device(device or "cpu"))
+        kind, place = dtype_of("Index", dtype), torch.device(device or "cpu")
+        try:
+            self.register_buffer("embeddings", torch.zeros(rows, dim, dtype=kind, device=device))
+            self._buffers_of(rows, place)
+        except (RuntimeError, MemoryError) as error:
+            if place.type != "cpu":  # a GPU's error is torch.OutOfMemoryError; a CPU's has no type of its own
+                raise
+            raise ValueError(
+                f"Index: capacity must be as many items as memory holds, got {capacity:,} of width {dim:,}: {error}"
+            ) from error
         self._restart()
 
     def _prepare(self, dim: int, capacity: int, metric: str, schema: Schema | None, fixed: bool) -> None:
-        if metric not in METRICS:
-            raise ValueError(f"Index: metric must be one of {', '.join(METRICS)}, got {metric!r}.")
+        if not isinstance(metric, str) or metric not in METRICS:
+            raise ValueError(f"Index: metric must be one of {', '.join(METRICS)}, got {shorten(metric)}.")
         if schema is not None and not isinstance(schema, Schema):
             raise ValueError(f"Index: schema must be a Schema, got {type(schema).__name__}.")
         self.dim, self.capacity, self.fixed = dim, capacity, fixed
@@ -99,6 +110,7 @@ class Index(nn.Module):
         self.turns = Turns()
         self.waiting = Waiting()
         self.journal: Journal | None = None
+        self.folder_lock: FolderLock | None = None
         self.filters: dict[tuple[str, bool, int], Compiled] = {}
         self.tagged: dict[Any, Any] = {}
         self.kept = Kept()
@@ -143,7 +155,8 @@ class Index(nn.Module):
         """
         index = cls.__new__(cls)
         nn.Module.__init__(index)
-        index.coding, index.bits = coded.checked("Index.over", codes, bits), bits
+        index.bits = read_int("Index.over", "bits", bits)
+        index.coding = coded.checked("Index.over", codes, index.bits)
         over.begin(index, parameter, schema, metric)
         over.fill(index, ids, table)
         return index
@@ -165,9 +178,7 @@ class Index(nn.Module):
         return self.rows.count
 
     def __contains__(self, id: object) -> bool:
-        if self.ids is None or isinstance(id, str) != isinstance(self.ids, StringIds):
-            return False
-        row = int(self.ids.find([id])[1][0])
+        row = find_row(self.ids, id)
         return row >= 0 and bool(self.rows.live[row >> 5] >> np.uint32(row & 31) & np.uint32(1))
 
     def extra_repr(self) -> str:
@@ -225,9 +236,10 @@ class Index(nn.Module):
         """
         if self.fixed:
             raise ValueError("Index.grow: an index over a parameter has its rows; make the parameter larger.")
-        if not isinstance(capacity, int) or capacity < self.capacity:
+        capacity = read_int("Index.grow", "capacity", capacity)
+        if capacity < self.capacity:
             raise ValueError(
-                f"Index.grow: capacity must be at least {self.capacity:,}, what there is, got {capacity!r}."
+                f"Index.grow: capacity must be at least {self.capacity:,}, what there is, got {capacity:,}."
             )
         with self.turns.writing:
             before = self.capacity
@@ -258,8 +270,7 @@ class Index(nn.Module):
 
         Raises: ValueError if the size is negative.
         """
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
-            raise ValueError(f"Index.keep_filters: size must be a number of bytes, 0 or more, or None, got {size!r}.")
+        size = None if size is None else read_int("Index.keep_filters", "size", size, least=0)
         with self.turns.writing:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -280,7 +291,7 @@ class Index(nn.Module):
             length = len(self.ids.blob) // max(self.ids.count, 1)
         codes: Any = self.coding
         kind = self.dtype, self.metric, self.schema, length, codes, self.bits
-        return plan_memory(capacity or self.capacity, self.dim, *kind)
+        return plan_memory(self.capacity if capacity is None else capacity, self.dim, *kind)
 
     # -------------------------------------------------------------------------------------------------------- search
 
@@ -422,14 +433,15 @@ class Index(nn.Module):
         Updates wait meanwhile, searches do not.
 
         Args:
-            path: the folder, made if it is not there. An index that it holds is replaced.
+            path: the folder, made if it is not there. An index that it holds is replaced; other files stay.
 
-        Raises: ValueError if the path is a file, or for an index over a parameter; OSError if the disk is full.
+        Raises: ValueError if the path is a file, if another index or process has opened it or saves to it, or for an
+            index over a parameter; OSError if the disk is full.
         """
         if self.fixed:
             raise ValueError("Index.save: an index over a parameter is saved with the model: use its state_dict.")
         with self.turns.writing:
-            storage.save(self, Path(path))
+            storage.save(self, read_path("Index.save", "path", path))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str | None = None) -> Index:
@@ -439,9 +451,9 @@ class Index(nn.Module):
             path: the folder. device: where the buffers will be.
 
         Returns: the index. Its updates stay in memory.
-        Raises: ValueError if there is no index, or if a file is damaged, by its checksum.
+        Raises: ValueError if there is no index, or if a file is damaged.
         """
-        return storage.load(cls, Path(path), device, journal=False, mend=False)
+        return storage.load(cls, read_path("Index.load", "path", path), device)
 
     @classmethod
     def open(
@@ -452,28 +464,55 @@ class Index(nn.Module):
         *,
         repair: bool = False,
     ) -> Index:
-        """The index of a folder, with a journal: each update is on the disk before it is made.
+        """The index of a folder, which no other index or process can open or save to until `close`.
 
-        After a kill or with a full disk the index comes back with the last whole update. `save` to the same folder
-        begins a new journal.
+        With a journal each update is on the disk before it is made: after a kill or with a full disk the index comes
+        back with the last whole update. `save` to the same folder begins a new journal.
 
         Args:
             path: the folder that `save` wrote.
-            journal: False is `load`.
+            journal: False for updates that stay in memory until `save`.
             device: where the buffers will be.
             repair: whether a journal with a damaged record is cut off before it. Otherwise that is an error.
 
         Returns: the index.
         Raises: ValueError if there is no index, if it is open already, or if a file is damaged.
         """
-        return storage.load(cls, Path(path), device, journal=journal, mend=repair)
+        path = read_path("Index.open", "path", path)
+        return storage.open_index(cls, path, device, journal=journal, mend=repair)
 
     def close(self) -> None:
-        """Close the journal. Later updates stay in memory."""
+        """Close the journal, and let others open the folder. Later updates stay in memory."""
         with self.turns.writing:
             if self.journal is not None:
                 self.journal.close()
-                self.journal = None
+            if self.folder_lock is not None:
+                self.folder_lock.release()
+            self.journal = self.folder_lock = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy as of this moment, for pickle: updates go on while it is written. It has no journal and no caches."""
+        with self.turns.writing:
+            self.turns.settle(self.device)
+            state = self._copy_state()
+            state |= copy.deepcopy({name: state[name] for name in ("ids", "rows", "counts", "schema")})
+            state["_buffers"] = {k: None if v is None else v.clone() for k, v in state["_buffers"].items()}
+            return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Index:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        with self.turns.writing:
+            self.turns.settle(self.device)
+            copied.__setstate__(copy.deepcopy(self._copy_state(), memo))
+        return copied
+
+    def _copy_state(self) -> dict[str, Any]:
+        """What a copy has of this index's attributes."""
+        return {
+            **self.__dict__, "journal": None, "folder_lock": None, "filters": {}, "tagged": {},
+            "coded_state": None if self._over else (),
+        }  # fmt: skip
 
     def _restart(self) -> None:
         """The host's side from the buffers: free rows, where ids are, and counts."""
@@ -497,7 +536,7 @@ class Index(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """What the buffers do not hold: the vocabularies, and the texts of ids."""
-        texts = self.ids.texts() if self.ids is not None else None
+        texts = self.ids.texts() if isinstance(self.ids, StringIds) else None
         about = {"schema": self.schema.to_json(), "ids": self.ids.kind if self.ids is not None else None}
         head = json.dumps(about).encode()
         blob, ends = texts if texts is not None else (b"", np.zeros(0, dtype=np.int64))

@@ -2,7 +2,7 @@
 
 A record is written and on the disk before the update is made, so that an update which was answered is never lost. A
 record that a kill or a full disk left half written is cut off when the journal is opened; one that was whole and is
-damaged is an error.
+damaged is an error. The first record names the snapshot that the updates follow.
 
 A record is a head of 24 bytes (mark, kind, size and checksum of the body, checksum of the head) and a body in the
 format of safetensors.
@@ -10,8 +10,10 @@ format of safetensors.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.files import parse_json
 from tigon.retrieve import disk, writing
+from tigon.retrieve.ids import split_texts
 from tigon.retrieve.writing import Prepared
 from tigon.tables.values import Ints, Value
 
@@ -32,31 +36,34 @@ if TYPE_CHECKING:
 MARK = b"TJ1\n"
 HEAD = struct.Struct("<4sIQI")  # mark, kind, size, checksum of the body; behind it the checksum of those
 SIZE = HEAD.size + 4
-KINDS = ("upsert", "delete", "grow")
+KINDS = ("upsert", "delete", "grow", "snapshot")
 
 
 class Journal:
-    """The open journal of an index.
+    """The open journal of an index, which has the lock of the folder.
 
     Args:
         path: of the file, which is made if it is not there. What is behind the last whole record is cut off.
+        snapshot: the id of the snapshot that the updates follow.
+
+    Raises: ValueError if the file is damaged, or of another snapshot.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, snapshot: str) -> None:
+        self.path, self.pid = path, os.getpid()
         self.file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115 - open as long as the index is
         try:
-            _lock(self.file, path)
-            self.size = whole(path)
+            self.size = whole(path, snapshot)
             disk.truncate(self.file, self.size)
+            if not self.size:
+                body = snapshot.encode()
+                disk.write(self.file, head("snapshot", body) + body)
+                self.size = SIZE + len(body)
             disk.flush(self.file)
         except BaseException:
             self.file.close()
             raise
         self.broken = False
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy of an index has no journal
 
     def close(self) -> None:
         self.file.close()
@@ -84,6 +91,13 @@ class Journal:
             raise OSError(
                 f"Index: the journal {self.path} could not be cut to its last whole record: open the index again."
             )
+        if self.pid != os.getpid():
+            raise ValueError(
+                f"Index: the journal {self.path} is of process {self.pid}, of which this process is a fork: close() "
+                "the index here first; updates then stay in memory."
+            )
+        if not os.fstat(self.file.fileno()).st_nlink and not self.path.exists():
+            raise OSError(errno.ENOENT, f"Index: the journal {self.path} was removed: save the index to a folder again")
         body = b"".join(disk.safetensors(tensors))
         try:
             disk.write(self.file, head(kind, body))
@@ -116,23 +130,26 @@ def _checksum(body: bytes) -> int:
     return int.from_bytes(hashlib.sha256(body).digest()[:4], "little")
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Let no other process or index open the journal."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ValueError(f"Index.open: {path} is open in another index or process, which writes to it.") from None
+def updates(path: Path, snapshot: str) -> Iterator[tuple[str, bytes, int]]:
+    """Kind, body and end of each whole record of a journal; the first is that of the snapshot.
 
-
-def records(path: Path) -> Iterator[tuple[str, bytes, int]]:
-    """Kind, body and end of each whole record.
-
-    Raises: ValueError for a record that is damaged.
+    Raises: ValueError for a record that is damaged, and for the journal of another snapshot.
     """
+    for number, (kind, body, end) in enumerate(_records(path)):
+        if (kind == "snapshot") != (number == 0) or (number == 0 and body != snapshot.encode()):
+            raise ValueError(
+                f"Index: the journal {path} is not of the snapshot beside it: it was put there from another index, or "
+                "from another time. Put back the folder as a whole, or take the journal away to go without its updates."
+            )
+        yield kind, body, end
+
+
+class _Damaged(ValueError):
+    """A record of a journal is damaged."""
+
+
+def _records(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Kind, body and end of each whole record."""
     if not path.exists():
         return
     size = path.stat().st_size
@@ -155,45 +172,71 @@ def records(path: Path) -> Iterator[tuple[str, bytes, int]]:
             yield KINDS[kind], body, at
 
 
-def whole(path: Path) -> int:
+def whole(path: Path, snapshot: str) -> int:
     """Bytes of the whole records."""
     end = 0
-    for _, _, end in records(path):  # noqa: B007
+    for _, _, end in updates(path, snapshot):  # noqa: B007
         pass
     return end
 
 
-def _damaged(path: Path, number: int, at: int, size: int) -> ValueError:
-    return ValueError(
+def _damaged(path: Path, number: int, at: int, size: int) -> _Damaged:
+    return _Damaged(
         f"Index: record {number + 1} of the journal {path} is damaged, at byte {at:,} of {size:,}. "
         "Index.open(…, repair=True) keeps the records before it, and drops it and those behind it."
     )
 
 
-def replay(index: Index, path: Path, write: Callable[[Prepared], None] | None = None) -> None:
-    """Make the updates of a journal. write: writes items to the index; None: `writing.write`."""
-    for kind, body, _ in records(path):
-        tensors = disk.from_safetensors(body)
-        if kind == "grow":
-            index.grow(int(tensors["capacity"][0]))
-        elif kind == "delete":
-            index.delete(_ids(tensors))
-        else:
-            growth: dict[str, list[Value]] = json.loads(tensors["growth"].numpy().tobytes())
-            items = Prepared(_ids(tensors), tensors["vectors"], tensors["words"].numpy(), growth)
-            if write is None:
-                writing.write(index, items)
+def replay(index: Index, path: Path, snapshot: str, write: Callable[[Prepared], None] | None = None) -> None:
+    """Make the updates of a journal. write: writes items to the index; None: `writing.write`.
+
+    Raises: ValueError as `updates`, and for an update that does not fit the index.
+    """
+    for kind, body, end in updates(path, snapshot):
+        if kind == "snapshot":
+            continue
+        try:
+            tensors = disk.from_safetensors(body)
+            if kind == "grow":
+                index.grow(int(tensors["capacity"][0]))
+            elif kind == "delete":
+                index.delete(_ids(tensors))
             else:
-                write(items)
+                items = _items(index, tensors)
+                if write is None:
+                    writing.write(index, items)
+                else:
+                    write(items)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"Index: the journal {path} does not fit its snapshot, before byte {end:,}: {error}"
+            ) from error
 
 
-def repair(path: Path) -> None:
-    """Cut a journal off before the first record that is damaged."""
+def _items(index: Index, tensors: dict[str, Tensor]) -> Prepared:
+    """The items of a record. The journal wrote what had been checked, so that shapes and kinds are left to look at."""
+    ids, vectors, words = _ids(tensors), tensors["vectors"], tensors["words"].numpy()
+    growth: dict[str, list[Value]] = parse_json(tensors["growth"].numpy().tobytes(), "a vocabulary")
+    read = writing.checked_ids(index, "Index.upsert", ids)
+    index.schema.check_growth(growth)
+    known = None if index.ids is None else index.ids.find(read)
+    writing.check_room(index, read, np.full(len(read), -1) if known is None else known[1])
+    shapes = vectors.shape, vectors.dtype, words.shape
+    if shapes != ((len(read), index.dim), index.dtype, (index.schema.words, len(read))):
+        raise ValueError(f"a record of {len(read):,} items has {shapes[0]}, {shapes[1]} and {shapes[2]}")
+    return Prepared(read, vectors, words, growth, known)
+
+
+def repair(path: Path, snapshot: str) -> None:
+    """Cut a journal off before the first record that is damaged.
+
+    Raises: ValueError for the journal of another snapshot, which stays as it is.
+    """
     end = 0
     try:
-        for _, _, end in records(path):  # noqa: B007
+        for _, _, end in updates(path, snapshot):  # noqa: B007
             pass
-    except ValueError:
+    except _Damaged:
         with open(path, "r+b", buffering=0) as file:
             disk.truncate(file, end)
             disk.flush(file)
@@ -213,5 +256,4 @@ def _packed(ids: Any) -> dict[str, Tensor]:
 def _ids(tensors: dict[str, Tensor]) -> Any:
     if "ids" in tensors:
         return tensors["ids"].numpy()
-    content, ends = tensors["id_bytes"].numpy().tobytes(), tensors["id_ends"].tolist()
-    return [content[a:b].decode() for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return split_texts(tensors["id_bytes"].numpy().tobytes(), tensors["id_ends"].numpy())

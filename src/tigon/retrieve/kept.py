@@ -18,6 +18,7 @@ from torch import Tensor
 from tigon.ops.filtered_topk import RowBits, RowFilter
 from tigon.ops.filtered_topk.bits import write_bits
 from tigon.ops.filtered_topk.filters import EVERY
+from tigon.retrieve.fork import Forkable
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -41,7 +42,7 @@ def default_bytes(rows: int) -> int:
     return min(FILTERS * bytes_of(rows), MOST)
 
 
-class Kept:
+class Kept(Forkable):
     """The bits of filters of one index: those used lately, within a number of bytes.
 
     A filter is kept from its second search on. Bits are made between two searches, as live bits are written; what a
@@ -53,6 +54,11 @@ class Kept:
         # Rows' attributes and their bits are written as one, and no filter's bits are made meanwhile.
         self.writing = threading.Lock()
         self.clear()
+        self.survive_forks()
+
+    def after_fork(self, is_child: bool) -> None:
+        if is_child:
+            self.writing = threading.Lock()
 
     def __deepcopy__(self, memo: Any) -> Kept:
         return Kept(self.limit)

@@ -10,6 +10,7 @@ Source: links learned from confirmed pairs are those of Shen et al. 2024, https:
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,14 +22,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tigon.files import parse_json, read_tensors
 from tigon.retrieve import disk
+from tigon.retrieve.arguments import read_int, read_path
 from tigon.retrieve.columns import Category, Column, Tags
 from tigon.retrieve.logistic import fit
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.sides import Attribute, Held, Side, rows_of
 from tigon.retrieve.where import Comparison, Either, Expression
 from tigon.tables.columns import columns_of
-from tigon.tables.values import Ints, Value
+from tigon.tables.values import Ints, Value, shorten
 
 FORMAT = 1
 # Up to so many values of items all are columns of the weights, whatever the queries: one kind of search.
@@ -134,7 +137,9 @@ class Links:
             and options that do not fit.
         """
         name = "Links.fit"
-        _check_options(name, l1, negatives, steps)
+        _check_penalty(name, l1)
+        negatives, steps = read_int(name, "negatives", negatives), read_int(name, "steps", steps)
+        seed = read_int(name, "seed", seed, least=0)
         sides = (
             Side.of("queries", _columns(name, "query_schema", query_schema, strict=True)),
             Side.of("items", _columns(name, "item_schema", item_schema, strict=False)),
@@ -285,7 +290,7 @@ class Links:
 
         Raises: OSError if it cannot be written; what was there before is there still.
         """
-        path = Path(path)
+        path = read_path("Links.save", "path", path)
         about = {
             "format": FORMAT, "bias": self.bias,
             **{s.who: {"kinds": s.kinds, "attributes": s.attributes} for s in (self.queries, self.items)},
@@ -312,36 +317,37 @@ class Links:
         Args:
             path: of the file.
 
-        Raises: ValueError if the file holds no links; OSError if there is no file.
+        Raises: ValueError if there is no file, or if it holds no links.
         """
-        content = Path(path).read_bytes()
+        path = read_path("Links.load", "path", path)
         try:
-            tensors = disk.from_safetensors(content)
-            about = json.loads(tensors["about"].numpy().tobytes())
-            if about["format"] != FORMAT:
-                raise ValueError(f"format {about['format']}, not {FORMAT}")
-            queries, items = (
-                Side(who, about[who]["kinds"], ((name, value) for name, value in about[who]["attributes"]))
-                for who in ("queries", "items")
-            )
+            tensors = read_tensors(path, required=("about", "query", "item", "weight"))
             query, item, weight = (tensors[name].numpy() for name in ("query", "item", "weight"))
-            found = cls(queries, items, query, item, weight, float(about["bias"]))
-            for numbers, side in ((query, found.queries), (item, found.items)):
-                if len(numbers) != len(weight) or (
-                    len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(side.attributes)
+            about = parse_json(tensors["about"].numpy().tobytes(), "their description", required=("format", "bias"))
+            if about["format"] != FORMAT:
+                raise ValueError(f"format {shorten(about['format'])}, not {FORMAT}")
+            queries, items = (Side.from_json(who, about.get(who)) for who in ("queries", "items"))
+            if not isinstance(about["bias"], float) or not math.isfinite(about["bias"]):
+                raise ValueError("a bias that is no number")
+            if weight.dtype != np.float32 or weight.ndim != 1 or not np.isfinite(weight).all():
+                raise ValueError("weights that are no numbers")
+            for numbers, side in ((query, queries), (item, items)):
+                if (
+                    numbers.dtype != np.int64
+                    or numbers.shape != weight.shape
+                    or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(side.attributes))
                 ):
                     raise ValueError("edges of attributes that are not there")
-        except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
-            raise ValueError(f"Links.load: {path} holds no links that `save` wrote: {error}.") from None
-        return found
+        except ValueError as error:
+            raise ValueError(
+                f"Links.load: {path} holds no links that `save` wrote: {str(error).rstrip('.')}."
+            ) from None
+        return cls(queries, items, query, item, weight, about["bias"])
 
 
-def _check_options(name: str, l1: Any, negatives: Any, steps: Any) -> None:
+def _check_penalty(name: str, l1: Any) -> None:
     if isinstance(l1, bool) or not isinstance(l1, (int, float)) or not 0 <= l1 < float("inf"):
         raise ValueError(f"{name}: l1 must be a number from 0, got {l1!r}.")
-    for option, value in (("negatives", negatives), ("steps", steps)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: {option} must be a positive integer, got {value!r}.")
 
 
 def _columns(name: str, option: str, schema: Any, strict: bool) -> dict[str, Column]:

@@ -20,6 +20,7 @@ from tigon.losses.over_items import check_bias, check_pair, contrast
 from tigon.losses.over_items.own import among, joined, own_contrast
 from tigon.ops.cross_entropy import check_options
 from tigon.ops.targets import checked_target
+from tigon.retrieve.arguments import as_int, as_number, require_tensors
 from tigon.runtime import check_tensors
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
@@ -68,7 +69,8 @@ def in_batch_softmax(
     shared, own_rows, allowed = ids if isinstance(ids, Negatives) else Negatives(ids)
     if own_rows is not None or shared is None:
         raise ValueError(f"{name}: ids must be those of the batch, Negatives(ids, allowed=…), got rows of each query.")
-    check_tensors(name, query=query, positive=positive, ids=shared, allowed=allowed, log_q=log_q)
+    require_tensors(name, query=query, positive=positive, ids=shared)
+    check_tensors(name, allowed=allowed, log_q=log_q)
     check_options(name, "mean", 0.0, None, scale, None)
     check_pair(name, query, positive)
     if query.dim() != 2 or positive.shape != query.shape or positive.dtype != query.dtype:
@@ -115,7 +117,7 @@ def sampled_softmax(
     """
     name = "sampled_softmax"
     items = items.weight if isinstance(items, nn.Embedding) else items
-    check_tensors(name, query=query, items=items)
+    require_tensors(name, query=query, items=items)
     check_options(name, "mean", 0.0, None, scale, None)
     check_pair(name, query, items)
     if query.dim() != 2 or items.dtype != query.dtype:
@@ -156,7 +158,7 @@ def similarity_softmax(
     """
     name = "similarity_softmax"
     items = items.weight if isinstance(items, nn.Embedding) else items
-    check_tensors(name, query=query, items=items)
+    require_tensors(name, query=query, items=items)
     if not callable(similarity):
         raise ValueError(f"{name}: similarity must be a module or a function, got {type(similarity).__name__}.")
     if query.device != items.device:
@@ -198,7 +200,7 @@ class FrequencyEstimator(nn.Module):
 
     def __init__(self, buckets: int = 2**20, hashes: int = 3, *, rate: float = 0.05) -> None:
         super().__init__()
-        if buckets < 1 or hashes < 1 or not 0 < rate <= 1:
+        if (as_int(buckets) or 0) < 1 or (as_int(hashes) or 0) < 1 or not 0 < (as_number(rate) or 0) <= 1:
             raise ValueError(
                 "FrequencyEstimator: buckets and hashes must be positive and rate in (0, 1], got "
                 f"{buckets}, {hashes}, {rate}."

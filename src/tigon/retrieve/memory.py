@@ -6,11 +6,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tigon.retrieve.arguments import as_number, read_int
 from tigon.retrieve.coded import checked, code_bytes
 from tigon.retrieve.ids import slots_for
 from tigon.retrieve.kept import default_bytes
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.updates import spare_rows
+from tigon.tables.values import shorten
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float8_e4m3fn") if hasattr(torch, name)
@@ -84,12 +86,17 @@ def plan_memory(
     Returns: a MemoryPlan.
     Raises: ValueError if a number is not positive, or the dtype or the kind of codes is unknown.
     """
-    for name, value in (("items", items), ("dim", dim)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"plan_memory: {name} must be a positive integer, got {value!r}.")
+    items, dim = read_int("plan_memory", "items", items), read_int("plan_memory", "dim", dim)
+    if not isinstance(metric, str):
+        raise ValueError(f"plan_memory: metric must be 'ip', 'cosine' or 'l2', got {shorten(metric)}.")
+    if schema is not None and not isinstance(schema, Schema):
+        raise ValueError(f"plan_memory: schema must be a Schema, got {type(schema).__name__}.")
+    length = None if id_length is None else as_number(id_length)
+    if id_length is not None and (length is None or not 0 <= length < float("inf")):
+        raise ValueError(f"plan_memory: id_length must be a number of bytes, 0 or more, got {shorten(id_length)}.")
     size = dtype_of("plan_memory", dtype).itemsize
     rows = items + spare_rows(items)
-    host = 12 * slots_for(items) + rows // 8 + (0 if id_length is None else (12 + id_length) * items)
+    host = 12 * slots_for(items) + rows // 8 + (0 if length is None else round((12 + length) * items))
     return MemoryPlan(
         items,
         rows * dim * size,

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk import RowBits, filtered_topk
+from tigon.retrieve.arguments import as_int, as_list, read_int, require_tensors
 from tigon.runtime import check_tensors
+from tigon.tables.values import describe, shorten
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -35,7 +37,7 @@ def recall(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
     Raises: ValueError if right has another length.
     """
     hit, many = _hits(ids, right)
-    return _mean(hit.sum(1), np.minimum(many, ids.shape[1]))
+    return _mean(hit.sum(1), np.minimum(many, hit.shape[1]))
 
 
 def ndcg(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
@@ -47,9 +49,9 @@ def ndcg(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
     Raises: ValueError if right has another length.
     """
     hit, many = _hits(ids, right)
-    discount = 1 / np.log2(np.arange(2, ids.shape[1] + 2))
+    discount = 1 / np.log2(np.arange(2, hit.shape[1] + 2))
     best = np.concatenate([[0.0], discount.cumsum()])
-    return _mean(hit @ discount, best[np.minimum(many, ids.shape[1])])
+    return _mean(hit @ discount, best[np.minimum(many, hit.shape[1])])
 
 
 def mrr(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
@@ -61,7 +63,7 @@ def mrr(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
     Raises: ValueError if right has another length.
     """
     hit, many = _hits(ids, right)
-    first = np.where(hit.any(1), 1 / (hit.argmax(1) + 1), 0.0) if ids.shape[1] else np.zeros(len(ids))
+    first = np.where(hit.any(1), 1 / (hit.argmax(1) + 1), 0.0) if hit.shape[1] else np.zeros(len(hit))
     return _mean(first, (many > 0).astype(float))
 
 
@@ -73,7 +75,8 @@ def overlap(ids: Ranked, others: Ranked) -> float:
     Returns: 0 to 1; NaN if the other answers are empty.
     Raises: ValueError if they have different numbers of queries.
     """
-    return recall(ids, [[name for name in row if name is not None and name != -1] for row in others.tolist()])
+    rows = _read_ranked("others", others).tolist()
+    return recall(ids, [[name for name in row if name is not None and name != -1] for row in rows])
 
 
 def evaluate(
@@ -95,15 +98,19 @@ def evaluate(
     Raises: ValueError for shapes, dtypes, devices and rows that do not fit.
     """
     name = "metrics.evaluate"
+    if not isinstance(getattr(items, "embeddings", items), Tensor):
+        raise ValueError(f"{name}: items must be a tensor (N, D) or an Index, got {describe(items)}.")
     table = items if isinstance(items, Tensor) else items.embeddings
-    check_tensors(name, query=query, items=table, right=right, exclude=exclude)
+    require_tensors(name, query=query, items=table, right=right)
+    check_tensors(name, exclude=exclude)
+    if table.dim() != 2:
+        raise ValueError(f"{name}: items must be (N, D), got {tuple(table.shape)}.")
     if query.dim() != 2 or query.shape[1:] != table.shape[1:] or query.device != table.device:
         raise ValueError(
             f"{name}: query must be (Q, {table.shape[-1]}), as wide as the items, on {table.device}, got "
             f"{tuple(query.shape)} on {query.device}."
         )
-    if batch_size < 1:
-        raise ValueError(f"{name}: batch_size must be positive, got {batch_size}.")
+    batch_size = read_int(name, "batch_size", batch_size)
     cuts = _cuts(name, k)
     right = _pairs(name, "right", right, len(query), query.device)
     out = torch.zeros(0, 2, dtype=torch.int64) if exclude is None else exclude
@@ -142,7 +149,8 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
     Raises: ValueError for shapes and cut-offs that do not fit.
     """
     name = "metrics.ranking"
-    check_tensors(name, rows=rows, right=right)
+    items = read_int(name, "items", items, least=0)
+    require_tensors(name, rows=rows, right=right)
     if rows.dim() != 2 or rows.dtype != torch.int64:
         raise ValueError(f"{name}: rows must be (Q, K) int64, got {tuple(rows.shape)} {rows.dtype}.")
     cuts = _cuts(name, k, rows.shape[1])
@@ -175,9 +183,10 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
 
 
 def _cuts(name: str, k: int | Sequence[int], most: int = 2048) -> list[int]:
-    cuts = sorted({k} if isinstance(k, int) else set(k))
-    if not cuts or any(isinstance(cut, bool) or not isinstance(cut, int) or not 1 <= cut <= most for cut in cuts):
-        raise ValueError(f"{name}: k must be integers from 1 to {most:,}, got {k!r}.")
+    listed = as_list(k)
+    cuts = sorted({as_int(cut) or 0 for cut in ([k] if listed is None else listed)})
+    if not cuts or not 1 <= cuts[0] <= cuts[-1] <= most:
+        raise ValueError(f"{name}: k must be integers from 1 to {most:,}, got {shorten(k)}.")
     return cuts
 
 
@@ -242,12 +251,24 @@ def _best(query: Tensor, items: Tensor | Index, k: int, bits: RowBits | None) ->
 
 def _hits(ids: Ranked, right: Sequence[Collection[Any]]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
     """Whether each item is right, (queries, k), and how many right ones each query has."""
-    if len(right) != len(ids):
-        raise ValueError(f"metrics: right must have a set of ids for each of {len(ids):,} queries, got {len(right):,}.")
-    sets = [set(one) for one in right]
+    ids, rights = _read_ranked("ids", ids), as_list(right)
+    if rights is None or any(isinstance(one, (str, bytes)) or not hasattr(one, "__iter__") for one in rights):
+        raise ValueError(f"metrics: right must be a list with a set of ids for each query, got {describe(right)}.")
+    if len(rights) != len(ids):
+        raise ValueError(
+            f"metrics: right must have a set of ids for each of {len(ids):,} queries, got {len(rights):,}."
+        )
+    sets = [set(one) for one in rights]
     rows = [[name in one for name in row] for row, one in zip(ids.tolist(), sets, strict=True)]
     hit = np.array(rows, dtype=bool).reshape(ids.shape)
     return hit, np.array([len(one) for one in sets], dtype=np.int64)
+
+
+def _read_ranked(argument: str, ids: Any) -> Ranked:
+    ids = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
+    if not isinstance(ids, np.ndarray) or ids.ndim != 2:
+        raise ValueError(f"metrics: {argument} must be an array (queries, k), got {describe(ids)}.")
+    return ids
 
 
 def _mean(found: npt.NDArray[Any], best: npt.NDArray[Any]) -> float:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tigon.retrieve.arguments import as_int, as_number
+
 Gating = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -38,8 +40,9 @@ class MixtureOfLogits(nn.Module):
         scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        P, own = (components, components) if isinstance(components, int) else components
-        if min(P, own, dim, hidden) < 1 or not scale > 0:
+        both = [*components] if isinstance(components, (tuple, list)) else [components, components]
+        P, own = [as_int(number) or 0 for number in both] if len(both) == 2 else (0, 0)
+        if min(P, own, as_int(dim) or 0, as_int(hidden) or 0) < 1 or not (as_number(scale) or 0) > 0:
             raise ValueError(
                 "MixtureOfLogits: components, dim, hidden and scale must be positive, got "
                 f"{components}, {dim}, {hidden} and {scale}."
@@ -116,7 +119,7 @@ class HadamardMLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int = 64, outputs: int = 1) -> None:
         super().__init__()
-        if min(dim, hidden, outputs) < 1:
+        if min(as_int(number) or 0 for number in (dim, hidden, outputs)) < 1:
             raise ValueError(
                 f"HadamardMLP: dim, hidden and outputs must be positive, got {dim}, {hidden} and {outputs}."
             )

@@ -20,6 +20,7 @@ from tigon.ops.filtered_topk import RowBits
 from tigon.ops.filtered_topk.bits import write_bits
 from tigon.ops.filtered_topk.filters import EVERY, RowFilter
 from tigon.retrieve import metrics, searching
+from tigon.retrieve.arguments import read_int
 from tigon.retrieve.index import Index
 from tigon.retrieve.where import Expression
 from tigon.retrieve.writing import sent
@@ -75,9 +76,7 @@ def mine(
     name = "negatives.mine"
     if not isinstance(index, Index):
         raise ValueError(f"{name}: index must be an Index, got {type(index).__name__}.")
-    for argument, value, least in (("k", k, 1), ("skip_first", skip_first, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name}: {argument} must be an integer from {least}, got {value!r}.")
+    k, skip_first = read_int(name, "k", k), read_int(name, "skip_first", skip_first, least=0)
     if k + skip_first > MOST:
         raise ValueError(f"{name}: k + skip_first must be at most {MOST:,}, got {k + skip_first:,}.")
     q = searching.query_of(index, query)
@@ -193,11 +192,14 @@ def _numbers(name: str, index: Index, ids: Any) -> Tensor:
     if not isinstance(ids, Tensor):
         ids = np.asarray(ids)
         if ids.dtype.kind in "OU":
-            texts = ["" if value is None else value for value in ids.ravel().tolist()]
+            listed = ids.ravel().tolist()
+            texts = ["" if value is None else value for value in listed]
             if not strings or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"{name}: positives must be ids of the index's kind, got {ids.dtype} {ids.shape}.")
             keys, _ = index.ids.find(texts)  # type: ignore[union-attr]
-            return sent(np.where([text == "" for text in texts], -1, keys).reshape(ids.shape), index.device)
+            return sent(np.where([value is None for value in listed], -1, keys).reshape(ids.shape), index.device)
+        if ids.dtype.kind not in "biufc":
+            raise ValueError(f"{name}: positives must be ids of the index's kind, got {ids.dtype} {ids.shape}.")
         ids = torch.as_tensor(ids)
     if ids.dtype.is_floating_point or ids.dtype in (torch.bool, torch.complex64) or strings:
         wanted = "strings" if strings else "integers"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from tigon.retrieve.arguments import as_int
 from tigon.retrieve.columns import Coded, Ranges, without
-from tigon.tables.values import BadValue, Ints, Value, as_time, read_numbers, read_times
+from tigon.tables.values import BadValue, Ints, Value, as_time, is_missing, read_numbers, read_times, shorten
 
 ORDERED = ("<", "<=", ">", ">=")
 
@@ -60,14 +62,12 @@ class Number(Grid):
         bits: int | None = None,
         approximate: bool = False,
     ) -> None:
-        given = {"low": low, "high": high, "step": step}
-        for name, value in given.items():
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
-            ):
-                raise ValueError(f"Number: {name} must be a finite number, got {value!r}.")
-        if bits is not None and (not isinstance(bits, int) or not 8 <= bits <= 32):
-            raise ValueError(f"Number: bits must be an integer from 8 to 32, got {bits!r}.")
+        low, high, step = (_finite(name, value) for name, value in (("low", low), ("high", high), ("step", step)))
+        if bits is not None:
+            number = as_int(bits)
+            if number is None or not 8 <= number <= 32:
+                raise ValueError(f"Number: bits must be an integer from 8 to 32, got {bits!r}.")
+            bits = number
         if (low is None) != (high is None):
             raise ValueError(f"Number: low and high must be given together, got low={low!r}, high={high!r}.")
         if low is None or high is None:
@@ -83,14 +83,17 @@ class Number(Grid):
                 step = (high - low) / (2 ** (bits or 32) - 2)
             if step <= 0:
                 raise ValueError(f"Number: step must be above 0, got {step!r}.")
-            self.points = math.floor((high - low) / step + 1e-6) + 1
+            steps = (high - low) / step
+            if not steps < 2**64:  # infinity and NaN too
+                raise ValueError(f"Number: values from {low!r} to {high!r} by {step!r} need more than 32 bits.")
+            self.points = math.floor(steps + 1e-6) + 1
             self.bits = bits or self.points.bit_length()
             if self.points >= 2**self.bits or self.bits > 32:
                 raise ValueError(
                     f"Number: {self.points:,} values from {low!r} to {high!r} by {step!r} need "
                     f"{self.points.bit_length()} bits, more than {min(self.bits, 32)}."
                 )
-        self.low, self.high, self.step, self.approximate = low, high, step, approximate
+        self.low, self.high, self.step, self.approximate = low, high, step, bool(approximate)
 
     def options(self) -> dict[str, Any]:
         given = {
@@ -197,6 +200,18 @@ class Number(Grid):
         return int(below), on
 
 
+def _finite(name: str, value: Any) -> Any:
+    """An argument of a `Number` as a Python int or float.
+
+    Raises: ValueError for what is neither None nor a finite number within the range of floats.
+    """
+    value = value.item() if isinstance(value, np.generic) else value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and abs(value) <= sys.float_info.max):
+        raise ValueError(f"Number: {name} must be a finite number, got {shorten(value)}.")
+    return value
+
+
 class Timestamp(Grid):
     """A time, rounded down to a unit. Times without a zone are in UTC.
 
@@ -219,12 +234,12 @@ class Timestamp(Grid):
         high: Any = "2106-02-07",
         approximate: bool = False,
     ) -> None:
-        if unit not in self.UNITS:
+        if not isinstance(unit, str) or unit not in self.UNITS:
             raise ValueError(f"Timestamp: unit must be 's', 'm', 'h' or 'D', got {unit!r}.")
-        self.unit, self.approximate = unit, approximate
+        self.unit, self.approximate = unit, bool(approximate)
         ends = []
         for name, value in (("low", low), ("high", high)):
-            time = as_time(value)
+            time = None if is_missing(value) else as_time(value)
             if time is None:
                 raise ValueError(f"Timestamp: {name} must be a time such as '2026-01-31', got {value!r}.")
             ends.append(time // self.UNITS[unit])

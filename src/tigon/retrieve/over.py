@@ -22,9 +22,11 @@ def begin(index: Index, parameter: Tensor | nn.Embedding, schema: Schema | None,
     Raises: ValueError for another shape, and for a metric that needs a copy.
     """
     weight = parameter.weight if isinstance(parameter, nn.Embedding) else parameter
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
         got = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"Index.over: parameter must be a float tensor (items, dim) or an Embedding, got {got}.")
+        raise ValueError(
+            f"Index.over: parameter must be a float tensor (items, dim), neither 0, or an Embedding, got {got}."
+        )
     if metric == "cosine":
         raise ValueError(
             "Index.over: metric must be 'ip' or 'l2', got 'cosine', which needs a scaled copy: scale the rows in the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tigon.files import DamagedFileError, compute_sha256, load_state, read_json, read_tensors
 from tigon.retrieve import disk, searching
+from tigon.retrieve.arguments import as_int, read_path
+from tigon.retrieve.folder_lock import FolderLock
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index
 from tigon.retrieve.sharded import ShardedIndex
+from tigon.tables.values import shorten
 
-FORMAT = 1
-CONFIG, ENCODER, INDEX = "config.json", "encoder.safetensors", "index"
+FORMAT = 2
+CONFIG, INDEX = "config.json", "index"
+ENCODER = re.compile(r"encoder-[0-9a-f]{16}\.safetensors")
 MOST = 2048  # rows of one search
 
 Combine = Literal["max", "union"]
@@ -106,17 +112,19 @@ class Retriever(nn.Module):
         Raises: ValueError as `encode` and `Index.search`, for another combine, for scores of another shape, and for
             several vectors or rerank beside a k for each query.
         """
-        if combine not in ("max", "union"):
-            raise ValueError(f"Retriever.search: combine must be 'max' or 'union', got {combine!r}.")
+        if not isinstance(combine, str) or combine not in ("max", "union"):
+            raise ValueError(f"Retriever.search: combine must be 'max' or 'union', got {shorten(combine)}.")
         q = self.encode(queries).detach()
         if q.dim() == 2 and rerank is None:
             options |= {} if candidates is None else {"candidates": candidates}
             return self.index.search(q, k, where, **options)
-        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MOST:
+        number = as_int(k)
+        if number is None or not 1 <= number <= MOST:
             raise ValueError(
                 f"Retriever.search: k must be one integer from 1 to {MOST} for several vectors a query or rerank, got "
-                f"{k!r}."
+                f"{shorten(k)}."
             )
+        k = number
         B, M = len(q), q.shape[1] if q.dim() == 3 else 1
         taken, width, signs = k, M * k if combine == "union" else k, candidates
         if rerank is not None:
@@ -152,31 +160,50 @@ class Retriever(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the index, and the encoder's state if it is a module, to a folder. Nothing is pickled.
 
+        A kill leaves a folder that can be read. Between the two, it may be the new index beside the old encoder.
+
         Args:
             folder: made if it is not there.
 
-        Raises: ValueError if it is a file, for an index over a parameter, and for a ShardedIndex.
+        Raises: ValueError if it is a file, for an index over a parameter, for a ShardedIndex, and if another process
+            has opened the index or saves to the folder.
         """
         if isinstance(self.index, ShardedIndex):
             raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: use its save.")
-        folder = Path(folder)
+        folder = read_path("Retriever.save_pretrained", "folder", folder)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"Retriever.save_pretrained: folder must be a folder, got the file {folder}.")
         folder.mkdir(parents=True, exist_ok=True)
-        self.index.save(folder / INDEX)
-        module = isinstance(self.encoder, nn.Module)
-        if module:
-            from safetensors.torch import save_file
+        lock = FolderLock("Retriever.save_pretrained", folder)
+        try:
+            self.index.save(folder / INDEX)
+            state = self._save_encoder(folder) if isinstance(self.encoder, nn.Module) else None
+            about = {"format": FORMAT, "encoder": type(self.encoder).__name__, "state": state}
+            partial = folder / f"{CONFIG}.partial"
+            partial.unlink(missing_ok=True)
+            disk.write_file(partial, [json.dumps(about, indent=1).encode() + b"\n"])
+            disk.rename(partial, folder / CONFIG)
+            disk.flush_folder(folder)
+            for old in folder.iterdir():
+                if ENCODER.fullmatch(old.name) and (state is None or old.name != state["file"]):
+                    old.unlink()
+        finally:
+            lock.release()
 
-            # Clones: tied weights share storage, which the format has no word for.
-            state = {
-                name: value.detach().cpu().clone().contiguous() for name, value in self.encoder.state_dict().items()
-            }
-            save_file(state, folder / f"{ENCODER}.partial")
-            disk.rename(folder / f"{ENCODER}.partial", folder / ENCODER)
-        about = {"format": FORMAT, "dim": self.index.dim, "encoder": type(self.encoder).__name__, "state": module}
-        (folder / f"{CONFIG}.partial").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        disk.rename(folder / f"{CONFIG}.partial", folder / CONFIG)
+    def _save_encoder(self, folder: Path) -> dict[str, str]:
+        """Write the encoder's state to a file that is named by its checksum: none is overwritten that `config.json`
+        names. Returns what `config.json` says of the file."""
+        from safetensors.torch import save_file
+
+        # Clones: tied weights share storage, which the format has no word for.
+        state = {name: value.detach().cpu().clone().contiguous() for name, value in self.encoder.state_dict().items()}
+        partial = folder / "encoder.partial"
+        save_file(state, partial)
+        with open(partial, "rb") as file:
+            disk.flush(file)
+        sha256 = compute_sha256(partial)
+        disk.rename(partial, folder / f"encoder-{sha256[:16]}.safetensors")
+        return {"file": f"encoder-{sha256[:16]}.safetensors", "sha256": sha256}
 
     @classmethod
     def from_pretrained(
@@ -193,7 +220,7 @@ class Retriever(nn.Module):
         Returns: the Retriever.
         Raises: ValueError if the folder holds no retriever, if encoder is not given, or if the weights do not fit.
         """
-        folder = Path(folder)
+        folder = read_path("Retriever.from_pretrained", "folder", folder)
         fill(folder, encoder)
         if device is not None and isinstance(encoder, nn.Module):
             encoder.to(device)
@@ -212,35 +239,41 @@ def fill(folder: Path, encoder: Any) -> None:
     """
     if not (folder / CONFIG).is_file():
         raise ValueError(f"Retriever.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
-    about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if about.get("format") != FORMAT:
-        raise ValueError(f"Retriever.from_pretrained: the format must be {FORMAT}, got {about.get('format')!r}.")
+    about = read_json(folder / CONFIG, required=("format", "encoder", "state"))
+    if about["format"] != FORMAT:
+        raise ValueError(f"Retriever.from_pretrained: the format must be {FORMAT}, got {shorten(about['format'])}.")
     if encoder is None:
         raise ValueError(
             f"Retriever.from_pretrained: encoder must be given, the {about['encoder']} that was saved: the folder "
             "holds weights and no code, got None."
         )
-    if about["state"]:
-        if not isinstance(encoder, nn.Module):
-            got = type(encoder).__name__
-            raise ValueError(f"Retriever.from_pretrained: encoder must be a module, as the one saved, got {got}.")
-        from safetensors.torch import load_file
-
-        try:
-            encoder.load_state_dict(load_file(folder / ENCODER))
-        except RuntimeError as error:
-            raise ValueError(f"Retriever.from_pretrained: encoder does not fit what was saved: {error}") from None
+    state = about["state"]
+    if state is None:
+        return
+    named = isinstance(state, dict) and all(isinstance(state.get(key), str) for key in ("file", "sha256"))
+    if not named or not ENCODER.fullmatch(state["file"]):
+        raise ValueError(f"Retriever.from_pretrained: {folder / CONFIG} is damaged: it names no file of an encoder.")
+    if not isinstance(encoder, nn.Module):
+        got = type(encoder).__name__
+        raise ValueError(f"Retriever.from_pretrained: encoder must be a module, as the one saved, got {got}.")
+    path = folder / state["file"]
+    tensors = read_tensors(path, sha256=state["sha256"])
+    try:
+        load_state(encoder, tensors, path)
+    except DamagedFileError as error:
+        raise ValueError(f"Retriever.from_pretrained: encoder does not fit what was saved: {error}") from None
 
 
 def _taken(k: int, candidates: Any) -> int:
     if candidates is None:
         return min(max(4 * k, 100), MOST)
-    if not isinstance(candidates, int) or isinstance(candidates, bool) or not k <= candidates <= MOST:
+    number = as_int(candidates)
+    if number is None or not k <= number <= MOST:
         raise ValueError(
             f"Retriever.search: candidates must be an integer from k, {k:,}, to {MOST:,} with rerank, got "
-            f"{candidates!r}."
+            f"{shorten(candidates)}."
         )
-    return candidates
+    return number
 
 
 def _united(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

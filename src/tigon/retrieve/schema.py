@@ -10,15 +10,17 @@ import copy
 import difflib
 import json
 import keyword
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tigon.files import parse_json
 from tigon.retrieve.columns import Category, Coded, Column, Tags, Vocabulary
 from tigon.retrieve.ordered import Number, Timestamp
 from tigon.tables.columns import columns_of
-from tigon.tables.values import BadValue, Ints, Value
+from tigon.tables.values import BadValue, Ints, Value, as_value, describe
 
 KINDS: dict[str, type[Column]] = {kind.kind: kind for kind in (Category, Tags, Number, Timestamp)}
 WORD = 63
@@ -59,11 +61,16 @@ class Schema:
 
     def __init__(self, **columns: Column) -> None:
         self.columns: dict[str, Column] = {}
+        self.names: dict[str, str] = {}  # as Python reads them in the text of a filter, which has no ligatures
         for name, column in columns.items():
-            if not name.isidentifier() or name.lower() in RESERVED:
+            read = unicodedata.normalize("NFKC", name)
+            if not name.isidentifier() or read.lower() in RESERVED:
                 raise ValueError(
                     f"Schema: a column's name must be an identifier that filters do not use, got {name!r}."
                 )
+            if read in self.names:
+                raise ValueError(f"Schema: columns {self.names[read]!r} and {name!r} are one name in filters.")
+            self.names[read] = name
             if not isinstance(column, Column):
                 made = " (an instance: Category(), not Category)" if isinstance(column, type) else ""
                 raise ValueError(
@@ -75,7 +82,11 @@ class Schema:
         self.version = 0
 
     def __getitem__(self, name: str) -> Column:
+        if not isinstance(name, str):
+            raise ValueError(f"where: a column is named by text, got {describe(name)}.")
         if name not in self.columns:
+            if (known := self.names.get(unicodedata.normalize("NFKC", name))) is not None:
+                return self.columns[known]
             raise ValueError(f"where: there is no column {name!r}{self.nearest(name)}.")
         return self.columns[name]
 
@@ -122,12 +133,9 @@ class Schema:
 
         Raises: ValueError if the text is no JSON, or a kind or an option is unknown.
         """
-        try:
-            described = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"Schema.from_json: the text must be JSON, but {error}.") from None
-        if not isinstance(described, dict):
-            raise ValueError(f"Schema.from_json: the text must hold an object, got {_type(described)}.")
+        if not isinstance(text, (str, bytes)):
+            raise ValueError(f"Schema.from_json: the text must be JSON, got {_type(text)}.")
+        described = parse_json(text, "Schema.from_json: the text")
         return cls(**{name: _column(name, options) for name, options in described.items()})
 
     # -------------------------------------------------------------------------------------------------------- encode
@@ -188,6 +196,16 @@ class Schema:
             column.extend(values)
             self.version += 1
 
+    def check_growth(self, growth: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless vocabularies can take the values in."""
+        for name, values in growth.items():
+            column = self.columns.get(name)
+            if not isinstance(column, Vocabulary) or not isinstance(values, list):
+                raise ValueError(f"retrieve: there is no vocabulary {name!r}{self.nearest(name)}.")
+            if any(as_value(value) is None for value in values):
+                raise ValueError(f"retrieve: values of {name!r} must be strings or integers.")
+            column.numbered(values, lambda i: i)
+
     def codes_of(self, name: str, words: Ints) -> Ints:
         """The codes of a column in attribute words."""
         place = self.places[name][0]
@@ -216,7 +234,8 @@ def _packed(columns: Mapping[str, Column]) -> tuple[dict[str, list[Place]], int]
 def _column(name: str, options: Any) -> Column:
     if isinstance(options, str):
         options = {"kind": options}
-    if not isinstance(options, dict) or options.get("kind") not in KINDS:
+    kind = options.get("kind") if isinstance(options, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
         got = options.get("kind") if isinstance(options, dict) else options
         near = difflib.get_close_matches(str(got).capitalize(), KINDS, 1)
         meant = f"; did you mean {near[0]!r}" if near else ""
@@ -225,7 +244,7 @@ def _column(name: str, options: Any) -> Column:
         )
     rest = {key: value for key, value in options.items() if key != "kind"}
     try:
-        return KINDS[options["kind"]](**rest)
+        return KINDS[kind](**rest)
     except TypeError as error:
         raise ValueError(f"Schema.from_json: column {name!r}: {str(error).split('() ')[-1]}.") from None
 

@@ -14,6 +14,7 @@ from tigon.ops.filtered_topk import CodedItems, RowBits, RowFilter, filtered_top
 from tigon.ops.filtered_topk.plan import Plan, coded_plan_of, plan_of
 from tigon.ops.filtered_topk.signed import MOST_CANDIDATES, by_signs
 from tigon.retrieve import coded, linking
+from tigon.retrieve.arguments import as_int, read_int, read_ints
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.memory import dtype_of
@@ -21,6 +22,7 @@ from tigon.retrieve.rates import rates_of
 from tigon.retrieve.text import parse
 from tigon.retrieve.where import Expression
 from tigon.retrieve.writing import distance_bias, moved, sent
+from tigon.tables.values import describe, shorten
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
@@ -68,26 +70,27 @@ def asked(
     q, norms = _query(index, query)
     most, ks = ks_of(k, q.shape[0])
     filters, share = _filters(index, where, q.shape[0], strict)
-    _check_candidates(index, most, candidates)
+    candidates = _read_candidates(index, most, candidates)
     found = linking.linked(index, links, alpha, q.shape[0])
     q, norms = linking.weighed(q, norms, alpha)
     return Asked(q, norms, most, ks, filters, share, candidates, found, alpha)
 
 
-def _check_candidates(index: Index, k: int, candidates: Any) -> None:
+def _read_candidates(index: Index, k: int, candidates: Any) -> int | None:
     if candidates is None:
-        return
+        return None
     if index.coding != "sign":
         raise ValueError(
             f"Index.search: candidates must be None for an index without codes 'sign', which scores all, got "
-            f"{candidates!r}."
+            f"{shorten(candidates)}."
         )
-    whole = isinstance(candidates, int) and not isinstance(candidates, bool)
-    if not whole or (candidates != 0 and not k <= candidates <= MOST_CANDIDATES):
+    number = as_int(candidates)
+    if number is None or (number != 0 and not k <= number <= MOST_CANDIDATES):
         raise ValueError(
             f"Index.search: candidates must be 0 or an integer from k, {k:,}, to {MOST_CANDIDATES:,}, got "
-            f"{candidates!r}."
+            f"{shorten(candidates)}."
         )
+    return number
 
 
 def query_of(index: Index, query: Any) -> Tensor:
@@ -111,7 +114,11 @@ def query_of(index: Index, query: Any) -> Tensor:
         )
     if q.dtype not in FLOATS:
         raise ValueError(f"Index.search: query must be floats, got {q.dtype}.")
-    return q.float() if q.dtype == torch.float64 else q
+    q = q.float() if q.dtype == torch.float64 else q
+    if q.device.type == "cpu" and not bool(q.isfinite().all()):  # on a GPU the host would wait
+        wrong = int((~q.isfinite()).any(1).nonzero()[0])
+        raise ValueError(f"Index.search: query must be finite, got NaN or infinity in query {wrong}.")
+    return q
 
 
 def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
@@ -126,13 +133,13 @@ def _query(index: Index, query: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def ks_of(k: Any, B: int) -> tuple[int, Sequence[int] | None]:
-    if isinstance(k, int):
-        return k, None
-    if isinstance(k, (str, bytes)) or not isinstance(k, (Sequence, np.ndarray)):
-        raise ValueError(f"Index.search: k must be an integer, or a list of one for each query, got {k!r}.")
-    ks = [int(n) if isinstance(n, (int, np.integer)) and not isinstance(n, bool) else 0 for n in k]
+    if (number := as_int(k)) is not None:
+        return number, None
+    if isinstance(k, (str, bytes)) or not (isinstance(k, Sequence) or getattr(k, "ndim", 0) == 1):
+        raise ValueError(f"Index.search: k must be an integer, or a list of one for each query, got {shorten(k)}.")
+    ks = [as_int(n) or 0 for n in k]
     if len(ks) != B or min(ks, default=1) < 1:
-        raise ValueError(f"Index.search: k must be positive integers, one for each of {B} queries, got {list(k)!r}.")
+        raise ValueError(f"Index.search: k must be positive integers, one for each of {B} queries, got {shorten(k)}.")
     return max(ks, default=1), ks
 
 
@@ -167,7 +174,7 @@ def wheres_of(where: Any, B: int) -> Sequence[Any]:
     if not isinstance(where, (list, tuple)):
         raise ValueError(
             "Index.search: where must be an expression of col(…), its text, None, or a list of one for each query, got "
-            f"{type(where).__name__} {where!r}."
+            f"{describe(where)}."
         )
     if len(where) != B:
         raise ValueError(f"Index.search: where must have an expression for each of {B} queries, got {len(where)}.")
@@ -307,18 +314,15 @@ def warm(index: Index, ks: Any, batches: Any, where: Any, strict: bool, dtypes: 
     """
     if not index.rows.end:
         raise ValueError("Index.warmup: the index must hold items, since kernels depend on how many, got an empty one.")
-    for name, given in (("k", ks), ("queries", batches)):
-        for n in [given] if isinstance(given, int) else given:
-            if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-                raise ValueError(f"Index.warmup: {name} must be a positive integer or a list of them, got {given!r}.")
+    ks, batches = read_ints("Index.warmup", "k", ks), read_ints("Index.warmup", "queries", batches)
     own = torch.float32 if index.dtype.itemsize == 1 else index.dtype
     kinds = [own if dtypes is None else dtypes] if not isinstance(dtypes, (list, tuple)) else dtypes
     read = [dtype_of("Index.warmup", dtype) for dtype in kinds]
     if any(dtype.itemsize == 1 for dtype in read):
         raise ValueError("Index.warmup: dtype must be float16, bfloat16 or float32, of queries, got float8_e4m3fn.")
-    for B in [batches] if isinstance(batches, int) else batches:
+    for B in batches:
         filters = [where[b % len(where)] for b in range(B)] if isinstance(where, (list, tuple)) and where else where
-        for dtype, k in product(read, [ks] if isinstance(ks, int) else ks):
+        for dtype, k in product(read, ks):
             search = asked(index, torch.ones(B, index.dim, dtype=dtype), k, filters, strict)
             for _ in range(3):
                 with index.turns.search(index.device):
@@ -353,6 +357,7 @@ class Explanation(NamedTuple):
 
 
 def explained(index: Index, where: Any, k: int, queries: int, strict: bool, links: Any = None) -> Explanation:
+    k, queries = read_int("Index.explain", "k", k), read_int("Index.explain", "queries", queries)
     found = compiled(index, where, strict)
     clauses = [] if found is None else found.clauses
     share = index.counts.share(clauses)

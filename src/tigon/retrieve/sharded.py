@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
 from tigon.retrieve import coded, linking, searching, sharded_storage, writing
+from tigon.retrieve.arguments import read_int, read_ints, read_path
 from tigon.retrieve.counts import Counts
 from tigon.retrieve.hits import Hits
-from tigon.retrieve.ids import Ids, StringIds
+from tigon.retrieve.ids import Ids, StringIds, find_row
 from tigon.retrieve.index import Index, Metric, Where
 from tigon.retrieve.links import LinkWeights
 from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
@@ -72,7 +73,8 @@ class Shard(Index):
 
 
 class ShardedIndex:
-    """An `Index` whose items are split over the GPUs of a mesh. Ids and scores are those of one index with all items.
+    """An `Index` whose items are split over the GPUs of a mesh. Ids and scores are those of one index with all items;
+    on CPUs the last bits of scores may differ.
 
     All ranks make the same calls with the same arguments, in the same order, from one thread: each keeps its share of
     what is written, and each has the whole answer of a search. What does not fit is refused on all ranks, before
@@ -104,9 +106,7 @@ class ShardedIndex:
         *,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("dim", dim), ("capacity", capacity)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"ShardedIndex: {name} must be a positive integer, got {value!r}.")
+        dim, capacity = read_int("ShardedIndex", "dim", dim), read_int("ShardedIndex", "capacity", capacity)
         if codes not in (None, "int8"):
             raise ValueError(f"ShardedIndex: codes must be None or 'int8', got {codes!r}.")
         self.ranks = Ranks("ShardedIndex", mesh, device)
@@ -115,6 +115,9 @@ class ShardedIndex:
         rows = -(-self.rows.total // self.ranks.count)
         self.shard = Shard(dim, rows, dtype, metric, schema, self.ranks.device, codes)
         self.dim, self.metric, self.schema, self.turns = dim, metric, self.shard.schema, self.shard.turns
+
+    def __reduce__(self) -> Any:
+        raise TypeError("ShardedIndex: an index of several processes is not copied or pickled: save and load it.")
 
     @property
     def device(self) -> torch.device:
@@ -140,9 +143,7 @@ class ShardedIndex:
         return self.rows.count
 
     def __contains__(self, id: object) -> bool:
-        if self.ids is None or isinstance(id, str) != isinstance(self.ids, StringIds):
-            return False
-        return int(self.ids.find([id])[1][0]) >= 0
+        return find_row(self.ids, id) >= 0
 
     def __repr__(self) -> str:
         kinds = f", {self.schema!r}" if self.schema.words else ""
@@ -221,9 +222,10 @@ class ShardedIndex:
 
         Raises: ValueError if that is less than there is room for.
         """
-        if not isinstance(capacity, int) or capacity < self.capacity:
+        capacity = read_int("ShardedIndex.grow", "capacity", capacity)
+        if capacity < self.capacity:
             least = f"{self.capacity:,}, what there is"
-            raise ValueError(f"ShardedIndex.grow: capacity must be at least {least}, got {capacity!r}.")
+            raise ValueError(f"ShardedIndex.grow: capacity must be at least {least}, got {capacity:,}.")
         with self.turns.writing:
             total = max(capacity + spare_rows(capacity), self.rows.total)
             writing.grow(self.shard, capacity, -(-total // self.ranks.count))
@@ -251,7 +253,7 @@ class ShardedIndex:
         ids = self.ids
         length = len(ids.blob) // max(ids.count, 1) if isinstance(ids, StringIds) else None
         kind = self.dtype, self.metric, self.schema, length, cast(Any, self.shard.coding)
-        whole = plan_memory(capacity or self.capacity, self.dim, *kind)
+        whole = plan_memory(self.capacity if capacity is None else capacity, self.dim, *kind)
         parts = ("vectors", "attributes", "ids", "live", "bias", "codes", "filters")
         return whole._replace(**{name: -(-getattr(whole, name) // self.ranks.count) for name in parts})
 
@@ -334,8 +336,8 @@ class ShardedIndex:
         if len(self) < self.ranks.count:
             raise ValueError(f"ShardedIndex.warmup: each of {self.ranks.count} ranks must hold items, got {len(self)}.")
         searching.warm(self.shard, k, queries, where, strict, dtype)
-        for B in [queries] if isinstance(queries, int) else queries:
-            for n in [k] if isinstance(k, int) else k:
+        for B in read_ints("Index.warmup", "queries", queries):
+            for n in read_ints("Index.warmup", "k", k):
                 self.search(torch.ones(B, self.dim), n)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -371,14 +373,14 @@ class ShardedIndex:
         `Index.load` reads the folder, too.
 
         Args:
-            path: the folder, made if it is not there. An index that it holds is replaced.
+            path: the folder, made if it is not there. An index that it holds is replaced; other files stay.
 
-        Raises: ValueError if the path is a file; OSError on all ranks if one of them cannot write, and what was there
-            is there still.
+        Raises: ValueError if the path is a file, or if another index or process has opened it or saves to it; OSError
+            if a rank cannot write. All ranks raise then, and what was there is there still.
         """
         self.ranks.check_alike("save", str(path))
         with self.turns.writing:
-            sharded_storage.save(self, Path(path))
+            sharded_storage.save(self, read_path("Index.save", "path", path))
 
     @classmethod
     def load(
@@ -396,7 +398,7 @@ class ShardedIndex:
         Returns: the index.
         Raises: ValueError on all ranks if there is no index, or if a file is damaged, by its checksum.
         """
-        return sharded_storage.load(cls, Path(path), device, mesh)
+        return sharded_storage.load(cls, read_path("Index.load", "path", path), device, mesh)
 
 
 def _ids_of(rows: Tensor, known: Tensor, ids: Tensor) -> Tensor:

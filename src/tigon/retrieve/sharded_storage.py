@@ -10,44 +10,50 @@ As for one device, a rename makes the snapshot count. Ranks agree before each st
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 
+from tigon.files import read_json
 from tigon.retrieve import disk, storage
+from tigon.retrieve.folder_lock import FolderLock
 from tigon.retrieve.journal import replay
-from tigon.retrieve.schema import Schema
-from tigon.retrieve.storage import JOURNAL, snapshots
+from tigon.retrieve.manifest import MANIFEST, read_bytes, read_manifest, read_schema, write_manifest
+from tigon.retrieve.ranks import Ranks
+from tigon.retrieve.storage import JOURNAL, newest
 from tigon.retrieve.updates import Rows
 
 if TYPE_CHECKING:
     from tigon.retrieve.sharded import ShardedIndex
 
-# Of manifests that tell of several files.
-FORMAT = 2
+T = TypeVar("T")
 
 
 def save(index: ShardedIndex, path: Path) -> None:
     """Write a snapshot, each rank its file. All ranks have to hold the index still.
 
-    Raises: OSError on all ranks if one of them cannot write; what was there before is there still.
+    Raises: ValueError or OSError on all ranks if one of them cannot write; what was there before is there still.
     """
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"Index.save: path must be a folder, which is made if it is not there, got the file {path}.")
-    before = snapshots(path)
-    number = int(before[-1].name[9:]) + 1 if before else 1
-    final = path / f"snapshot-{number:06}"
-    partial = path / f"{final.name}.partial"
-    first, made = index.ranks.own == 0, not path.exists()
+    made, first = storage.check_folder(path), index.ranks.own == 0
+    lock: FolderLock | None = None
+    before: list[Path] = []
+    final = partial = path
 
-    def make() -> None:
-        if first:
-            path.mkdir(parents=True, exist_ok=True)
-            disk.remove(partial)
-            partial.mkdir()
+    def begin() -> int:
+        nonlocal lock, before
+        if not first:
+            return 0
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock("Index.save", path)
+        before = storage.clean(path)
+        number = storage.next_number(path)
+        (path / _partial(number)).mkdir()
+        return number
 
     def write() -> None:
         name = f"items-{index.ranks.own}"
@@ -58,9 +64,9 @@ def save(index: ShardedIndex, path: Path) -> None:
         if not first:
             return
         names = [f"items-{rank}" for rank in range(index.ranks.count)]
-        files = {f"{name}.safetensors": json.loads((partial / f"{name}.json").read_bytes()) for name in names}
+        files = {f"{name}.safetensors": read_json(partial / f"{name}.json") for name in names}
         about = storage.about(cast(Any, index.shard), index.capacity, len(index))
-        storage.write_manifest(partial, {**about, "format": FORMAT, "shards": index.ranks.count, "files": files})
+        write_manifest(partial, {**about, "shards": index.ranks.count, "files": files})
         disk.flush_folder(partial)
         disk.rename(partial, final)
         disk.flush_folder(path)
@@ -69,16 +75,30 @@ def save(index: ShardedIndex, path: Path) -> None:
         for old in before:
             disk.remove(old)
 
+    def together(step: Callable[[], T]) -> T:
+        return index.ranks.together(OSError, "another rank could not write, and says why", step)
+
     try:
-        for step in (make, write, finish):
-            index.ranks.together(OSError, "another rank could not write, and says why", step)
+        number = torch.tensor([together(begin)], device=index.ranks.device)
+        number = index.ranks.gathered(number).max()
+        final, partial = path / f"snapshot-{int(number):06}", path / _partial(int(number))
+        together(write)
+        together(finish)
     except BaseException as error:
-        if first:
+        if first and partial != path:
             disk.remove(partial)
         if not isinstance(error, OSError):
             raise
-        said = "it is written, but the disk does not say so" if final.exists() else "what was there before is there"
+        written = final != path and final.exists()
+        said = "it is written, but the disk does not say so" if written else "what was there before is there"
         raise OSError(error.errno or errno.EIO, f"Index.save: {path}: {error.strerror or error}; {said}") from error
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _partial(number: int) -> str:
+    return f"snapshot-{number:06}{disk.PARTIAL}"
 
 
 def _items(index: ShardedIndex) -> dict[str, Any]:
@@ -90,19 +110,44 @@ def _items(index: ShardedIndex) -> dict[str, Any]:
 
 
 def load(kind: type[ShardedIndex], path: Path, device: Any, mesh: Any) -> ShardedIndex:
-    """The index of a folder, its items dealt out to the ranks anew."""
+    """The index of a folder, its items dealt out to the ranks anew. If the snapshot is replaced while it is read, the
+    newer one is read by all ranks."""
     name = "Index.load"
-    found = snapshots(path)
-    if not found:
-        raise ValueError(f"{name}: path must be a folder that Index.save wrote, got {path}, which holds no snapshot.")
-    folder = found[-1]
-    about = storage.manifest(name, folder)
-    if about.get("codes") == "sign":
-        raise ValueError(f"{name}: {path} has codes 'sign', which a ShardedIndex does not have: load it on one device.")
-    index = kind(
-        about["dim"], about["capacity"], about["dtype"], about["metric"], Schema.from_json(json.dumps(about["schema"])),
-        device, about.get("codes"), mesh=mesh,
-    )  # fmt: skip
+    ranks = Ranks(name, mesh, device)
+    for _ in range(storage.TRIES):
+        folder = ranks.together(ValueError, f"{name}: another rank finds no index {path}.", lambda: newest(name, path))
+        content_before = read_bytes(folder / MANIFEST)
+        own = torch.frombuffer(bytearray(hashlib.sha256(content_before or b"").digest()), dtype=torch.int64).to(
+            ranks.device
+        )
+        if bool((ranks.gathered(own) != own).any()):
+            continue  # the ranks looked before and after a save
+        try:
+            index = _load(name, kind, folder, device, mesh, ranks)
+        except Exception:  # all ranks raise, each its own
+            if not ranks.any(storage.is_replaced(folder, content_before)):
+                raise
+            continue
+        if not ranks.any(storage.is_replaced(folder, content_before)):
+            return index
+    raise ValueError(f"{name}: {path} was saved {storage.TRIES} times, each time before it was read: load it again.")
+
+
+def _load(
+    name: str, kind: type[ShardedIndex], folder: Path, device: Any, mesh: Any, ranks: Ranks
+) -> ShardedIndex:  # fmt: skip
+    def make() -> tuple[dict[str, Any], ShardedIndex]:
+        content = read_manifest(name, folder)
+        if content["codes"] == "sign":
+            raise ValueError(
+                f"{name}: {folder} has codes 'sign', which a ShardedIndex does not have: load it on one device."
+            )
+        schema = read_schema(name, folder, content)
+        kinds = content["dim"], content["capacity"], content["dtype"], content["metric"], schema, device
+        return content, kind(*kinds, content["codes"], mesh=mesh)
+
+    said = f"{name}: another rank could not read {folder}, and says why."
+    about, index = ranks.together(ValueError, said, make)
 
     def check() -> None:
         """A share of the files: each is read once for its checksum."""
@@ -111,12 +156,12 @@ def load(kind: type[ShardedIndex], path: Path, device: Any, mesh: Any) -> Sharde
 
     def fill() -> None:
         count, total = about["items"], index.rows.total
-        keys = storage.fill(index.shard, folder, about, index.ranks.own, index.ranks.count)
+        keys = storage.fill(name, index.shard, folder, about, index.ranks.own, index.ranks.count)
         if index.ids is not None:
             index.ids.place(keys, np.arange(count))
         index.rows = Rows.of(storage.live(count, (total + 31) // 32).numpy(), total)
-        replay(cast(Any, index), folder / JOURNAL, index._write)
+        replay(cast(Any, index), folder / JOURNAL, about["id"], index._write)
 
     for step in (check, fill):
-        index.ranks.together(ValueError, f"{name}: another rank could not read {folder}, and says why.", step)
+        ranks.together(ValueError, said, step)
     return index

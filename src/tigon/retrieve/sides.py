@@ -42,6 +42,25 @@ class Side:
     def of(cls, who: str, columns: Mapping[str, Column]) -> Side:
         return cls(who, {name: "Tags" if isinstance(column, Tags) else "Category" for name, column in columns.items()})
 
+    @classmethod
+    def from_json(cls, who: str, about: Any) -> Side:
+        """The side of a file of links: {"kinds": {"country": "Category"}, "attributes": [["country", "us"]]}.
+
+        Raises: ValueError for anything else.
+        """
+        known = about if isinstance(about, dict) else {}
+        kinds, attributes = known.get("kinds"), known.get("attributes", ())
+        if not isinstance(kinds, dict) or not kinds or not {*map(str, kinds.values())} <= {"Category", "Tags"}:
+            raise ValueError(f"no columns of {who}")
+        fits = isinstance(attributes, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is str and pair[0] in kinds
+            and type(pair[1]) in (str, int)
+            for pair in attributes
+        )  # fmt: skip
+        if not fits or len({(*pair,) for pair in attributes}) < len(attributes):
+            raise ValueError(f"no list of attributes of {who}")
+        return cls(who, kinds, ((name, value) for name, value in attributes))
+
     def read(self, name: str, table: Any, grow: bool = False) -> tuple[Held, dict[str, Any]]:
         """The attributes of a table's rows, and all its columns. Values that nobody knows are left out, unless they
         are taken in.
@@ -111,7 +130,7 @@ def rows_of(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str |
         if wrong.any():
             raise ValueError(f"{name}: pairs name {wanted[wrong][0]} of {who}, whose table has {count:,} rows.")
         return wanted
-    if id not in columns:
+    if not isinstance(id, str) or id not in columns:
         raise ValueError(f"{name}: the table of {who} must have the column {id!r} of ids.")
     listed = np.asarray(read_ids(name, columns[id]))
     if (listed.dtype.kind == "U") != (wanted.dtype.kind == "U") and len(listed):

@@ -11,7 +11,9 @@ import io
 import tokenize
 from typing import Any
 
+from tigon.files import is_encodable
 from tigon.retrieve.where import Comparison, Expression, Named, Not, Scalar
+from tigon.tables.values import shorten
 
 # An operator each that binds closer than comparisons and `not`.
 WORDS = {"has": "@", "has_any": "//", "has_all": "%", "between": "<< ("}
@@ -41,6 +43,8 @@ def parse(text: str) -> Expression:
         raise ValueError(f"where: the text of an expression must be a string, got {type(text).__name__}.")
     if len(text) > LONGEST:
         raise ValueError(f"where: a text must have at most {LONGEST:,} characters, got {len(text):,}.")
+    if not is_encodable(text):
+        raise ValueError(f"where: a text must be one that UTF-8 can encode, got {shorten(text)}.")
     if not text.strip():
         raise ValueError("where: the text is empty; pass None to let all items through.")
     try:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.retrieve.arguments import as_int, as_number, require_tensors
+
 
 class TwoTowers(nn.Module):
     """Vectors of users and items from ids and training pairs.
@@ -39,11 +41,15 @@ class TwoTowers(nn.Module):
         bias: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if min(users, items, dim - bias) < 1 or hops < 0 or not 0 <= own < float("inf"):
+        sizes, weight, bias = [as_int(number) for number in (users, items, dim, hops)], as_number(own), bool(bias)
+        whole = [number for number in sizes if number is not None]
+        fits = len(whole) == len(sizes) and weight is not None and 0 <= weight < float("inf")
+        if not fits or min(whole[0], whole[1], whole[2] - bias) < 1 or whole[3] < 0:
             raise ValueError(
                 "TwoTowers: users, items and dim must be positive (dim 2 or more with a bias), hops and own 0 or more, "
                 f"got {users}, {items}, {dim}, {hops} and {own}."
             )
+        users, items, dim, hops = whole
         self.hops, self.own = hops, own
         self.user = nn.Embedding(users, dim - bias)
         self.item = nn.Embedding(items, dim - bias)
@@ -56,6 +62,7 @@ class TwoTowers(nn.Module):
             self._connect(users, items, pairs)
 
     def _connect(self, users: int, items: int, pairs: Tensor) -> None:
+        require_tensors("TwoTowers", pairs=pairs)
         if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype.is_floating_point:
             raise ValueError(f"TwoTowers: pairs must be (pairs, 2) integers, got {tuple(pairs.shape)} {pairs.dtype}.")
         for name, column, count in (("users", pairs[:, 0], users), ("items", pairs[:, 1], items)):
@@ -89,6 +96,9 @@ class TwoTowers(nn.Module):
     def _weights_without(self, pairs: Tensor) -> Tensor:
         """Of the graph's pairs, 0 for those that are left out."""
         weights, keys = self.get_buffer("weights"), self.get_buffer("keys")
+        require_tensors("TwoTowers", leave_out=pairs)
+        if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype.is_floating_point:
+            raise ValueError(f"TwoTowers: leave_out must be (B, 2) integers, got {tuple(pairs.shape)} {pairs.dtype}.")
         asked = pairs[:, 0].long() * self.item.num_embeddings + pairs[:, 1]
         place = torch.searchsorted(keys, asked).clamp(max=max(len(keys) - 1, 0))
         # What is no pair of the graph has a place behind all.

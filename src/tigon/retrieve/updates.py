@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tigon.retrieve.fork import Forkable
 from tigon.tables.values import Ints
 
 # What capacity is short of the rows there are, so that items can be replaced in a full index: in pieces of as many.
@@ -31,6 +32,8 @@ MANY = 4096
 # Seconds. An update gives way after steps of STEP together, if there was a search in the last LATELY; it lets the
 # interpreter go for PAUSE, in which a thread that waits for it wakes up, and waits for a search's host for PATIENCE.
 STEP, LATELY, PAUSE, PATIENCE = 80e-6, 0.25, 1e-6, 5e-4
+# Seconds that a fork waits for the update that another thread makes.
+FORK = 1.0
 
 
 def spare_rows(capacity: int) -> int:
@@ -105,21 +108,57 @@ def words_of(rows: Ints) -> Ints:
     return places
 
 
-class Turns:
+class _Interrupted:
+    """The lock of updates in a child that was forked while another thread held it."""
+
+    def acquire(self, timeout: float = -1) -> bool:
+        raise RuntimeError(
+            "Index: this process was forked while another thread wrote to the index, whose copy here is only searched: "
+            "fork between updates, or load the index in this process."
+        )
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class Turns(Forkable):
     """Searches and updates of one index, one after the other."""
 
     def __init__(self) -> None:
-        self.writing = threading.RLock()  # one update at a time
+        self.writing: Any = threading.RLock()  # one update at a time
+        self._forking: set[int] = set()  # threads that fork, which hold `writing`
+        self._gave_way = 0.0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._switched: torch.cuda.Event | None = None
+        self._reset()
+        self.survive_forks()
+
+    def _reset(self) -> None:
         self.lock = threading.Lock()
         self.compiling = threading.Lock()  # one filter at a time
         self.searched = -LATELY  # when the last search was
         self._asking: dict[object, None] = {}  # searches that are not launched as a whole yet
-        self._gave_way = 0.0
         self._go = threading.Lock()  # which an update waits for while `_waits`, and a search that is launched releases
         self._waits = False
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-        self._switched: torch.cuda.Event | None = None
+
+    def before_fork(self) -> None:
+        with suppress(RuntimeError):  # a child that was interrupted forks
+            if self.writing.acquire(timeout=FORK):
+                self._forking.add(threading.get_ident())
+
+    def after_fork(self, is_child: bool) -> None:
+        if threading.get_ident() in self._forking:
+            self._forking.discard(threading.get_ident())
+            self.writing.release()
+        elif is_child:  # another thread was writing, and what it wrote is not whole here
+            self.writing = _Interrupted()
+        if is_child:
+            self._forking.clear()
+            self._reset()
 
     def __deepcopy__(self, memo: Any) -> Turns:
         return Turns()
@@ -141,7 +180,7 @@ class Turns:
         try:
             yield
         finally:
-            del self._asking[search]
+            self._asking.pop(search, None)
             if self._waits:
                 self._waits = False
                 with suppress(RuntimeError):  # another search has released it just now

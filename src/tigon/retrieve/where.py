@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tigon.tables.values import is_missing
+from tigon.retrieve.arguments import as_list
+from tigon.tables.values import describe, is_missing
 
 Scalar = str | int | float
 
@@ -179,11 +180,9 @@ def scalar(value: Any) -> Scalar:
 
 
 def _many(name: str, method: str, values: Any) -> tuple[Scalar, ...]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ValueError(
-            f"where: col({name!r}).{method} must get a list of values, got {type(values).__name__} {values!r}."
-        )
-    return tuple(scalar(value) for value in values)
+    if (listed := as_list(values)) is None:
+        raise ValueError(f"where: col({name!r}).{method} must get a list of values, got {describe(values)}.")
+    return tuple(scalar(value) for value in listed)
 
 
 def _parts(kind: type[All] | type[Either], expression: Expression) -> tuple[Expression, ...]:

@@ -67,7 +67,7 @@ def prepared(index: Index, ids: Any, embeddings: Any, table: Any) -> Prepared:
         vectors = None if vectors is None else vectors[torch.from_numpy(kept).to(vectors.device)]
         read = [read[i] for i in kept] if isinstance(read, list) else read[kept]
     found = None if index.ids is None else _found(index, read)
-    _check_room(index, read, np.full(len(read), -1) if found is None else found[1])
+    check_room(index, read, np.full(len(read), -1) if found is None else found[1])
     index.turns.give_way()
     return Prepared(read, vectors, words, encoded.growth, found)
 
@@ -182,7 +182,7 @@ def _spoken(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_room(index: Index, ids: Ints | list[str], rows: Ints) -> None:
+def check_room(index: Index, ids: Ints | list[str], rows: Ints) -> None:
     new = int((rows < 0).sum())
     if index.fixed and new:
         at = _id(ids, int(np.argmax(rows < 0)))

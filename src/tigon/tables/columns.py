@@ -43,10 +43,12 @@ def _plain(name: str, column: Any) -> Any:
         if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
             column = column.combine_chunks()
         return column
-    if kind == "pandas":
+    if kind == "pandas" and hasattr(column, "dtype"):
         return _from_pandas(column)
     if isinstance(column, torch.Tensor):
-        return column.detach().cpu().numpy()
+        column = column.detach().cpu()
+        narrow = column.is_floating_point() and column.dtype not in (torch.float16, torch.float32, torch.float64)
+        column = (column.float() if narrow else column).resolve_conj().resolve_neg().numpy()
     if isinstance(column, np.ndarray):
         if column.ndim != 1:
             raise ValueError(f"{name}: a column must have one dimension, got shape {column.shape}.")

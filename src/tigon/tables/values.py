@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from tigon.files import is_encodable
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -78,7 +81,9 @@ def read_categories(column: Any) -> Categories:
         return _arrow_categories(column)
     if isinstance(column, np.ndarray) and column.dtype.kind in "iubU":
         values, indices = np.unique(column, return_inverse=True)
-        return Categories(indices.astype(np.int64), [_value(v, 0) for v in values])
+        listed = [_value(v, 0) for v in values]
+        _check_values(listed, indices)
+        return Categories(indices.astype(np.int64), listed)
     known: dict[Value, int] = {}
     indices = np.empty(len(column), dtype=np.int64)
     for position, value in enumerate(column):
@@ -86,13 +91,31 @@ def read_categories(column: Any) -> Categories:
             indices[position] = -1
         else:
             indices[position] = known.setdefault(_value(value, position), len(known))
+    _check_values(known, indices)
     return Categories(indices, list(known))
+
+
+def _check_values(values: Iterable[Value], indices: Ints, rows: Ints | None = None) -> None:
+    """Raise BadValue for a value that no file could be written with, of values that are distinct.
+
+    indices: which value each row has, or each entry of `rows`.
+    """
+    for i, value in enumerate(values):
+        if not is_writable(value):
+            at = int(np.argmax(indices == i))
+            wanted = "UTF-8 text" if isinstance(value, str) else "an integer of 64 bits"
+            raise BadValue(at if rows is None else int(rows[at]), f"must be {wanted}, got {describe(value)}")
+
+
+def is_writable(value: Value) -> bool:
+    """Whether a value is text that UTF-8 can encode, which '\\ud800' is not, or an integer of 64 bits."""
+    return is_encodable(value) if isinstance(value, str) else -(2**63) <= value < 2**63
 
 
 def _value(value: Any, position: int) -> Value:
     kept = as_value(value)
     if kept is None:
-        raise BadValue(position, f"must be a string or an integer, got {_shown(value)}")
+        raise BadValue(position, f"must be a string or an integer, got {describe(value)}")
     return kept
 
 
@@ -103,16 +126,21 @@ def _arrow_categories(column: Any) -> Categories:
         if str(column.type) in ("bool", "null"):
             return read_categories(column.to_pylist())
         column = column.dictionary_encode()
-    raw = column.dictionary.to_pylist()
+    try:
+        raw = column.dictionary.to_pylist()
+    except UnicodeDecodeError:
+        raise BadValue(_first(column), "must be UTF-8 text, got other bytes") from None
     indices = column.indices.cast("int64").fill_null(-1).to_numpy(zero_copy_only=False)
     values: dict[Value, int] = {}
     codes = np.full(len(raw) + 1, -1, dtype=np.int64)  # the last entry is that of missing values
     for i, value in enumerate(raw):
         if not is_missing(value):
             if as_value(value) is None:
-                raise BadValue(int(np.argmax(indices == i)), f"must be a string or an integer, got {_shown(value)}")
+                raise BadValue(int(np.argmax(indices == i)), f"must be a string or an integer, got {describe(value)}")
             codes[i] = values.setdefault(_value(value, 0), len(values))
-    return Categories(codes[indices], list(values))
+    value_indices = codes[indices]
+    _check_values(values, value_indices)
+    return Categories(value_indices, list(values))
 
 
 def _names_of_type(kind: Any, *words: str) -> bool:
@@ -156,13 +184,14 @@ def read_numbers(column: Any) -> tuple[npt.NDArray[Any], Bools]:
             listed.append(0)
             continue
         if isinstance(value, (bool, np.bool_)) or not _is_number(value):
-            raise BadValue(position, f"must be a number, got {_shown(value)}")
+            raise BadValue(position, f"must be a number, got {describe(value)}")
         integer = isinstance(value, (int, np.integer))
         if integer and not -(2**63) <= int(value) < 2**63:
             raise BadValue(position, f"must be between -2**63 and 2**63, got {value}")
         whole = whole and integer
         listed.append(int(value) if integer else float(value))
-    return np.array(listed, dtype=np.int64 if whole else np.float64), missing
+    values = np.array(listed, dtype=np.int64 if whole else np.float64)
+    return values, missing | np.isnan(values)  # a Decimal may be NaN too
 
 
 def _is_number(value: Any) -> bool:
@@ -195,16 +224,31 @@ def read_times(column: Any) -> tuple[Ints, Bools]:
         if is_missing(value):
             missing[position] = True
             continue
-        time = as_time(value)
+        try:
+            time = as_time(value)
+        except BadValue as error:
+            raise BadValue(position, str(error)) from None
         if time is None:
-            raise BadValue(position, f"must be a time such as '2026-01-31' or a datetime, got {_shown(value)}")
+            raise BadValue(position, f"must be a time such as '2026-01-31' or a datetime, got {describe(value)}")
         times[position] = time
     return times, missing
 
 
 def microseconds(times: npt.NDArray[np.datetime64]) -> Ints:
-    """datetime64 of any unit as whole microseconds since 1970, rounded down."""
-    return times.astype("datetime64[us]").astype(np.int64)
+    """datetime64 of any unit as whole microseconds since 1970, rounded down.
+
+    Raises: BadValue for a time that int64 does not hold as microseconds, some 290,000 years from now.
+    """
+    converted = times.astype("datetime64[us]")
+    if np.datetime_data(times.dtype)[0] in ("Y", "M", "W", "D", "h", "m", "s", "ms"):
+        # A conversion to a finer unit that has wrapped around does not come back.
+        wrapped = ~np.isnat(times) & (converted.astype(times.dtype) != times)
+        if wrapped.any():
+            at = int(np.argmax(wrapped))
+            raise BadValue(
+                at, f"must be a time within 290,000 years from 1970, got {times.dtype} {times[at].astype(int)}"
+            )
+    return converted.astype(np.int64)
 
 
 def as_time(value: Any) -> int | None:
@@ -245,8 +289,10 @@ def read_lists(column: Any) -> Lists:
                 rows.append(position)
                 indices.append(known.setdefault(_value(value, position), len(known)))
         elif not is_missing(values):
-            raise BadValue(position, f"must be a list of strings or integers, got {_shown(values)}")
-    return Lists(np.array(rows, dtype=np.int64), np.array(indices, dtype=np.int64), list(known))
+            raise BadValue(position, f"must be a list of strings or integers, got {describe(values)}")
+    lists = Lists(np.array(rows, dtype=np.int64), np.array(indices, dtype=np.int64), list(known))
+    _check_values(known, lists.indices, lists.rows)
+    return lists
 
 
 def _arrow_lists(column: Any) -> Lists:
@@ -267,6 +313,15 @@ def _arrow_lists(column: Any) -> Lists:
     return Lists(rows, inner.indices, inner.values)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '…'}"
+def describe(value: Any) -> str:
+    """The type and the beginning of a value, for an error."""
+    return f"{type(value).__name__} {shorten(value)}"
+
+
+def shorten(value: Any) -> str:
+    """The beginning of a value's repr, for an error."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = "of very many digits"
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -8,6 +8,12 @@ from tigon.cli.retrieve.files import Source
 
 # More different strings than these are names or texts, not something to filter by.
 MOST_CATEGORIES, MOST_TAGS = 1_000_000, 504
+# Units and ranges of times and of dates: a column has the first that holds all of its values.
+TIMES = (
+    ("s", "1970-01-01", "2106-02-07"), ("m", "1700-01-01", "2700-01-01"), ("m", "0001-01-01", "8000-01-01"),
+    ("h", "0001-01-01", "9999-12-31T23:00"),
+)  # fmt: skip
+DATES = (("D", "1000-01-01", "3000-01-01"), ("D", "0001-01-01", "9999-12-31"))
 
 
 class Described(NamedTuple):
@@ -36,7 +42,7 @@ def _column(found: Source, name: str, kind: Any) -> Any:
     import pyarrow.compute as compute
     import pyarrow.types as types
 
-    from tigon.retrieve import Category, Number, Tags, Timestamp
+    from tigon.retrieve import Category, Number, Tags
 
     if not name.isidentifier():
         return "its name is no identifier"
@@ -59,11 +65,31 @@ def _column(found: Source, name: str, kind: Any) -> Any:
     if types.is_floating(kind):
         return Number()
     if types.is_timestamp(kind):
-        first = compute.min(found.column(name)).as_py()
-        return Timestamp("s") if first is None or first.year >= 1970 else Timestamp("m", "1700-01-01", "2700-01-01")
+        return _times(found.column(name), TIMES)
     if types.is_date(kind):
-        return Timestamp("D", "1000-01-01", "3000-01-01")
+        return _times(found.column(name), DATES)
     return f"{kind} is nothing to filter by"
+
+
+def _times(column: Any, ranges: tuple[tuple[Any, str, str], ...]) -> Any:
+    import numpy as np
+    import pyarrow
+    import pyarrow.compute as compute
+
+    from tigon.retrieve import Timestamp
+    from tigon.tables.values import BadValue, microseconds
+
+    ends = compute.min_max(column)
+    try:
+        stamps = microseconds(np.array(pyarrow.array([ends["min"], ends["max"]], column.type)))
+    except BadValue:
+        return "it has times 290,000 years from now"
+    for unit, low, high in ranges:
+        made = Timestamp(unit, low, high)
+        places = stamps // Timestamp.UNITS[unit]
+        if not ends["min"].is_valid or (made.first <= places[0] and places[1] <= made.last):
+            return made
+    return "it has times outside the years 1 to 9999"
 
 
 def _integers(ends: dict[str, Any]) -> Any:

@@ -77,8 +77,9 @@ def filtered_topk(
     Raises: ValueError for shapes, dtypes, devices and options that do not fit, and for tensors whose gradient would be
         asked for: the answer has none.
 
-    Scores are sums in fp32 of the numbers as they are stored, in an order that depends on D and k alone: the same query
-    gets the same bits whatever its batch and the plan. Weights of tags are added at the end, one after another in the
+    Scores are sums in fp32 of the numbers as they are stored. On a GPU their order depends on D and k alone: the same
+    query gets the same bits whatever its batch and the plan. On a CPU the products are torch's, whose last bits differ
+    between a query alone and in a batch. Weights of tags are added at the end, one after another in the
     order of word and value; tags whose weight is 0 change no bit.
 
     Rows may hold infinities: their scores are inf, -inf or NaN as such sums are. Not where queries have filters of

@@ -51,7 +51,7 @@ class Signs(NamedTuple):
 
 
 def check_bits(name: str, bits: int) -> None:
-    if isinstance(bits, bool) or bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise ValueError(f"{name}: bits must be one of {', '.join(map(str, BITS))}, got {bits!r}.")
 
 
