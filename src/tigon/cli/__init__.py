@@ -7,7 +7,8 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from tigon.cli.problem import Problem, disk_full, needs
+from tigon.cli.problem import Problem, disk_full, is_out_of_memory, needs
+from tigon.files import DamagedFileError
 
 __all__ = ["Problem", "main", "needs"]
 
@@ -43,7 +44,9 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _explain(error: Any) -> int:
-    """Print one sentence for a usage error, an interruption, a wrong environment or a full disk; else raise: a bug."""
+    """Print one sentence for a usage error, an interruption, a wrong environment, a damaged file, too little memory or
+    a full disk; else raise: a bug.
+    """
     if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "tigon"
@@ -55,6 +58,12 @@ def _explain(error: Any) -> int:
     # The library's errors about its environment variables are sentences for the user already.
     if isinstance(error, (ValueError, RuntimeError)) and str(error).startswith(("TIGON_", "tigon: the triton backend")):
         _say(str(error).removeprefix("tigon: "))
+        return 2
+    if isinstance(error, DamagedFileError):
+        _say(str(error).rstrip("."))
+        return 2
+    if is_out_of_memory(error):
+        _say("there is too little memory for this; smaller files, a smaller model or smaller batches need less")
         return 2
     if disk_full(error):
         _say(f"the disk is full, or fails: {str(error).splitlines()[0]}; what was written before is intact")

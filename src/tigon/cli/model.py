@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tigon.cli.problem import Problem, one_line
+from tigon.files import read_json
+from tigon.manifest import check_manifest
 from tigon.presets import PRESETS, auto_class, close_names, preset_config
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
 
 
 @dataclass
@@ -78,11 +80,9 @@ def _from_path(path: Path) -> Source:
                 f"tigon train --resume --output {path}, or name one of its checkpoints"
             )
         raise Problem(f"model {path}: the directory has no config.json, so it is not a model")
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Problem(f"model {path}: {file.name} is not JSON ({one_line(error)})") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
+    fields = read_json(file)
+    check_manifest(file.parent, [file.name, *(p.name for pattern in TOKENIZER for p in file.parent.glob(pattern))])
+    if "model_type" not in fields:
         raise Problem(f"model {path}: {file.name} has no model_type, so it is not the configuration of a model")
     from transformers import AutoConfig
 
@@ -229,6 +229,9 @@ def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
         from tigon.compress.saving import hosted
 
         hosted()
+    if source.kind == "path":
+        folder = Path(_folder(source))
+        check_manifest(folder, sorted(file.name for pattern in WEIGHTS for file in folder.glob(pattern)))
     try:
         found = auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
         return cast("PreTrainedModel", found)

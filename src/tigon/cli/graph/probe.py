@@ -10,7 +10,9 @@ import typer
 
 from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.kept_runs import read_record
-from tigon.cli.problem import Problem, check_writable, needs, one_line, seeds_of
+from tigon.cli.problem import Problem, check_writable, needs, seeds_of
+from tigon.files import read_tensors
+from tigon.manifest import check_manifest
 
 NAME = "graph probe"
 
@@ -37,9 +39,6 @@ def probe(
         plot = plot if plot.suffix else plot.with_suffix(".png")
         check_writable(plot.parent, f"{NAME}: --plot")
     record = read_record("graph fit", run)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     from tigon import graph as graphs
     from tigon.cli.graph.fitting import EMBEDDINGS, PROBED
     from tigon.cli.graph.shared import digest, opened, sentences, show_rows, summary
@@ -51,10 +50,11 @@ def probe(
     seeds = [seed for seed in seeds_of(NAME, options["seed"]) if f"seed {seed}" in record["stages"]]
     if not seeds:
         raise Problem(f"{NAME}: no seed of {run} is at its end; go on by: tigon graph fit --resume --output {run}")
-    try:
-        vectors = {seed: load_file(run / f"seed-{seed}" / EMBEDDINGS)["z"] for seed in seeds}
-    except (OSError, LookupError, SafetensorError) as error:
-        raise Problem(f"{NAME}: the embeddings of {run} cannot be read ({one_line(error)}); fit it again") from error
+    vectors = {}
+    for seed in seeds:
+        folder = run / f"seed-{seed}"
+        check_manifest(folder, [EMBEDDINGS])
+        vectors[seed] = read_tensors(folder / EMBEDDINGS, required=["z"])["z"]
     with sentences(NAME):
         rows: list[dict[str, Any]] = [{"seed": seed, **graphs.probe(z, graph, c=c)} for seed, z in vectors.items()]
         if plot is not None:
