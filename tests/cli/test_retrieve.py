@@ -146,16 +146,16 @@ def test_a_schema_of_ones_own(folder, tigon, tmp_path):
     assert "columns to filter by" not in tigon(*build).ok().out
     tigon("retrieve", "search", tmp_path / "i", "--like", "job-1", "--where", "price < 3").problem("no column 'price'")
     (tmp_path / "schema.json").write_text('{"land": "Category"}')
-    tigon(*build, "--force").problem("must be a column of", "country", "got land")
+    tigon(*build, "--overwrite").problem("must be a column of", "got 'land'")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("build", "nowhere.parquet", "-o", "x"), ("there is no file nowhere.parquet",)),
-        (("build", "{items}", "-o", "{index}"), ("is not empty", "--force")),
-        (("build", "{items}", "-o", "x", "--vector", "titel"), ("--vector must be a column", "title", "got titel")),
-        (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "there is no vector")),
+        (("build", "{items}", "-o", "{index}"), ("is there; --overwrite replaces",)),
+        (("build", "{items}", "-o", "x", "--vector", "titel"), ("--vector must be a column", "did you mean 'title'")),
+        (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "must be numbers such as")),
         (("build", "{items}", "-o", "x", "--metric", "dot"), ("--metric must be one of ip, cosine, l2, got dot",)),
         (("build", "{queries}", "-o", "x", "--vectors", "{npy}"), ("a row for each of the 20 items, got 3",)),
         (("build", "{items}", "-o", "x", "--capacity", "10"), ("at least the 300 rows of", "got 10")),
@@ -170,7 +170,7 @@ def test_a_schema_of_ones_own(folder, tigon, tmp_path):
         (("search", "nowhere", "--like", "job-1"), ("there is no index nowhere; tigon retrieve build makes one",)),
         (("search", "{index}", "--like", "job-1", "--id", "id"), ("--id and --columns go with --table",)),
         (("evaluate", "{index}", "{queries}", "-k", "0"), ("-k must be integers from 1 to 2,048",)),
-        (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column of", "right", "got x")),
+        (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column of", "right", "got 'x'")),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, tuple) else None,
 )  # fmt: skip

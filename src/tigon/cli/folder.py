@@ -88,9 +88,9 @@ def read_paths(options: Any) -> Iterator[tuple[str, Path]]:
 def check_apart(output: Path, options: Any) -> None:
     """Raise a Problem where a run would write among the files that it reads, or read what it writes."""
     for name, place in read_paths(options):
-        if _within(place, output):
-            relation = "is" if _within(output, place) else "contains"
-        elif _within(output, place):
+        if is_within(place, output):
+            relation = "is" if is_within(output, place) else "contains"
+        elif is_within(output, place):
             relation = "is inside of"
         else:
             continue
@@ -100,7 +100,7 @@ def check_apart(output: Path, options: Any) -> None:
         )
 
 
-def _within(inner: Path, outer: Path) -> bool:
+def is_within(inner: Path, outer: Path) -> bool:
     """Whether `inner` is `outer` or lies in it, also through links."""
     inner = inner.resolve()
     for place in (inner, *inner.parents):

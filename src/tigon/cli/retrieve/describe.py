@@ -24,7 +24,7 @@ def describe(found: Source, names: list[str]) -> Described:
     columns: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name in names:
-        made = _column(found, name, found.data.schema.field(name).type)
+        made = _column(found, name, found.types[name])
         if isinstance(made, str):
             left_out[name] = made
         else:
@@ -36,12 +36,13 @@ def _column(found: Source, name: str, kind: Any) -> Any:
     import pyarrow.compute as compute
     import pyarrow.types as types
 
-    from tigon.retrieve import Category, Number, Tags, Timestamp
+    from tigon.retrieve import Category, Number, Tags
+    from tigon.retrieve.schema import RESERVED
 
-    if not name.isidentifier():
-        return "its name is no identifier"
-    if types.is_dictionary(kind):
-        kind = kind.value_type
+    if not name.isidentifier() or name.lower() in RESERVED:
+        return "its name is a word of filters" if name.isidentifier() else "its name is no identifier"
+    if types.is_null(kind):
+        return "it is empty"
     if types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind):
         distinct = compute.count_distinct(found.column(name)).as_py()
         if distinct > MOST_CATEGORIES:
@@ -58,12 +59,37 @@ def _column(found: Source, name: str, kind: Any) -> Any:
         return _integers(compute.min_max(found.column(name)).as_py())
     if types.is_floating(kind):
         return Number()
-    if types.is_timestamp(kind):
-        first = compute.min(found.column(name)).as_py()
-        return Timestamp("s") if first is None or first.year >= 1970 else Timestamp("m", "1700-01-01", "2700-01-01")
-    if types.is_date(kind):
-        return Timestamp("D", "1000-01-01", "3000-01-01")
+    if types.is_timestamp(kind) or types.is_date(kind):
+        return _times(compute.min_max(found.column(name)), kind)
     return f"{kind} is nothing to filter by"
+
+
+# Units of a Timestamp, finest first, with the years that columns of it reach.
+_REACHES = (("s", "1970-01-01", "2106-02-07"), ("m", "1700-01-01", "2700-01-01"), ("h", "0001-01-01", "9999-12-31"))
+_DAYS = (("D", "1000-01-01", "3000-01-01"), ("D", "0001-01-01", "9999-12-31"))
+_SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+def _times(ends: Any, kind: Any) -> Any:
+    """The finest Timestamp that holds times from the first to the last."""
+    import numpy as np
+    import pyarrow.types as types
+
+    from tigon.retrieve import Timestamp
+
+    is_date = types.is_date(kind)
+    found: list[tuple[Any, str, str]] = [*(_DAYS if is_date else _REACHES)]
+    for unit, low, high in found:
+        # Whole seconds as Python counts them, so that no time is too far away.
+        reach = [int(np.datetime64(end, "s").astype(int)) for end in (low, high)]
+        times = [end.value for end in (ends["min"], ends["max"]) if end.is_valid]
+        if types.is_date32(kind):
+            times = [days * 86_400 for days in times]
+        else:
+            times = [time // (1000 if is_date else _SECONDS[kind.unit]) for time in times]
+        if all(reach[0] <= time <= reach[1] for time in times):
+            return Timestamp(unit, low, high)
+    return "it has times outside of the years 1 to 9999"
 
 
 def _integers(ends: dict[str, Any]) -> Any:
