@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -106,6 +107,7 @@ def _from_hub(name: str) -> Source:
         raise Problem(f"model {name}: there is no such preset; did you mean {' or '.join(close)}?")
     from transformers import AutoConfig
 
+    check_hub()
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
@@ -115,6 +117,36 @@ def _from_hub(name: str) -> Source:
             f"({one_line(error, 160)})"
         ) from error
     return Source(name, "hub", config, weights=True)
+
+
+def check_hub(seconds: float = 3) -> None:
+    """Let huggingface_hub read its cache alone if the hub cannot be reached: it would try again for half a minute."""
+    import socket
+    from threading import Thread
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():  # only the proxy knows what can be reached through it
+        return
+    place = urlsplit(constants.ENDPOINT)
+    reached = []
+
+    def connect() -> None:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(
+                (place.hostname, place.port or (443 if place.scheme == "https" else 80)), timeout=seconds
+            ),
+        ):
+            reached.append(True)
+
+    attempt = Thread(target=connect, daemon=True)  # a name that nobody resolves takes longer than a timeout says
+    attempt.start()
+    attempt.join(seconds)
+    if not reached:
+        constants.HF_HUB_OFFLINE = True
 
 
 def _with_head(source: Source, any_head: bool) -> Source:

@@ -23,10 +23,10 @@ def check_output_file(
         overwrite: whether a file that is there may be replaced.
         inputs: files and folders that the command reads. None of them is replaced, whatever `overwrite` says.
     """
-    if file.suffix.lower() not in suffixes:
-        raise Problem(f"{option} must end in {', '.join(suffixes)}, got {file}")
     if file.is_dir():
         raise Problem(f"{option} must be a file, got the folder {file}")
+    if file.suffix.lower() not in suffixes:
+        raise Problem(f"{option} must end in {', '.join(suffixes)}, got {file}")
     check_writable(file.parent, option)
     if not file.exists():
         return

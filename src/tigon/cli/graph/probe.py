@@ -10,7 +10,8 @@ import typer
 
 from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.kept_runs import read_record
-from tigon.cli.problem import Problem, check_writable, needs, seeds_of
+from tigon.cli.outputs import PICTURES, check_output_file
+from tigon.cli.problem import Problem, needs, seeds_of
 from tigon.files import read_tensors
 from tigon.manifest import check_manifest
 
@@ -25,6 +26,7 @@ def probe(
         Path | None, typer.Option(help="Picture of the angles between the classes, before and after the fit.")
     ] = None,
     dims: Annotated[int, typer.Option(help="Directions of a class that --plot compares.", min=1)] = 8,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a picture that is there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Logistic regression on the nodes to train on, its accuracy on the test nodes, with mean and spread over seeds."""
@@ -37,7 +39,7 @@ def probe(
     if plot is not None:
         plot = plot.expanduser().resolve()
         plot = plot if plot.suffix else plot.with_suffix(".png")
-        check_writable(plot.parent, f"{NAME}: --plot")
+        check_output_file(f"{NAME}: --plot", plot, PICTURES, overwrite=overwrite, inputs=[] if root is None else [root])
     record = read_record("graph fit", run)
     from tigon import graph as graphs
     from tigon.cli.graph.fitting import EMBEDDINGS, PROBED

@@ -69,6 +69,12 @@ class Opened:
             return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
 
     @property
+    def files(self) -> list[str]:
+        """The tables that the run was fitted on."""
+        names = ("data", "history", "items", "users", "val", "test")
+        return [path for name in names for path in self.options.get(name) or []]
+
+    @property
     def labels(self) -> list[str]:
         """What `scored` tells of: labels, or the tasks of a prompt."""
         return list(self.ranker.prompt.tasks if self.by_prompt else self.ranker.labels)
