@@ -54,8 +54,10 @@ def read_yaml(
     path: str | Path, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = (), largest: int = 1 << 22
 ) -> Any:
     """Read a YAML file by PyYAML's safe loader. Arguments and errors are those of `read_json`."""
-    import yaml
-
+    try:
+        import yaml
+    except ImportError as error:
+        raise DamagedFileError(f"{path} is YAML, which needs PyYAML: pip install pyyaml.") from error
     try:
         value = _parse(yaml.safe_load, _read_bytes(path, largest), str(path), "YAML")
     except yaml.YAMLError as error:

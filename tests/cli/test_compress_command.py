@@ -85,6 +85,8 @@ def test_dense_weights_open_without_tigon(tigon, folder):
         (("--budget", "0.5", "--method", "bitz"), ("--method must be one of", "did you mean 'bits'")),
         (("--heavy-bits", "4", "--method", "rank"), ("takes no --method rank",)),
         (("--budget", "0.5", "--share", "0.5"), ("--share goes with --heavy-bits",)),
+        (("--budget", "0.5", "--plot", "x.txt"), ("--plot must end in .png, .svg, .pdf, got x.txt",)),
+        (("--budget", "0.5", "--tokens", "1"), ("--tokens", "256")),
         (("--budget", "0.5", "--held", "nowhere"), ("--held nowhere: there is no such file",)),
         (("--budget", "0.5", "--data", "nowhere"), ("--data nowhere: there is no such file",)),
     ],
@@ -115,9 +117,9 @@ def test_a_tied_model_of_more_layers_than_verify_builds(tigon, tmp_path, text):
     before = (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns
     tigon(*options, cwd=tmp_path).problem("--output small is there; --overwrite replaces")
     tigon(*options[:-2], "other", "--plot", "report.png", cwd=tmp_path).problem("--plot report.png is there")
-    tigon("compress", "model", "--data", "calib.txt", "--budget", "0.3", "-o", ".", "--overwrite", cwd=tmp_path).problem(
-        "--output . holds model, which is read"
-    )
+    tigon(
+        "compress", "model", "--data", "calib.txt", "--budget", "0.3", "-o", ".", "--overwrite", cwd=tmp_path
+    ).problem("--output . holds model, which is read")
     assert (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns == before
     tigon(*options, "--overwrite", cwd=tmp_path).ok()
     assert (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns > before

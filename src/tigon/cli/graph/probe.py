@@ -58,12 +58,14 @@ def probe(
         check_manifest(folder, [EMBEDDINGS])
         vectors[seed] = read_tensors(folder / EMBEDDINGS, required=["z"])["z"]
     with sentences(NAME):
+        panels = {"features": graph.x, f"embeddings, seed {seeds[0]}": vectors[seeds[0]]} if plot is not None else {}
+        if plot is not None and graph.y is None:
+            raise ValueError("--plot is for a graph with classes, y")
+        angles = {k: graphs.principal_angles(z, graph.y, dims=dims) for k, z in panels.items()}
         rows: list[dict[str, Any]] = [{"seed": seed, **graphs.probe(z, graph, c=c)} for seed, z in vectors.items()]
         if plot is not None:
-            assert graph.y is not None  # or the probe had said so
-            panels = {"features": graph.x, f"embeddings, seed {seeds[0]}": vectors[seeds[0]]}
             plot.parent.mkdir(parents=True, exist_ok=True)
-            graphs.plot_angles(plot, {k: graphs.principal_angles(z, graph.y, dims=dims) for k, z in panels.items()})
+            graphs.plot_angles(plot, angles)
     names = [name for name in rows[0] if name != "seed"]
     found = {"seeds": rows, "summary": summary(rows, names), "c": c}
     write_json(run / PROBED, found)
