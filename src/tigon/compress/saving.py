@@ -160,7 +160,13 @@ def _hosted_model(folder: Path, options: dict[str, Any]) -> Any:
         raise ValueError(f"load: the model in {folder} is not compressed by Tigon; open it by from_pretrained.")
     hosted()
     kind = getattr(transformers, (fields.get("architectures") or ["AutoModel"])[0], transformers.AutoModel)
-    return kind.from_pretrained(folder, **options).eval()
+    try:
+        return kind.from_pretrained(folder, **options).eval()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises what its readers of damaged files raise
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DamagedFileError(f"load: {folder} holds no model that can be loaded: {said}") from error
 
 
 @torch.no_grad()

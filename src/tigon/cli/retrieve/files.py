@@ -124,6 +124,7 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
     Raises: Problem if a row has no vector, or one of another width.
     """
     import pyarrow as pa
+    import pyarrow.compute as compute
     import pyarrow.types as types
 
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -143,7 +144,7 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
     if column.null_count:
         at = column.is_null().to_pylist().index(True)
         raise Problem(f"{command}: column {name!r}, row {first + at:,}: there is no vector")
-    widths = np.asarray(pa.compute.list_value_length(column))
+    widths = np.asarray(compute.list_value_length(column))
     if len(widths) and not widths[0]:
         raise Problem(f"{command}: column {name!r}, row {first:,}: the vector has no numbers")
     if (widths != widths[0]).any():
