@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any, NoReturn
 
 from tigon.cli.problem import Problem, disk_full, is_out_of_memory, needs
+from tigon.cli.signals import catch_sigterm, received
 from tigon.files import DamagedFileError
 
 __all__ = ["Problem", "main", "needs"]
@@ -26,13 +26,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _run(arguments: list[str] | None) -> int:
     from tigon.cli.app import app
 
-    # SIGTERM must run the `finally` blocks too, so that child processes end and files are closed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    catch_sigterm()
     try:
         status = int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
         if status == 130:  # some versions of typer turn Ctrl-C into a status
             _say("interrupted")
-        return status
+        return 128 + received() if received() and not status else status
     except (Problem, SystemExit):
         raise
     except BrokenPipeError:

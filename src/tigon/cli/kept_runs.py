@@ -24,6 +24,7 @@ from tigon.cli.checkpoint import (
 )
 from tigon.cli.folder import LOCK
 from tigon.cli.problem import Problem, check_writable
+from tigon.cli.signals import received
 from tigon.files import read_json, read_tensors
 
 # Of a checkpoint.
@@ -123,6 +124,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.signal = received()
         return self
 
     def __exit__(self, *_: object) -> None:

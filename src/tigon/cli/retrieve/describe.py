@@ -8,6 +8,12 @@ from tigon.cli.retrieve.files import Source
 
 # More different strings than these are names or texts, not something to filter by.
 MOST_CATEGORIES, MOST_TAGS = 1_000_000, 504
+# Units and ranges of times and of dates: a column has the first that holds all of its values.
+TIMES = (
+    ("s", "1970-01-01", "2106-02-07"), ("m", "1700-01-01", "2700-01-01"), ("m", "0001-01-01", "8000-01-01"),
+    ("h", "0001-01-01", "9999-12-31T23:00"),
+)  # fmt: skip
+DATES = (("D", "1000-01-01", "3000-01-01"), ("D", "0001-01-01", "9999-12-31"))
 
 
 class Described(NamedTuple):
@@ -59,37 +65,32 @@ def _column(found: Source, name: str, kind: Any) -> Any:
         return _integers(compute.min_max(found.column(name)).as_py())
     if types.is_floating(kind):
         return Number()
-    if types.is_timestamp(kind) or types.is_date(kind):
-        return _times(compute.min_max(found.column(name)), kind)
+    if types.is_timestamp(kind):
+        return _times(found.column(name), TIMES)
+    if types.is_date(kind):
+        return _times(found.column(name), DATES)
     return f"{kind} is nothing to filter by"
 
 
-# Units of a Timestamp, finest first, with the years that columns of it reach.
-_REACHES = (("s", "1970-01-01", "2106-02-07"), ("m", "1700-01-01", "2700-01-01"), ("h", "0001-01-01", "9999-12-31"))
-_DAYS = (("D", "1000-01-01", "3000-01-01"), ("D", "0001-01-01", "9999-12-31"))
-_SECONDS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-
-
-def _times(ends: Any, kind: Any) -> Any:
-    """The finest Timestamp that holds times from the first to the last."""
+def _times(column: Any, ranges: tuple[tuple[Any, str, str], ...]) -> Any:
     import numpy as np
-    import pyarrow.types as types
+    import pyarrow
+    import pyarrow.compute as compute
 
     from tigon.retrieve import Timestamp
+    from tigon.tables.values import BadValue, microseconds
 
-    is_date = types.is_date(kind)
-    found: list[tuple[Any, str, str]] = [*(_DAYS if is_date else _REACHES)]
-    for unit, low, high in found:
-        # Whole seconds as Python counts them, so that no time is too far away.
-        reach = [int(np.datetime64(end, "s").astype(int)) for end in (low, high)]
-        times = [end.value for end in (ends["min"], ends["max"]) if end.is_valid]
-        if types.is_date32(kind):
-            times = [days * 86_400 for days in times]
-        else:
-            times = [time // (1000 if is_date else _SECONDS[kind.unit]) for time in times]
-        if all(reach[0] <= time <= reach[1] for time in times):
-            return Timestamp(unit, low, high)
-    return "it has times outside of the years 1 to 9999"
+    ends = compute.min_max(column)
+    try:
+        stamps = microseconds(np.array(pyarrow.array([ends["min"], ends["max"]], column.type)))
+    except BadValue:
+        return "it has times 290,000 years from now"
+    for unit, low, high in ranges:
+        made = Timestamp(unit, low, high)
+        places = stamps // Timestamp.UNITS[unit]
+        if not ends["min"].is_valid or (made.first <= places[0] and places[1] <= made.last):
+            return made
+    return "it has times outside the years 1 to 9999"
 
 
 def _integers(ends: dict[str, Any]) -> Any:
