@@ -194,17 +194,21 @@ class Template:
     def __init__(self, part: str, text: str) -> None:
         if not isinstance(text, str):
             raise ValueError(f"{NAME}: {part} must be a text, got {text!r}.")
+        self.part, self.text = part, text
+        try:
+            self._compile()
+        except RecursionError:
+            raise ValueError(f"{NAME}: {part} nests too deeply.") from None
+
+    def _compile(self) -> None:
         import jinja2
         from jinja2 import meta, nodes
 
-        self.part, self.text = part, text
-        environment = _environment()
+        part, text, environment = self.part, self.text, _environment()
         try:
             tree = environment.parse(text)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{NAME}: {part} is no template ({error.message}): {text!r}.") from None
-        except RecursionError:
-            raise ValueError(f"{NAME}: {part} nests too deeply.") from None
         allowed = (
             nodes.Template, nodes.Output, nodes.TemplateData, nodes.Name, nodes.Const, nodes.Filter, nodes.Keyword,
             nodes.If, nodes.CondExpr, nodes.Test, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not,
@@ -219,11 +223,8 @@ class Template:
                 kind = type(node).__name__
                 said = {"Getattr": "reach attributes", "Getitem": "reach into values", "Call": "call functions"}
                 raise ValueError(f"{NAME}: {part} must not {said.get(kind, f'use {kind.lower()}')}: {text!r}.")
-        try:
-            self.columns = set(meta.find_undeclared_variables(tree))
-            self.template = environment.from_string(text)
-        except RecursionError:
-            raise ValueError(f"{NAME}: {part} nests too deeply.") from None
+        self.columns = set(meta.find_undeclared_variables(tree))
+        self.template = environment.from_string(text)
 
     def __call__(self, row: Mapping[str, Any]) -> str:
         import jinja2
