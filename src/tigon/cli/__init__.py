@@ -43,8 +43,8 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _explain(error: Any) -> int:
-    """Print one sentence for a usage error, an interruption, a wrong environment, a damaged file, too little memory or
-    a full disk; else raise: a bug.
+    """Print one sentence for a usage error, an interruption, a wrong environment, a damaged file, too little memory, a
+    file that cannot be opened or a full disk; else raise: a bug.
     """
     if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
         context = getattr(error, "ctx", None)
@@ -66,6 +66,12 @@ def _explain(error: Any) -> int:
         return 2
     if disk_full(error):
         _say(f"the disk is full, or fails: {str(error).splitlines()[0]}; what was written before is intact")
+        return 2
+    if isinstance(error, OSError) and error.filename is not None:
+        _say(f"{error.filename}: {error.strerror}")
+        return 2
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, before Python 3.13
+        _say(str(error))
         return 2
     raise error
 

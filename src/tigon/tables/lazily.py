@@ -46,7 +46,7 @@ class ParquetColumns(Mapping[str, Any]):
                     f"{name}: row groups are read of files that end in {' or '.join(ENDINGS)}, got {file}."
                 )
             try:
-                about = parquet.ParquetFile(str(file))
+                about = parquet.ParquetFile(str(file), page_checksum_verification=True)
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{name}: {file} cannot be read: {said(error)}.") from error
             names = about.schema_arrow.names
@@ -113,7 +113,7 @@ class ParquetColumns(Mapping[str, Any]):
 
         for file in self.files:
             try:
-                with parquet.ParquetFile(str(file)) as opened:
+                with parquet.ParquetFile(str(file), page_checksum_verification=True) as opened:
                     for batch in opened.iter_batches(size, columns=list(columns), use_threads=False):
                         yield arrow_columns(self.name, pa.Table.from_batches([batch]))
             except (OSError, pa.ArrowException) as error:
@@ -129,7 +129,7 @@ class ParquetColumns(Mapping[str, Any]):
             by_file.setdefault(file, []).append(number)
         for file, numbers in by_file.items():
             try:
-                with parquet.ParquetFile(str(file)) as opened:
+                with parquet.ParquetFile(str(file), page_checksum_verification=True) as opened:
                     tables.append(opened.read_row_groups(numbers, columns=columns, use_threads=False))
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{self.name}: {file} cannot be read: {said(error)}.") from error

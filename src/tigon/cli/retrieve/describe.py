@@ -101,8 +101,11 @@ def _integers(ends: dict[str, Any]) -> Any:
         return "it is empty"
     if max(abs(low), abs(high)) <= 2**24:
         return Number()  # as a float32, which holds them all
+    if high >= 2**63:
+        return f"it has numbers above 2**63, such as {high:,}"
     if high - low >= 2**32 - 2:
         return f"{low:,} to {high:,} is more than 32 bits hold"
+    low = low - (low == high)  # a range has two numbers at least
     return Number(low, high, step=1, bits=max(8, (high - low + 1).bit_length()))
 
 
