@@ -74,7 +74,7 @@ def score(
         console.print(f"note: {note}")
     roles = table.schema.roles
     # Of one type in all pieces, whatever is missing in one of them.
-    requests = pa.array(table.request_ids)
+    requests = _arrow(table.request_ids)
     names = _names([roles.request or "request", *beside], list(opened.labels))
     for name, own in names.items():
         if own != name[1]:
@@ -106,13 +106,20 @@ def _beside(table: Any, keep: list[str]) -> dict[str, Any]:
 
     Raises: ValueError for a column that is not there.
     """
-    import pyarrow as pa
-
     roles = table.schema.roles
     every = "all" in keep and "all" not in table.columns
     kept = [*table.columns, *(name for name in keep if name != "all")] if every else keep
     wanted = dict.fromkeys([*([] if roles.item is None else [roles.item]), *kept])
-    return {name: pa.array(table.column(name)) for name in wanted if name != roles.request}
+    return {name: _arrow(table.column(name)) for name in wanted if name != roles.request}
+
+
+def _arrow(values: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.array(values)
+    except OverflowError:  # integers above 2**63, as Python has them
+        return pa.array(values, pa.uint64())
 
 
 def _names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:

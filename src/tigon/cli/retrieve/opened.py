@@ -74,7 +74,8 @@ def _of_item(command: str, index: Index, like: str) -> Any:
             wanted = int(like)
         except ValueError:
             raise Problem(f"{command}: --like must be an id of the index, which are integers, got {like!r}") from None
-    if index.ids is None or wanted not in index:
+    is_too_large = isinstance(wanted, int) and not -(2**63) <= wanted < 2**63
+    if index.ids is None or is_too_large or wanted not in index:
         raise Problem(f"{command}: --like must be an id of the index, got {like}")
     row = int(index.ids.find([wanted])[1][0])
     return index.embeddings[row : row + 1].float()
