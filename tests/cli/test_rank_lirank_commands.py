@@ -97,7 +97,7 @@ def test_eval_score_and_compress_agree(run, folder, tigon, tmp_path):
     test = ("--data", folder / "test.csv", "--draws", 5, "--device", "cpu", "-o", tmp_path)
     shown = json.loads(tigon("rank", "eval", out, *test, "--json").ok().out)
     assert shown["metrics"] == results(out)["test"]["metrics"]
-    tigon("rank", "eval", out, *test, "--by", "country").ok()
+    tigon("rank", "eval", out, *test, "--by", "country", "--overwrite").ok()
     assert list(results(tmp_path, "eval.json")["by"]["country"]) == ["de", "fr"]
     small = tmp_path / "small"
     compress = ("rank", "compress", out, "-o", small, "--device", "cpu")
@@ -207,4 +207,7 @@ def test_calibration_of_one_class_and_a_vocabulary_that_changed(run, folder, tig
     shutil.copytree(run[0] / "model", tmp_path / "edited")
     text = (tmp_path / "edited" / "schema.json").read_text().replace('"fr"', '"fr", "it"')
     (tmp_path / "edited" / "schema.json").write_text(text)
-    tigon("rank", "eval", tmp_path / "edited", "--data", folder / "test.csv").problem("must be of one ranker")
+    evaluate = ("rank", "eval", tmp_path / "edited", "--data", folder / "test.csv")
+    tigon(*evaluate).problem("schema.json is not what was written", "delete manifest.json")
+    (tmp_path / "edited" / "manifest.json").unlink()
+    tigon(*evaluate).problem("model.safetensors does not fit the model", "must have shape")

@@ -68,7 +68,7 @@ def compress(
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     _check_split(budget, method, heavy_bits, rest_bits, share)
-    inputs = [model, *data, *(held or [])]
+    inputs: list[str | Path] = [model, *data, *(held or [])]
     check_output_folder(f"{NAME}: --output", output, overwrite=overwrite, is_own=_is_compressed, inputs=inputs)
     place = device_of(device, NAME)
     texts, others = _texts(data), _texts(held, "--held") if held else []

@@ -136,10 +136,10 @@ _NAMES: dict[tuple[str, str], _Name] = {
 }
 
 
-_Machine: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_Machine: Any = pickle._Unpickler
 
 
-class _Unpickler(_Machine):
+class _Unpickler(_Machine):  # type: ignore[misc]
     """The stack machine of the standard library in Python, whose memo is a dict: no number in a file sizes a table."""
 
     dispatch: ClassVar[dict[int, Any]] = {}

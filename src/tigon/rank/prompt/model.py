@@ -299,7 +299,7 @@ class PromptRanker(nn.Module):
         self.model.save_pretrained(folder)  # type: ignore[operator]
         self.tokenizer.save_pretrained(folder)
         self.save_settings(folder)
-        write_manifest(folder, sorted(file.name for file in Path(folder).iterdir() if file.name != MANIFEST))
+        write_manifest(Path(folder), sorted(file.name for file in Path(folder).iterdir() if file.name != MANIFEST))
 
     def save_settings(self, folder: str | os.PathLike[str]) -> None:
         """Write prompt.yaml and ranker.json beside a model that is saved already.
@@ -314,7 +314,7 @@ class PromptRanker(nn.Module):
         self.prompt.save(Path(folder) / FILE)
         (Path(folder) / SETTINGS).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         if (Path(folder) / MANIFEST).exists():
-            write_manifest(folder, [FILE, SETTINGS])
+            write_manifest(Path(folder), [FILE, SETTINGS])
 
     def export_sglang(self, requests: Any, folder: str | os.PathLike[str]) -> list[Path]:
         """Write a folder for SGLang's multi-item scoring: `tigon.rank.prompt.export_sglang`.
