@@ -180,6 +180,10 @@ def of_a(options):
         ('{"roles": {}, "fields": {"a": ["Id"]}}', "must have a kind"),
         ('{"roles": {}, "fields": {"a": {"kind": ["Id"]}}}', "must have a kind"),
         ('{"roles": {}, "fields": {"a": {"kind": "Id", "hash_rows": {}}}}', "hash_rows must be an integer"),
+        (
+            f'{{"roles": {{}}, "fields": {{"a": {{"kind": "Id", "hash_rows": {10**30}}}}}}}',
+            "hash_rows must be an integer",
+        ),
         ('{"roles": {}, "fields": {"a": {"kind": "Id", "vocab": [[1]]}}}', "vocab must hold strings or integers"),
         ('{"roles": {"itm": "a"}, "fields": {}}', "there is no role 'itm'; did you mean 'item'"),
         ('{"roles": {"item": 3}, "fields": {}}', "role 'item' must be the name of a column, or none, got 3"),
