@@ -17,7 +17,8 @@ from typing import Any
 from tigon.cli.agree import restarts
 from tigon.cli.problem import Problem
 from tigon.files import DamagedFileError
-from tigon.manifest import MANIFEST, compute_fingerprint, read_manifest
+from tigon.manifest import MANIFEST as MANIFEST
+from tigon.manifest import compute_fingerprint, read_manifest
 
 STAGING = ".incomplete"
 RECORD = "run.json"

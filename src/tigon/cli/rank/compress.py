@@ -33,7 +33,7 @@ def compress(
     """Write a ranker of features with tables of 8 bits, and say what it weighs and how its scores differ."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     place = device_of(device, NAME)
-    inputs = [run, *([run / "model"] if (run / "model").is_dir() else []), *(data or [])]
+    inputs: list[str | Path] = [run, *([run / "model"] if (run / "model").is_dir() else []), *(data or [])]
     check_output_folder(f"{NAME}: --output", output, overwrite=overwrite, is_own=_is_ranker, inputs=inputs)
     from tigon.cli.rank.evaluate import drawing_of
     from tigon.cli.rank.opened import Opened

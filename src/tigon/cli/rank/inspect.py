@@ -49,7 +49,13 @@ def inspect(
         from tigon.cli.rank.inspect_data import inspect_data
 
         if output is not None:
-            inputs = [target, *(path for path in (schema,) if path), *(history or []), *(items or []), *(users or [])]
+            inputs: list[str | Path] = [
+                target,
+                *(path for path in (schema,) if path),
+                *(history or []),
+                *(items or []),
+                *(users or []),
+            ]
             check_output_file(f"{NAME}: --output", output, (".json",), overwrite=overwrite, inputs=inputs)
         given = {"request": request, "item": item, "user": user, "time": time, "weight": weight,
                  "labels": label, "action": action}  # fmt: skip

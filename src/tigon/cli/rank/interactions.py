@@ -60,7 +60,7 @@ def interactions(
         raise Problem(f"{NAME}: --method must be one of {', '.join(METHODS)}, got {method}")
     if run is None and not (data and label):
         raise Problem(f"{NAME}: give the folder of a run, or a table by --data and its --label")
-    inputs = [*([] if run is None else [run / name for name in OF_RUN]), *(data or [])]
+    inputs: list[str | Path] = [*([] if run is None else [run / name for name in OF_RUN]), *(data or [])]
     for option, file, suffixes in (("--plot", plot, PICTURES), ("--as-crosses", as_crosses, (".json",))):
         if file is not None:
             check_output_file(f"{NAME}: {option}", file, suffixes, overwrite=overwrite, inputs=inputs)

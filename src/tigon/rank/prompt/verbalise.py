@@ -151,7 +151,7 @@ class Prompt:
 
         Raises: ValueError for a file that cannot be read or is no YAML, and as `Prompt`.
         """
-        return cls.of(read_yaml(path))
+        return cls.of(read_yaml(Path(path)))
 
     @classmethod
     def of(cls, told: Any) -> Prompt:
