@@ -1,4 +1,4 @@
-"""Read JSON, YAML and safetensors files that may be missing, damaged or hostile.
+"""Read JSON, YAML, safetensors and NumPy files that may be missing, damaged or hostile.
 
 Every reader raises `DamagedFileError`, a ValueError whose message is one sentence that names the file.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
 
 LARGEST_JSON = 1 << 28
@@ -51,8 +54,10 @@ def read_yaml(
     path: str | Path, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = (), largest: int = 1 << 22
 ) -> Any:
     """Read a YAML file by PyYAML's safe loader. Arguments and errors are those of `read_json`."""
-    import yaml
-
+    try:
+        import yaml
+    except ImportError as error:
+        raise DamagedFileError(f"{path} is YAML, which needs PyYAML: pip install pyyaml.") from error
     try:
         value = _parse(yaml.safe_load, _read_bytes(path, largest), str(path), "YAML")
     except yaml.YAMLError as error:
@@ -95,6 +100,107 @@ def read_tensors(path: str | Path, *, required: Iterable[str] = (), sha256: str 
     return tensors
 
 
+def read_array(path: str | Path, *, mapped: bool = False) -> npt.NDArray[Any]:
+    """Read the array of a .npy file.
+
+    Args:
+        path: the file.
+        mapped: leave the numbers on the disk until they are looked at.
+    Raises: DamagedFileError if the file is missing, is not a .npy file of numbers, bools or texts, or needs more memory
+        than there is.
+    """
+    import numpy as np
+
+    try:
+        with open(path, "rb") as file:
+            _check_header(file, str(path), mapped)
+        found: npt.NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (DamagedFileError, MemoryError):
+        raise
+    except Exception as error:  # NumPy raises what its parts raise: EOFError, SyntaxError, tokenize's own, …
+        raise DamagedFileError(f"{path} is not a whole .npy file.") from error
+    return found
+
+
+def read_arrays(path: str | Path, *, required: Iterable[str] = ()) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays of a .npz file, by their names.
+
+    Args:
+        path: the file.
+        required: names of arrays that must be in the file; others may be, too.
+    Raises: DamagedFileError if the file is missing, is not a .npz file of numbers, bools or texts, lacks an array, or
+        needs more memory than there is.
+    """
+    import numpy as np
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            sizes = []
+            for member in archive.infolist():
+                with archive.open(member) as file:
+                    sizes.append(_check_header(file, f"{path}, {member.filename}", mapped=True))
+        check_memory(path, sum(sizes))
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (DamagedFileError, MemoryError):
+        raise
+    except Exception as error:  # as of `read_array`, and those of zipfile and zlib
+        raise DamagedFileError(f"{path} is not a whole .npz file.") from error
+    missing = sorted(set(required) - arrays.keys())
+    if missing:
+        raise DamagedFileError(f"{path} lacks {_list(missing)}.")
+    return arrays
+
+
+def check_memory(path: str | Path, needed: int) -> None:
+    """Raise DamagedFileError if what a file holds needs more memory, in bytes, than there is."""
+    available = available_memory()
+    if available is not None and needed > available:
+        raise DamagedFileError(
+            f"{path} holds {needed / 2**30:,.1f} GiB, and {available / 2**30:,.1f} GiB of memory are free."
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that this process can still get; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:  # a container may get less than the machine has
+        most = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        cache = next(
+            int(line.split()[1])
+            for line in (group / "memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        )
+    except (OSError, StopIteration, ValueError, IndexError):
+        return free
+    return max(0, min(free, most - used + cache))
+
+
+def _check_header(file: Any, name: str, mapped: bool) -> int:
+    """The bytes that the array of an open .npy file takes; they must be free, unless mapped."""
+    from numpy.lib import format as npy
+
+    version = npy.read_magic(file)
+    read = {(1, 0): npy.read_array_header_1_0}.get(version, npy.read_array_header_2_0)
+    shape, _, dtype = read(file)
+    if dtype.hasobject:
+        raise DamagedFileError(f"{name} must hold numbers, bools or texts, got Python objects.")
+    size = math.prod(shape) * dtype.itemsize
+    if not mapped:
+        check_memory(name, size)
+    return size
+
+
 def load_state(
     module: Any, tensors: Mapping[str, Tensor], path: str | Path, *, ignore: Callable[[str], bool] = lambda _: False
 ) -> None:
@@ -106,6 +212,16 @@ def load_state(
         path: the file that the tensors are from, for the messages.
         ignore: says of a name in either whether it may be missing or unknown.
     Raises: DamagedFileError if a name is missing or unknown, or a shape differs; the module is unchanged then.
+    """
+    check_state(module, tensors, path, ignore=ignore)
+    module.load_state_dict(dict(tensors), strict=False)
+
+
+def check_state(
+    module: Any, tensors: Mapping[str, Tensor], path: str | Path, *, ignore: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Check that tensors fit a module, which may be on the device "meta". Arguments and errors are those of
+    `load_state`.
     """
     state = module.state_dict()
     missing = sorted(name for name in state.keys() - tensors.keys() if not ignore(name))
@@ -119,7 +235,6 @@ def load_state(
         expected, shape = tuple(state[name].shape), tuple(tensors[name].shape)
         if shape != expected:
             raise DamagedFileError(f"{path} does not fit the model: {name} must have shape {expected}, got {shape}.")
-    module.load_state_dict(dict(tensors), strict=False)
 
 
 def check_sha256(path: str | Path, expected: str) -> None:

@@ -93,10 +93,10 @@ def test_a_file_that_cannot_be_read_is_a_defect(tmp_path, monkeypatch):
     """Root reads every file, so the system's answer is made here."""
     folder = write(tmp_path, 5)
 
-    def refuse(self):
+    def refuse(self, *_):
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(type(folder), "read_bytes", refuse)
+    monkeypatch.setattr(type(folder), "open", refuse)
     assert defect(folder) == "model.safetensors cannot be read (Permission denied)"
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import write_model
 
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
@@ -84,6 +85,8 @@ def test_dense_weights_open_without_tigon(tigon, folder):
         (("--budget", "0.5", "--method", "bitz"), ("--method must be one of", "did you mean 'bits'")),
         (("--heavy-bits", "4", "--method", "rank"), ("takes no --method rank",)),
         (("--budget", "0.5", "--share", "0.5"), ("--share goes with --heavy-bits",)),
+        (("--budget", "0.5", "--plot", "x.txt"), ("--plot must end in .png, .svg, .pdf, got x.txt",)),
+        (("--budget", "0.5", "--tokens", "1"), ("--tokens", "256")),
         (("--budget", "0.5", "--held", "nowhere"), ("--held nowhere: there is no such file",)),
         (("--budget", "0.5", "--data", "nowhere"), ("--data nowhere: there is no such file",)),
     ],
@@ -98,3 +101,32 @@ def test_too_little_text_says_how_much_is_needed(tigon, folder):
     tigon("compress", "model", "--data", "short.txt", "--budget", "0.5", "-o", "none", cwd=folder).problem(
         "tokens of calibration are too few", "at least 256"
     )
+
+
+def test_a_tied_model_of_more_layers_than_verify_builds(tigon, tmp_path, text):
+    write_model(tmp_path / "model", text, num_hidden_layers=4, tie_word_embeddings=True)
+    (tmp_path / "calib.txt").write_text(text.read_text()[:4000])
+    options = ("compress", "model", "--data", "calib.txt", "--budget", "0.3", "-o", "small", "--embeddings")
+    done = tigon(*options, "--plot", "report.png", cwd=tmp_path).ok()
+    assert "left as it is: model.embed_tokens: its weight is tied" in done.out
+    assert (tmp_path / "report.png").stat().st_size > 1000
+    assert "2 layers" in tigon("verify", "small", "--seq-len", "8", cwd=tmp_path).ok().out
+    assert "4 layers" in tigon("verify", "small", "--seq-len", "8", "--layers", "0", cwd=tmp_path).ok().out
+
+    # What is there stays, whatever it is.
+    before = (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns
+    tigon(*options, cwd=tmp_path).problem("--output small is there; --overwrite replaces")
+    tigon(*options[:-2], "other", "--plot", "report.png", cwd=tmp_path).problem("--plot report.png is there")
+    tigon(
+        "compress", "model", "--data", "calib.txt", "--budget", "0.3", "-o", ".", "--overwrite", cwd=tmp_path
+    ).problem("--output . holds model, which is read")
+    assert (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns == before
+    tigon(*options, "--overwrite", cwd=tmp_path).ok()
+    assert (tmp_path / "small" / "model.safetensors").stat().st_mtime_ns > before
+    (tmp_path / "small" / "notes.txt").write_text("mine")
+    tigon(*options, "--overwrite", cwd=tmp_path).problem("holds files of another kind")
+
+    content = bytearray((tmp_path / "small" / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "small" / "model.safetensors").write_bytes(content)
+    tigon("verify", "small", cwd=tmp_path).problem("model.safetensors is not what was written")

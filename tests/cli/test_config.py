@@ -35,8 +35,9 @@ def test_the_command_line_wins(tmp_path):
         ("plain: 1", "plain must be true or false, got 1"),
         ("model: [a, b]", "model must be a text, got ['a', 'b']"),
         ("batch-size: 4\nbatch_size: 5", "batch_size is given twice"),
-        ("- a\n- b", "must be a mapping of options"),
-        ("a: [", "cannot be read"),
+        ("- a\n- b", "must be a file of options and values"),
+        ("a: [", "is not YAML, line 1"),
+        ("[" * 20_000, "nests too deeply"),
         ("resume: true", "resume is no option of tigon train"),
     ],
 )
@@ -69,4 +70,4 @@ def test_a_run_by_a_file(tigon, checkpoint, text, tmp_path):
     assert done.out.count("parts fused") == 1
     assert "No step seen" not in done.out
     assert "Ran in the last step: head 1" in done.out
-    tigon("train", "--config", tmp_path / "gone.yaml").problem("gone.yaml: cannot be read")
+    tigon("train", "--config", tmp_path / "gone.yaml").problem("gone.yaml is missing")

@@ -121,6 +121,8 @@ def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, tigon,
     shown = json.loads(tigon("rank", "eval", out, *same, "--json").ok().out)
     assert shown["metrics"] == results(out)["test"]["metrics"]
     assert results(tmp_path, "eval.json") == shown
+    tigon("rank", "eval", out, *same).problem("eval.json is there; --overwrite replaces it")
+    same = (*same, "--overwrite")
     said = tigon("rank", "eval", out, *same, "--by", "position").ok()
     found = results(tmp_path, "eval.json")
     assert list(found["by"]["position"]) == [str(place) for place in range(SHOWN)]
@@ -131,7 +133,7 @@ def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, tigon,
     assert (tmp_path / "eval.png").stat().st_size > 1000
     assert "position" not in said.err
     tigon("rank", "eval", out, *same, "--by", "place").problem("there is no column 'place'", "position")
-    tigon("rank", "eval", out, "--data", folder / "unlabelled.parquet", "-o", tmp_path).problem("click")
+    tigon("rank", "eval", out, "--data", folder / "unlabelled.parquet", "-o", tmp_path / "new").problem("click")
 
 
 def test_a_history_of_own_impressions_goes_on_with_those_that_have_labels(run, folder, tmp_path):
@@ -439,3 +441,28 @@ def test_files_of_others_and_data_that_changed(folder, data, tigon, tmp_path):
     tigon("rank", "fit", "--resume", "--device", "cpu", "-o", out).problem("is not what the run in", "was trained on")
     tigon("rank", "eval", out, "--data", own).problem("is not at its end", "--resume")
     tigon("rank", "eval", tmp_path, "--data", own).problem("holds no ranker")
+
+
+def test_nothing_is_overwritten_unasked(run, folder, tigon, tmp_path):
+    out, _ = run
+    data = shutil.copy(folder / "test.parquet", tmp_path / "t.parquet")
+    score = ("rank", "score", out, "--data", data, "--device", "cpu", "-o")
+    before = data.read_bytes()
+    tigon(*score, data, "--overwrite").problem("is among the files that are read")
+    (tmp_path / "link.parquet").symlink_to(data)
+    tigon(*score, tmp_path / "link.parquet", "--overwrite").problem("is among the files that are read")
+    assert data.read_bytes() == before
+    schema = tmp_path / "schema.json"
+    schema.write_text("mine")
+    tigon("rank", "inspect", data, "--output", schema).problem("is there; --overwrite replaces it")
+    tigon("rank", "inspect", data, "--output", data, "--overwrite").problem("--output must end in .json")
+    assert schema.read_text() == "mine"
+    tigon("rank", "inspect", data, "--output", schema, "--overwrite").ok()
+    assert json.loads(schema.read_text())["roles"]["item"] == "item_id"
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    for folder_of_mine in (mine, tmp_path):
+        tigon("rank", "export", out, "-o", folder_of_mine, "--overwrite").problem("holds files of another kind")
+    tigon("rank", "export", out, "-o", out, "--overwrite").problem("which is read")
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]

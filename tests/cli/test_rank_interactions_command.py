@@ -141,7 +141,7 @@ def test_interactions_of_a_run(run, folder, tigon, tmp_path, capsys):
         ({"order": 3, "pairs": True}, "--pairs is --order 2, got --order 3 besides"),
         ({"method": "pid"}, "--method must be one of persistence, nid, got pid"),
         ({"plot": "x.txt"}, "--plot must end in .png, .svg, .pdf"),
-        ({"plot": "."}, "--plot must end in .png"),
+        ({"plot": "."}, "--plot must be a file, got the folder"),
         ({"as_crosses": "."}, "--as-crosses must be a file, got the folder"),
         ({"label": "scor"}, "there is no label 'scor'; did you mean 'score'?"),
     ],

@@ -97,7 +97,7 @@ def test_eval_score_and_compress_agree(run, folder, tigon, tmp_path):
     test = ("--data", folder / "test.csv", "--draws", 5, "--device", "cpu", "-o", tmp_path)
     shown = json.loads(tigon("rank", "eval", out, *test, "--json").ok().out)
     assert shown["metrics"] == results(out)["test"]["metrics"]
-    tigon("rank", "eval", out, *test, "--by", "country").ok()
+    tigon("rank", "eval", out, *test, "--by", "country", "--overwrite").ok()
     assert list(results(tmp_path, "eval.json")["by"]["country"]) == ["de", "fr"]
     small = tmp_path / "small"
     compress = ("rank", "compress", out, "-o", small, "--device", "cpu")
@@ -115,15 +115,15 @@ def test_eval_score_and_compress_agree(run, folder, tigon, tmp_path):
     off = [np.abs(np.array(tables[0][label]) - np.array(tables[1][label])) for label in ("click", "long")]
     assert np.max(off) == pytest.approx(found["scores"]["largest"], abs=1e-6)
     assert 0 < np.max(off) < 0.02
-    tigon(*compress).problem("holds a ranker; --overwrite replaces it")
+    tigon(*compress).problem("--overwrite replaces what it holds")
     said = tigon(*compress, "--overwrite").ok()  # on the data of the run
     assert "tables, bytes" in said.out
     assert "probabilities differ by" in said.out
-    tigon("rank", "compress", out, "-o", out).problem("must be another folder than that of the ranker")
+    tigon("rank", "compress", out, "-o", out).problem("which is read; give another folder")
     tigon("rank", "compress", small, "-o", tmp_path / "again").problem("tables must be of 32 bits, got those of 8")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.txt").write_text("mine")
-    tigon("rank", "compress", out, "-o", tmp_path / "mine", "--overwrite").problem("holds files that are no ranker")
+    tigon("rank", "compress", out, "-o", tmp_path / "mine", "--overwrite").problem("holds files of another kind")
     shown = tigon("rank", "inspect", small, "--device", "cpu", "--data", folder / "test.csv").ok().out
     assert "lirank" in shown
 
@@ -207,4 +207,7 @@ def test_calibration_of_one_class_and_a_vocabulary_that_changed(run, folder, tig
     shutil.copytree(run[0] / "model", tmp_path / "edited")
     text = (tmp_path / "edited" / "schema.json").read_text().replace('"fr"', '"fr", "it"')
     (tmp_path / "edited" / "schema.json").write_text(text)
-    tigon("rank", "eval", tmp_path / "edited", "--data", folder / "test.csv").problem("must be of one ranker")
+    evaluate = ("rank", "eval", tmp_path / "edited", "--data", folder / "test.csv")
+    tigon(*evaluate).problem("schema.json is not what was written", "delete manifest.json")
+    (tmp_path / "edited" / "manifest.json").unlink()
+    tigon(*evaluate).problem("model.safetensors does not fit the model", "must have shape")

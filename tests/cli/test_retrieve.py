@@ -146,16 +146,16 @@ def test_a_schema_of_ones_own(folder, tigon, tmp_path):
     assert "columns to filter by" not in tigon(*build).ok().out
     tigon("retrieve", "search", tmp_path / "i", "--like", "job-1", "--where", "price < 3").problem("no column 'price'")
     (tmp_path / "schema.json").write_text('{"land": "Category"}')
-    tigon(*build, "--force").problem("must be a column of", "country", "got land")
+    tigon(*build, "--overwrite").problem("must be a column of", "got 'land'")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("build", "nowhere.parquet", "-o", "x"), ("there is no file nowhere.parquet",)),
-        (("build", "{items}", "-o", "{index}"), ("is not empty", "--force")),
-        (("build", "{items}", "-o", "x", "--vector", "titel"), ("--vector must be a column", "title", "got titel")),
-        (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "there is no vector")),
+        (("build", "{items}", "-o", "{index}"), ("is there; --overwrite replaces",)),
+        (("build", "{items}", "-o", "x", "--vector", "titel"), ("--vector must be a column", "did you mean 'title'")),
+        (("build", "{items}", "-o", "x", "--vector", "title"), ("'title', row 0", "must be numbers such as")),
         (("build", "{items}", "-o", "x", "--metric", "dot"), ("--metric must be one of ip, cosine, l2, got dot",)),
         (("build", "{queries}", "-o", "x", "--vectors", "{npy}"), ("a row for each of the 20 items, got 3",)),
         (("build", "{items}", "-o", "x", "--capacity", "10"), ("at least the 300 rows of", "got 10")),
@@ -170,7 +170,7 @@ def test_a_schema_of_ones_own(folder, tigon, tmp_path):
         (("search", "nowhere", "--like", "job-1"), ("there is no index nowhere; tigon retrieve build makes one",)),
         (("search", "{index}", "--like", "job-1", "--id", "id"), ("--id and --columns go with --table",)),
         (("evaluate", "{index}", "{queries}", "-k", "0"), ("-k must be integers from 1 to 2,048",)),
-        (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column of", "right", "got x")),
+        (("evaluate", "{index}", "{queries}", "--truth", "x"), ("--truth must be a column of", "right", "got 'x'")),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, tuple) else None,
 )  # fmt: skip
@@ -279,3 +279,101 @@ def test_times_of_codes(tigon, tmp_path, monkeypatch):
     assert "recall" in shown.out
     assert "0.0 M clustered" in shown.out
     assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def columns(rows=60):
+    return {
+        "id": np.arange(rows),
+        "v": np.random.default_rng(0).random((rows, 4)).tolist(),
+        "price": np.arange(rows) / 7,
+    }
+
+
+def test_categories_of_pandas_and_odd_columns_are_items(tigon, tmp_path):
+    odd = {
+        "city": pa.array(["a", "b", None] * 20).dictionary_encode(), "nothing": pa.nulls(60), "has": ["x"] * 60,
+        "wide": pa.array([2**64 - 1] * 60, pa.uint64()), "same": pa.array([2**40] * 60), "of": [{"a": 1}] * 60,
+    }  # fmt: skip
+    parquet.write_table(pa.table({**columns(), **odd}), tmp_path / "items.parquet")
+    out = tigon("retrieve", "build", "items.parquet", "-o", "i", cwd=tmp_path).ok().out
+    for words in (
+        "city",
+        "Category",
+        "left out: it is empty",
+        "left out: its name is a word of filters",
+        "above 2**63",
+    ):
+        assert words in out, out
+    done = tigon("retrieve", "search", "i", "--like", 5, "--where", "city == 'b'", "--json", cwd=tmp_path).ok()
+    found = [json.loads(line) for line in done.out.splitlines()]
+    assert {row["id"] % 3 for row in found} == {1}
+    assert [row["rank"] for row in found] == [*range(1, 11)]
+    build = ("retrieve", "build", "items.parquet", "-o", "j")
+    tigon(*build, "--columns", "has", cwd=tmp_path).problem("--columns: has cannot be filtered by")
+    tigon(*build, "--capacity", 10**13, cwd=tmp_path).problem("an index of 10,000,000,000,000 items", "GiB of memory")
+    tigon("retrieve", "search", "i", "--like", 10**40, cwd=tmp_path).problem("--like must be an id of the index")
+
+
+def test_ids_by_row_numbers_are_said(tigon, tmp_path):
+    table = columns()
+    parquet.write_table(
+        pa.table({"job_id" if name == "id" else name: of for name, of in table.items()}), tmp_path / "j.parquet"
+    )
+    done = tigon("retrieve", "build", "j.parquet", "-o", "i", cwd=tmp_path).ok()
+    assert "note: ids are the numbers of the rows" in done.err
+    assert "--id job_id takes that column" in done.err
+
+
+def test_files_that_are_wrong_further_down_get_a_sentence(tigon, tmp_path):
+    build = ("retrieve", "build", "-o", "i")
+    rows = [f'{i},"[1, {i / 90_000}]",{"word" if i == 80_000 else i / 7}' for i in range(90_000)]
+    (tmp_path / "late.csv").write_text("\n".join(["id,v,price", *rows]))
+    tigon(*build, "late.csv", "--vector", "v", "--columns", "price", cwd=tmp_path).ok()  # a column of texts, then
+    (tmp_path / "two").mkdir()
+    for name, price in (("a", 1.5), ("b", "x")):
+        parquet.write_table(pa.table({**columns(), "price": [price] * 60}), tmp_path / "two" / f"{name}.parquet")
+    tigon(*build, "two", "--overwrite", cwd=tmp_path).problem("must be a number, got string")
+    parquet.write_table(pa.table(columns(3000)), tmp_path / "whole.parquet", row_group_size=500, compression="none")
+    content = bytearray((tmp_path / "whole.parquet").read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 400] = bytes(400)
+    (tmp_path / "damaged.parquet").write_bytes(content)
+    status = tigon(*build, "damaged.parquet", "--overwrite", cwd=tmp_path)
+    assert "Traceback" not in status.err
+    tigon("retrieve", "build", "whole.parquet", "-o", ".", "--overwrite", cwd=tmp_path).problem(
+        "holds whole.parquet, which is"
+    )
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((1, 2, 8)), "--vectors must be floats (queries, 8) or (8,), got (1, 2, 8) float64"),
+        (np.zeros((1, 8), int), "got (1, 8) int64"),
+        (np.float64(1), "got () float64"),
+        (np.full((1, 8), np.nan), "finite numbers"),
+        (np.zeros((2, 5)), "must have 8 numbers, as the index has, got 5"),
+        (np.array([{}], dtype=object), "must hold numbers, bools or texts, got Python objects"),
+    ],
+)
+def test_queries_of_another_form_get_a_sentence(index, tigon, tmp_path, array, words):
+    np.save(tmp_path / "q.npy", array)
+    said = tigon("retrieve", "search", index, "--vectors", tmp_path / "q.npy").problem(words)
+    assert "unsafely" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "words"),
+    [
+        ("a.npz", {"indptr": [0, 2, 1, 2], "indices": [1, 0]}, "rows and columns fit together"),
+        ("a.npz", {"indptr": [0.0, 1.0], "indices": [1]}, "by number"),
+        ("a.txt", "0 999999999999\n", "from 0 to 2,147,483,647"),
+        ("a.txt", f"0 {10**30}\n", "from 0 to 2,147,483,647"),
+    ],
+)
+def test_pairs_of_impossible_numbers_get_a_sentence(tigon, tmp_path, name, arrays, words):
+    pytest.importorskip("accelerate")
+    file = tmp_path / name
+    file.write_text(arrays) if isinstance(arrays, str) else np.savez(
+        file, **{k: np.array(v) for k, v in arrays.items()}
+    )
+    tigon("retrieve", "train", file, "-o", tmp_path / "run").problem(words)

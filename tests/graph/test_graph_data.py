@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tigon import graph
+from tigon.graph.pickled import read_pickle
 
 N, F, CLASSES, TRAIN = 600, 5, 3, 6  # 30 nodes for testing, one of whose numbers is missing, as in CiteSeer
 TEST = [i for i in range(569, N) if i != 580]
@@ -106,6 +107,117 @@ def test_no_other_name_is_admitted(name, files):
         graph.planetoid("cora", files)
 
 
+DTYPE, ARRAY = b"cnumpy\ndtype\n", b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntS'b'\ntR"
+
+
+def dtype(spelled, state=b""):
+    return DTYPE + b"(S'" + spelled + b"'\nI0\nI1\ntR" + state
+
+
+U1 = dtype(b"u1")
+
+
+def array(shape=b"(I1\nt", kind=U1, content=b"S'a'\n", version=b"I1\n", tail=b""):
+    return ARRAY + b"(" + version + shape + kind + b"I00\n" + content + tail + b"tb"
+
+
+def csr(**state):
+    """A matrix, each part of whose state is text of a pickle."""
+    parts = {
+        "_shape": b"(I1\nI2\nt", "data": array(), "indices": array(kind=dtype(b"u1"), content=b"S'\\x00'\n"),
+        "indptr": array(b"(I2\nt", content=b"S'\\x00\\x01'\n"), **state,
+    }  # fmt: skip
+    items = b"".join(b"S'" + name.encode() + b"'\n" + value for name, value in parts.items())
+    return b"\x80\x02cscipy.sparse.csr\ncsr_matrix\n)\x81}(" + items + b"ub"
+
+
+NESTED = b"(lp0\n" + b"".join(b"0(lp%d\n" % i + b"g%d\na" % (i - 1) * 50 for i in range(1, 9))
+TUPLES = b"I1\n\x85q\x00" + b"".join(b"0" + (b"h" + bytes([i])) * 2 + b"\x86q" + bytes([i + 1]) for i in range(60))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # An array over bytes of the file: of objects, each an address that the file chose; of records with objects.
+        b"cnumpy\nndarray\n((I1\nt" + dtype(b"O8") + b"S'AAAAAAAA'\ntR.",
+        b"cnumpy\nndarray\n((I1\nt" + dtype(b"u1") + b"S'AAAAAAAA'\ntR.",
+        b"\x80\x02cnumpy\nndarray\n(I1\nt\x81.",
+        array(kind=dtype(b"O"), content=b"S'AAAAAAAA'\n") + b".",
+        array(kind=dtype(b"O8"), content=b"(lI1\na") + b".",
+        array(kind=DTYPE + b"((lS'a'\nS'O8'\n\x86atR", content=b"S'AAAAAAAA'\n") + b".",
+        array(kind=dtype(b"V8", b"(I3\nS'|'\nN(S'a'\nt}S'a'\n" + dtype(b"O8") + b"I0\n\x86sI8\nI1\nI0\ntb")) + b".",
+        # A state that makes a harmless dtype one of objects, or of other sizes than its bytes.
+        array(kind=dtype(b"u1", b"(I3\nS'|'\nN(S'a'\nt}S'a'\n" + dtype(b"O8") + b"I0\n\x86sI8\nI1\nI63\ntb")) + b".",
+        array(kind=dtype(b"u1", b"(I3\nS'|'\n" + dtype(b"O8") + b"(I4\nt\x86NNI8\nI1\nI63\ntb")) + b".",
+        array(kind=dtype(b"u1", b"(I4\nS'x'\nNNNI-1\nI-1\nI0\ntb")) + b".",
+        array(kind=dtype(b"u1", b"tb")) + b".",
+        array(kind=dtype(b"M8[us]"), content=b"S'AAAAAAAA'\n") + b".",
+        array(kind=dtype(b"S8"), content=b"S'AAAAAAAA'\n") + b".",
+        array(kind=dtype(b"c16"), content=b"S'AAAAAAAAAAAAAAAA'\n") + b".",
+        array(kind=b"S'u1'\n") + b".",
+        # Shapes that are not those of the bytes.
+        array(b"(I1000000000\nI1000000000\nt") + b".",
+        array(b"(I-1\nt") + b".",
+        array(b"(L99999999999999999999L\nt") + b".",
+        array(b"(I0\nI4611686018427387904\nt", content=b"S''\n") + b".",
+        array(b"(F1.0\nt") + b".",
+        array(b"(" + b"I1\n" * 40 + b"t") + b".",
+        array(content=b"N") + b".",
+        array(content=b"(lI1\na") + b".",
+        array(tail=b"I1\n") + b".",
+        # Matrices of which a part is missing, is no array, or points outside.
+        csr(data=b"N") + b".",
+        csr(indices=array(content=b"S'\\x02'\n")) + b".",
+        csr(indices=array(kind=dtype(b"i1"), content=b"S'\\xff'\n")) + b".",
+        csr(indptr=array(b"(I2\nt", content=b"S'\\x00\\x02'\n")) + b".",
+        csr(indptr=array(b"(I3\nt", content=b"S'\\x00\\x05\\x01'\n"), _shape=b"(I2\nI2\nt") + b".",
+        csr(_shape=b"(I1000000000\nI1000000000\nt") + b".",
+        csr(_shape=b"N") + b".",
+        csr(data=b"I1\n", maxprint=b"I9\n") + b".",
+        b"cscipy.sparse.csr\ncsr_matrix\n}S'shape'\nI1\nsb.",
+        # Objects that must not change, be called, or be made.
+        b"c_codecs\nencode\n(N}S'__defaults__'\n(S'a'\ntstb.",
+        b"c__builtin__\nlist\n(I1\ntR.",
+        b"ccollections\ndefaultdict\n(c_codecs\nencode\ntRI1\nI2\nsN}b.",
+        b"(I1\nI2\ni__builtin__\nlist\n.",
+        b"(c__builtin__\nlist\no.",
+        b"\x82\x01.", b"P1\n.", b"I1\nQ.", b"\x97.", b"\x96" + b"\xff" * 7 + b"\x7f.",
+        # Small files that ask for much memory or time.
+        b"I1\nr\xff\xff\xff\x7f.",
+        b"\x80\x05\x8e\x00\x00\x00\x00\x00\x00\x00\x10.",
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x00.",
+        NESTED + b".",
+        TUPLES + b"p90\n0}g90\nI1\ns.",
+        b"L" + b"9" * 50_000 + b"L\n.",
+        b"(" * 200_000 + b"t" * 200_000 + b".",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("part", ["y", "allx"])
+def test_a_crafted_pickle_makes_no_object_and_takes_no_memory(part, content, files):
+    (files / f"ind.cora.{part}").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^planetoid: .*(is no pickle of arrays|do not fit together|GiB)"):
+        graph.planetoid("cora", files)
+
+
+def test_a_matrix_by_hand_is_read(files):
+    """What the crafted files differ from."""
+    (files / "m").write_bytes(csr() + b".")
+    found = read_pickle(files / "m")
+    assert (found.shape, found.data.tolist(), found.indices.tolist(), found.indptr.tolist()) == (
+        (1, 2),
+        [97],
+        [0],
+        [0, 1],
+    )
+
+
+def test_a_node_of_an_astronomical_number_gets_a_sentence(files):
+    for number, words in ((10**12, "GiB"), (10**30, "must hold a number of a node a line"), (-1, "0 or more, got -1")):
+        (files / "ind.cora.test.index").write_text(f"{number}\n")
+        with pytest.raises(ValueError, match=words):
+            graph.planetoid("cora", files)
+
+
 def broken(part, content):
     def change(files):
         file = files / f"ind.cora.{part}"
@@ -177,7 +289,7 @@ def test_a_graph_of_your_own(tmp_path):
         ({"x": X, "edge_index": EDGES, "train_mask": np.ones((4, 2), bool)}, "train_mask must be (4,) bools, the mask"),
         ({"x": X, "edge_index": EDGES, "val": np.ones(3, bool)}, "val must be (4,) bools, the mask of one split, got"),
         ({"x": X, "edge_index": EDGES, "test_mask": np.ones(4, int)}, "the mask of one split, got (4,) torch.int64."),
-        ({"x": np.array([{}]), "edge_index": EDGES}, "is no .npz of plain arrays"),
+        ({"x": np.array([{}]), "edge_index": EDGES}, "must hold numbers, bools or texts, got Python objects."),
     ],
 )
 def test_arrays_that_do_not_fit_get_a_sentence(arrays, words, tmp_path):
@@ -187,18 +299,18 @@ def test_arrays_that_do_not_fit_get_a_sentence(arrays, words, tmp_path):
 
 
 def test_files_that_are_no_graph_get_a_sentence(tmp_path):
-    for name, words in (("g.pt", "must be .npz or .safetensors, got g.pt"), ("g.npz", "is no .npz of plain arrays")):
+    for name, words in (("g.pt", "must be .npz or .safetensors, got g.pt"), ("g.npz", "is not a whole .npz file")):
         (tmp_path / name).write_bytes(b"PK no")
         with pytest.raises(ValueError, match=re.escape(words)):
             graph.read_graph(tmp_path / name)
     (tmp_path / "g.npz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"is no \.npz of plain arrays"):
+    with pytest.raises(ValueError, match=r"is not a whole \.npz file"):
         graph.read_graph(tmp_path / "g.npz")
     with pytest.raises(ValueError, match="file must be a file, which"):
         graph.read_graph(tmp_path / "none.npz")
     pytest.importorskip("safetensors")
     (tmp_path / "g.safetensors").write_bytes(b"no")
-    with pytest.raises(ValueError, match="is no safetensors file"):
+    with pytest.raises(ValueError, match="it is not a whole safetensors file"):
         graph.read_graph(tmp_path / "g.safetensors")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -35,7 +37,7 @@ def test_a_file_is_read_and_written_back(tmp_path):
     assert Prompt.load(tmp_path / "prompt.yaml") == made
     assert made.to_dict() == {**TOLD, "columns": {"user": "member"}, "chat": {"think": True}}
     (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ValueError, match=r"rank.prompt: .*bad.yaml is no YAML"):
+    with pytest.raises(ValueError, match=r"bad.yaml is not YAML, line 1"):
         Prompt.load(tmp_path / "bad.yaml")
 
 
@@ -257,3 +259,38 @@ def test_packing_by_tokens():
     assert [s for piece in cut for s in piece.suffixes] == encoded.suffixes
     assert all(piece.prefix == encoded.prefix for piece in cut)
     assert len(list(pieces(encoded, 1))) == 4
+
+
+@pytest.mark.parametrize(
+    ("candidate", "words"),
+    [
+        ("{{ title|join(attribute='upper') }}", "must not reach attributes, as join does here"),
+        ("{{ title|join(', ', 'upper') }}", "must not reach attributes"),
+        ("{{ title|join(', ', attribute='__class__') }}", "must not reach attributes"),
+        ("{{ title|join(*year) }}", "must not reach attributes"),
+        ("{{ title|default(**year) }}", "must not reach attributes"),
+        ("{{ title|map(attribute='upper') }}", "no filter 'map'"),
+        ("{{ title|attr('upper') }}", "no filter 'attr'"),
+        ("{{ title|sort(attribute='upper') }}", "no filter 'sort'"),
+        ("{{ " + "(" * 3000 + "title" + ")" * 3000 + " }}", "nests too deeply"),
+        ("{{ title" + "|trim" * 3000 + " }}", "nests too deeply"),
+        ("{% if title %}" * 2000 + "{% endif %}" * 2000, "nests too deeply"),
+        ("{{ " + "not " * 5000 + "title }}", "nests too deeply"),
+        ("{{ " + "-" * 5000 + "year }}", "nests too deeply"),
+    ],
+)
+def test_a_template_reaches_no_attribute_and_nests_within_reason(candidate, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        prompt(candidate=candidate)
+
+
+def test_a_deep_file_gets_a_sentence(tmp_path):
+    for text in ("a: " + "[" * 20_000, "instruction: " + "{a: " * 20_000):
+        (tmp_path / "prompt.yaml").write_text(text)
+        with pytest.raises(ValueError, match="nests too deeply"):
+            Prompt.load(tmp_path / "prompt.yaml")
+
+
+def test_join_takes_a_separator():
+    made = prompt(candidate="{{ genres|join(', ') }}: {{ title }}").templates["candidate"]
+    assert made({"genres": ["a", "b"], "title": "x"}) == "a, b: x"

@@ -173,8 +173,18 @@ def of_a(options):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "Schema.from_json: the text must be JSON, but"),
-        ("[]", "must hold an object with the objects 'roles' and 'fields'"),
+        ("{", "Schema.from_json: the text is not JSON"),
+        ("[" * 200_000, "nests too deeply"),
+        ("[]", "the text must hold an object, got a list"),
+        ("{}", "must hold an object with the objects 'roles' and 'fields'"),
+        ('{"roles": {}, "fields": {"a": ["Id"]}}', "must have a kind"),
+        ('{"roles": {}, "fields": {"a": {"kind": ["Id"]}}}', "must have a kind"),
+        ('{"roles": {}, "fields": {"a": {"kind": "Id", "hash_rows": {}}}}', "hash_rows must be an integer"),
+        (
+            f'{{"roles": {{}}, "fields": {{"a": {{"kind": "Id", "hash_rows": {10**30}}}}}}}',
+            "hash_rows must be an integer",
+        ),
+        ('{"roles": {}, "fields": {"a": {"kind": "Id", "vocab": [[1]]}}}', "vocab must hold strings or integers"),
         ('{"roles": {"itm": "a"}, "fields": {}}', "there is no role 'itm'; did you mean 'item'"),
         ('{"roles": {"item": 3}, "fields": {}}', "role 'item' must be the name of a column, or none, got 3"),
         ('{"roles": {"user": ["a"]}, "fields": {}}', r"role 'user' must be the name of a column, or none, got \['a'\]"),
@@ -225,5 +235,5 @@ def test_a_field_that_is_none_gets_a_sentence(tmp_path):
     ):
         Schema(Roles("item"), {"item": Id})
     (tmp_path / "schema.json").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"Schema.load: .*schema.json must be JSON in UTF-8"):
+    with pytest.raises(ValueError, match=r"schema.json is not text in UTF-8"):
         Schema.load(tmp_path / "schema.json")

@@ -153,3 +153,26 @@ def test_a_name_that_is_near_is_told():
     assert nearest("CLICK", ["click", "x"]) == "did you mean 'click'?"
     assert nearest("zzz", ["a", "b"]) == "there are 'a', 'b'."
     assert nearest("zzz", []) == "there are no columns."
+
+
+@pytest.mark.parametrize("unit", ["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "15m"])
+def test_times_of_every_unit_of_numpy_are_read(unit):
+    stamps = np.array(["2020-01-01", "2021-06-01", "NaT"], f"datetime64[{unit}]")
+    column = arrow_columns("x", {"t": stamps})["t"]
+    found, missing = times(column, "s")
+    assert missing.tolist() == [False, False, True]
+    assert found[:2].tolist() == stamps[:2].astype("datetime64[us]").astype(int).tolist()
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ([10**30, 1], "'a' must hold integers of 64 bits"),
+        (["\ud800", "b"], "'a' must hold UTF-8 text"),
+        (np.array([2**61, 1], "datetime64[h]"), "is too far away"),
+        (np.array([1j, 2]), "values of one kind"),
+    ],
+)
+def test_values_that_arrow_does_not_hold_get_a_sentence(column, words):
+    with pytest.raises(ValueError, match=words):
+        arrow_columns("x", {"a": column})

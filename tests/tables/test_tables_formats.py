@@ -214,7 +214,7 @@ def test_a_file_that_cannot_be_read_gets_a_sentence(tmp_path, file):
         ({"dataset_config.yaml": "a: {train_data: x.csv}"}, "names train_data x.csv, and there is no such file"),
         ({"dataset_config.yaml": "a: {label_col: {}}"}, "dataset_config.yaml must name train_data"),
         ({"dataset_config.yaml": "a: {b: 1}\nc: {d: 1}"}, "must describe one data set.*but describes a, c"),
-        ({"dataset_config.yaml": "a: ["}, "dataset_config.yaml cannot be read"),
+        ({"dataset_config.yaml": "a: ["}, "dataset_config.yaml is not YAML"),
         ({"dataset_config.yaml": CONFIG, "train.csv": "price\nmuch\n"}, "train.csv cannot be read: .*'much'"),
     ],
 )

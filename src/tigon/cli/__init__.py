@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any, NoReturn
 
-from tigon.cli.problem import Problem, disk_full, needs
+from tigon.cli.problem import Problem, disk_full, is_out_of_memory, needs
+from tigon.cli.signals import catch_sigterm, received
+from tigon.files import DamagedFileError
 
 __all__ = ["Problem", "main", "needs"]
 
@@ -25,13 +26,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def _run(arguments: list[str] | None) -> int:
     from tigon.cli.app import app
 
-    # SIGTERM must run the `finally` blocks too, so that child processes end and files are closed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    catch_sigterm()
     try:
         status = int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
         if status == 130:  # some versions of typer turn Ctrl-C into a status
             _say("interrupted")
-        return status
+        return 128 + received() if received() and not status else status
     except (Problem, SystemExit):
         raise
     except BrokenPipeError:
@@ -43,7 +43,9 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _explain(error: Any) -> int:
-    """Print one sentence for a usage error, an interruption, a wrong environment or a full disk; else raise: a bug."""
+    """Print one sentence for a usage error, an interruption, a wrong environment, a damaged file, too little memory, a
+    file that cannot be opened or a full disk; else raise: a bug.
+    """
     if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "tigon"
@@ -56,8 +58,20 @@ def _explain(error: Any) -> int:
     if isinstance(error, (ValueError, RuntimeError)) and str(error).startswith(("TIGON_", "tigon: the triton backend")):
         _say(str(error).removeprefix("tigon: "))
         return 2
+    if isinstance(error, DamagedFileError):
+        _say(str(error).rstrip("."))
+        return 2
+    if is_out_of_memory(error):
+        _say("there is too little memory for this; smaller files, a smaller model or smaller batches need less")
+        return 2
     if disk_full(error):
         _say(f"the disk is full, or fails: {str(error).splitlines()[0]}; what was written before is intact")
+        return 2
+    if isinstance(error, OSError) and error.filename is not None:
+        _say(f"{error.filename}: {error.strerror}")
+        return 2
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, before Python 3.13
+        _say(str(error))
         return 2
     raise error
 

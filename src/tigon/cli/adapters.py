@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.model import HUB_ID, Source, find_model, is_adapters_folder, lora_config
+from tigon.cli.model import HUB_ID, Source, check_hub, find_model, is_adapters_folder, lora_config
 from tigon.cli.problem import Problem, needs, one_line
 from tigon.presets import PRESETS
 
@@ -79,6 +79,8 @@ def find_adapters(name: str, option: str) -> Adapters:
         raise Problem(f"{option} {name}: the directory has no {CONFIG}, so it has no adapters")
     if not path.exists() and (not HUB_ID.fullmatch(name) or name.startswith((".", "/"))):
         raise Problem(f"{option} {name}: there is no such directory")
+    if not path.exists():
+        check_hub()
     try:
         config = PeftConfig.from_pretrained(str(folder) if path.exists() else name)
     except Exception as error:

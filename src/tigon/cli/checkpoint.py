@@ -11,15 +11,16 @@ import json
 import os
 import re
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
 from tigon.cli.agree import restarts
 from tigon.cli.problem import Problem
+from tigon.files import DamagedFileError
+from tigon.manifest import MANIFEST as MANIFEST
+from tigon.manifest import compute_fingerprint, read_manifest
 
 STAGING = ".incomplete"
-MANIFEST = "manifest.json"
 RECORD = "run.json"
 NAME = re.compile(r"checkpoint-\d+")
 BROKEN = ".broken"  # suffix of a damaged checkpoint's name, after another has taken its place
@@ -37,13 +38,17 @@ def checkpoints(output: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def seal(folder: Path) -> None:
-    """Write the manifest of a finished folder, and flush everything to the disk."""
+def seal(folder: Path, largest: int | None = CRC_LIMIT) -> None:
+    """Write the manifest of a finished folder, and flush everything to the disk.
+
+    largest: bytes of the largest file that gets a checksum; None: every file does.
+    """
     files = {}
-    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for file in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST):
         with open(file, "rb+") as handle:
             os.fsync(handle.fileno())
-        files[file.relative_to(folder).as_posix()] = _fingerprint(file)
+        with_checksum = largest is None or file.stat().st_size <= largest
+        files[file.relative_to(folder).as_posix()] = compute_fingerprint(file, with_checksum=with_checksum)
     write_json(folder / MANIFEST, {"files": files})
 
 
@@ -61,16 +66,9 @@ def publish(staged: Path, final: Path) -> None:
 def manifest(folder: Path) -> dict[str, dict[str, int]] | None:
     """The size and checksum of each file that a checkpoint must have; None if its manifest is missing or malformed."""
     try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_manifest(folder) or None
+    except DamagedFileError:
         return None
-    files = found.get("files") if isinstance(found, dict) else None
-    if not isinstance(files, dict) or not files:
-        return None
-    for entry in files.values():
-        if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
-            return None
-    return files
 
 
 def defect(folder: Path) -> str | None:
@@ -85,7 +83,7 @@ def defect(folder: Path) -> str | None:
         if not file.is_file():
             return f"{name} is missing"
         try:
-            found = _fingerprint(file)
+            found = compute_fingerprint(file, with_checksum="crc32" in expected)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found["bytes"] != expected["bytes"]:
@@ -151,13 +149,6 @@ def write_json(file: Path, value: Any) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     partial.replace(file)
-
-
-def _fingerprint(file: Path) -> dict[str, int]:
-    size = file.stat().st_size
-    if size > CRC_LIMIT:
-        return {"bytes": size}
-    return {"bytes": size, "crc32": zlib.crc32(file.read_bytes())}
 
 
 def _flush_directory(folder: Path) -> None:

@@ -5,7 +5,6 @@ A run that was killed after its last checkpoint is closed by the same code.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tigon.cli.folder import MERGED, METRICS, PICTURE, PRETRAINED, move_in, reco
 from tigon.cli.metrics import Metrics
 from tigon.cli.metrics_file import plot_loss, read_metrics
 from tigon.cli.model import is_quantized
+from tigon.files import read_json
 
 
 def save(model: Any, tokenizer: Any, output: Path, weights: dict[str, Any] | None) -> None:
@@ -57,7 +57,7 @@ def save_from(checkpoint: Path, output: Path) -> None:
         shutil.copyfile(file, staged / file.name)
     config = staged / "config.json"
     if config.exists():  # adapters have no config.json
-        fields = json.loads(config.read_text(encoding="utf-8"))
+        fields = read_json(config)
         write_json(config, {**fields, "use_cache": True})
     move_in(output, staged)
 

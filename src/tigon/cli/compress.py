@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import difflib
 import json as encoder
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tigon.cli.compress_cost import Cost, megabytes, told
-from tigon.cli.problem import Problem, check_writable, device_of, needs, one_line
+from tigon.cli.outputs import PICTURES, check_output_file, check_output_folder
+from tigon.cli.problem import Problem, device_of, needs, one_line
+from tigon.files import DamagedFileError
+from tigon.manifest import MANIFEST, read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from tigon.compress import Report
@@ -40,7 +44,7 @@ def compress(
     recover: Annotated[int, typer.Option(help="Steps of fine-tuning each changed layer.", min=0)] = 0,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Store embeddings in 8 bits too.")] = False,
     dense: Annotated[bool, typer.Option("--dense", help="Save dense weights, which open without Tigon.")] = False,
-    tokens: Annotated[int, typer.Option(help="Tokens of calibration, from all of the text.", min=1)] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens of calibration, from all of the text.", min=256)] = 8192,
     dtype: Annotated[str, typer.Option(help=f"Of the loaded weights: {', '.join(DTYPES)}.")] = "auto",
     held: Annotated[
         list[Path] | None,
@@ -48,6 +52,9 @@ def compress(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Draw the report into this file.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a compressed model that is in --output, and --plot.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Keep heavy neurons of feed-forward layers at one width, and store the others in fewer bits, or leave them out.
@@ -57,12 +64,12 @@ def compress(
     needs(f"tigon {NAME}", "compress", "torch", "transformers", "safetensors")
     if plot is not None:
         needs(f"tigon {NAME} --plot", "compress", "matplotlib")
+        check_output_file(f"{NAME}: --plot", plot, PICTURES, overwrite=overwrite, inputs=[*data, *(held or [])])
     if dtype not in DTYPES:
         raise Problem(f"{NAME}: --dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     _check_split(budget, method, heavy_bits, rest_bits, share)
-    check_writable(output, f"{NAME}: --output")
-    if (output / "config.json").exists():
-        raise Problem(f"{NAME}: --output {output}: there is a model already")
+    inputs: list[str | Path] = [model, *data, *(held or [])]
+    check_output_folder(f"{NAME}: --output", output, overwrite=overwrite, is_own=_is_compressed, inputs=inputs)
     place = device_of(device, NAME)
     texts, others = _texts(data), _texts(held, "--held") if held else []
     from tigon import compress as package
@@ -83,12 +90,13 @@ def compress(
             tables = package.embeddings(loaded) if embeddings else None
     except ValueError as error:
         raise Problem(f"{NAME}: {one_line(error, 600).partition(': ')[2]}") from error
-    if plot is not None:
-        report.plot(plot)
     for one in (report, tables):
         if one is not None:
             one.forget()
     _save(package.widen(loaded) if dense else loaded, output, tokenizer)
+    if plot is not None:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+        report.plot(plot)
     sizes = megabytes(Path(model).expanduser()) or None, megabytes(output)
     _tell(report, tables, {"mb": sizes, "held": cost and cost.table()}, output, json)
 
@@ -159,7 +167,7 @@ def _opened(name: str, dtype: str) -> tuple[Any, Any]:
     """The model by the class that its configuration names, and its tokenizer."""
     import transformers
 
-    from tigon.cli.model import load_tokenizer, quiet_transformers
+    from tigon.cli.model import check_hub, load_tokenizer, quiet_transformers
 
     quiet_transformers()
     path = Path(name).expanduser()
@@ -167,6 +175,8 @@ def _opened(name: str, dtype: str) -> tuple[Any, Any]:
         raise Problem(f"{NAME}: model {name}: the directory has no config.json, so it is not a model")
     if not path.exists() and name.startswith((".", "/", "~")):
         raise Problem(f"{NAME}: model {name}: there is no such folder")
+    if not path.exists():
+        check_hub()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path) if path.exists() else name)
     except Exception as error:
@@ -186,5 +196,19 @@ def _opened(name: str, dtype: str) -> tuple[Any, Any]:
 
 def _save(model: Any, output: Path, tokenizer: Any) -> None:
     """By `save_pretrained`, which writes how layers are stored too; nothing is compressed where it was widened."""
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    staged = output.with_name(output.name + ".partial")
+    shutil.rmtree(staged, ignore_errors=True)
+    model.save_pretrained(staged)
+    tokenizer.save_pretrained(staged)
+    write_manifest(staged, sorted(file.name for file in staged.iterdir()))
+    shutil.rmtree(output, ignore_errors=True)
+    staged.replace(output)
+
+
+def _is_compressed(folder: Path) -> bool:
+    """Whether a folder holds what this command has written, compressed or dense, and nothing else."""
+    names = {path.name for path in folder.iterdir()}
+    try:
+        return names <= {*read_manifest(folder), MANIFEST} and "config.json" in names
+    except DamagedFileError:
+        return False

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tigon.cli.options import TrainOptions, flag
-from tigon.cli.problem import Problem, needs, one_line
+from tigon.cli.problem import Problem, needs
+from tigon.files import DamagedFileError, read_yaml
 
 
 def with_config(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -22,15 +23,10 @@ def with_config(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
     if file is None:
         return given
     needs("--config", "train", "yaml")
-    import yaml
-
-    path = Path(file).expanduser()
     try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Problem(f"--config {file}: cannot be read ({one_line(error)})") from error
-    if not isinstance(fields, dict):
-        raise Problem(f"--config {file}: must be a mapping of options to values, such as 'batch-size: 8'")
+        fields = read_yaml(Path(file).expanduser())
+    except DamagedFileError as error:
+        raise Problem(f"--config must be a file of options and values, such as 'batch-size: 8': {error}") from error
     known = {field.name for field in dataclasses.fields(TrainOptions)}
     kinds = get_type_hints(TrainOptions)
     found: dict[str, Any] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import shutil
 import socket
@@ -12,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.checkpoint import BROKEN, MANIFEST, NAME, RECORD, STAGING, manifest, write_json
-from tigon.cli.problem import Problem
+from tigon.cli.checkpoint import BROKEN, CRC_LIMIT, MANIFEST, NAME, RECORD, STAGING, manifest, write_json
+from tigon.cli.problem import Problem, one_line
+from tigon.files import DamagedFileError, read_json
+from tigon.manifest import write_manifest
 from tigon.presets import PRESETS
 
 LOCK = ".lock"
@@ -26,7 +27,7 @@ PRETRAINED = (
     "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model", "prompt.yaml", "ranker.json",
 )  # fmt: skip
 # The files that a run could write, and so must not find in a folder where no run wrote them.
-POSSIBLE = (*ALWAYS, BOARD, MERGED, STAGING, "checkpoint-[0-9]*", *PRETRAINED)
+POSSIBLE = (*ALWAYS, MANIFEST, BOARD, MERGED, STAGING, "checkpoint-[0-9]*", *PRETRAINED)
 _WILD = "*?["
 
 
@@ -87,9 +88,9 @@ def read_paths(options: Any) -> Iterator[tuple[str, Path]]:
 def check_apart(output: Path, options: Any) -> None:
     """Raise a Problem where a run would write among the files that it reads, or read what it writes."""
     for name, place in read_paths(options):
-        if _within(place, output):
-            relation = "is" if _within(output, place) else "contains"
-        elif _within(output, place):
+        if is_within(place, output):
+            relation = "is" if is_within(output, place) else "contains"
+        elif is_within(output, place):
             relation = "is inside of"
         else:
             continue
@@ -99,7 +100,7 @@ def check_apart(output: Path, options: Any) -> None:
         )
 
 
-def _within(inner: Path, outer: Path) -> bool:
+def is_within(inner: Path, outer: Path) -> bool:
     """Whether `inner` is `outer` or lies in it, also through links."""
     inner = inner.resolve()
     for place in (inner, *inner.parents):
@@ -115,13 +116,13 @@ def _within(inner: Path, outer: Path) -> bool:
 def read_record(output: Path) -> dict[str, Any]:
     """The record of the run in a folder. Raises Problem if there is no readable record."""
     file = output / RECORD
+    if not file.exists():
+        raise Problem(f"there is no run in {output} to resume: it has no {RECORD}")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Problem(f"there is no run in {output} to resume: it has no {RECORD}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise Problem(f"{file} cannot be read, so the run cannot be resumed ({error})") from error
-    if not isinstance(value, dict) or not isinstance(value.get("options"), dict):
+        value: dict[str, Any] = read_json(file)
+    except DamagedFileError as error:
+        raise Problem(f"{file} cannot be read, so the run cannot be resumed ({one_line(error)})") from error
+    if not isinstance(value.get("options"), dict):
         raise Problem(f"{file} cannot be read, so the run cannot be resumed (it is not a record of tigon train)")
     return value
 
@@ -155,9 +156,11 @@ def move_in(output: Path, staged: Path) -> None:
     if card.name not in names and (output / card.name).exists():  # PEFT's README must not replace the user's
         card.unlink(missing_ok=True)
     files = list(staged.iterdir())
-    record(output, files=sorted((names | {file.name for file in files}) - set(ALWAYS)))
+    record(output, files=sorted((names | {MANIFEST} | {file.name for file in files}) - set(ALWAYS)))
+    pretrained = sorted({file.name for pattern in PRETRAINED for file in staged.glob(pattern)})
     for file in files:
         file.replace(output / file.name)
+    write_manifest(output, pretrained, largest=CRC_LIMIT)
     shutil.rmtree(staged)
     with contextlib.suppress(OSError):  # not empty
         staged.parent.rmdir()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import signal
@@ -25,6 +24,8 @@ from tigon.cli.checkpoint import (
 )
 from tigon.cli.folder import LOCK
 from tigon.cli.problem import Problem, check_writable
+from tigon.cli.signals import received
+from tigon.files import read_json, read_tensors
 
 # Of a checkpoint.
 TENSORS, FACTS = "state.safetensors", "state.json"
@@ -35,13 +36,10 @@ def read_record(command: str, output: Path) -> dict[str, Any]:
 
     Raises: Problem if there is none, or that of another command.
     """
-    try:
-        found = json.loads((output / RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Problem(f"{command}: there is no run in {output} to resume: it has no {RECORD}") from None
-    except (OSError, ValueError) as error:
-        raise Problem(f"{command}: {output / RECORD} cannot be read ({error})") from error
-    if not isinstance(found, dict) or found.get("kind") != command:
+    if not (output / RECORD).exists():
+        raise Problem(f"{command}: there is no run in {output} to resume: it has no {RECORD}")
+    found: dict[str, Any] = read_json(output / RECORD)
+    if found.get("kind") != command or not isinstance(found.get("options"), dict):
         raise Problem(f"{command}: {output / RECORD} is not the record of a run of tigon {command}")
     return found
 
@@ -88,7 +86,7 @@ def save(
         tensors |= {f"optimizer.{p}.{name}": value for name, value in values.items()}
     save_file({name: value.detach().contiguous().cpu() for name, value in tensors.items()}, staged / TENSORS)
     write_json(staged / FACTS, {**facts, "groups": optimizer["param_groups"]})
-    seal(staged)
+    seal(staged, largest=None)
     publish(staged, output / staged.name)
     prune(output, keep)
 
@@ -98,15 +96,13 @@ def load(output: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[
 
     Raises: Problem if there are checkpoints, and none is whole.
     """
-    from safetensors.torch import load_file
-
     if not checkpoints(output):
         return None
     folder, _ = newest_whole(output)
-    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    facts = read_json(folder / FACTS, required=["groups"])
     modules: dict[str, dict[str, Any]] = {}
     values: dict[int, dict[str, Any]] = {}
-    for name, tensor in load_file(folder / TENSORS).items():
+    for name, tensor in read_tensors(folder / TENSORS).items():
         module, _, rest = name.partition(".")
         if module == "optimizer":
             p, _, of = rest.partition(".")
@@ -128,6 +124,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.signal = received()
         return self
 
     def __exit__(self, *_: object) -> None:

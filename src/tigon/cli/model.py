@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import re
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tigon.cli.problem import Problem, one_line
+from tigon.files import read_json
+from tigon.manifest import check_manifest
 from tigon.presets import PRESETS, auto_class, close_names, preset_config
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
 
 
 @dataclass
@@ -78,11 +81,9 @@ def _from_path(path: Path) -> Source:
                 f"tigon train --resume --output {path}, or name one of its checkpoints"
             )
         raise Problem(f"model {path}: the directory has no config.json, so it is not a model")
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise Problem(f"model {path}: {file.name} is not JSON ({one_line(error)})") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
+    fields = read_json(file)
+    check_manifest(file.parent, [file.name, *(p.name for pattern in TOKENIZER for p in file.parent.glob(pattern))])
+    if "model_type" not in fields:
         raise Problem(f"model {path}: {file.name} has no model_type, so it is not the configuration of a model")
     from transformers import AutoConfig
 
@@ -106,6 +107,7 @@ def _from_hub(name: str) -> Source:
         raise Problem(f"model {name}: there is no such preset; did you mean {' or '.join(close)}?")
     from transformers import AutoConfig
 
+    check_hub()
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
@@ -115,6 +117,36 @@ def _from_hub(name: str) -> Source:
             f"({one_line(error, 160)})"
         ) from error
     return Source(name, "hub", config, weights=True)
+
+
+def check_hub(seconds: float = 3) -> None:
+    """Let huggingface_hub read its cache alone if the hub cannot be reached: it would try again for half a minute."""
+    import socket
+    from threading import Thread
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():  # only the proxy knows what can be reached through it
+        return
+    place = urlsplit(constants.ENDPOINT)
+    reached = []
+
+    def connect() -> None:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(
+                (place.hostname, place.port or (443 if place.scheme == "https" else 80)), timeout=seconds
+            ),
+        ):
+            reached.append(True)
+
+    attempt = Thread(target=connect, daemon=True)  # a name that nobody resolves takes longer than a timeout says
+    attempt.start()
+    attempt.join(seconds)
+    if not reached:
+        constants.HF_HUB_OFFLINE = True
 
 
 def _with_head(source: Source, any_head: bool) -> Source:
@@ -229,6 +261,9 @@ def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
         from tigon.compress.saving import hosted
 
         hosted()
+    if source.kind == "path":
+        folder = Path(_folder(source))
+        check_manifest(folder, sorted(file.name for pattern in WEIGHTS for file in folder.glob(pattern)))
     try:
         found = auto_class(source.config).from_pretrained(_folder(source), dtype=dtype, **options)
         return cast("PreTrainedModel", found)

@@ -110,6 +110,18 @@ _NO_ROOM = (
 )  # fmt: skip
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether too little memory, of the host or of a GPU, caused this error, directly or through the error's causes."""
+    while error is not None:
+        # NumPy's and Arrow's errors derive from MemoryError. torch has a class for GPUs alone.
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def disk_full(error: BaseException | None) -> bool:
     """Whether a disk that is full, or fails, caused this error, directly or through the error's causes."""
     while error is not None:

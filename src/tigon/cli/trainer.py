@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 from tigon.cli.checkpoint import STAGING, prune, publish, seal
 from tigon.cli.metrics import Metrics
+from tigon.cli.signals import received
 
 # The mixin goes over a Trainer of transformers or TRL; only the type checker needs a base class with the methods.
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class StopOnSignal(TrainerCallback):
 
     def __enter__(self) -> StopOnSignal:
         self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.signal = self.signal or received()
         return self
 
     def __exit__(self, *_: Any) -> None:

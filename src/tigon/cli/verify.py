@@ -144,11 +144,13 @@ def _no_kernels(ids: Any, dtype: torch.dtype) -> str | None:
 def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> Any:
     import torch
 
-    from tigon.cli.model import load_model, random_model
+    from tigon.cli.model import load_model, random_model, stored_form
 
     config = source.config
     if layers:
         _fewer_layers(config.get_text_config(), layers)
+        if stored_form(config) == "tigon":
+            _cut_layout(source)
     if source.weights:
         return load_model(source, dtype, config=config).train()
     if not full_width:
@@ -177,6 +179,21 @@ def _fewer_layers(config: PretrainedConfig, layers: int) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == before:  # a list with an entry for each layer
             setattr(config, name, value[:layers])
+
+
+def _cut_layout(source: Any) -> None:
+    """Leave out of a compressed model's layout the layers that the model is built without."""
+    import torch
+
+    from tigon.presets import auto_class
+
+    config = source.config
+    with torch.device("meta"):
+        names = {name for name, _ in auto_class(config).from_config(config).named_modules()}
+    stored = config.quantization_config
+    fields = stored if isinstance(stored, dict) else vars(stored)
+    for kind in ("layers", "embeddings"):
+        fields[kind] = {name: row for name, row in fields[kind].items() if name in names}
 
 
 def _narrow(config: PretrainedConfig) -> None:

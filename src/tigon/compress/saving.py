@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from tigon.compress.embedding import ByteEmbedding
 from tigon.compress.layers import SplitLinear, built, layout_of
 from tigon.compress.report import swap
+from tigon.files import DamagedFileError, load_state, read_json, read_tensors
+from tigon.manifest import MANIFEST, check_manifest, write_manifest
 
 FORMAT = 1
 METHOD = "tigon"
@@ -53,9 +55,27 @@ def describe(model: Any) -> None:
 
 
 def rebuild(model: nn.Module, found: dict[str, Any]) -> None:
-    """Put empty layers of this layout into a model, where its own layers are."""
-    if found["format"] != FORMAT:
-        raise ValueError(f"load: the model has layout {found['format']}, and this version of Tigon reads {FORMAT}.")
+    """Put empty layers of this layout into a model, where its own layers are.
+
+    Raises: ValueError for a layout of another version, of another model, or of no layers.
+    """
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"load: the model has layout {found.get('format')!r}, and this version of Tigon reads {FORMAT}."
+        )
+    try:
+        new = _empty_layers(found)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DamagedFileError(f"load: the layout describes no layers ({error!r}).") from error
+    for name in new:
+        try:
+            model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"load: the layout names a layer {name}, which the model does not have.") from None
+    swap(model, new)
+
+
+def _empty_layers(found: dict[str, Any]) -> dict[str, nn.Module]:
     new: dict[str, nn.Module] = {}
     for name, row in found["layers"].items():
         if "pruned" in row:
@@ -67,12 +87,7 @@ def rebuild(model: nn.Module, found: dict[str, Any]) -> None:
         vars(new[name])["transposed"] = row["transposed"]
     for name, (rows, width) in found["embeddings"].items():
         new[name] = ByteEmbedding(rows, width, torch.get_default_dtype())
-    for name in new:
-        try:
-            model.get_submodule(name)
-        except AttributeError:
-            raise ValueError(f"load: the layout names a layer {name}, which the model does not have.") from None
-    swap(model, new)
+    return new
 
 
 def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
@@ -104,6 +119,7 @@ def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
         (folder / LAYOUT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    write_manifest(folder, sorted(file.name for file in folder.iterdir() if file.name != MANIFEST))
 
 
 def load(folder: str | Path, model: nn.Module | None = None, *, dense: bool = False, **options: Any) -> Any:
@@ -115,20 +131,17 @@ def load(folder: str | Path, model: nn.Module | None = None, *, dense: bool = Fa
         dense: widen everything, as `widen` does: dense speed and dense bytes.
         options: for `from_pretrained`.
     Returns: the model, in evaluation mode.
-    Raises: ValueError for a folder without a compressed model.
+    Raises: ValueError for a folder without a compressed model, and for files that are damaged.
     """
     folder = Path(folder)
     if model is not None:
-        from safetensors.torch import load_file
-
         if not (folder / LAYOUT).is_file():
             raise ValueError(f"load: {folder} has no {LAYOUT}, so save() has not written it.")
-        rebuild(model, json.loads((folder / LAYOUT).read_text(encoding="utf-8")))
-        missing, strange = model.load_state_dict(load_file(str(folder / WEIGHTS)), strict=False)
-        ties = {name for name, _ in model.named_parameters()}
-        lost = [name for name in missing if name in ties]
-        if lost or strange:
-            raise ValueError(f"load: the tensors of {folder} do not fit the model: {', '.join([*lost, *strange][:3])}.")
+        check_manifest(folder)
+        rebuild(model, read_json(folder / LAYOUT))
+        tensors = read_tensors(folder / WEIGHTS)
+        own = {name for name, _ in model.named_parameters()}  # a tied tensor has one name here, and two in the state
+        load_state(model, tensors, folder / WEIGHTS, ignore=lambda name: name not in own and name not in tensors)
         opened: Any = model.eval()
     else:
         opened = _hosted_model(folder, options)
@@ -140,12 +153,20 @@ def _hosted_model(folder: Path, options: dict[str, Any]) -> Any:
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"load: {folder} has no config.json; give model= for what is no model of transformers.")
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if (fields.get("quantization_config") or {}).get("quant_method") != METHOD:
+    check_manifest(folder)
+    fields = read_json(folder / "config.json")
+    stored = fields.get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") != METHOD:
         raise ValueError(f"load: the model in {folder} is not compressed by Tigon; open it by from_pretrained.")
     hosted()
     kind = getattr(transformers, (fields.get("architectures") or ["AutoModel"])[0], transformers.AutoModel)
-    return kind.from_pretrained(folder, **options).eval()
+    try:
+        return kind.from_pretrained(folder, **options).eval()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # transformers raises what its readers of damaged files raise
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DamagedFileError(f"load: {folder} holds no model that can be loaded: {said}") from error
 
 
 @torch.no_grad()

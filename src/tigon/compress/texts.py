@@ -47,7 +47,20 @@ def batches_of(model: nn.Module, calibration: Any, tokenizer: Any, *, name: str 
             )
     if not found:
         raise ValueError(f"{name}: calibration must hold text, got none.")
+    for batch in found:
+        if isinstance(batch.get("input_ids"), Tensor):
+            _check_ids(model, batch["input_ids"], name)
     return [{k: v.to(place) if isinstance(v, Tensor) else v for k, v in batch.items()} for batch in found]
+
+
+def _check_ids(model: Any, ids: Tensor, name: str) -> None:
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows = getattr(table, "num_embeddings", None)
+    if ids.numel() and rows is not None and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+        worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise ValueError(
+            f"{name}: calibration must have token ids from 0 to {rows - 1:,}, the vocabulary, got {worst:,}."
+        )
 
 
 def _windows(model: Any, texts: list[str], tokenizer: Any, name: str) -> list[Batch]:

@@ -1,15 +1,12 @@
-"""Cora, CiteSeer and PubMed as Planetoid's files have them, with the public split. No pickle in them runs code.
+"""Cora, CiteSeer and PubMed as Planetoid's files have them, with the public split.
 
-The files are pickles of numpy arrays, of scipy's CSR matrices and of dicts of lists. The unpickler here knows these, by
-the names that numpy and scipy have had for them, and nothing else; scipy need not be installed.
+The files are pickles, which `tigon.graph.pickled` reads without running anything in them.
 
 Source: Yang, Cohen & Salakhutdinov 2016, https://arxiv.org/abs/1603.08861, https://github.com/kimiyoung/planetoid.
 """
 
 from __future__ import annotations
 
-import collections
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tigon.files import DamagedFileError, check_memory
 from tigon.graph.data import Graph
+from tigon.graph.pickled import CSRMatrix, read_pickle
 from tigon.losses.options import check_choice
 
 # Options of `G2R` and of `G2R.fit` that its authors' commands have for them.
@@ -42,11 +41,19 @@ def planetoid(name: str, folder: str | Path) -> Graph:
     """
     check_choice("planetoid", "name", name, tuple(DATASETS))
     place = _folder(name, Path(folder))
-    read = {part: _read(place / f"ind.{name}.{part}") for part in PARTS if part != "test.index"}
+    read = {}
+    for part in PARTS[:-1]:
+        file = place / f"ind.{name}.{part}"
+        try:
+            read[part] = read_pickle(file)
+        except ValueError as error:
+            raise ValueError(f"planetoid: {error}") from error
     test = _indices(place / f"ind.{name}.test.index")
     try:
-        return _joined(read, test)
-    except (ValueError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        return _joined(place, read, test)
+    except DamagedFileError as error:
+        raise ValueError(f"planetoid: {error}") from error
+    except (ValueError, IndexError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"planetoid: the files ind.{name}.* of {place} do not fit together ({error}).") from error
 
 
@@ -66,17 +73,24 @@ def _folder(name: str, folder: Path) -> Path:
     return place
 
 
-def _joined(read: dict[str, Any], test: npt.NDArray[np.int64]) -> Graph:
-    known, labels = _dense(read["allx"]), np.asarray(read["ally"])
-    tested, train = _dense(read["tx"]), len(read["y"])
+def _joined(place: Path, read: dict[str, Any], test: npt.NDArray[np.int64]) -> Graph:
+    labels, test_labels, train_labels = (_table(read[part]) for part in ("ally", "ty", "y"))
     # Test nodes stand in the order of test.index. CiteSeer lacks some numbers between: nodes without features or label.
     n = max(len(read["graph"]), int(test.max()) + 1)
+    if int(test.min()) < 0:
+        raise ValueError(f"a node must be 0 or more, got {int(test.min())}")
+    # Twice, since a table is divided by its sums.
+    check_memory(place, 2 * 4 * sum(rows * _width(read["allx"]) for rows in (n, _height(read["allx"]), len(test))))
+    known, tested, train = _dense(read["allx"]), _dense(read["tx"]), len(train_labels)
     x = np.zeros((n, known.shape[1]), np.float32)
     y = np.full(n, -1)
     x[: len(known)], x[test] = known, tested
-    y[: len(known)], y[test] = labels.argmax(1), np.asarray(read["ty"]).argmax(1)
+    y[: len(known)], y[test] = labels.argmax(1), test_labels.argmax(1)
     x /= np.maximum(x.sum(1, keepdims=True), 1)
-    pairs = np.array([(a, b) for a, others in read["graph"].items() for b in others if a != b]).reshape(-1, 2)
+    listed = [(a, b) for a, others in read["graph"].items() for b in others if a != b]
+    if not all(type(a) is int and type(b) is int for a, b in listed):
+        raise ValueError("the graph must hold lists of nodes by number")
+    pairs = np.array(listed, dtype=np.int64).reshape(-1, 2)
     edges = np.unique(np.concatenate([pairs, pairs[:, ::-1]]), axis=0).T
     return Graph(
         torch.from_numpy(x), torch.from_numpy(np.ascontiguousarray(edges)).long(), torch.from_numpy(y),
@@ -84,68 +98,31 @@ def _joined(read: dict[str, Any], test: npt.NDArray[np.int64]) -> Graph:
     )  # fmt: skip
 
 
-def _indices(file: Path) -> npt.NDArray[np.int64]:
-    try:
-        return np.array([int(word) for word in file.read_text().split()], dtype=np.int64)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"planetoid: {file} must hold a number of a node a line ({error}).") from error
+def _table(found: Any) -> npt.NDArray[Any]:
+    if not isinstance(found, np.ndarray) or found.ndim != 2:
+        raise ValueError("labels must be an array with a column for each class")
+    return found
 
 
-# ------------------------------------------------------------------------------------------------------------- pickles
+def _height(rows: Any) -> int:
+    return int(rows.shape[0])
 
 
-class _Rows:
-    """What a pickled CSR matrix consists of."""
-
-    data: Any
-    indices: Any
-    indptr: Any
-    shape: Any
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.data, self.indices, self.indptr = (state.get(name) for name in ("data", "indices", "indptr"))
-        self.shape = state.get("_shape", state.get("shape"))
+def _width(rows: Any) -> int:
+    return int(rows.shape[1])
 
 
 def _dense(rows: Any) -> npt.NDArray[np.float32]:
-    if not isinstance(rows, _Rows):
-        return np.asarray(rows, np.float32)
+    """Features as an array; a CSR matrix has checked its indices when it was read."""
+    if not isinstance(rows, CSRMatrix):
+        return np.asarray(_table(rows), np.float32)
     dense = np.zeros(rows.shape, np.float32)
     dense[np.repeat(np.arange(len(dense)), np.diff(rows.indptr)), rows.indices] = rows.data
     return dense
 
 
-def _bytes(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes for Python 2; of the encodings there is this one."""
-    return text.encode("latin1")
-
-
-# What pickles of an array and of a number of it call, wherever this numpy has it.
-_ARRAY, _NUMBER = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]
-# By module and name, in all the places that they have had.
-_ADMITTED: dict[tuple[str, str], Any] = {
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): _ARRAY for core in ("core", "_core")},
-    **{(f"numpy.{core}.multiarray", "scalar"): _NUMBER for core in ("core", "_core")},
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    **{(f"scipy.sparse.{module}", "csr_matrix"): _Rows for module in ("csr", "_csr")},
-    **{(builtins, "list"): list for builtins in ("__builtin__", "builtins")},
-    ("_codecs", "encode"): _bytes,
-    ("collections", "defaultdict"): collections.defaultdict,
-}
-
-
-class _Arrays(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = _ADMITTED.get((module, name))
-        if found is None:
-            raise pickle.UnpicklingError(f"it wants {module}.{name}, and arrays and lists are all that is read")
-        return found
-
-
-def _read(file: Path) -> Any:
-    with open(file, "rb") as handle:
-        try:
-            return _Arrays(handle, encoding="latin1").load()
-        except Exception as error:  # a damaged pickle raises whatever the operation that it breaks raises
-            raise ValueError(f"planetoid: {file} is no pickle of arrays: {error}.") from error
+def _indices(file: Path) -> npt.NDArray[np.int64]:
+    try:
+        return np.array([int(word) for word in file.read_text().split()], dtype=np.int64)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"planetoid: {file} must hold a number of a node a line ({error}).") from error

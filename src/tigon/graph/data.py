@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.files import read_arrays, read_tensors
 from tigon.graph.g2r import check_features, edges_of
 from tigon.runtime import check_tensors
 
@@ -72,7 +72,7 @@ def read_graph(file: str | Path) -> Graph:
         raise ValueError(f"read_graph: file must be a file, which {file} is not.")
     if file.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"read_graph: file must be .npz or .safetensors, got {file.name}.")
-    arrays = _numpy(file) if file.suffix == ".npz" else _safetensors(file)
+    arrays = _numpy(file) if file.suffix == ".npz" else read_tensors(file)
     missing = [name for name in ("x", "edge_index") if name not in arrays]
     if missing:
         raise ValueError(
@@ -105,23 +105,12 @@ def _numpy(file: Path) -> dict[str, Tensor]:
     import numpy as np
 
     found: dict[str, Tensor] = {}
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            for name in arrays.files:
-                found[name] = torch.from_numpy(np.ascontiguousarray(arrays[name]))
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"read_graph: {file} is no .npz of plain arrays ({error}).") from error
+    for name, array in read_arrays(file).items():
+        try:
+            found[name] = torch.from_numpy(np.ascontiguousarray(array))
+        except TypeError as error:
+            raise ValueError(f"read_graph: {name} of {file} must be numbers or bools, got {array.dtype}.") from error
     return found
-
-
-def _safetensors(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(file))
-    except SafetensorError as error:
-        raise ValueError(f"read_graph: {file} is no safetensors file ({error}).") from error
 
 
 def _whole(t: Tensor) -> Any:

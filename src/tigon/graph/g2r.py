@@ -19,8 +19,10 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from tigon.files import DamagedFileError, load_state, read_json, read_tensors
 from tigon.losses.coding import RowGroups, coding_rate
 from tigon.losses.options import check_choice, check_positive
+from tigon.manifest import check_manifest, write_manifest
 from tigon.runtime import check_tensors
 
 __all__ = ["G2R", "groups_of"]
@@ -169,6 +171,7 @@ class G2R(nn.Module):
         # Each under its name only when it is whole, config.json last: a folder that has it has the weights.
         for name in (WEIGHTS, CONFIG):
             os.replace(folder / f"{name}.partial", folder / name)
+        write_manifest(folder, (WEIGHTS, CONFIG))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: torch.device | str | None = None) -> G2R:
@@ -179,22 +182,21 @@ class G2R(nn.Module):
             device: where the weights will be; None: the CPU.
         Raises: ValueError if the folder holds none, or files that do not fit together.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
             raise ValueError(f"G2R.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
+        check_manifest(folder, (CONFIG, WEIGHTS))
+        about = read_json(folder / CONFIG, required=OPTIONS)
+        tensors = read_tensors(folder / WEIGHTS, required=("encoder.weight1", "encoder.weight2"))
+        sizes = (about["features"], about["hidden"], about["out"])
+        # Before a model of these sizes is made.
+        if [*tensors["encoder.weight1"].shape, *tensors["encoder.weight2"].shape] != [*sizes[:2], *sizes[1:]]:
+            raise DamagedFileError(f"{folder / WEIGHTS} does not fit {CONFIG} beside it, whose sizes are {sizes}.")
         try:
-            about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             model = cls(**{name: about[name] for name in OPTIONS})
-            model.load_state_dict(load_file(folder / WEIGHTS))
-        except (ValueError, LookupError, TypeError, OSError, RuntimeError, SafetensorError) as error:
-            said = " ".join(str(error).split())
-            raise ValueError(
-                f"G2R.from_pretrained: {CONFIG} and {WEIGHTS} of {folder} must be of one model, as save_pretrained "
-                f"wrote them: {said}."
-            ) from error
+        except (ValueError, TypeError) as error:
+            raise DamagedFileError(f"{folder / CONFIG} has options that no model has: {error}") from error
+        load_state(model, tensors, folder / WEIGHTS)
         return model.to(device).eval()
 
     @torch.no_grad()

@@ -22,6 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.files import DamagedFileError, read_tensors
+from tigon.manifest import check_manifest, write_manifest
+
 FILE = "explorer.safetensors"
 # Of more rows than these, a part is read, and what they sum to is scaled to all.
 ROWS = 1 << 20
@@ -144,6 +147,7 @@ class Explorer:
         place = Path(folder) / FILE
         save_file(tensors, f"{place}.partial")
         os.replace(f"{place}.partial", place)
+        write_manifest(folder, [FILE])
 
     @classmethod
     def load(cls, folder: str | Path) -> Explorer | None:
@@ -151,17 +155,25 @@ class Explorer:
 
         Args:
             folder: of a ranker.
+        Raises: ValueError for a file that is damaged.
         """
-        from safetensors.torch import load_file
-
         place = Path(folder) / FILE
-        if not place.is_file():
+        if not place.exists():
             return None
+        check_manifest(folder, [FILE])
         found: dict[str, dict[str, Tensor]] = {"mean": {}, "precision": {}}
-        for key, value in load_file(place).items():
+        for key, value in read_tensors(place).items():
             part, _, label = key.partition(".")
-            found[part][label] = value
-        return cls(found["mean"], found["precision"])
+            found.setdefault(part, {})[label] = value
+        try:
+            shapes = {label: tuple(w.shape) for label, w in found["mean"].items()}
+            if {label: (len(x), *x.shape[1:]) for label, x in found["precision"].items()} != {
+                label: (*shape, *shape) for label, shape in shapes.items()
+            } or len(found) > 2:
+                raise ValueError("its tensors are not those of an explorer")
+            return cls(found["mean"], found["precision"])
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise DamagedFileError(f"{place} is damaged: {str(error).splitlines()[0].rstrip('.')}.") from error
 
 
 class Draws:

@@ -129,7 +129,8 @@ class _Coded(Field):
         for name in ("hash_rows", "dim"):
             value = getattr(self, name)
             least = 2 if name == "hash_rows" else 1
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_integer and least <= value < 2**62):
                 what = "a positive integer" if least == 1 else "an integer of at least 2, or all values have one code"
                 raise ValueError(f"{self.kind}: {name} must be {what}, got {value!r}.")
         if self.vocab is not None:

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.files import DamagedFileError, read_tensors
+from tigon.manifest import check_manifest, write_manifest
 from tigon.rank.batch import known_rows
 from tigon.rank.scoring import Batched, Drawing, check_schema, device_of
 
@@ -140,6 +142,7 @@ def save_anchors(folder: str | Path, anchors: Sequence[Anchor]) -> None:
     place = Path(folder) / FILE
     save_file(tensors, f"{place}.partial", {"anchors": json.dumps(len(anchors))})
     os.replace(f"{place}.partial", place)
+    write_manifest(folder, [FILE])
 
 
 def load_anchors(folder: str | Path) -> list[Anchor]:
@@ -148,20 +151,25 @@ def load_anchors(folder: str | Path) -> list[Anchor]:
     Args:
         folder: of a ranker.
     Returns: one anchor or two, the last fit's at the end.
-    Raises: ValueError if the folder has none.
+    Raises: ValueError if the folder has none, or a file that is damaged.
     """
-    from safetensors.torch import load_file
-
     place = Path(folder) / FILE
     if not place.is_file():
         raise ValueError(
             f"rank.load_anchors: folder must hold {FILE}, which rank.save_anchors writes; {folder} has none."
         )
-    found: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
-    for key, value in load_file(place).items():
-        number, part, name = key.split(".", 2)
-        found.setdefault(number, ({}, {}))[part == "fisher"][name] = value
-    return [Anchor(*found[number]) for number in sorted(found)]
+    check_manifest(folder, [FILE])
+    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for key, value in read_tensors(place).items():
+        number, _, rest = key.partition(".")
+        part, _, name = rest.partition(".")
+        found.setdefault(number, {}).setdefault(part, {})[name] = value
+    shapes = [
+        {part: {name: x.shape for name, x in of.items()} for part, of in parts.items()} for parts in found.values()
+    ]
+    if not shapes or any({*one} != {"weights", "fisher"} or one["weights"] != one["fisher"] for one in shapes):
+        raise DamagedFileError(f"{place} is damaged: its tensors are not those of anchors.")
+    return [Anchor(**found[number]) for number in sorted(found)]
 
 
 def check_anchored(options: Any) -> None:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from tigon.files import DamagedFileError, check_state, load_state, read_json, read_tensors
+from tigon.manifest import check_manifest, write_manifest
 from tigon.rank.batch import Batch
 from tigon.rank.explore import FILE as EXPLORER
 from tigon.rank.explore import Explorer
@@ -71,7 +73,8 @@ class Ranker(nn.Module):
         return torch.stack([weight * logits[label].float().sigmoid() for label, weight in used.items()]).sum(0)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write schema.json, config.json, model.safetensors, and explorer.safetensors if there is one.
+        """Write schema.json, config.json, model.safetensors, explorer.safetensors if there is one, and a manifest.json
+        with their checksums.
 
         Nothing is pickled.
 
@@ -95,6 +98,7 @@ class Ranker(nn.Module):
             self.explorer.save(folder)
         for name in (MODEL, SCHEMA, CONFIG):
             os.replace(folder / f"{name}.partial", folder / name)
+        write_manifest(folder, (MODEL, SCHEMA, CONFIG, EXPLORER))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: torch.device | str | None = None) -> Ranker:
@@ -104,32 +108,32 @@ class Ranker(nn.Module):
             folder: that it wrote.
             device: where the weights will be; None: the CPU.
         Returns: the ranker, in evaluation mode.
-        Raises: ValueError if the folder holds no ranker, one of another class than the one that is asked, or files that
-            do not fit together, as after an edit of its schema.
+        Raises: ValueError if the folder holds no ranker, one of another class than the one that is asked, files that
+            are not what its manifest.json says, or that do not fit together.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{cls.__name__}.from_pretrained: folder must hold {CONFIG}, which {folder} does not.")
-        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        kind = about.pop("kind", None) if isinstance(about, dict) else None
-        if kind not in HOMES:
+        check_manifest(folder, (CONFIG, SCHEMA, MODEL, EXPLORER))
+        about = read_json(folder / CONFIG)
+        kind = about.pop("kind", None)
+        if not isinstance(kind, str) or kind not in HOMES:
             raise ValueError(f"{cls.__name__}.from_pretrained: kind must be one of {sorted(HOMES)}, got {kind!r}.")
         module, _, name = HOMES[kind].partition(":")
         found: type[Ranker] = getattr(importlib.import_module(module), name)
         if not issubclass(found, cls):
             raise ValueError(f"{cls.__name__}.from_pretrained: {folder} must hold a {cls.__name__}, got a {name}.")
         schema = Schema.load(folder / SCHEMA)
+        tensors = read_tensors(folder / MODEL)
         try:
-            ranker = found(schema, **about)
-            ranker.load_state_dict(load_file(folder / MODEL))
-        except (TypeError, RuntimeError, SafetensorError) as error:
-            lines = [line.strip() for line in str(error).splitlines()]
-            raise ValueError(
-                f"{cls.__name__}.from_pretrained: {MODEL}, {SCHEMA} and {CONFIG} of {folder} must be of one ranker, as "
-                f"save_pretrained wrote them: {lines[-1].rstrip('.')}."
-            ) from error
+            # Sizes that no file of weights backs up must ask for no memory.
+            with torch.device("meta"):
+                ranker = found(schema, **about)
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise DamagedFileError(f"{folder / CONFIG} has options that no {name} has: {said}.") from error
+        check_state(ranker, tensors, folder / MODEL)
+        ranker = found(schema, **about)
+        load_state(ranker, tensors, folder / MODEL)
         ranker.explorer = Explorer.load(folder)
         return ranker.to(device).eval()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tigon.files import parse_json, read_json
 from tigon.rank.fields import KINDS, Cross, Field, Id, Number, Time
 from tigon.rank.labels import Label
 from tigon.tables.arrow import nearest
@@ -228,13 +229,16 @@ class Schema:
 
         Raises: ValueError if the text is no JSON, or a role, a kind or an option is unknown.
         """
+        return cls._parse(parse_json(text, "Schema.from_json: the text"), "Schema.from_json: the text")
+
+    @classmethod
+    def _parse(cls, told: Any, name: str) -> Schema:
+        if not all(isinstance(told.get(k), dict) for k in ("roles", "fields")):
+            raise ValueError(f"{name} must hold an object with the objects 'roles' and 'fields'.")
         try:
-            told = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"Schema.from_json: the text must be JSON, but {error}.") from None
-        if not isinstance(told, dict) or not all(isinstance(told.get(k), dict) for k in ("roles", "fields")):
-            raise ValueError("Schema.from_json: the text must hold an object with the objects 'roles' and 'fields'.")
-        return cls(_roles(told["roles"]), {name: _field(name, options) for name, options in told["fields"].items()})
+            return cls(_roles(told["roles"]), {key: _field(key, options) for key, options in told["fields"].items()})
+        except (TypeError, OverflowError, AttributeError) as error:  # a value of another type than its option's
+            raise ValueError(f"{name} has an option of another type than it must be: {error}.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the schema as JSON.
@@ -251,12 +255,9 @@ class Schema:
         Args:
             path: of the file.
 
-        Raises: ValueError as `from_json`; OSError if the file cannot be read.
+        Raises: ValueError as `from_json`, and if the file is missing or cannot be read.
         """
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(f"Schema.load: {path} must be JSON in UTF-8.") from None
+        return cls._parse(read_json(path), str(path))
 
 
 def _roles(told: Mapping[str, Any]) -> Roles:

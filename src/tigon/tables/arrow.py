@@ -27,7 +27,7 @@ def arrow_columns(name: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         try:
             table = _whole(table)
-        except (pa.ArrowException, TypeError) as error:
+        except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
             said = str(error).splitlines()[0].rstrip(".")
             raise ValueError(f"{name}: each column must hold values of one kind: {said}.") from None
     columns, _ = columns_of(name, table)
@@ -35,7 +35,13 @@ def arrow_columns(name: str, table: Any) -> dict[str, Any]:
     for key, column in columns.items():
         if not isinstance(column, (pa.Array, pa.ChunkedArray)):
             try:
-                column = pa.array(column)
+                column = pa.array(_in_known_units(column))
+            except OverflowError:
+                raise ValueError(f"{name}: column {key!r} must hold integers of 64 bits, got a larger one.") from None
+            except UnicodeEncodeError:
+                raise ValueError(
+                    f"{name}: column {key!r} must hold UTF-8 text, got half of a surrogate pair."
+                ) from None
             except (pa.ArrowException, TypeError) as error:
                 said = str(error).splitlines()[0].rstrip(".")
                 raise ValueError(f"{name}: column {key!r} must hold values of one kind: {said}.") from None
@@ -45,6 +51,18 @@ def arrow_columns(name: str, table: Any) -> dict[str, Any]:
             column = column.cast(pa.large_string())  # a chunked one is more text than 32 bits count
         found[key] = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return found
+
+
+def _in_known_units(column: Any) -> Any:
+    """Times of NumPy in a unit that Arrow has."""
+    if isinstance(column, np.ndarray) and column.dtype.kind in "mM":
+        unit, count = np.datetime_data(column.dtype)
+        if count != 1 or unit not in ("D", "s", "ms", "us", "ns"):
+            seconds = column.astype(f"{column.dtype.kind}8[s]")
+            if (~np.isnat(column) & (seconds.astype(column.dtype) != column)).any():
+                raise TypeError(f"a time of {column.dtype} is too far away")
+            return seconds
+    return column
 
 
 def _whole(table: Any) -> Any:

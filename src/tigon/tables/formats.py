@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tigon.files import DamagedFileError, check_memory
 from tigon.tables import fuxictr, libsvm, recbole
 from tigon.tables.values import Malformed
 
@@ -100,6 +101,8 @@ def _read(name: str, path: Path) -> Any:
         if (path.parent / fuxictr.CONFIG).exists():
             return _of_fuxictr(name, path)
         return FORMATS[ending(path)](path)
+    except DamagedFileError as error:
+        raise ValueError(f"{name}: {error}") from error
     except (OSError, pa.ArrowException, UnicodeDecodeError, Malformed) as error:
         raise ValueError(f"{name}: {path} cannot be read: {said(error)}.") from error
 
@@ -134,7 +137,7 @@ def delimited(path: Path, delimiter: str, quoted: bool = True, **options: Any) -
         table = csv.read_csv(str(path), parse_options=parse, convert_options=convert)
     except pa.ArrowInvalid as error:
         cut = quoted and "CSV parse" in str(error)  # perhaps a block ended at a line break in quotes
-        if not cut and "conversion error" not in str(error):
+        if not cut and not any(words in str(error) for words in ("conversion error", "straddl")):
             raise
         whole = csv.ReadOptions(block_size=BLOCK)
         parse = csv.ParseOptions(delimiter=delimiter, quote_char=parse.quote_char, newlines_in_values=quoted)
@@ -160,7 +163,22 @@ def _json(path: Path) -> Any:
 def _parquet(path: Path) -> Any:
     from pyarrow import parquet
 
-    return parquet.ParquetFile(str(path)).read()
+    with parquet.ParquetFile(str(path), page_checksum_verification=True) as opened:
+        check_memory(path, unpacked_bytes(opened.metadata))
+        return opened.read()
+
+
+# Bytes of a value in Arrow's memory, by the type that Parquet stores; a text has its place beside its letters.
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8, "BYTE_ARRAY": 4}
+
+
+def unpacked_bytes(metadata: Any) -> int:
+    """The memory that the values of a parquet file take at least, by the file's own account of them."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
+    return sum(
+        max(chunk.num_values * _WIDTHS.get(chunk.physical_type, 1), chunk.total_uncompressed_size) for chunk in chunks
+    )
 
 
 def _arrow(path: Path) -> Any:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tigon.files import DamagedFileError, read_yaml
+
 CONFIG = "dataset_config.yaml"
 DTYPES = {"str": "string", "float": "float64", "int": "int64"}
 SPLITTER = "^"
@@ -80,14 +82,12 @@ def config(name: str, folder: Path) -> Config:
 
     Raises: ValueError if it is no such file, or tells of several.
     """
-    import yaml
-
     path = folder / CONFIG
     try:
-        told = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{name}: {path} cannot be read: {str(error).splitlines()[0]}.") from None
-    sets = {key: value for key, value in (told if isinstance(told, dict) else {}).items() if isinstance(value, dict)}
+        told: dict[str, Any] = read_yaml(path)
+    except DamagedFileError as error:
+        raise ValueError(f"{name}: {error}") from None
+    sets = {key: value for key, value in told.items() if isinstance(value, dict)}
     chosen = sets.get(folder.resolve().name) or (next(iter(sets.values())) if len(sets) == 1 else None)
     if chosen is None:
         there = f"describes {', '.join(map(str, sets))}" if sets else "describes no data set"

@@ -26,6 +26,7 @@ class ParquetColumns(Mapping[str, Any]):
 
     Attributes:
         starts: (G + 1,) int64, the first row of each row group, over all files.
+        types: the pyarrow type of each column, as the first file has it; categories have the type of their values.
         bytes: of all columns, uncompressed, by the files' own account.
     """
 
@@ -36,6 +37,7 @@ class ParquetColumns(Mapping[str, Any]):
         self.name, self.files = name, listed(name, paths)
         self.groups: list[tuple[Path, int]] = []
         self._names: list[str] = []
+        self.types: dict[str, Any] = {}
         self._rows: Ints | None = None
         self.bytes, sizes = 0, []
         for file in self.files:
@@ -44,13 +46,18 @@ class ParquetColumns(Mapping[str, Any]):
                     f"{name}: row groups are read of files that end in {' or '.join(ENDINGS)}, got {file}."
                 )
             try:
-                about = parquet.ParquetFile(str(file))
+                about = parquet.ParquetFile(str(file), page_checksum_verification=True)
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{name}: {file} cannot be read: {said(error)}.") from error
             names = about.schema_arrow.names
+            if twice := sorted({column for column in names if names.count(column) > 1}):
+                raise ValueError(f"{name}: {file} must name each column once, but has {twice[0]!r} more often.")
             if self._names and set(names) != set(self._names):
                 raise ValueError(f"{name}: {self.files[0]} and {file} must have the same columns, got {names}.")
-            self._names = self._names or names
+            if not self._names:
+                self._names = names
+                fields = {field.name: field.type for field in about.schema_arrow}
+                self.types = {k: t.value_type if pa.types.is_dictionary(t) else t for k, t in fields.items()}
             for number in range(about.num_row_groups):
                 group = about.metadata.row_group(number)
                 if group.num_rows:
@@ -96,6 +103,22 @@ class ParquetColumns(Mapping[str, Any]):
         start = int(self.starts[a])
         return {name: column.slice(first - start, last - first) for name, column in found.items()}
 
+    def pieces(self, size: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Some columns of all rows, in pieces of `size` rows or fewer.
+
+        Raises: ValueError for a file that is damaged further down.
+        """
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        for file in self.files:
+            try:
+                with parquet.ParquetFile(str(file), page_checksum_verification=True) as opened:
+                    for batch in opened.iter_batches(size, columns=list(columns), use_threads=False):
+                        yield arrow_columns(self.name, pa.Table.from_batches([batch]))
+            except (OSError, pa.ArrowException) as error:
+                raise ValueError(f"{self.name}: {file} cannot be read: {said(error)}.") from error
+
     def _read(self, groups: Sequence[tuple[Path, int]], columns: list[str]) -> dict[str, Any]:
         import pyarrow as pa
         from pyarrow import parquet
@@ -106,9 +129,14 @@ class ParquetColumns(Mapping[str, Any]):
             by_file.setdefault(file, []).append(number)
         for file, numbers in by_file.items():
             try:
-                with parquet.ParquetFile(str(file)) as opened:
+                with parquet.ParquetFile(str(file), page_checksum_verification=True) as opened:
                     tables.append(opened.read_row_groups(numbers, columns=columns, use_threads=False))
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{self.name}: {file} cannot be read: {said(error)}.") from error
-        whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
+        try:
+            whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise ValueError(
+                f"{self.name}: {self.files[0]} and the files after it differ in their columns: {said(error)}."
+            ) from None
         return arrow_columns(self.name, whole)

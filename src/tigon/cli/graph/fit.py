@@ -15,6 +15,7 @@ from tigon.cli.problem import Problem, device_of, needs, seeds_of
 
 NAME = "graph fit"
 KEEP = ("best", "last")
+LARGEST = 2**31 - 1  # that torch takes for a size
 
 
 # ruff: noqa: E501 (one line for each option)
@@ -25,12 +26,12 @@ def fit(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for checkpoints, models and embeddings.")] = Path("graph-run"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output, with its options.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in --output.")] = False,
-    hidden: Annotated[int, typer.Option(help="Width of the first convolution.", min=1)] = 1024,
-    out: Annotated[int, typer.Option(help="Width of the embeddings.", min=1)] = 512,
+    hidden: Annotated[int, typer.Option(help="Width of the first convolution.", min=1, max=LARGEST)] = 1024,
+    out: Annotated[int, typer.Option(help="Width of the embeddings.", min=1, max=LARGEST)] = 512,
     eps: Annotated[float | None, typer.Option(help="Squared error of the coding rate; default: 0.05, and 0.1 for citeseer.")] = None,
     gamma: Annotated[float, typer.Option(help="Weight of the whole against the neighbourhoods.")] = 0.5,
-    epochs: Annotated[int | None, typer.Option(help="Steps; default: 20, and 40 for pubmed.", min=1)] = None,
-    nodes: Annotated[int | None, typer.Option(help="Neighbourhoods that are drawn for a step; default: 768, 512 for citeseer and 200 for pubmed.", min=1)] = None,
+    epochs: Annotated[int | None, typer.Option(help="Steps; default: 20, and 40 for pubmed.", min=1, max=LARGEST)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Neighbourhoods that are drawn for a step; default: 768, 512 for citeseer and 200 for pubmed.", min=1, max=LARGEST)] = None,
     normalize: Annotated[str, typer.Option(help="rows: the neighbours of a node weigh 1 together, as in the paper; columns: the groups of a node do, as in its authors' code.")] = "rows",
     keep: Annotated[str, typer.Option(help="best: the epoch whose probe is best on the nodes to validate on, where there are labels; last.")] = "best",
     lr: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 1e-3,

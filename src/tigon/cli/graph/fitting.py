@@ -156,7 +156,7 @@ class Run:
         shutil.rmtree(staged, ignore_errors=True)
         model.save_pretrained(staged)
         save_file({"z": model.encode(self.x, self.edges).cpu().contiguous()}, staged / EMBEDDINGS)
-        seal(staged)
+        seal(staged, largest=None)
         shutil.rmtree(self.output / f"seed-{seed}", ignore_errors=True)
         publish(staged, self.output / f"seed-{seed}")
         self.record["stages"][f"seed {seed}"] = found

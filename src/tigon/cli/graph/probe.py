@@ -10,7 +10,10 @@ import typer
 
 from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.kept_runs import read_record
-from tigon.cli.problem import Problem, check_writable, needs, one_line, seeds_of
+from tigon.cli.outputs import PICTURES, check_output_file
+from tigon.cli.problem import Problem, needs, seeds_of
+from tigon.files import read_tensors
+from tigon.manifest import check_manifest
 
 NAME = "graph probe"
 
@@ -23,6 +26,7 @@ def probe(
         Path | None, typer.Option(help="Picture of the angles between the classes, before and after the fit.")
     ] = None,
     dims: Annotated[int, typer.Option(help="Directions of a class that --plot compares.", min=1)] = 8,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a picture that is there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Logistic regression on the nodes to train on, its accuracy on the test nodes, with mean and spread over seeds."""
@@ -35,11 +39,8 @@ def probe(
     if plot is not None:
         plot = plot.expanduser().resolve()
         plot = plot if plot.suffix else plot.with_suffix(".png")
-        check_writable(plot.parent, f"{NAME}: --plot")
+        check_output_file(f"{NAME}: --plot", plot, PICTURES, overwrite=overwrite, inputs=[] if root is None else [root])
     record = read_record("graph fit", run)
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     from tigon import graph as graphs
     from tigon.cli.graph.fitting import EMBEDDINGS, PROBED
     from tigon.cli.graph.shared import digest, opened, sentences, show_rows, summary
@@ -51,17 +52,20 @@ def probe(
     seeds = [seed for seed in seeds_of(NAME, options["seed"]) if f"seed {seed}" in record["stages"]]
     if not seeds:
         raise Problem(f"{NAME}: no seed of {run} is at its end; go on by: tigon graph fit --resume --output {run}")
-    try:
-        vectors = {seed: load_file(run / f"seed-{seed}" / EMBEDDINGS)["z"] for seed in seeds}
-    except (OSError, LookupError, SafetensorError) as error:
-        raise Problem(f"{NAME}: the embeddings of {run} cannot be read ({one_line(error)}); fit it again") from error
+    vectors = {}
+    for seed in seeds:
+        folder = run / f"seed-{seed}"
+        check_manifest(folder, [EMBEDDINGS])
+        vectors[seed] = read_tensors(folder / EMBEDDINGS, required=["z"])["z"]
     with sentences(NAME):
+        panels = {"features": graph.x, f"embeddings, seed {seeds[0]}": vectors[seeds[0]]} if plot is not None else {}
+        if plot is not None and graph.y is None:
+            raise ValueError("--plot is for a graph with classes, y")
+        angles = {k: graphs.principal_angles(z, graph.y, dims=dims) for k, z in panels.items()}
         rows: list[dict[str, Any]] = [{"seed": seed, **graphs.probe(z, graph, c=c)} for seed, z in vectors.items()]
         if plot is not None:
-            assert graph.y is not None  # or the probe had said so
-            panels = {"features": graph.x, f"embeddings, seed {seeds[0]}": vectors[seeds[0]]}
             plot.parent.mkdir(parents=True, exist_ok=True)
-            graphs.plot_angles(plot, {k: graphs.principal_angles(z, graph.y, dims=dims) for k, z in panels.items()})
+            graphs.plot_angles(plot, angles)
     names = [name for name in rows[0] if name != "seed"]
     found = {"seeds": rows, "summary": summary(rows, names), "c": c}
     write_json(run / PROBED, found)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, device_of, needs
+from tigon.cli.outputs import check_output_folder
+from tigon.cli.problem import Problem, device_of, needs
 from tigon.cli.rank.shared import sentences
 
 NAME = "rank compress"
@@ -32,7 +33,8 @@ def compress(
     """Write a ranker of features with tables of 8 bits, and say what it weighs and how its scores differ."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     place = device_of(device, NAME)
-    _check_room(output, run, overwrite)
+    inputs: list[str | Path] = [run, *([run / "model"] if (run / "model").is_dir() else []), *(data or [])]
+    check_output_folder(f"{NAME}: --output", output, overwrite=overwrite, is_own=_is_ranker, inputs=inputs)
     from tigon.cli.rank.evaluate import drawing_of
     from tigon.cli.rank.opened import Opened
     from tigon.cli.screen import screen
@@ -55,15 +57,11 @@ def compress(
     console.print(f"the compressed ranker is in {output}")
 
 
-def _check_room(output: Path, run: Path, overwrite: bool) -> None:
-    check_writable(output, f"{NAME}: --output")
-    if output.resolve() in (run.resolve(), (run / "model").resolve()):
-        raise Problem(f"{NAME}: --output {output} must be another folder than that of the ranker, which stays")
-    if output.exists() and any(output.iterdir()):
-        if not (output / "config.json").is_file() or (output / "run.json").exists():
-            raise Problem(f"{NAME}: --output {output} holds files that are no ranker; give another --output")
-        if not overwrite:
-            raise Problem(f"{NAME}: --output {output} holds a ranker; --overwrite replaces it")
+def _is_ranker(folder: Path) -> bool:
+    """Whether a folder holds nothing but what `save_pretrained` of a ranker writes."""
+    names = {path.name for path in folder.iterdir()}
+    known = {"config.json", "schema.json", "model.safetensors", "explorer.safetensors", "manifest.json"}
+    return "config.json" in names and names <= known
 
 
 def _compressed(ranker: Any, table: Any, drawing: Any, output: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tigon.cli.outputs import check_output_file
 from tigon.cli.problem import Problem, check_writable, device_of, integers, needs
 from tigon.cli.rank.shared import metrics_table, sentences, spread
 
@@ -37,12 +38,18 @@ def evaluate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help=f"Folder for {RESULTS} and {PICTURE}; default: the run's.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that are in --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """AUC, GAUC, log loss, ECE, NDCG, MRR and hit rate of a ranker, with bootstrap intervals."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors", "matplotlib")
     cuts = sorted(set(integers(NAME, "--at", at)))
     place = device_of(device, NAME)
+    if output is not None and output.resolve() != run.resolve():
+        for name in (RESULTS, PICTURE):
+            check_output_file(
+                f"{NAME}: --output", output / name, (Path(name).suffix,), overwrite=overwrite, inputs=data
+            )
     output = run if output is None else output
     check_writable(output, f"{NAME}: --output")
     from tigon.cli.checkpoint import write_json

@@ -245,7 +245,7 @@ class Run:
         anchors = self.anchors if anchored(self.given.get("anchors"), self.options) else None
         with self.console.status("keeping what exploring and later fits need"), sentences(NAME):
             leave(staged, ranker, self.tables.train, self.options, anchors)
-        seal(staged)
+        seal(staged, largest=None)
         shutil.rmtree(self.output / MODEL, ignore_errors=True)
         publish(staged, self.output / MODEL)
         found = self._measured(ranker)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tigon.cli.checkpoint import RECORD
 from tigon.cli.problem import Problem
 from tigon.cli.rank.models import COMMON, OPTIONS_OF
+from tigon.files import read_json
 
 NAME = "rank fit"
 CONFIG, SCHEMA, WEIGHTS, MODEL = "config.json", "schema.json", "model.safetensors", "model"
@@ -42,8 +42,8 @@ def take(given: dict[str, Any], place: Path) -> None:
     for name in OWN:
         if given.get(name):
             raise Problem(f"{NAME}: --from has a ranker with its own --{name.replace('_', '-')}; leave the option out")
-    kind = json.loads((place / CONFIG).read_text(encoding="utf-8")).get("kind")
-    if kind not in OPTIONS_OF:
+    kind = read_json(place / CONFIG).get("kind")
+    if not isinstance(kind, str) or kind not in OPTIONS_OF:
         raise Problem(f"{NAME}: --from must hold one of {', '.join(OPTIONS_OF)}, got {kind!r} in {place}")
     given["model"] = kind
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tigon.cli.outputs import check_output_file
 from tigon.cli.problem import Problem, device_of, needs
 from tigon.cli.rank.shared import history_of, sentences
 
@@ -39,6 +40,7 @@ def inspect(
         int | None, typer.Option(help="Newest events of a request that are read; default: the run's.", min=0)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is in --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Of a run: fields, parameters by part, and tokens, FLOPs and time of a request. Of a table: what it holds."""
@@ -46,6 +48,15 @@ def inspect(
     if not target.is_dir() or not any((target / name).exists() for name in ("run.json", "config.json", "prompt.yaml")):
         from tigon.cli.rank.inspect_data import inspect_data
 
+        if output is not None:
+            inputs: list[str | Path] = [
+                target,
+                *(path for path in (schema,) if path),
+                *(history or []),
+                *(items or []),
+                *(users or []),
+            ]
+            check_output_file(f"{NAME}: --output", output, (".json",), overwrite=overwrite, inputs=inputs)
         given = {"request": request, "item": item, "user": user, "time": time, "weight": weight,
                  "labels": label, "action": action}  # fmt: skip
         inspect_data(
@@ -53,6 +64,8 @@ def inspect(
             output=output, json=json, **{name: value for name, value in given.items() if value},
         )  # fmt: skip
         return
+    if output is not None:
+        raise Problem(f"{NAME}: --output is for the schema of a table, got the folder of a ranker, {target}")
     place = device_of(device, NAME)
     from tigon.cli.rank.evaluate import drawing_of
     from tigon.cli.rank.inspected import costs, fields_of, parameters_of

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, device_of, needs
+from tigon.cli.outputs import PICTURES, check_output_file
+from tigon.cli.problem import Problem, device_of, needs
 from tigon.cli.rank.shared import paths_of, sentences
 
 NAME = "rank interactions"
 METHODS = ("persistence", "nid")
-PICTURES = (".png", ".svg", ".pdf")
+OF_RUN = ("run.json", "results.json", "schema.json", "config.json", "model")
 
 
 def interactions(
@@ -59,7 +60,10 @@ def interactions(
         raise Problem(f"{NAME}: --method must be one of {', '.join(METHODS)}, got {method}")
     if run is None and not (data and label):
         raise Problem(f"{NAME}: give the folder of a run, or a table by --data and its --label")
-    _check_files(plot, as_crosses, overwrite)
+    inputs: list[str | Path] = [*([] if run is None else [run / name for name in OF_RUN]), *(data or [])]
+    for option, file, suffixes in (("--plot", plot, PICTURES), ("--as-crosses", as_crosses, (".json",))):
+        if file is not None:
+            check_output_file(f"{NAME}: {option}", file, suffixes, overwrite=overwrite, inputs=inputs)
     place = device_of(device, NAME)
     from tigon import rank
     from tigon.cli.screen import screen
@@ -98,19 +102,6 @@ def _order(pairs: bool, order: int | None) -> int | None:
     if pairs and order not in (None, 2):
         raise Problem(f"{NAME}: --pairs is --order 2, got --order {order} besides")
     return 2 if pairs else order
-
-
-def _check_files(plot: Path | None, schema: Path | None, overwrite: bool) -> None:
-    if plot is not None and plot.suffix not in PICTURES:
-        raise Problem(f"{NAME}: --plot must end in {', '.join(PICTURES)}, got {plot}")
-    for option, file in (("--plot", plot), ("--as-crosses", schema)):
-        if file is None:
-            continue
-        if file.is_dir():
-            raise Problem(f"{NAME}: {option} must be a file, got the folder {file}")
-        if file.exists() and not overwrite:
-            raise Problem(f"{NAME}: {option} {file} is there; --overwrite replaces it")
-        check_writable(file.parent, f"{NAME}: {option}")
 
 
 def _of_run(console: Any, run: Path, data: list[str] | None, label: str | None, seed: int, place: Any) -> Any:

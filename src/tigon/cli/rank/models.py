@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tigon.cli.problem import Problem, integers
 from tigon.cli.rank.shared import sentences, weights_of
+from tigon.files import DamagedFileError, read_json
 
 # Options that only some rankers have. None stands for the ranker's own default.
 OPTIONS_OF = {
@@ -70,11 +70,9 @@ def blocks_of(command: str, file: Path) -> list[dict[str, Any]]:
     from tigon.rank.features.blocks import blocks_of
 
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Problem(f"{command}: --blocks {file} cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise Problem(f"{command}: --blocks {file} must be JSON, a list of blocks, but {error}") from error
+        found = read_json(file, kind=list)
+    except DamagedFileError as error:
+        raise Problem(f"{command}: --blocks must be a list of blocks in JSON: {error}") from error
     with sentences(command):
         return [{**block._asdict(), "inputs": list(block.inputs)} for block in blocks_of(found)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from tigon.cli.problem import Problem
 from tigon.cli.rank.fitting import MODEL
 from tigon.cli.rank.seeds import one_of
 from tigon.cli.rank.shared import after_own, history_of, paths_of, sentences
+from tigon.files import read_json
 
 PROMPT, CONFIG = "prompt.yaml", "config.json"
 
@@ -69,6 +69,12 @@ class Opened:
             return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
 
     @property
+    def files(self) -> list[str]:
+        """The tables that the run was fitted on."""
+        names = ("data", "history", "items", "users", "val", "test")
+        return [path for name in names for path in self.options.get(name) or []]
+
+    @property
     def labels(self) -> list[str]:
         """What `scored` tells of: labels, or the tasks of a prompt."""
         return list(self.ranker.prompt.tasks if self.by_prompt else self.ranker.labels)
@@ -121,11 +127,8 @@ class Opened:
 
 
 def _options(command: str, folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        options: dict[str, Any] = found["options"]
-        if found["kind"] != "rank fit":
-            raise KeyError
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Problem(f"{command}: {folder / RECORD} is not the record of a run of tigon rank fit") from error
+    record = read_json(folder / RECORD)
+    options = record.get("options")
+    if record.get("kind") != "rank fit" or not isinstance(options, dict):
+        raise Problem(f"{command}: {folder / RECORD} is not the record of a run of tigon rank fit")
     return options

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, device_of, needs
+from tigon.cli.folder import METRICS
+from tigon.cli.outputs import check_output_file
+from tigon.cli.problem import device_of, needs
 
 NAME = "rank score"
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -47,13 +49,8 @@ def score(
     """Write a row for each row of the data, request by request: its number, its item, each label's probability, and
     the score."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
-    if output.suffix not in SUFFIXES:
-        raise Problem(f"{NAME}: --output must end in {', '.join(SUFFIXES)}, got {output}")
-    if output.is_dir():
-        raise Problem(f"{NAME}: --output must be a file, got the folder {output}")
-    if output.exists() and not overwrite:
-        raise Problem(f"{NAME}: --output {output} is there; --overwrite replaces it")
-    check_writable(output.parent, f"{NAME}: --output")
+    inputs = [path for given in (data, history, items, users) for path in given or []]
+    check_output_file(f"{NAME}: --output", output, SUFFIXES, overwrite=overwrite, inputs=[*inputs, run / METRICS])
     place = device_of(device, NAME)
     import pyarrow as pa
     import torch
@@ -66,6 +63,7 @@ def score(
     console = screen(stderr=True, soft_wrap=True)
     with console.status(f"reading {run}"):
         opened = Opened(NAME, run, place)
+        check_output_file(f"{NAME}: --output", output, SUFFIXES, overwrite=overwrite, inputs=opened.files)
         table = opened.read(data, history or [], items or [], users or [], labelled=False)
     if explore:
         opened.check_explorer()
@@ -76,7 +74,7 @@ def score(
         console.print(f"note: {note}")
     roles = table.schema.roles
     # Of one type in all pieces, whatever is missing in one of them.
-    requests = pa.array(table.request_ids)
+    requests = _arrow(table.request_ids)
     names = _names([roles.request or "request", *beside], list(opened.labels))
     for name, own in names.items():
         if own != name[1]:
@@ -108,13 +106,20 @@ def _beside(table: Any, keep: list[str]) -> dict[str, Any]:
 
     Raises: ValueError for a column that is not there.
     """
-    import pyarrow as pa
-
     roles = table.schema.roles
     every = "all" in keep and "all" not in table.columns
     kept = [*table.columns, *(name for name in keep if name != "all")] if every else keep
     wanted = dict.fromkeys([*([] if roles.item is None else [roles.item]), *kept])
-    return {name: pa.array(table.column(name)) for name in wanted if name != roles.request}
+    return {name: _arrow(table.column(name)) for name in wanted if name != roles.request}
+
+
+def _arrow(values: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.array(values)
+    except OverflowError:  # integers above 2**63, as Python has them
+        return pa.array(values, pa.uint64())
 
 
 def _names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tigon.cli.kept_runs import Interrupts
 from tigon.cli.problem import Problem, check_writable
 from tigon.cli.rank.shared import sentences
+from tigon.files import read_json
 
 NAME = "rank search"
 JOURNAL, RESULTS, PICTURE, SCHEMA = "journal.log", "results.json", "search.png", "schema.json"
@@ -30,8 +30,8 @@ def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
             raise Problem(f"{NAME}: another process searches in {output}; wait for its end, or give another --output")
         return
     if (output / RESULTS).is_file():
-        done = json.loads((output / RESULTS).read_text(encoding="utf-8"))
-        count, refits = done["trials"], len(done["refitted"])
+        done = read_json(output / RESULTS, required=["trials", "refitted"])
+        count, refits = int(done["trials"]), len(done["refitted"])
         if trials <= count and best <= refits:
             raise Problem(
                 f"{NAME}: the study in {output} has {count:,} trials and {refits} fits on all rows already; --trials "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import circumstances, read_record
 from tigon.cli.problem import Problem, seeds_of
 from tigon.cli.rank.fitting import NAME, PICTURE, RESULTS, Run, Tables
+from tigon.files import read_json
 
 if TYPE_CHECKING:
     from tigon.rank import Evaluation
@@ -23,9 +23,9 @@ PARTS = ("validation", "test")
 def folders_of(output: Path) -> dict[int, Path]:
     """The runs of several seeds in a folder, by seed; {} where it holds one run, or none."""
     try:
-        options = json.loads((output / RECORD).read_text(encoding="utf-8"))["options"]
+        options = read_json(output / RECORD, required=["options"])["options"]
         seeds = seeds_of(NAME, str(options["seed"]))
-    except (OSError, ValueError, KeyError, TypeError, Problem):
+    except (ValueError, KeyError, TypeError, Problem):
         return {}
     return {seed: output / f"seed-{seed}" for seed in seeds} if len(seeds) > 1 else {}
 

@@ -9,10 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, check_writable, needs, one_line
+from tigon.cli.outputs import check_output_folder
+from tigon.cli.problem import Problem, needs, one_line
+from tigon.files import check_memory, read_array, read_json
 
 NAME = "retrieve build"
-METRICS, DTYPES = ("ip", "cosine", "l2"), ("float16", "bfloat16", "float32", "float8_e4m3fn")
+METRICS = ("ip", "cosine", "l2")
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}  # of a number of each dtype
+DTYPES = tuple(BYTES)
 CODES = ("int8", "sign")  # of retrieve.Index
 
 
@@ -47,7 +51,9 @@ def build(
         int | None, typer.Option(help="Items that there is room for; default: those of the files.", min=1)
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Items that are read and written at a time.", min=1)] = 65_536,
-    force: Annotated[bool, typer.Option("--force", help="Replace an index that is there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", "--force", help="Replace an index that is in --output.")
+    ] = False,
 ) -> None:
     """Build an index from files of items with their vectors.
 
@@ -67,11 +73,10 @@ def build(
         raise Problem(f"{NAME}: --vector and --vectors exclude each other")
     if schema is not None and columns is not None:
         raise Problem(f"{NAME}: --columns is for a schema that is found; with --schema leave it out")
-    if output.is_dir() and any(output.iterdir()) and not force:
-        raise Problem(f"{NAME}: --output {output} is not empty; --force replaces an index")
-    check_writable(output, f"{NAME}: --output")
+    inputs = [*items, *(path for path in (vectors, schema) if path is not None)]
+    check_output_folder(f"{NAME}: --output", output, overwrite=overwrite, is_own=_is_index, inputs=inputs)
 
-    from tigon.cli.retrieve.files import IDS, named, source, vector_column
+    from tigon.cli.retrieve.files import IDS, Source, named, sentences, vector_column
     from tigon.cli.screen import screen
     from tigon.retrieve import Index, Schema
 
@@ -79,7 +84,7 @@ def build(
     coding: Any = codes
     console = screen(stderr=True)
     began = time.monotonic()
-    found = source(NAME, items)
+    found = Source(NAME, items)
     if capacity is not None and capacity < found.rows:
         raise Problem(f"{NAME}: --capacity must be at least the {found.rows:,} rows of {found}, got {capacity:,}")
     stored = None if vectors is None else _stored(vectors, found.rows)
@@ -91,53 +96,65 @@ def build(
         for name in described:
             named(NAME, found, f"a column of {schema}", name)
     else:
+        chosen_columns = _chosen(found, columns, rest)
         with console.status("reading the columns to filter by"):
-            described = _describe(found, _chosen(found, columns, rest))
+            described = _describe(found, chosen_columns, asked=columns is not None)
     parts = _parts(found, from_column, stored, ids, list(described), batch_size)
     dim = None
     index = None
     with _bar(console, found.rows) as advance:
         for names, matrix, table in parts:
-            if index is None:
-                dim = matrix.shape[1]
-                index = Index(dim, capacity or found.rows, dtype, chosen, Schema(**described), codes=coding, bits=bits)
-            try:
+            with sentences(NAME):
+                if index is None:
+                    dim = matrix.shape[1]
+                    # 9 bytes of an item beside its vector: its id, and whether it is there.
+                    check_memory(f"an index of {capacity or found.rows:,} items", (capacity or found.rows) * (
+                        dim * BYTES[dtype] + 9))  # fmt: skip
+                    index = Index(
+                        dim, capacity or found.rows, dtype, chosen, Schema(**described), codes=coding, bits=bits
+                    )  # fmt: skip
                 if matrix.shape[1] != dim:
                     raise ValueError(f"every vector must have {dim} numbers, as the first has, got {matrix.shape[1]}")
                 index.upsert(names, matrix, table)
-            except ValueError as error:
-                raise Problem(f"{NAME}: {found}: {one_line(error).removeprefix('Index.upsert: ')}") from error
             advance(len(matrix))
     assert index is not None
     with console.status(f"writing {output}"):
         index.save(output)
     if len(index) < found.rows:
         console.print(f"{found.rows - len(index):,} rows had an id that a later row has, too; the later one counts.")
+    if ids is None:
+        near = [name for name in found.names if name.lower().endswith("id") and name != from_column]
+        console.print(
+            f"note: ids are the numbers of the rows, as there is no column {', '.join(IDS)}; "
+            f"{f'--id {near[0]} takes that column' if near else '--id names one'}",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
     took = time.monotonic() - began
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     screen().print(f"{output}: {len(index):,} items × {dim}, {size / 2**20:,.1f} MiB, in {took:.1f} s")
 
 
+def _is_index(folder: Path) -> bool:
+    """Whether `Index.save` has written into a folder; it leaves what else is there."""
+    return any(folder.glob("snapshot-*"))
+
+
 def _read_schema(path: Path) -> dict[str, Any]:
     from tigon.retrieve import Schema
 
+    read_json(path)  # which says what is wrong with a file that is no JSON at all
     try:
         return dict(Schema.from_json(path.read_text(encoding="utf-8")).columns)
-    except (OSError, UnicodeDecodeError) as error:
-        raise Problem(f"{NAME}: --schema {path}: cannot be read: {one_line(error)}") from error
     except ValueError as error:
         raise Problem(f"{NAME}: --schema {path}: {one_line(error)}") from error
 
 
 def _stored(path: Path, rows: int) -> Any:
-    import numpy as np
-
-    try:
-        stored = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise Problem(f"{NAME}: --vectors {path} cannot be read: {one_line(error)}") from error
+    stored = read_array(path, mapped=True)
     if stored.ndim != 2 or stored.dtype.kind != "f":
         raise Problem(f"{NAME}: --vectors must be floats (items, dim), got {stored.shape} {stored.dtype}")
+    if not stored.shape[1]:
+        raise Problem(f"{NAME}: --vectors must have a number for each item or more, got {stored.shape}")
     if len(stored) != rows:
         raise Problem(f"{NAME}: --vectors must have a row for each of the {rows:,} items, got {len(stored):,}")
     return stored
@@ -151,13 +168,16 @@ def _chosen(found: Any, columns: str | None, rest: list[str]) -> list[str]:
     return [named(NAME, found, "--columns", name.strip()) for name in columns.split(",") if name.strip()]
 
 
-def _describe(found: Any, names: list[str]) -> dict[str, Any]:
+def _describe(found: Any, names: list[str], asked: bool) -> dict[str, Any]:
+    """The columns of a schema. asked: whether the names were given, so that none may be left out."""
     from rich.table import Table
 
     from tigon.cli.retrieve.describe import describe
     from tigon.cli.screen import screen, show
 
     described = describe(found, names)
+    for name, reason in described.left_out.items() if asked else ():
+        raise Problem(f"{NAME}: --columns: {name} cannot be filtered by: {reason}")
     if names:
         table = Table("column", "kind", "bits", title="columns to filter by")
         for name, column in described.columns.items():

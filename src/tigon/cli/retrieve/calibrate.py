@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli.problem import Problem, integers, needs, one_line
+from tigon.cli.problem import Problem, integers, needs
 
 NAME = "retrieve calibrate"
 
@@ -31,25 +31,22 @@ def calibrate(
 ) -> None:
     """Recall, bytes and times of searches by codes "sign", on the items of an index and your own queries."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
-    from tigon.cli.retrieve.files import source, vector_column, vectors_of
+    from tigon.cli.retrieve.files import Source, sentences, vector_column, vectors_of
     from tigon.cli.retrieve.opened import load
     from tigon.cli.screen import screen, show
 
     counts = integers(NAME, "--bits", bits)
     many = None if candidates is None else integers(NAME, "--candidates", candidates)
     console = screen(stderr=True)
-    found = source(NAME, [queries])
+    found = Source(NAME, [queries])
     column = vector_column(NAME, found, vector)
     asked = vectors_of(NAME, found.column(column), column)[:most]
     with console.status(f"reading {index}"):
         opened = load(NAME, index, device)
     if asked.shape[1] != opened.dim:
         raise Problem(f"{NAME}: queries must have {opened.dim} numbers, as the index has, got {asked.shape[1]}")
-    try:
-        with console.status(f"searching for {len(asked):,} queries"):
-            made = opened.calibrate(asked, k, counts, many)
-    except ValueError as error:
-        raise Problem(f"{NAME}: {one_line(error).removeprefix('Index.calibrate: ')}") from error
+    with sentences(NAME), console.status(f"searching for {len(asked):,} queries"):
+        made = opened.calibrate(asked, k, counts, many)
     if json:
         rows = [row._asdict() for row in made.rows]
         print(encoder.dumps({"items": made.items, "queries": made.queries, "k": made.k, "rows": rows}))

@@ -30,7 +30,7 @@ def describe(found: Source, names: list[str]) -> Described:
     columns: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name in names:
-        made = _column(found, name, found.data.schema.field(name).type)
+        made = _column(found, name, found.types[name])
         if isinstance(made, str):
             left_out[name] = made
         else:
@@ -43,11 +43,12 @@ def _column(found: Source, name: str, kind: Any) -> Any:
     import pyarrow.types as types
 
     from tigon.retrieve import Category, Number, Tags
+    from tigon.retrieve.schema import RESERVED
 
-    if not name.isidentifier():
-        return "its name is no identifier"
-    if types.is_dictionary(kind):
-        kind = kind.value_type
+    if not name.isidentifier() or name.lower() in RESERVED:
+        return "its name is a word of filters" if name.isidentifier() else "its name is no identifier"
+    if types.is_null(kind):
+        return "it is empty"
     if types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind):
         distinct = compute.count_distinct(found.column(name)).as_py()
         if distinct > MOST_CATEGORIES:
@@ -100,8 +101,11 @@ def _integers(ends: dict[str, Any]) -> Any:
         return "it is empty"
     if max(abs(low), abs(high)) <= 2**24:
         return Number()  # as a float32, which holds them all
+    if high >= 2**63:
+        return f"it has numbers above 2**63, such as {high:,}"
     if high - low >= 2**32 - 2:
         return f"{low:,} to {high:,} is more than 32 bits hold"
+    low = low - (low == high)  # a range has two numbers at least
     return Number(low, high, step=1, bits=max(8, (high - low + 1).bit_length()))
 
 

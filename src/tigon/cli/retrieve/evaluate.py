@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, integers, needs, one_line
+from tigon.cli.problem import Problem, integers, needs
 
 NAME = "retrieve evaluate"
 
@@ -33,14 +33,14 @@ def evaluate(
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
     import numpy as np
 
-    from tigon.cli.retrieve.files import named, source, vector_column, vectors_of
+    from tigon.cli.retrieve.files import Source, named, sentences, vector_column, vectors_of
     from tigon.cli.retrieve.opened import ids_of, load
     from tigon.cli.screen import screen
     from tigon.retrieve import metrics
 
     cuts = sorted(set(integers(NAME, "-k", k, 2048)))
     console = screen(stderr=True)
-    found = source(NAME, [queries])
+    found = Source(NAME, [queries])
     column = vector_column(NAME, found, vector)
     asked = vectors_of(NAME, found.column(column), column)
     right = None if truth is None else _right(found, named(NAME, found, "--truth", truth))
@@ -52,14 +52,12 @@ def evaluate(
     with console.status(f"searching for {len(asked):,} queries"):
         for start in range(0, len(asked), batch_size):
             part = asked[start : start + batch_size]
-            try:
+            with sentences(NAME):
                 began = time.perf_counter()
                 hits = opened.search(part, max(cuts), where)
                 hits.scores.cpu()
                 seconds += time.perf_counter() - began
                 exhaustive.append(_exhaustive(opened, part, max(cuts), where))
-            except ValueError as error:
-                raise Problem(f"{NAME}: {one_line(error).removeprefix('Index.search: ')}") from error
             names.append(ids_of(hits))
     ids, all_of_them = np.concatenate(names), np.concatenate(exhaustive)
     rows = []

@@ -2,95 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tigon.cli.problem import Problem, one_line
+from tigon.cli.problem import Problem, disk_full, one_line
 
-# The endings, and what pyarrow calls the format.
-FORMATS = {
-    ".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json",
-    ".arrow": "ipc", ".feather": "feather",
-}  # fmt: skip
 IDS = ("id", "item_id", "ids")
 
 
-class Source(NamedTuple):
-    """Files of one form. data: a pyarrow dataset. rows: how many there are."""
+class Source:
+    """Files of a table: those of parquet are read a piece at a time, others at once.
 
-    paths: list[Path]
-    data: Any
-    rows: int
+    Args:
+        command: what errors begin with.
+        paths: files, or folders of files.
+    Raises: Problem if a file is missing, of no known format, not of the format that its ending says, or empty.
+
+    Attributes:
+        types: the pyarrow type of each column; categories have the type of their values.
+        rows: how many there are.
+    """
+
+    def __init__(self, command: str, paths: list[Path]) -> None:
+        from tigon.tables.arrow import arrow_columns
+        from tigon.tables.formats import ending, listed, read
+        from tigon.tables.lazily import ENDINGS, ParquetColumns
+
+        self.command, self.paths = command, paths
+        with sentences(command):
+            if all(ending(file) in ENDINGS for file in listed(command, paths)):
+                self.columns: Mapping[str, Any] = ParquetColumns(command, paths)
+                self.types: dict[str, Any] = self.columns.types
+                self.rows = int(self.columns.starts[-1])
+            else:
+                self.columns = arrow_columns(command, read(command, paths))
+                self.types = {name: column.type for name, column in self.columns.items()}
+                self.rows = len(next(iter(self.columns.values())))
 
     def __str__(self) -> str:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
 
     @property
     def names(self) -> list[str]:
-        return list(self.data.schema.names)
+        return list(self.types)
 
     def column(self, name: str) -> Any:
-        """A whole column, as a pyarrow.ChunkedArray."""
-        return self.data.to_table(columns=[name]).column(0)
+        """A whole column, as a pyarrow.Array."""
+        with sentences(self.command):
+            return self.columns[name]
 
     def pieces(self, columns: list[str], size: int) -> Iterator[Any]:
-        """Tables of these columns, of about `size` rows."""
+        """Tables of these columns, of `size` rows or fewer."""
         import pyarrow as pa
 
-        waiting: list[Any] = []
-        count = 0
-        for batch in self.data.to_batches(columns=columns, batch_size=size):
-            waiting.append(batch)
-            count += batch.num_rows
-            if count >= size:
-                yield pa.Table.from_batches(waiting)
-                waiting, count = [], 0
-        if count:
-            yield pa.Table.from_batches(waiting)
+        with sentences(self.command):
+            if isinstance(self.columns, dict):
+                for first in range(0, self.rows, size):
+                    yield pa.table({name: self.columns[name].slice(first, size) for name in columns})
+            else:
+                for piece in self.columns.pieces(size, columns):  # type: ignore[attr-defined]
+                    yield pa.table(piece)
 
 
-def source(command: str, paths: list[Path]) -> Source:
-    """Files of one format, by their endings.
-
-    Raises: Problem if a file is missing, of no known format, not of the format that its ending says, or empty.
-    """
-    from pyarrow import dataset
-
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            files += sorted(p for p in path.iterdir() if p.suffix in FORMATS)
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise Problem(f"{command}: there is no file {path}")
-    if not files:
-        raise Problem(f"{command}: {paths[0]} holds no file that ends in {', '.join(FORMATS)}")
-    formats = {FORMATS.get(path.suffix.lower()) for path in files}
-    if None in formats:
-        wrong = next(path for path in files if path.suffix.lower() not in FORMATS)
-        raise Problem(f"{command}: a file must end in {', '.join(FORMATS)}, got {wrong}")
-    if len(formats) > 1:
-        raise Problem(f"{command}: all files must be of one format, got {', '.join(sorted(map(str, formats)))}")
+@contextmanager
+def sentences(command: str) -> Iterator[None]:
+    """Errors about tables and indices as Problems of a command."""
     try:
-        data = dataset.dataset([str(path) for path in files], format=formats.pop())
-        rows = data.count_rows()
-    except (OSError, ValueError) as error:
-        raise Problem(f"{command}: {files[0]} cannot be read: {one_line(error)}") from error
-    if not rows:
-        raise Problem(f"{command}: {files[0]} has no rows")
-    return Source(files, data, rows)
+        yield
+    except (ValueError, OSError, OverflowError) as error:
+        if disk_full(error):
+            raise
+        raise Problem(f"{command}: {re.sub(CALLED, '', one_line(error))}") from error
+
+
+# What errors of the library begin with.
+CALLED = r"^(retrieve( [a-z]+)?|(Index|Schema)(\.[a-z_]+)?): "
 
 
 def vector_column(command: str, found: Source, given: str | None) -> str:
     """The column of vectors: the one that was named, or the only one that holds lists of floats."""
     if given is not None:
         return named(command, found, "--vector", given)
-    candidates: list[str] = [field.name for field in found.data.schema if holds_floats(field.type)]
+    candidates: list[str] = [name for name, kind in found.types.items() if holds_floats(kind)]
     if len(candidates) != 1:
         said = f"there are {', '.join(candidates)}" if candidates else "no column holds lists of floats"
         raise Problem(f"{command}: --vector must name the column of vectors in {found}: {said}")
@@ -112,8 +111,10 @@ def is_list(kind: Any) -> bool:
 
 def named(command: str, found: Source, option: str, name: str) -> str:
     """A column's name, which has to be there."""
+    from tigon.tables.arrow import nearest
+
     if name not in found.names:
-        raise Problem(f"{command}: {option} must be a column of {found}, {', '.join(found.names)}; got {name}")
+        raise Problem(f"{command}: {option} must be a column of {found}, got {name!r}; {nearest(name, found.names)}")
     return name
 
 
@@ -123,19 +124,29 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
     Raises: Problem if a row has no vector, or one of another width.
     """
     import pyarrow as pa
+    import pyarrow.compute as compute
     import pyarrow.types as types
 
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if isinstance(column, pa.ChunkedArray):  # of no chunk
         column = pa.array([], type=column.type)
     if types.is_string(column.type) or types.is_large_string(column.type):
-        column = pa.array([numbers(text) for text in column.to_pylist()], type=pa.list_(pa.float32()))
+        texts = column.to_pylist()
+        parsed = [numbers(text) for text in texts]
+        if bad := [i for i, (text, one) in enumerate(zip(texts, parsed, strict=True)) if text and one is None]:
+            raise Problem(
+                f"{command}: column {name!r}, row {first + bad[0]:,}: must be numbers such as [0.1, 0.2], got "
+                f"{texts[bad[0]][:60]!r}"
+            )
+        column = pa.array([one or None for one in parsed], type=pa.list_(pa.float32()))
     if not is_list(column.type):
         raise Problem(f"{command}: column {name!r} must hold lists of numbers, got {column.type}")
     if column.null_count:
         at = column.is_null().to_pylist().index(True)
         raise Problem(f"{command}: column {name!r}, row {first + at:,}: there is no vector")
-    widths = np.asarray(pa.compute.list_value_length(column))
+    widths = np.asarray(compute.list_value_length(column))
+    if len(widths) and not widths[0]:
+        raise Problem(f"{command}: column {name!r}, row {first:,}: the vector has no numbers")
     if (widths != widths[0]).any():
         at = int(np.argmax(widths != widths[0]))
         raise Problem(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.cli.problem import Problem, device_of, one_line
-from tigon.cli.retrieve.files import numbers
+from tigon.cli.problem import Problem, device_of
+from tigon.cli.retrieve.files import numbers, sentences
+from tigon.files import read_array
 
 if TYPE_CHECKING:
     from tigon.retrieve import Hits, Index
@@ -22,10 +23,8 @@ def load(command: str, path: Path, device: str) -> Index:
     place = device_of(device, command)
     if not path.is_dir():
         raise Problem(f"{command}: there is no index {path}; tigon retrieve build makes one")
-    try:
+    with sentences(command):
         return Index.load(path, device=place)
-    except (OSError, ValueError) as error:
-        raise Problem(f"{command}: {one_line(error)}") from error
 
 
 def ids_of(hits: Hits) -> Any:
@@ -53,13 +52,17 @@ def query(command: str, index: Index, text: str | None, file: Path | None, like:
         matrix = np.array([values], dtype=np.float32)
     else:
         assert file is not None
-        try:
-            matrix = np.load(file, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise Problem(f"{command}: --vectors {file} cannot be read: {one_line(error)}") from error
+        matrix = read_array(file)
+        if matrix.ndim not in (1, 2) or matrix.dtype.kind != "f":
+            raise Problem(
+                f"{command}: --vectors must be floats (queries, {index.dim}) or ({index.dim},), got {matrix.shape} "
+                f"{matrix.dtype}"
+            )
         matrix = matrix[None] if matrix.ndim == 1 else matrix
-    if matrix.ndim != 2 or matrix.shape[1] != index.dim or matrix.dtype.kind != "f":
-        raise Problem(f"{command}: a query must have {index.dim} numbers, as the index has, got {matrix.shape[-1]}")
+    if matrix.shape[1] != index.dim:
+        raise Problem(f"{command}: a query must have {index.dim} numbers, as the index has, got {matrix.shape[1]}")
+    if not np.isfinite(matrix).all():
+        raise Problem(f"{command}: a query must have finite numbers, got NaN or infinity")
     return matrix
 
 
@@ -71,7 +74,8 @@ def _of_item(command: str, index: Index, like: str) -> Any:
             wanted = int(like)
         except ValueError:
             raise Problem(f"{command}: --like must be an id of the index, which are integers, got {like!r}") from None
-    if index.ids is None or wanted not in index:
+    is_too_large = isinstance(wanted, int) and not -(2**63) <= wanted < 2**63
+    if index.ids is None or is_too_large or wanted not in index:
         raise Problem(f"{command}: --like must be an id of the index, got {like}")
     row = int(index.ids.find([wanted])[1][0])
     return index.embeddings[row : row + 1].float()

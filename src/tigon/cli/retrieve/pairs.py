@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tigon.cli.problem import Problem, one_line
-from tigon.cli.retrieve.files import named, source
+from tigon.cli.retrieve.files import Source, named
+from tigon.files import DamagedFileError, check_memory, read_arrays
 
 NAME = "retrieve train"
 USERS, ITEMS = ("user", "user_id", "userId"), ("item", "item_id", "itemId")
@@ -138,24 +139,33 @@ def _lists(path: Path) -> npt.NDArray[np.int64]:
                     user, *items = map(int, line.split()) if line.strip() else (0,)
                 except ValueError:
                     raise Problem(f"{NAME}: {path}, line {number}: must be integers, a user and its items") from None
-                if min(user, *items, 0) < 0:
-                    raise Problem(f"{NAME}: {path}, line {number}: numbers must be 0 or more")
+                if min(user, *items, 0) < 0 or max(user, *items, 0) >= 2**31:
+                    raise Problem(f"{NAME}: {path}, line {number}: numbers must be from 0 to {2**31 - 1:,}")
                 found += [(user, item) for item in items]
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(f"{NAME}: {path} cannot be read: {one_line(error)}") from error
     if not found:
         raise Problem(f"{NAME}: {path} has no pairs")
-    return np.array(found, dtype=np.int64)
+    pairs = np.array(found, dtype=np.int64)
+    # A row of each table for every number up to the largest, of which each takes 8 bytes here alone.
+    check_memory(f"{path}, by its largest numbers,", 8 * (int(pairs.max(0).sum()) + 2))
+    return pairs
 
 
 def _adjacency(path: Path) -> tuple[npt.NDArray[np.int64], Array, Array]:
     """Of a symmetric matrix of users and then items in scipy's CSR form, which needs no scipy to be read."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            starts, columns = stored["indptr"].astype(np.int64), stored["indices"].astype(np.int64)
-    except (OSError, ValueError, KeyError) as error:
+        stored = read_arrays(path, required=("indptr", "indices"))
+    except DamagedFileError as error:
         raise Problem(f"{NAME}: {path} must be a matrix that scipy.sparse.save_npz wrote: {one_line(error)}") from error
+    starts, columns = stored["indptr"], stored["indices"]
+    if not all(part.ndim == 1 and part.dtype.kind in "iu" and len(part) for part in (starts, columns)):
+        raise Problem(f"{NAME}: {path} must have rows and columns by number, got {starts.dtype} and {columns.dtype}")
+    starts, columns = starts.astype(np.int64), columns.astype(np.int64)
     count = len(starts) - 1
+    is_whole = starts[0] == 0 and starts[-1] == len(columns) and bool((np.diff(starts) >= 0).all())
+    if not is_whole or columns.min() < 0 or columns.max() >= count:
+        raise Problem(f"{NAME}: {path} must be a square matrix in CSR form, whose rows and columns fit together")
     rows = np.repeat(np.arange(count), np.diff(starts))
     above = columns > rows
     if not above.any() or columns[above].min() <= rows[above].max():
@@ -167,7 +177,7 @@ def _adjacency(path: Path) -> tuple[npt.NDArray[np.int64], Array, Array]:
 
 
 def _columns(path: Path, user: str | None, item: str | None) -> tuple[Array, Array]:
-    found = source(NAME, [path])
+    found = Source(NAME, [path])
     columns = []
     for option, given, usual in (("--user", user, USERS), ("--item", item, ITEMS)):
         name = given if given is not None else next((name for name in usual if name in found.names), None)
@@ -176,10 +186,12 @@ def _columns(path: Path, user: str | None, item: str | None) -> tuple[Array, Arr
         column = found.column(named(NAME, found, option, name))
         if column.null_count:
             raise Problem(f"{NAME}: column {name!r} of {found} has {column.null_count:,} rows without a value")
-        values = column.to_numpy()
+        values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind not in "iu":
             if values.dtype.kind != "O" or not isinstance(values[0], str):
                 raise Problem(f"{NAME}: column {name!r} of {found} must hold integers or strings, got {column.type}")
             values = values.astype(str)
+        if values.dtype == np.uint64 and values.max() >= 2**63:
+            raise Problem(f"{NAME}: column {name!r} of {found} must hold integers below 2**63, got {values.max()}")
         columns.append(values if values.dtype.kind == "U" else values.astype(np.int64))
     return columns[0], columns[1]

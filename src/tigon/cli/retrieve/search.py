@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.problem import Problem, needs, one_line
+from tigon.cli.problem import Problem, needs
 
 NAME = "retrieve search"
 
@@ -40,6 +40,7 @@ def search(
 ) -> None:
     """Search an index. Every item that passes the filter is scored: the answer is exact."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
+    from tigon.cli.retrieve.files import sentences
     from tigon.cli.retrieve.opened import ids_of, load, query
     from tigon.cli.screen import screen
 
@@ -49,21 +50,19 @@ def search(
     with console.status(f"reading {index}"):
         opened = load(NAME, index, device)
     asked = query(NAME, opened, vector, vectors, like)
-    try:
+    with sentences(NAME):
         if explain:
             console.print(str(opened.explain(where, k, len(asked))))
         began = time.perf_counter()
         hits = opened.search(asked, k, where)
         scores = hits.scores.cpu()
         took = time.perf_counter() - began
-    except ValueError as error:
-        raise Problem(f"{NAME}: {one_line(error).removeprefix('Index.search: ')}") from error
     names = ids_of(hits).tolist()
     known = {} if table is None else _rows_of(table, id, columns, {name for row in names for name in row})
     rows = [
         {"query": q, "rank": rank, "id": name, "score": score, **known.get(name, {})}
         for q, (row, values) in enumerate(zip(names, scores.tolist(), strict=True))
-        for rank, (name, score) in enumerate(zip(row, values, strict=True))
+        for rank, (name, score) in enumerate(zip(row, values, strict=True), 1)
         if score > float("-inf")
     ]
     if json:
@@ -79,14 +78,14 @@ def _rows_of(paths: list[Path], id: str | None, columns: str | None, wanted: set
     """The rows of files by their ids, of those that are wanted."""
     import pyarrow as pa
 
-    from tigon.cli.retrieve.files import IDS, holds_floats, named, source
+    from tigon.cli.retrieve.files import IDS, Source, holds_floats, named
 
-    found = source(NAME, paths)
+    found = Source(NAME, paths)
     key = next((name for name in IDS if name in found.names), None) if id is None else named(NAME, found, "--id", id)
     if columns is not None:
         shown = [named(NAME, found, "--columns", name.strip()) for name in columns.split(",") if name.strip()]
     else:
-        vectors = {field.name for field in found.data.schema if holds_floats(field.type)}
+        vectors = {name for name, kind in found.types.items() if holds_floats(kind)}
         shown = [name for name in found.names if name != key and name not in vectors]
     rows: dict[Any, dict[str, Any]] = {}
     first = 0

@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,6 +70,7 @@ def train(
     needs(f"tigon {NAME}", "train", "accelerate", "matplotlib")
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
     given = {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in given.items()}
+    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # what is used of it is tested
     if processes() > 1:
         raise Problem(f"{NAME}: trains on one device, got {processes()} processes")
     output = output.expanduser().resolve()

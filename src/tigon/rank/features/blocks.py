@@ -68,8 +68,8 @@ def blocks_of(told: Sequence[Block | Mapping[str, Any]]) -> tuple[Block, ...]:
     found = tuple(_block(number, one) for number, one in enumerate(told, 1))
     for number, (kind, width, inputs) in enumerate(found, 1):
         said = f"LiRank: blocks: block {number}, {kind},"
-        if kind not in KINDS:
-            raise ValueError(f"LiRank: blocks: there is no kind {kind!r}; {nearest(kind, list(KINDS))}")
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise ValueError(f"LiRank: blocks: there is no kind {kind!r}; {nearest(str(kind), list(KINDS))}")
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ValueError(f"{said} must have a positive width, got {width!r}.")
         if not inputs:

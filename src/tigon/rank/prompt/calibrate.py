@@ -10,6 +10,7 @@ Sources: Platt 1999; Zadrozny & Elkan 2002, https://doi.org/10.1145/775047.77515
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -55,7 +56,13 @@ class Calibration:
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Calibration:
-        return cls(told["kind"], tuple(map(float, told["x"])), tuple(map(float, told["y"])))
+        """Raises: ValueError, TypeError or KeyError for what `to_json` has not made."""
+        made = cls(told["kind"], tuple(map(float, told["x"])), tuple(map(float, told["y"])))
+        rises = all(a < b for a, b in pairwise(made.x))
+        is_whole = len(made.x) == 2 and not made.y if made.kind == "platt" else len(made.x) == len(made.y) > 0 and rises
+        if made.kind not in KINDS or not is_whole:
+            raise ValueError(f"a calibration must be one of {', '.join(KINDS)}, with its numbers, got {told!r}")
+        return made
 
 
 def calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Calibration:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tigon.files import DamagedFileError, read_json
 from tigon.losses.choices import IGNORED
+from tigon.manifest import MANIFEST, check_manifest, write_manifest
 from tigon.rank.prompt.calibrate import Calibration, Kind, calibration
 from tigon.rank.prompt.distil import soft_target
 from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, Request, joined, pieces
@@ -289,7 +291,7 @@ class PromptRanker(nn.Module):
             fuse(self.model, shared_prefix=True)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write model, tokenizer, prompt.yaml, and what else `from_pretrained` needs.
+        """Write model, tokenizer, prompt.yaml, what else `from_pretrained` needs, and a manifest.json with checksums.
 
         Args:
             folder: is made if it is not there.
@@ -297,6 +299,7 @@ class PromptRanker(nn.Module):
         self.model.save_pretrained(folder)  # type: ignore[operator]
         self.tokenizer.save_pretrained(folder)
         self.save_settings(folder)
+        write_manifest(Path(folder), sorted(file.name for file in Path(folder).iterdir() if file.name != MANIFEST))
 
     def save_settings(self, folder: str | os.PathLike[str]) -> None:
         """Write prompt.yaml and ranker.json beside a model that is saved already.
@@ -310,6 +313,8 @@ class PromptRanker(nn.Module):
         }  # fmt: skip
         self.prompt.save(Path(folder) / FILE)
         (Path(folder) / SETTINGS).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        if (Path(folder) / MANIFEST).exists():
+            write_manifest(Path(folder), [FILE, SETTINGS])
 
     def export_sglang(self, requests: Any, folder: str | os.PathLike[str]) -> list[Path]:
         """Write a folder for SGLang's multi-item scoring: `tigon.rank.prompt.export_sglang`.
@@ -332,7 +337,7 @@ class PromptRanker(nn.Module):
             folder: with a model, or PEFT adapters whose model is found by their configuration.
             dtype: of the weights; by default bf16 on a GPU that has it, else fp32.
             device: where the model goes.
-        Raises: ValueError for a folder without prompt.yaml.
+        Raises: ValueError for a folder without prompt.yaml, and for files that are damaged.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -342,17 +347,27 @@ class PromptRanker(nn.Module):
         if dtype is None:
             has_bf16 = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported()
             dtype = torch.bfloat16 if has_bf16 else torch.float32
-        if (place / "adapter_config.json").is_file():
-            from peft import AutoPeftModelForCausalLM
+        check_manifest(place)
+        prompt, told = Prompt.load(place / FILE), read_json(place / SETTINGS, required=("prefix_len", "calibration"))
+        try:
+            calibrations = {name: Calibration.from_json(one) for name, one in told["calibration"].items()}
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise DamagedFileError(f"{place / SETTINGS} has no calibration that can be read: {error}") from error
+        try:
+            if (place / "adapter_config.json").is_file():
+                from peft import AutoPeftModelForCausalLM
 
-            model = AutoPeftModelForCausalLM.from_pretrained(str(place), dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(str(place), dtype=dtype)
-        file = place / SETTINGS
-        told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        tokenizer = AutoTokenizer.from_pretrained(str(place))
-        ranker = cls(model, tokenizer, place / FILE, prefix_len=told.get("prefix_len"))
-        ranker.calibration = {name: Calibration.from_json(one) for name, one in told.get("calibration", {}).items()}
+                model = AutoPeftModelForCausalLM.from_pretrained(str(place), dtype=dtype)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(str(place), dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(str(place))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # transformers raises what its readers of damaged files raise
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DamagedFileError(f"{place} holds no model that can be loaded: {said}") from error
+        ranker = cls(model, tokenizer, prompt, prefix_len=told["prefix_len"])
+        ranker.calibration = calibrations
         return ranker.to(device).eval()
 
 

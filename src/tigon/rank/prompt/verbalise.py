@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tigon.files import read_yaml
 from tigon.rank.prompt.task import NAME, Task, is_missing
 from tigon.tables.arrow import nearest
 
@@ -148,15 +149,9 @@ class Prompt:
         Args:
             path: of prompt.yaml.
 
-        Raises: ValueError for a file that is no YAML, and as `Prompt`; OSError for one that cannot be read.
+        Raises: ValueError for a file that cannot be read or is no YAML, and as `Prompt`.
         """
-        import yaml
-
-        try:
-            told = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{NAME}: {path} is no YAML ({' '.join(str(error).split())}).") from None
-        return cls.of(told)
+        return cls.of(read_yaml(Path(path)))
 
     @classmethod
     def of(cls, told: Any) -> Prompt:
@@ -199,11 +194,17 @@ class Template:
     def __init__(self, part: str, text: str) -> None:
         if not isinstance(text, str):
             raise ValueError(f"{NAME}: {part} must be a text, got {text!r}.")
+        self.part, self.text = part, text
+        try:
+            self._compile()
+        except RecursionError:
+            raise ValueError(f"{NAME}: {part} nests too deeply.") from None
+
+    def _compile(self) -> None:
         import jinja2
         from jinja2 import meta, nodes
 
-        self.part, self.text = part, text
-        environment = _environment()
+        part, text, environment = self.part, self.text, _environment()
         try:
             tree = environment.parse(text)
         except jinja2.TemplateSyntaxError as error:
@@ -216,8 +217,8 @@ class Template:
         for node in tree.find_all(nodes.Node):
             if isinstance(node, nodes.For):
                 raise ValueError(f"{NAME}: {part} must not loop, as events and candidates come one by one: {text!r}.")
-            if isinstance(node, nodes.Filter) and node.name not in FILTERS:
-                raise ValueError(f"{NAME}: {part} has no filter {node.name!r}; {nearest(node.name, FILTERS)}")
+            if isinstance(node, nodes.Filter):
+                _check_filter(part, node)
             if not isinstance(node, allowed):
                 kind = type(node).__name__
                 said = {"Getattr": "reach attributes", "Getitem": "reach into values", "Call": "call functions"}
@@ -239,6 +240,16 @@ class Template:
         except Exception as error:  # a filter that does not take the value
             raise ValueError(f"{NAME}: {self.part} cannot be written ({error}): {self.text!r}.") from None
         return str(text).strip()
+
+
+def _check_filter(part: str, node: Any) -> None:
+    if node.name not in FILTERS:
+        raise ValueError(f"{NAME}: {part} has no filter {node.name!r}; {nearest(node.name, FILTERS)}")
+    # attribute= of `join` reaches into values, as do filters that are given by name. Only join takes a second argument
+    # by position that does so.
+    reaches = node.name == "join" and (len(node.args) > 1 or any(one.key == "attribute" for one in node.kwargs))
+    if reaches or node.dyn_args is not None or node.dyn_kwargs is not None:
+        raise ValueError(f"{NAME}: {part} must not reach attributes, as {node.name} does here.")
 
 
 def _environment() -> Any:

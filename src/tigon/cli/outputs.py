@@ -1,0 +1,61 @@
+"""What the commands may write over: nothing that is there without --overwrite, and never what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tigon.cli.folder import is_within
+from tigon.cli.problem import Problem, check_writable
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_output_file(
+    option: str, file: Path, suffixes: tuple[str, ...], *, overwrite: bool, inputs: Iterable[str | Path] = ()
+) -> None:
+    """Raise a Problem unless a command may write a file. Writes nothing.
+
+    Args:
+        option: the command and its option, such as "rank score: --output".
+        file: the file to write, which need not be there.
+        suffixes: what its name may end in.
+        overwrite: whether a file that is there may be replaced.
+        inputs: files and folders that the command reads. None of them is replaced, whatever `overwrite` says.
+    """
+    if file.is_dir():
+        raise Problem(f"{option} must be a file, got the folder {file}")
+    if file.suffix.lower() not in suffixes:
+        raise Problem(f"{option} must end in {', '.join(suffixes)}, got {file}")
+    check_writable(file.parent, option)
+    if not file.exists():
+        return
+    for path in map(Path, inputs):
+        if path.exists() and is_within(file, path):
+            raise Problem(f"{option} {file} is among the files that are read; give another one")
+    if not overwrite:
+        raise Problem(f"{option} {file} is there; --overwrite replaces it")
+
+
+def check_output_folder(
+    option: str, folder: Path, *, overwrite: bool, is_own: Callable[[Path], bool], inputs: Iterable[str | Path] = ()
+) -> None:
+    """Raise a Problem unless a command may write its files into a folder. Writes nothing.
+
+    Args:
+        option: the command and its option.
+        folder: the folder, which need not be there.
+        overwrite: whether what the command has written there before may be replaced.
+        is_own: says of a folder that is not empty whether the command has written it.
+        inputs: files and folders that the command reads; none of them may be in the folder.
+    """
+    check_writable(folder, option)
+    for path in map(Path, inputs):
+        if path.exists() and is_within(path, folder):
+            raise Problem(f"{option} {folder} holds {path}, which is read; give another folder")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not is_own(folder):
+        raise Problem(f"{option} {folder} holds files of another kind; give another folder")
+    if not overwrite:
+        raise Problem(f"{option} {folder} is there; --overwrite replaces what it holds")

@@ -1,0 +1,205 @@
+"""Read pickles of numeric arrays, CSR matrices, dicts and lists, of which nothing is run.
+
+The pure Python unpickler of the standard library does the reading, with less: opcodes of a short list, a handful of
+names, and for each name a reader of this file in place of the function that it stands for. NumPy sees no argument of
+the file but the dtype, the shape and the bytes of an array, after these were checked. scipy need not be installed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tigon.files import DamagedFileError
+
+# Numbers and bools of a fixed size, as dtypes are spelled: no Python objects, records, texts or times.
+_NUMERIC = re.compile(r"[<>=|]?([iu][1248]|f[248]|b1)")
+_OPCODES = (
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG",
+    "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE",
+    "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "EMPTY_LIST", "LIST", "APPEND",
+    "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_DICT", "GET", "BINGET", "LONG_BINGET",
+    "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GLOBAL", "STACK_GLOBAL",
+)  # fmt: skip
+
+
+class CSRMatrix:
+    """What a pickled matrix of scipy consists of: numbers, their columns, and where each row begins."""
+
+    data: npt.NDArray[Any]
+    indices: npt.NDArray[Any]
+    indptr: npt.NDArray[Any]
+    shape: tuple[int, int]
+
+    def set_state(self, state: Any) -> None:
+        parts = [state[name] for name in ("data", "indices", "indptr")]
+        arrays = [part.value if isinstance(part, _Array) else None for part in parts]
+        shape = state["_shape"] if "_shape" in state else state["shape"]
+        rows, columns = (_whole(size) for size in shape)
+        data, indices, indptr = arrays
+        if data is None or indices is None or indptr is None:
+            raise ValueError("a matrix without its arrays")
+        fits = data.ndim == indices.ndim == indptr.ndim == 1 and len(data) == len(indices) and len(indptr) == rows + 1
+        whole = all(x.dtype.kind in "iu" for x in (indices, indptr))
+        if not fits or not whole or indptr[0] != 0 or indptr[-1] != len(data) or (np.diff(indptr) < 0).any():
+            raise ValueError("a matrix whose arrays do not fit together")
+        if len(indices) and not 0 <= indices.min() <= indices.max() < columns:
+            raise ValueError("a matrix with a column outside of it")
+        self.data, self.indices, self.indptr, self.shape = data, indices, indptr, (rows, columns)
+
+
+class _Dtype:
+    """A dtype. Its state tells the order of its bytes."""
+
+    value: np.dtype[Any]
+
+    def __init__(self, spelled: Any, *_: Any) -> None:
+        if not isinstance(spelled, str) or not _NUMERIC.fullmatch(spelled):
+            raise ValueError(f"dtype {spelled!r}, where numbers are all that is read")
+        self.value = np.dtype(spelled)
+
+    def set_state(self, state: Any) -> None:
+        _, order, *more = state
+        if order not in ("<", ">", "=", "|") or any(one is not None for one in more[:3]):
+            raise ValueError("a dtype with fields, where numbers are all that is read")
+        self.value = self.value.newbyteorder(order)
+
+
+class _Array:
+    """An array, empty until its state has come."""
+
+    value: npt.NDArray[Any]
+
+    def __init__(self, *_: Any) -> None:
+        self.value = np.zeros(0)
+
+    def set_state(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, content = state
+        sizes = [_whole(size) for size in shape]
+        if len(sizes) > 8:
+            raise ValueError(f"an array of {len(sizes)} dimensions")
+        numbers = _numbers(dtype, content, math.prod(sizes))
+        self.value = numbers.reshape(sizes, order="F" if is_fortran is True or is_fortran == 1 else "C").copy()
+
+
+def _whole(size: Any) -> int:
+    if type(size) is not int or not 0 <= size < 2**31:
+        raise ValueError(f"a size of {size!r}")
+    return size
+
+
+def _numbers(dtype: Any, content: Any, count: int) -> npt.NDArray[Any]:
+    """`count` numbers of bytes, or of the text that Python 2 wrote in place of bytes."""
+    if not isinstance(dtype, _Dtype):
+        raise ValueError("an array without a dtype")
+    raw = content.encode("latin1") if isinstance(content, str) else content
+    if not isinstance(raw, bytes) or len(raw) != count * dtype.value.itemsize:
+        raise ValueError("an array of another size than its bytes")
+    return np.frombuffer(raw, dtype.value)
+
+
+def _scalar(dtype: Any, content: Any) -> Any:
+    return _numbers(dtype, content, 1)[0].item()
+
+
+def _bytes(text: Any, encoding: Any) -> bytes:
+    """How Python 3 writes bytes for Python 2; the one encoding that there is is Latin 1."""
+    return str(text).encode("latin1")
+
+
+class _Name:
+    """A name that a pickle may use, and what is called in its place; None where it may stand as an argument alone."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, read: Callable[..., Any] | None) -> None:
+        self.read = read
+
+
+_NAMES: dict[tuple[str, str], _Name] = {
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Name(_Array) for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _Name(_scalar) for core in ("core", "_core")},
+    ("numpy", "ndarray"): _Name(None),
+    ("numpy", "dtype"): _Name(_Dtype),
+    **{(f"scipy.sparse.{module}", "csr_matrix"): _Name(CSRMatrix) for module in ("csr", "_csr")},
+    **{(builtins, "list"): _Name(None) for builtins in ("__builtin__", "builtins")},
+    ("_codecs", "encode"): _Name(_bytes),
+    ("collections", "defaultdict"): _Name(lambda *_: {}),
+}
+
+
+_Machine: Any = pickle._Unpickler
+
+
+class _Unpickler(_Machine):  # type: ignore[misc]
+    """The stack machine of the standard library in Python, whose memo is a dict: no number in a file sizes a table."""
+
+    dispatch: ClassVar[dict[int, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMES:
+            raise pickle.UnpicklingError(f"it wants {module}.{name}, and arrays and lists are all that is read")
+        return _NAMES[module, name]
+
+    def _call(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, _Name) or name.read is None or not isinstance(arguments, tuple):
+            raise pickle.UnpicklingError("it calls what is no function")
+        self.append(name.read(*arguments))
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if not isinstance(made, (_Array, _Dtype, CSRMatrix)):
+            raise pickle.UnpicklingError("it gives a state to what has none")
+        made.set_state(state)
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        self._set(items[::2], items[1::2])
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key], [value])
+
+    def _dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._set(items[::2], items[1::2])
+
+    def _set(self, keys: list[Any], values: list[Any]) -> None:
+        into = self.stack[-1]
+        # A tuple of tuples of … could take for ever to be hashed.
+        if not isinstance(into, dict) or not all(type(key) in (int, str) for key in keys):
+            raise pickle.UnpicklingError("it has a dict whose keys are neither numbers nor texts")
+        into.update(zip(keys, values, strict=True))
+
+    for _name in _OPCODES:
+        dispatch[getattr(pickle, _name)[0]] = _Machine.dispatch[getattr(pickle, _name)[0]]
+    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = _call
+    dispatch[pickle.BUILD[0]] = _build
+    dispatch[pickle.SETITEM[0]], dispatch[pickle.SETITEMS[0]] = _set_item, _set_items
+    dispatch[pickle.DICT[0]] = _dict
+
+
+def read_pickle(file: Path) -> Any:
+    """The arrays, `CSRMatrix`es, dicts, lists, numbers and texts of a pickle.
+
+    Raises: DamagedFileError for a file that cannot be read, is no pickle, or holds anything else.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DamagedFileError(f"{file} cannot be read ({error.strerror}).") from error
+    try:
+        found = _Unpickler(io.BytesIO(content), encoding="latin1").load()
+    except Exception as error:  # a damaged pickle raises whatever the operation that it breaks raises
+        raise DamagedFileError(f"{file} is no pickle of arrays: {error}.") from error
+    return found.value if isinstance(found, _Array) else found

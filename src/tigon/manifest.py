@@ -1,0 +1,90 @@
+"""`manifest.json`: the size and the checksum of files in a folder, by which a reader knows that they are whole.
+
+    {"files": {"model.safetensors": {"bytes": 1024, "crc32": 305419896}}}
+
+A file without a checksum is compared by its size alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tigon.files import DamagedFileError, read_json
+
+MANIFEST = "manifest.json"
+_PIECE = 1 << 24
+
+Fingerprint = dict[str, int]
+
+
+def compute_fingerprint(file: Path, *, with_checksum: bool = True) -> Fingerprint:
+    """The size of a file and, with_checksum, its CRC-32."""
+    size = file.stat().st_size
+    if not with_checksum:
+        return {"bytes": size}
+    checksum = 0
+    with file.open("rb") as handle:
+        while piece := handle.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    return {"bytes": size, "crc32": checksum}
+
+
+def read_manifest(folder: Path) -> dict[str, Fingerprint]:
+    """The fingerprints that a folder's manifest has, by the name of the file.
+
+    Raises: DamagedFileError if the manifest is missing or malformed.
+    """
+    files = read_json(folder / MANIFEST, required=["files"])["files"]
+    whole = isinstance(files, dict) and all(
+        isinstance(entry, dict) and isinstance(entry.get("bytes"), int) for entry in files.values()
+    )
+    if not whole:
+        raise DamagedFileError(f"{folder / MANIFEST} must name files with their sizes.")
+    return dict(files)
+
+
+def write_manifest(folder: str | Path, names: Iterable[str], *, largest: int | None = None) -> None:
+    """Record files of a folder in its manifest; the other entries stay. A file that is not there loses its entry.
+
+    largest: bytes of the largest file that gets a checksum; None: every file does.
+    """
+    folder = Path(folder)
+    files: dict[str, Any] = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
+    for name in names:
+        files.pop(name, None)
+        if (file := folder / name).is_file():
+            with_checksum = largest is None or file.stat().st_size <= largest
+            files[name] = compute_fingerprint(file, with_checksum=with_checksum)
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, folder / MANIFEST)
+
+
+def check_manifest(folder: str | Path, names: Iterable[str] | None = None) -> None:
+    """Compare the files that a folder has with its manifest, if there is one.
+
+    names: of the files that are about to be read; None: all that the manifest has.
+    Raises: DamagedFileError for the first file that is not what was written. A missing file is left to its reader.
+    """
+    folder = Path(folder)
+    if not (folder / MANIFEST).exists():
+        return
+    recorded = read_manifest(folder)
+    for name in recorded if names is None else names:
+        file = folder / name
+        if name not in recorded or not file.is_file():
+            continue
+        try:
+            is_same = compute_fingerprint(file, with_checksum="crc32" in recorded[name]) == recorded[name]
+        except OSError as error:
+            raise DamagedFileError(f"{file} cannot be read ({error.strerror}).") from error
+        if not is_same:
+            raise DamagedFileError(
+                f"{file} is not what was written: it differs from {MANIFEST} beside it. If you have changed the file "
+                f"yourself, delete {MANIFEST}."
+            )
