@@ -79,7 +79,10 @@ def build(
     from tigon.cli.retrieve.files import IDS, Source, named, sentences, vector_column
     from tigon.cli.screen import screen
     from tigon.retrieve import Index, Schema
+    from tigon.retrieve.folder_lock import check_free
 
+    with sentences(NAME):
+        check_free(NAME, output)
     chosen: Any = metric
     coding: Any = codes
     console = screen(stderr=True)
@@ -118,7 +121,7 @@ def build(
                 index.upsert(names, matrix, table)
             advance(len(matrix))
     assert index is not None
-    with console.status(f"writing {output}"):
+    with console.status(f"writing {output}"), sentences(NAME):
         index.save(output)
     if len(index) < found.rows:
         console.print(f"{found.rows - len(index):,} rows had an id that a later row has, too; the later one counts.")
