@@ -78,9 +78,17 @@ def test_norms_are_found(variant, width):
     assert found.mixed
 
 
-@pytest.mark.parametrize("variant", ["eps outside", "sum", "scaled", "in half", "offset rounded"])
+@pytest.mark.parametrize("variant", ["eps outside", "sum", "scaled"])
 def test_near_misses_of_norms_are_refused(variant):
     assert not isinstance(recognize_norm(Scale(variant)), Norm)
+
+
+@pytest.mark.parametrize(("variant", "offset"), [("in half", 0.0), ("offset rounded", 1.0)])
+def test_norms_that_round_at_every_step_are_found(variant, offset):
+    found = recognize_norm(Scale(variant))
+    assert isinstance(found, Norm)
+    assert (found.offset, found.stepwise, found.native, found.mixed) == (offset, True, True, False)
+    assert str(found).endswith("rounded once instead of at every step")
 
 
 def test_norms_are_found_that_are_empty_between_uses():
@@ -180,7 +188,13 @@ def test_layer_norms_are_found(variant, bias):
     assert (found.mixed, found.native) == (True, False)
 
 
-@pytest.mark.parametrize("variant", ["unbiased", "bias first", "rounded before the weight"])
+def test_a_layer_norm_that_rounds_before_the_weight_is_found():
+    found = recognize_norm(Shift("rounded before the weight"))
+    assert isinstance(found, Norm)
+    assert (found.centered, found.stepwise, found.native) == (True, True, True)
+
+
+@pytest.mark.parametrize("variant", ["unbiased", "bias first"])
 def test_near_misses_of_layer_norms_are_refused(variant):
     assert not isinstance(recognize_norm(Shift(variant)), Norm)
 

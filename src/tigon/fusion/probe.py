@@ -14,6 +14,7 @@ Probing does not touch the module itself, so modules on the meta device can be p
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import inspect
@@ -53,6 +54,16 @@ class Case:
     training: bool = True
     gradients: bool = False
     broken: bool = False
+
+    def __str__(self) -> str:
+        sizes = f"{self.shape[0]} × {self.shape[1]} tokens, {str(self.dtype)[6:]}"
+        training = "" if self.training else ", not training"
+        return (
+            sizes
+            + (", gradients too" if self.gradients else "")
+            + (", infinite and NaN" if self.broken else "")
+            + training
+        )
 
     def input(self, *widths: int) -> Tensor:
         """Random numbers of the shape (sequences, tokens, *widths)."""
@@ -115,6 +126,48 @@ def recognition(recognize: Callable[[nn.Module], Any]) -> Callable[[nn.Module], 
         return formula
 
     return recognized
+
+
+# What recognitions compared, while `attempts` listens.
+_ATTEMPTS: contextvars.ContextVar[list[Attempt] | None] = contextvars.ContextVar("attempts", default=None)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One comparison of a module with a formula. error: the largest difference, in units of the dtype's rounding."""
+
+    formula: str
+    inputs: str
+    agrees: bool
+    error: float
+
+
+def attempted(formula: Any, inputs: Case | str, y: Any, expected: Tensor, agrees: bool) -> None:
+    """Tell `attempts` of a comparison."""
+    listener = _ATTEMPTS.get()
+    if listener is not None:
+        listener.append(Attempt(str(formula), str(inputs), agrees, _error(y, expected)))
+
+
+@contextlib.contextmanager
+def attempts() -> Iterator[list[Attempt]]:
+    """Inside, the list gets every comparison that a recognition makes."""
+    listener: list[Attempt] = []
+    token = _ATTEMPTS.set(listener)
+    try:
+        yield listener
+    finally:
+        _ATTEMPTS.reset(token)
+
+
+def _error(y: Any, expected: Tensor) -> float:
+    if not isinstance(y, Tensor) or y.shape != expected.shape:
+        return math.inf
+    with torch.no_grad():
+        size = expected.double().abs().amax(-1, keepdim=True).clamp_min(1e-30)
+        ratio = (y.double() - expected.double()).abs() / size / torch.finfo(expected.dtype).eps
+        finite = ratio[torch.isfinite(ratio)]
+        return float(finite.max()) if finite.numel() else 0.0
 
 
 @contextlib.contextmanager
