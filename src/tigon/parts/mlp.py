@@ -164,10 +164,10 @@ def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
         return None
     layers = self._modules
     names = (formula.gate, formula.down) if formula.up is None else (formula.gate, formula.up, formula.down)
-    found = plain_layers([layers.get(name) for name in names], x)
-    if found is None or not use_triton(x, *found[0]):
+    operands = plain_layers([layers.get(name) for name in names], x)
+    if operands is None or not use_triton(operands.x, *operands.weights):
         return None
-    (gate, *ups, down), biases = found
+    x, (gate, *ups, down), biases = operands
     up = ups[0] if ups else None
     if up is None:
         biases.insert(1, None)

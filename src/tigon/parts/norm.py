@@ -45,6 +45,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     weight = None if formula.weight is None else child_of(self, formula.weight)
     bias = None if formula.bias is None else getattr(self, formula.bias)
     if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
+        patch.ledger.ran_plain("norm", patch.key, _why_unfit(x, weight, formula))
         return plain_forward(self, *args)
     if formula.gated and not (isinstance(args[1], Tensor) and fit_each_other(args[1], x)):
         return plain_forward(self, *args)
@@ -72,6 +73,15 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _with_bias(norm: Callable[..., Tensor], x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
     return norm(x, weight) + bias
+
+
+def _why_unfit(x: Any, weight: Tensor | None, formula: Norm) -> str:
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+        return "its input was no tensor of fp32, bf16 or fp16"
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in (x, weight) if t is not None]
+    if formula.native and autocast_dtype(x.device.type) is not None:
+        return f"autocast runs it in fp32 on {dtypes[0]} inputs"
+    return f"its input and weight were {' and '.join(dtypes)}, of shapes or devices that no probe showed"
 
 
 def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype | None = None) -> bool:

@@ -71,7 +71,7 @@ class Swaps:
         self.total[what] += 1
         for role in roles:
             if role in self.ledgers:
-                self.ledgers[role].count("head")
+                self.ledgers[role].count("head", outside=True)
 
     def count_shared(self, rows: int, separate: int) -> None:
         self.shared["rows"] += rows
