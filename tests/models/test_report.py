@@ -181,3 +181,51 @@ def test_a_library_that_computes_the_loss_itself_is_named_once():
     with tigon.fuse(model), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**inputs)
+
+
+# ------------------------------------------------------------------------------------------------- why, for one module
+
+
+class NormByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * 4 * self.weight
+
+
+def test_explain_tells_the_formulas_that_were_tried():
+    model = nn.Sequential(NormByHand(), nn.LayerNorm(16), nn.Linear(16, 16))
+    with tigon.fuse(model) as fusion:
+        left = fusion.explain("0")
+        (verdict,) = left.verdicts
+        assert (left.module, left.replaced, verdict.kind, verdict.recognised) == ("NormByHand", [], "norm", False)
+        assert verdict.advice
+        nearest = verdict.trials[0]
+        assert nearest.formula.startswith("x / rms(x) · w")
+        assert nearest.formula.endswith("eps 0.0")
+        assert "infinite and NaN" in nearest.inputs, "a row of zeros is 0, and not NaN"
+        assert nearest.agreed > verdict.trials[-1].agreed
+        text = str(left)
+        assert text.startswith("0 (NormByHand): not fused\n  norm: ")
+        assert nearest.inputs in text
+        fused = fusion.explain("1")
+        assert (fused.replaced, fused.verdicts[0].recognised) == (["norm"], True)
+        assert "it computes (x − mean) / std · w + b, rounded once" in str(fused)
+        assert str(fusion.explain("2")) == "2 (Linear): not fused"
+        with pytest.raises(ValueError, match=r"explain: name must be a module of Sequential, got '7'"):
+            fusion.explain("7")
+    assert left.to_dict()["verdicts"][0]["trials"][0]["formula"] == nearest.formula
+
+
+def test_explain_of_an_mlp_names_its_activation_and_the_nearest_name():
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+    with tigon.fuse(model) as fusion:
+        assert "it computes silu(gate) · up" in str(fusion.explain("model.layers.0.mlp"))
+        (verdict,) = fusion.explain("model.layers.1.mlp").verdicts
+        assert "Tanh" in verdict.what
+        assert {trial.formula for trial in verdict.trials} >= {"silu(gate) · up", "relu(gate) · up"}
+        with pytest.raises(ValueError, match=r"did you mean 'model.layers.0.mlp'"):
+            fusion.explain("model.layers.0.mlpp")

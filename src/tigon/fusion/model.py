@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 import tigon.parts  # noqa: F401  registers the parts
+from tigon.fusion.explain import Explanation, explain
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.part import Stage, parts_of
 from tigon.fusion.patch import Patch, install, nothing, restore
@@ -167,6 +168,16 @@ class Fusion:
             adapters_off=ledger.adapters_off,
             adapters_before=ledger.adapters_before,
         )
+
+    def explain(self, name: str) -> Explanation:
+        """Why a module was recognised, or was not: the formulas that were tried, and the error of each.
+
+        Args:
+            name: of the module in the model, as `named_modules()` has it: "model.layers.0.mlp".
+        Returns: an Explanation, whose text is for a screen.
+        Raises: ValueError for a name that the model does not have.
+        """
+        return explain(self.model, name, self._options)
 
     def remove(self) -> None:
         """Put the model back as it was. A second call does nothing."""

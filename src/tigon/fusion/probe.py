@@ -146,7 +146,9 @@ def attempted(formula: Any, inputs: Case | str, y: Any, expected: Tensor, agrees
     """Tell `attempts` of a comparison."""
     listener = _ATTEMPTS.get()
     if listener is not None:
-        listener.append(Attempt(str(formula), str(inputs), agrees, _error(y, expected)))
+        eps = getattr(formula, "eps", None)
+        name = str(formula) if eps is None else f"{formula}, eps {eps}"
+        listener.append(Attempt(name, str(inputs), agrees, _error(y, expected)))
 
 
 @contextlib.contextmanager
