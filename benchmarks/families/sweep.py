@@ -34,6 +34,9 @@ TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "image": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "multimodal": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
 }
 SECONDS = 240  # for one class
 
@@ -44,7 +47,7 @@ def classes() -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     for task, mapping in TASKS.items():
-        for model_type, names in getattr(modeling_auto, mapping).items():
+        for model_type, names in getattr(modeling_auto, mapping, {}).items():
             for name in [names] if isinstance(names, str) else names:
                 row = found.setdefault(name, {"tasks": [], "model_types": []})
                 row["tasks"] += [task] if task not in row["tasks"] else []
@@ -67,10 +70,11 @@ def examine(name: str) -> dict[str, Any]:
     except (ImportError, AttributeError) as error:
         return {"status": "not run", "why": _sentence(error)}
     try:
+        from media import with_media
         from tiny import tiny_inputs, tiny_model
 
         model = tiny_model(model_class)
-        inputs = tiny_inputs(model)
+        inputs, media = with_media(model, tiny_inputs(model), _step)
         before = {n: set(vars(m)) for n, m in model.named_modules()}
         plain = _step(model, inputs)
         hooked = {
@@ -105,6 +109,8 @@ def examine(name: str) -> dict[str, Any]:
     ]
     if wrong:
         record |= {"status": "wrong", "why": "; ".join(wrong[:4])}
+    if media:
+        record["media"] = media
     record["calls"] = dict(report.calls)
     record["logits_built_by"] = dict(report.logits_built_by)
     record["fused"] = [[r.kind, r.name, r.count, r.what] for r in report.fused]
@@ -238,10 +244,11 @@ def sweep(names: list[str], *, quiet: bool = True) -> dict[str, Any]:
 
 
 def one_line(name: str, row: dict[str, Any]) -> str:
+    media = f"  {row['media']}" if row.get("media") else ""
     what = row["why"] or " ".join(f"{k} {n}" for k, n in row["calls"].items())
     left = {f"{kind} {why}" for kind, _, _, why in row.get("left", [])}
     built = f"  built by {', '.join(row['logits_built_by'])}" if row.get("logits_built_by") else ""
-    return f"{name:<44} {row['status']:<8} {what}{built}" + "".join(f"\n{'':<54}left: {text}" for text in sorted(left))
+    return f"{name:<44} {row['status']:<8} {what}{built}{media}" + "".join(f"\n{'':<54}left: {text}" for text in sorted(left))
 
 
 def write(path: Path, versions: dict[str, str], rows: dict[str, Any]) -> None:

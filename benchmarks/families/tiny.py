@@ -58,7 +58,7 @@ NAMES = (
     (0.15, "initializer_range init_std"),
     (0.0, """dropout attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob
         attention_probs_dropout_prob activation_dropout dropout_rate router_jitter_noise layerdrop encoder_layerdrop
-        decoder_layerdrop classifier_dropout summary_first_dropout"""),
+        decoder_layerdrop classifier_dropout summary_first_dropout mask_time_prob mask_feature_prob"""),
     (False, "use_cache"),
 )  # fmt: skip
 SIZES: dict[str, Any] = {name: value for value, names in NAMES for name in names.split()} | {"eos_token_id": 2}
@@ -84,11 +84,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    "gemma3": {"mm_tokens_per_image": 4},
     "glm5_next_text": {"index_topk": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
+    **{name: {"image_grid_pinpoints": [[16, 16]]} for name in ("llava_next", "llava_next_video", "llava_onevision")},
     "granitemoehybrid": {"mamba_n_heads": 8},
+    "internvl_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
+    "llama4_vision_model": {
+        "intermediate_size": 4 * WIDTH, "vision_output_dim": WIDTH, "projector_input_dim": WIDTH,
+        "projector_output_dim": WIDTH,
+    },
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 128, "vision_end_token_id": 129},
