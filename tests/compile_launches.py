@@ -256,7 +256,9 @@ def compile_launches(target: GPUTarget, brief: str | None = None) -> list[dict[s
                 codes, scales = torch.empty(1000000, 16, dtype=torch.uint8), torch.empty(1000000, 2, dtype=torch.half)
                 bags = torch.empty((2621440,) if ragged else (65536, 40), dtype=torch.long)
                 offsets = torch.empty(65537, dtype=torch.long) if ragged else None
-                tigon.quantized_embedding(codes, scales, bags, offsets, dtype=dtype)
+                tigon.quantized_embedding(
+                    codes, scales, bags, offsets, mode="sum", include_last_offset=True, dtype=dtype
+                )
         for dtype, nested in itertools.product(backend.DTYPES, (False, True)):
             if not brief or worth((dtype, Case("", ()), None), brief):
                 context |= {"op": "dequantize_4bit", "case": "nested" if nested else "plain", "shape": (14336, 4096)}

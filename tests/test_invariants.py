@@ -8,6 +8,7 @@ import math
 import re
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,38 @@ def test_strided_inputs(op: Op, layout, backend, device):
     compare(op, op.public, case, strided)
     if backend == "triton" and device.type != "cuda":  # whose compiler may sum another layout in another order
         assert_same_numbers(op, run(op, strided, case.options), run(op, plain, case.options), layout.__name__)
+
+
+def exchanged(t: Tensor) -> Tensor:
+    """Rows in another order, each with unit stride."""
+    return t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 2 else t
+
+
+# Whose results lie in the order of their input, whatever torch's operators make of it: attention takes either.
+IN_ORDER = {"rope", "qk_norm_rope"}
+
+
+@EVERY_OP
+def test_results_have_the_strides_of_the_reference(op: Op, device, triton_backend):
+    """A model that takes a view of a result does so with kernels and without. Where torch's operators, by hand, give a
+    contiguous result, of which any view can be taken, so do these."""
+
+    def strides(result: Any) -> list[tuple[int, ...]]:
+        results = result if isinstance(result, tuple) else (result,)
+        return [tuple(s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1) for t in results if t is not None]
+
+    for case in op.cases:
+        plain = op.draw(case, torch.float32, device)
+        if case is not op.typical and sum(t.numel() for t in plain if isinstance(t, Tensor)) > 5000:
+            continue
+        for layout in (torch.clone, transposed, exchanged, every_other, padded):
+            laid = [layout(t) if i in op.differentiable(plain) and t.dim() > 1 else t for i, t in enumerate(plain)]
+            got, eager = op.public(*laid, **case.options), op.eager(*laid, **case.options)
+            with tigon.use_backend("torch"):
+                assert strides(got) == strides(op.public(*laid, **case.options)), f"{case}, {layout.__name__}"
+            if op.name not in IN_ORDER:
+                results = zip(got, eager, strict=True) if isinstance(got, tuple) else [(got, eager)]
+                assert all(a.is_contiguous() or not b.is_contiguous() for a, b in results), f"{case}, {layout.__name__}"
 
 
 @EVERY_OP

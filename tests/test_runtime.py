@@ -123,7 +123,7 @@ def test_the_graph_names_the_operator(device):
     with use_backend("triton"):
         assert tigon.rms_norm(x).grad_fn.name() == "RmsNormBackward"
         assert tigon.add_rms_norm(x, x)[1].grad_fn.name() == "AddRmsNormBackward"
-        assert tigon.softmax(x).grad_fn.name() == "SoftmaxBackward"
+        assert tigon.softmax(x, -1).grad_fn.name() == "SoftmaxBackward"
 
 
 @pytest.mark.gpu

@@ -61,8 +61,8 @@ MEANS = {
         x, w, t, num_valid=tigon.losses.ValidCount(t)
     ),
     "kl_div": lambda x, w, t: tigon.kl_div(logits(x, w), other(), temperature=1.0, mask=t != -100),
-    "kl_div, mean": lambda x, w, t: tigon.kl_div(
-        logits(x, w), other(), temperature=1.0, mask=t != -100, reduction="mean"
+    "kl_div, batchmean": lambda x, w, t: tigon.kl_div(
+        rows_of(logits(x, w)), rows_of(other()), temperature=1.0, mask=(t != -100).flatten(), reduction="batchmean"
     ),
     "jsd": lambda x, w, t: tigon.jsd(logits(x, w), other(), temperature=1.0, mask=t != -100),
     "tvd": lambda x, w, t: tigon.tvd(logits(x, w), other(), temperature=1.0, mask=t != -100),

@@ -10,7 +10,7 @@ from numerics import check
 
 import tigon
 from tigon.losses.over_items import launches
-from tigon.losses.over_items.launches import TILES, Tile, shares_of
+from tigon.losses.over_items.launches import TILES, Tile, query_shares_of, shares_of
 from tigon.losses.over_items.reference import item_softmax_reference
 from tigon.retrieve import item_softmax
 
@@ -27,6 +27,26 @@ def test_shares_of_items_are_merged(device, triton_backend, small_tiles):
     assert shares_of(37, 203, 24, Tile(16, 16, 4, 1), 12) == (4, 64)
     inputs = torch.randn(37, 24) / 3, torch.randn(203, 24), torch.randint(0, 203, (37,))
     check(item_softmax, item_softmax_reference, *(t.to(device) for t in inputs), scale=2.0)
+
+
+@pytest.mark.parametrize("D", [16, 24])
+def test_shares_of_queries_are_summed(D, device, triton_backend, small_tiles, monkeypatch):
+    monkeypatch.setattr(launches, "SUMMED", 48)
+    assert query_shares_of(215, 37, D, Tile(16, 16, 4, 1)) == (5, 48)
+    inputs = torch.randn(215, D) / 3, torch.randn(37, D), torch.randint(0, 37, (215,))
+    check(item_softmax, item_softmax_reference, *(t.to(device) for t in inputs), scale=2.0)
+    check(item_softmax, item_softmax_reference, *(t.to(device) for t in inputs), reduction="none")
+
+
+@pytest.mark.parametrize("N", [1, 40, 1_000_000, 16_000_000])
+@pytest.mark.parametrize("M", [0, 1, 65536, 65537, 2**25, 2**31 - 1])
+def test_shares_hold_each_query_once(M, N):
+    tile = TILES["items"][128]
+    parts, share = query_shares_of(M, N, 128, tile)
+    assert share % tile.queries == 0
+    assert (parts - 1) * share < max(M, 1)
+    assert M <= parts * share < 2**31 + launches.SUMMED
+    assert parts == 1 or (M > launches.SUMMED and 4 * N * 128 * parts <= launches.SHARES_BYTES)
 
 
 @pytest.mark.parametrize("N", [1, 16, 127, 128, 129, 1000, 40981, 1_000_000])

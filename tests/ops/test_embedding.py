@@ -7,6 +7,7 @@ from test_kernels_compile import compiled
 
 from tigon.ops import embedding as embedding_module
 from tigon.ops.embedding import PIECE, embedding, sorted_ids
+from tigon.ops.embedding_bag import embedding_bag
 from tigon.runtime import HAS_TRITON
 
 
@@ -47,6 +48,41 @@ def test_tokens_aresorted_ids_stably(tokens, ranked, device, triton_backend, mon
     wanted, stable = torch.sort(torch.where((ids < 0) | (ids >= 9) | (ids == 4), 9, ids).int(), stable=True)
     assert torch.equal(keys, wanted)
     assert torch.equal(order, stable)
+
+
+@pytest.mark.parametrize("ranked", [0, 2000], ids=["radix", "counted"])
+def test_more_tokens_than_are_sorted_at_once(ranked, device, triton_backend, monkeypatch):
+    monkeypatch.setattr(embedding_module, "RANKED", ranked)
+    monkeypatch.setattr(embedding_module, "SORTED", 256)
+    ids = torch.randint(0, 9, (1000,), device=device)
+    ids[:400] = 4  # a run over three parts
+    weight = torch.randn(9, 40, device=device, dtype=torch.bfloat16).requires_grad_()
+    factors = torch.randn(125, 8, device=device).requires_grad_()
+
+    def gradients(bags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        if bags is None:
+            y = embedding(ids, weight, padding_idx=2)
+        else:
+            y = embedding_bag(ids.view(125, 8), weight, mode="sum", padding_idx=2, per_sample_weights=bags)
+        leaves = [weight] if bags is None else [weight, bags]
+        return torch.autograd.grad(y.float().square().sum(), leaves)
+
+    parts = gradients(None), gradients(factors)
+    monkeypatch.setattr(embedding_module, "SORTED", 1000)
+    for ours, whole in zip(parts, (gradients(None), gradients(factors)), strict=True):
+        for one, other in zip(ours, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+            assert other.any()
+
+
+def test_runs_are_bounded_beyond_half_of_32_bits(device, triton_backend):
+    """The sum of two places among 2³⁰ + 5 keys is no longer an int32."""
+    keys = torch.zeros(2**30 + 5, dtype=torch.int32, device=device)  # of which the host touches the last page alone
+    keys[-6:-2], keys[-2:] = 3, 7
+    starts = keys.new_empty(9)
+    kernel = embedding_module._embedding_starts_kernel
+    kernel[(1,)](keys, starts, keys.numel(), 8, keys.numel().bit_length(), 256)
+    assert starts.tolist() == [0, *[2**30 - 1] * 3, *[2**30 + 3] * 4, 2**30 + 5]
 
 
 @pytest.mark.parametrize("padding_idx", [4, -5, None])

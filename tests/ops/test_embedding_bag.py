@@ -27,7 +27,7 @@ def bags(device, ragged=True, fields=True, weighted=False, V=30, D=20):
     else:
         offsets, values = None, torch.randint(0, 5, (4, 3, 7) if fields else (12, 7), device=device)
     factors = torch.randn(values.shape, device=device).requires_grad_() if weighted else None
-    return weight, values, offsets, {"per_sample_weights": factors, "field_offsets": first}
+    return weight, values, offsets, {"per_sample_weights": factors, "include_last_offset": True, "field_offsets": first}
 
 
 @EVERY
@@ -38,8 +38,8 @@ def test_rows_are_the_dense_gradient(ragged, fields, mode, padding_idx, weighted
     weight, values, offsets, options = bags(device, ragged, fields, weighted)
     options |= {"mode": mode, "padding_idx": padding_idx}
     factors = options["per_sample_weights"]
-    expected = embedding_bag_reference(weight, values, offsets, **options)
-    y = embedding_bag(weight, values, offsets, grad="rows", **options)
+    expected = embedding_bag_reference(values, weight, offsets, **options)
+    y = embedding_bag(values, weight, offsets, grad="rows", **options)
     torch.testing.assert_close(y, expected)
     upstream = torch.randn_like(y)
     wanted = torch.autograd.grad(expected, [weight] if factors is None else [weight, factors], upstream)
@@ -54,11 +54,17 @@ def test_rows_are_the_dense_gradient(ragged, fields, mode, padding_idx, weighted
         torch.testing.assert_close(factors.grad, wanted[1])
 
 
+def test_more_values_than_are_sorted_at_once_have_no_rows():
+    weight, values = torch.empty(3, 2, device="meta"), torch.empty(2, 2**29 + 1, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"values must be at most 2³⁰ with grad='rows'.*got 1073741826; grad='dense'"):
+        embedding_bag(values, weight, grad="rows")
+
+
 def test_two_passes_add_up(backend, device):
     weight, values, offsets, options = bags(device)
     for _ in range(2):
-        embedding_bag(weight, values, offsets, grad="rows", **options).sum().backward()
-    once = torch.autograd.grad(embedding_bag(weight, values, offsets, **options).sum(), weight)[0]
+        embedding_bag(values, weight, offsets, grad="rows", **options).sum().backward()
+    once = torch.autograd.grad(embedding_bag(values, weight, offsets, **options).sum(), weight)[0]
     torch.testing.assert_close(weight.grad.to_dense(), 2 * once)
 
 
@@ -66,7 +72,7 @@ def test_two_passes_add_up(backend, device):
 def test_optimizers_of_torch_take_rows(optimizer, backend, device):
     weight, values, offsets, options = bags(device)
     before = weight.detach().clone()
-    embedding_bag(weight, values, offsets, grad="rows", **options).sum().backward()
+    embedding_bag(values, weight, offsets, grad="rows", **options).sum().backward()
     optimizer([weight], lr=0.1).step()
     moved = (weight != before).any(1).nonzero()[:, 0]
     assert torch.equal(moved, weight.grad.indices()[0])
@@ -74,9 +80,10 @@ def test_optimizers_of_torch_take_rows(optimizer, backend, device):
 
 def test_rows_have_the_bits_of_the_dense_gradient(device, triton_backend):
     weight, values, offsets, options = bags(device, weighted=True)
+    options |= {"mode": "sum"}
     upstream = torch.randn(4, 3, 20, device=device)
     dense, rows = (
-        torch.autograd.grad(embedding_bag(weight, values, offsets, grad=grad, **options), weight, upstream)[0]
+        torch.autograd.grad(embedding_bag(values, weight, offsets, grad=grad, **options), weight, upstream)[0]
         for grad in ("dense", "rows")
     )
     assert torch.equal(rows.to_dense(), dense)
@@ -86,7 +93,7 @@ def test_nothing_occurs(backend, device):
     weight, _, _, _ = bags(device)
     none = torch.zeros(4, dtype=torch.long, device=device)
     for values, offsets in ((none[:0], none), (none[None], None)):
-        y = embedding_bag(weight, values, offsets, grad="rows", padding_idx=0, mode="mean")
+        y = embedding_bag(values, weight, offsets, include_last_offset=True, grad="rows", padding_idx=0, mode="mean")
         assert y.abs().max() == 0
         assert torch.autograd.grad(y.sum(), weight)[0]._nnz() == 0
 
@@ -122,7 +129,7 @@ def test_the_kernels_read_nothing_outside_for_wrong_offsets(device, triton_backe
 def test_a_bag_is_summed_in_fp32(backend, device):
     """A sum of 1000 ones in bf16 stays at 256, forward and backward."""
     weight = torch.ones(3, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
-    y = embedding_bag(weight, torch.ones(1, 1000, dtype=torch.long, device=device))
+    y = embedding_bag(torch.ones(1, 1000, dtype=torch.long, device=device), weight, mode="sum")
     assert y.eq(1000).all()
     y.sum().backward()
     assert weight.grad[1].eq(1000).all()
@@ -132,12 +139,12 @@ def test_a_bag_is_summed_in_fp32(backend, device):
 def test_narrow_ids(dtype, backend, device):
     weight = torch.randn(300, 8, device=device)
     values = torch.tensor([[3, 100, 3]], dtype=dtype, device=device)
-    torch.testing.assert_close(embedding_bag(weight, values), F.embedding_bag(values.long(), weight, mode="sum"))
+    torch.testing.assert_close(embedding_bag(values, weight), F.embedding_bag(values.long(), weight))
 
 
 def test_rows_are_not_for_compiled_code(device):
     with pytest.raises(Exception, match=r"grad must be 'dense' under torch.compile, got 'rows'"):
-        torch.compile(lambda w, v: embedding_bag(w, v, grad="rows"), backend="eager", fullgraph=True)(
+        torch.compile(lambda w, v: embedding_bag(v, w, grad="rows"), backend="eager", fullgraph=True)(
             torch.ones(3, 4, device=device), torch.zeros(2, 2, dtype=torch.long, device=device)
         )
 
@@ -162,7 +169,7 @@ def test_a_result_of_another_dtype_is_rounded_once(mode, grad, backend, device):
     dy = torch.randn(7, 6, generator=draw).bfloat16().to(device)
 
     def found(dtype):
-        y = embedding_bag(weight, values, mode=mode, grad=grad, dtype=dtype)
+        y = embedding_bag(values, weight, mode=mode, grad=grad, dtype=dtype)
         (dw,) = torch.autograd.grad(y, weight, dy.to(y.dtype))
         return y, dw.to_dense()
 
@@ -172,29 +179,29 @@ def test_a_result_of_another_dtype_is_rounded_once(mode, grad, backend, device):
     assert torch.equal(got, want)
     # The other way round: the sum of 16-bit rows is not rounded to 16 bits before.
     rows = weight.detach().bfloat16()
-    y = embedding_bag(rows, values, mode=mode, dtype=torch.float32)
-    assert torch.allclose(y, embedding_bag(rows.float(), values, mode=mode), rtol=1e-6)
+    y = embedding_bag(values, rows, mode=mode, dtype=torch.float32)
+    assert torch.allclose(y, embedding_bag(values, rows.float(), mode=mode), rtol=1e-6)
     assert not torch.equal(y, y.bfloat16().float())
     with pytest.raises(ValueError, match=r"embedding_bag: dtype must be one of floats, got torch\.int8"):
-        embedding_bag(rows, values, dtype=torch.int8)
+        embedding_bag(values, rows, dtype=torch.int8)
 
 
 def test_kernels_that_are_forced_write_no_fp64(triton_backend, device):
     weight, values = torch.ones(3, 4, device=device), torch.zeros(2, 2, dtype=torch.long, device=device)
     with pytest.raises(RuntimeError, match="the triton backend was forced, but"):
-        embedding_bag(weight, values, dtype=torch.float64)
+        embedding_bag(values, weight, dtype=torch.float64)
     codes, scales = quantize_rows(weight)
     with pytest.raises(RuntimeError, match="the triton backend was forced, but"):
         quantized_embedding(codes, scales, values, dtype=torch.float64)
     with use_backend("torch"):
-        assert embedding_bag(weight, values, dtype=torch.float64).dtype == torch.float64
+        assert embedding_bag(values, weight, dtype=torch.float64).dtype == torch.float64
 
 
 def test_a_result_of_another_dtype_compiles(device):
     weight = torch.randn(9, 8, device=device, requires_grad=True)
     values = torch.arange(12, device=device).view(4, 3) % 9
-    step = torch.compile(lambda w: embedding_bag(w, values, dtype=torch.bfloat16), fullgraph=True, backend="aot_eager")
+    step = torch.compile(lambda w: embedding_bag(values, w, dtype=torch.bfloat16), fullgraph=True, backend="aot_eager")
     y = step(weight)
-    assert torch.equal(y, embedding_bag(weight, values, dtype=torch.bfloat16))
+    assert torch.equal(y, embedding_bag(values, weight, dtype=torch.bfloat16))
     y.float().square().sum().backward()
     assert weight.grad.dtype == torch.float32

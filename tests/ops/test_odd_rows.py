@@ -239,7 +239,7 @@ def test_softmax_of_few_wide_rows(device):
         x = torch.randn(2, N, device=device).bfloat16().requires_grad_()
         dy = torch.randn(2, N, device=device).bfloat16()
         with tigon.use_backend("triton"):
-            y = tigon.softmax(x)
+            y = tigon.softmax(x, -1)
             (dx,) = torch.autograd.grad(y, x, dy)
         torch.testing.assert_close(y.detach().double(), torch.softmax(x.detach().double(), -1), **_rounded(x.dtype))
         y, dy = y.detach().double(), dy.double()
@@ -255,7 +255,7 @@ def test_extreme_numbers_at_the_edges(column, device):
     x[3, column] = -1e30
     x[5] = -torch.inf
     with tigon.use_backend("triton"):
-        y = tigon.softmax(x)
+        y = tigon.softmax(x, -1)
         target = torch.full((8,), column, device=device)
         loss, _, _, predicted = tigon.cross_entropy(x, target, reduction="none", details=True)
     kept = [0, 1, 2, 3, 4, 6, 7]
@@ -278,6 +278,6 @@ def test_rows_that_lie_alike_are_taken_apart(monkeypatch):
         monkeypatch.setattr(module, "uneven", lambda *t, ask=ask: asked.append(ask(*t)) or asked[-1])
     x = torch.randn(3, 1001).bfloat16().requires_grad_()
     with tigon.use_backend("triton"):
-        tigon.softmax(x).sum().backward()
+        tigon.softmax(x, -1).sum().backward()
         tigon.cross_entropy(x, torch.zeros(3).long()).backward()
     assert asked == [True] * 3 or asked == [True] * 4

@@ -46,7 +46,7 @@ def test_bags(kind, codes_dtype, dtype, backend, device):
     codes = torch.randint(0, 256, (40, 30), device=device).sub(128 * (codes_dtype == torch.int8)).to(codes_dtype)
     scale_offset = torch.randn(40, 2, device=device).half()
     factors = None
-    options = {"padding_idx": 3}
+    options = {"padding_idx": 3, "mode": "sum", "include_last_offset": True}
     values, offsets = torch.randint(0, 20, (6, 2) if kind == "fields" else (12, 5), device=device), None
     if kind == "ragged":
         values, offsets = values.view(-1), torch.tensor([0, 3, 3, 41, 60], device=device)

@@ -23,7 +23,7 @@ def test_same_as_torch(backend, device):
 def test_a_constant_changes_nothing(width, offset, backend, device):
     """exp(1e4) is infinite: the maximum has to come off first."""
     x = torch.randn(2, width, device=device).bfloat16().float() * 8
-    torch.testing.assert_close(tigon.softmax(x + offset), torch.softmax(x + offset, -1))
+    torch.testing.assert_close(tigon.softmax(x + offset, -1), torch.softmax(x + offset, -1))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -32,7 +32,7 @@ def test_rows_without_a_finite_score_are_nan_and_spoil_no_other(width, backend, 
     x[1] = -torch.inf
     x[2, 3] = torch.inf
     x[3, 1] = torch.nan
-    y = tigon.softmax(x)
+    y = tigon.softmax(x, -1)
     assert y[1:].isnan().all()
     torch.testing.assert_close(y[0], torch.softmax(x[0], -1))
 
@@ -41,7 +41,7 @@ def test_rows_without_a_finite_score_are_nan_and_spoil_no_other(width, backend, 
 def test_a_row_of_the_least_numbers_is_even(width, backend, device):
     """transformers masks with finfo.min instead of -inf, for such rows to be numbers."""
     mask = torch.full((width,), torch.finfo(torch.float32).min, device=device)
-    y = tigon.softmax(torch.zeros(2, width, device=device), mask=mask)
+    y = tigon.softmax(torch.zeros(2, width, device=device), -1, mask=mask)
     torch.testing.assert_close(y, torch.full_like(y, 1 / width))
 
 
@@ -55,7 +55,7 @@ def test_what_causality_hides_is_not_used(width, backend, device):
 
     def run(x, upstream):
         x = x.clone().requires_grad_()
-        y = tigon.softmax(x, **options)
+        y = tigon.softmax(x, -1, **options)
         y.backward(upstream)
         return y.detach(), x.grad
 
@@ -71,9 +71,9 @@ def test_what_causality_hides_is_not_used(width, backend, device):
 def test_more_queries_than_keys(backend, device):
     """The first queries see nothing: NaN, as of a row that is -inf."""
     x = torch.randn(2, 5, 3, device=device)
-    y = tigon.softmax(x, causal=True)
+    y = tigon.softmax(x, -1, causal=True)
     assert y[:, :2].isnan().all()
-    torch.testing.assert_close(y[:, 2:], tigon.softmax(x[:, 2:], causal=True))
+    torch.testing.assert_close(y[:, 2:], tigon.softmax(x[:, 2:], -1, causal=True))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_more_queries_than_keys(backend, device):
 def test_masks_broadcast(shape, backend, device):
     x = torch.randn(5, 2, 4, 3, 7, device=device)
     mask = torch.randn(shape, device=device)
-    torch.testing.assert_close(tigon.softmax(x, mask=mask), torch.softmax(x + mask, -1))
+    torch.testing.assert_close(tigon.softmax(x, -1, mask=mask), torch.softmax(x + mask, -1))
     torch.testing.assert_close(tigon.softmax(x, 2, mask=mask), torch.softmax(x + mask, 2))
 
 
@@ -106,7 +106,7 @@ def test_few_wide_rows_in_parts(options, masked, parts, triton_backend, device):
         mask[:PART] = -torch.inf
     assert _parts(5, x.shape[-1], x.device).number > 4
     check(
-        lambda x: tigon.softmax(x, mask=mask, **options),
+        lambda x: tigon.softmax(x, -1, mask=mask, **options),
         lambda x: softmax_reference(x, mask=mask, **options),
         x, eager=lambda x: softmax_reference(x, mask=mask, **options),
     )  # fmt: skip
@@ -118,7 +118,7 @@ def test_rows_in_parts_without_a_finite_score_are_nan_and_spoil_no_other(parts, 
     x[2, 3] = torch.inf
     x[3, -1] = torch.nan
     x[4, : 2 * PART] = -torch.inf
-    y = tigon.softmax(x)
+    y = tigon.softmax(x, -1)
     assert y[1:4].isnan().all()
     torch.testing.assert_close(y[[0, 4]], torch.softmax(x[[0, 4]], -1))
 
@@ -147,9 +147,9 @@ def test_a_mask_is_walked_where_it_lies(shape):
 def test_a_learned_mask_is_refused_only_where_it_would_learn(backend, device):
     x, mask = torch.randn(2, 7, device=device), torch.randn(7, device=device).requires_grad_()
     with pytest.raises(ValueError, match="mask must not require a gradient"):
-        tigon.softmax(x, mask=mask)
+        tigon.softmax(x, -1, mask=mask)
     with torch.no_grad():
-        torch.testing.assert_close(tigon.softmax(x, mask=mask), softmax_reference(x, mask=mask))
+        torch.testing.assert_close(tigon.softmax(x, -1, mask=mask), softmax_reference(x, mask=mask))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from ops_table import Case
+from ops_table.divergence import TVD
+from test_large import check_repeated
 
 import tigon
 from tigon.ops.divergence import divergence_reference, launches
@@ -50,6 +53,25 @@ def test_the_gradient_from_signs(temperature, classes, dtype, device, triton_bac
         assert not da[..., ::5].any()
     with torch.no_grad():
         assert torch.equal(rows, tigon.tvd(a, b, temperature=temperature, mask=mask, reduction="rows"))
+
+
+@FORMS
+@pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
+def test_a_row_has_the_same_bits_wherever_it_lies(temperature, gaps, device, triton_backend):
+    inputs = {"forms": ("logits", "logits") if temperature else ("probabilities", "probabilities"), "masked": True}
+    case = Case("small", (5, 80), {"temperature": temperature, "reduction": "rows"}, inputs)
+    check_repeated(TVD, case, device, limit=2000, gaps=gaps)
+
+
+@FORMS
+def test_either_order_of_the_sums_is_right(temperature, device, triton_backend, monkeypatch):
+    """Fewer rows are summed in another order: other bits, as near to the sum in fp64."""
+    a, b = pair(temperature, device, 2064)
+    want, _ = expected(a, b, None, temperature, torch.ones(2, 3, device=device))
+    for least in (4, 7):
+        monkeypatch.setattr(launches, "SIGNED_ROWS", least)
+        rows = tigon.tvd(a, b, temperature=temperature, reduction="rows")
+        torch.testing.assert_close(rows.double(), want, rtol=1e-6, atol=0.0)
 
 
 @FORMS

@@ -36,7 +36,8 @@ def _make_embedding_bag(shape, dtype, generator, ragged=False, weighted=True, fi
 
 def _call(fn):
     def called(weight, factors, values, offsets, first, **options):
-        return fn(weight, values, offsets, per_sample_weights=factors, field_offsets=first, **options)
+        options = {"mode": "sum", "include_last_offset": True} | options
+        return fn(values, weight, offsets, per_sample_weights=factors, field_offsets=first, **options)
 
     return called
 

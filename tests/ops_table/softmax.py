@@ -23,7 +23,7 @@ def _make_softmax(shape, dtype, generator, mask=None, mask_dtype=None):
 
 
 def _softmax(x, mask=None, **options):
-    return softmax(x, mask=mask, **options)
+    return softmax(x, **{"dim": -1, "mask": mask} | options)
 
 
 def _softmax_reference(x, mask=None, **options):

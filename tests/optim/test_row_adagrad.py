@@ -142,12 +142,12 @@ def test_bags_and_the_optimizer_fit(backend, device):
 
     def closure():
         optimizer.zero_grad()
-        loss = embedding_bag(table, values, grad="rows").square().sum()
+        loss = embedding_bag(values, table, mode="sum", grad="rows").square().sum()
         loss.backward()
         return loss
 
     first = optimizer.step(closure)
-    embedding_bag(other, values).square().sum().backward()
+    embedding_bag(values, other, mode="sum").square().sum().backward()
     dense.step()
     torch.testing.assert_close(table, other)
     assert optimizer.step(closure) < first

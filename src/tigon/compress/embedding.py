@@ -49,7 +49,7 @@ class ByteEmbedding(nn.Module):
         if not use_triton(scales):  # the reference widens a whole table: it gets the rows that are read
             codes, scales = codes[flat[:, 0]], scales[flat[:, 0]]
             flat = torch.arange(len(flat), device=flat.device)[:, None]
-        rows = quantized_embedding(codes, scales, flat, dtype=self.dtype)
+        rows = quantized_embedding(codes, scales, flat, mode="sum", dtype=self.dtype)
         return rows.view(*ids.shape, self.embedding_dim)
 
     def widened(self) -> Tensor:

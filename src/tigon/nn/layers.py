@@ -39,7 +39,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        eps: float = 1e-6,
+        eps: float | None = None,
         elementwise_affine: bool = True,
         *,
         offset: float = 0.0,
@@ -271,7 +271,7 @@ class Softmax(torch.nn.Module):
         dim, scale, causal: as in `tigon.softmax`.
     """
 
-    def __init__(self, dim: int = -1, *, scale: float = 1.0, causal: bool = False) -> None:
+    def __init__(self, dim: int, *, scale: float = 1.0, causal: bool = False) -> None:
         super().__init__()
         self.dim, self.scale, self.causal = dim, scale, causal
 

@@ -84,19 +84,17 @@ class CrossEntropyLoss(_Loss):
 class KLDivLoss(_Loss):
     """`tigon.kl_div` with its options fixed: forward(input, target, mask).
 
-    Unlike `torch.nn.KLDivLoss` it takes a target of log-probabilities and divides by the rows, unless told otherwise.
-
     Args:
-        reduction: "batchmean", "mean", "sum" or "rows".
-        log_target: False for a target of probabilities.
+        reduction: "mean", "batchmean", "sum" or "rows".
+        log_target: True for a target of log-probabilities.
         temperature: both sides are logits, divided by it and softmaxed here; None: they are not.
     """
 
     def __init__(
         self,
         *,
-        reduction: Reduction = "batchmean",
-        log_target: bool = True,
+        reduction: Reduction = "mean",
+        log_target: bool = False,
         temperature: float | None = None,
     ) -> None:
         super().__init__()

@@ -19,9 +19,10 @@ from tigon.ops.rms_norm import (
     _forward,
     _out_dtype,
     _rms_norm_bwd,
+    default_eps,
     rms_norm_reference,
 )
-from tigon.runtime import differentiable, empty_rows, launcher, use_triton
+from tigon.runtime import differentiable, empty_rows, in_order, launcher, use_triton
 
 
 def add_rms_norm(
@@ -29,7 +30,7 @@ def add_rms_norm(
     residual: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = None,
     offset: float = 0.0,
     cast: Cast = "llama",
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,8 @@ def add_rms_norm(
             f"add_rms_norm: residual must have x's shape {tuple(x.shape)} and a float dtype, "
             f"got {tuple(residual.shape)} {residual.dtype}."
         )
+    if eps is None:
+        eps = default_eps(torch.promote_types(x.dtype, residual.dtype))
     if not use_triton(x, residual, weight):
         return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, cast=cast)
     result: tuple[Tensor, Tensor] = _add_rms_norm(x, residual, weight, eps, offset, cast)
@@ -64,13 +67,13 @@ def add_rms_norm_reference(
     residual: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = None,
     offset: float = 0.0,
     cast: str = "llama",
 ) -> tuple[Tensor, Tensor]:
     # torch's sum rounds to the promoted dtype; the norm is taken of the rounded sum, as the model's own two steps have
     # it.
-    total = residual + x
+    total = in_order(residual + x, residual)
     return rms_norm_reference(total, weight, eps=eps, offset=offset, cast=cast), total
 
 

@@ -114,7 +114,7 @@ def batch_norm_relu_reference(
         assert running is not None
         mean, variance = running
     y = F.relu((x - mean) * torch.rsqrt(variance + eps) * weight + bias)
-    return F.pad(y, (0, h.shape[1] - N)).to(h.dtype)
+    return F.pad(y, (0, h.shape[1] - N)).to(h.dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

@@ -71,7 +71,7 @@ def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: 
         y = y * weight.to(acc)
     if bias is not None:
         y = y + bias.to(acc)
-    return y.to(x.dtype)
+    return y.to(x.dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

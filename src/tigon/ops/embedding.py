@@ -36,9 +36,11 @@ from tigon.tiles.ids import key_of_id
 PIECE = 64  # tokens
 # Up to so many tokens are sorted by counting, M² comparisons in one launch; more by radix, M in a dozen launches.
 RANKED = 8192
+# Up to so many tokens are sorted together: torch.sort takes fewer than 2³¹, and kernels count the sorted in int32.
+SORTED = 2**30
 
 
-def embedding(input: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up rows of the weight.
 
     Args:
@@ -160,8 +162,8 @@ def _embedding_starts_kernel(keys_ptr, starts_ptr, M, V, STEPS, BLOCK: tl.conste
     high = low + M
     # The steps that M needs, for every lane: a loop that ends by itself would wait for the slowest lane all the same.
     for _ in range(STEPS):
-        # M is below 2**31 / 2 in practice, as ids of that number would fill 8 GiB: the sum does not overflow.
-        middle = (low + high) // 2
+        # By the difference: low + high passes 2³¹ at 2³⁰ keys.
+        middle = low + (high - low) // 2
         open_ = low < high
         below = tl.load(keys_ptr + middle, mask=open_, other=0) < v
         # A lane that has finished has low = high, and stays: the loop needs no exit.
@@ -393,8 +395,24 @@ def _embedding_bwd(dy: Tensor, ids: Tensor, classes: int, padding_idx: int) -> T
     # Without ids no kernel writes dW.
     if not dw.numel() or not ids.numel():
         return dw.zero_()
-    sums_of_runs(dy, *sorted_ids(ids.contiguous(), classes, padding_idx), dw)
+    sum_by_id(dy, ids.contiguous(), padding_idx, dw)
     return dw
+
+
+def sum_by_id(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor, **bags: Any) -> None:
+    """dw[v] = Σ of the gradients of the tokens whose id is v. ids: dense, at least one. bags: as for `sums_of_runs`."""
+    ids, classes = ids.view(-1), dw.shape[0]
+    if ids.numel() <= SORTED:
+        sums_of_runs(dy, *sorted_ids(ids, classes, padding_idx), dw, **bags)
+        return
+    # Parts of the tokens, whose sums are added in fp32 in their order, and rounded once.
+    total = None
+    for part, some in enumerate(ids.split(SORTED)):
+        keys, order = sorted_ids(some, classes, padding_idx)
+        share = torch.empty_like(dw, dtype=torch.float32)
+        sums_of_runs(dy, keys, order.add_(part * SORTED), share, **bags)
+        total = share if total is None else total.add_(share)
+    dw.copy_(total)
 
 
 def sums_of_runs(

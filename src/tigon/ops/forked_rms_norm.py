@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.rms_norm import Cast, _check, _rms_norm_bwd, _rms_norm_fwd, rms_norm
+from tigon.ops.rms_norm import Cast, _check, _rms_norm_bwd, _rms_norm_fwd, default_eps, rms_norm
 from tigon.runtime import applied, first_order, is_traced, use_triton
 
 
 def forked_rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, cast: Cast = "llama"
+    x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0.0, cast: Cast = "llama"
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x), x), with the arguments of `rms_norm`.
 
     In eager mode alone, and with kernels; elsewhere x and its norm are just that, and autograd sums.
     """
     _check("forked_rms_norm", x, weight, cast)
+    if eps is None:
+        eps = default_eps(x.dtype)
     if not use_triton(x, weight) or is_traced(x):
         return rms_norm(x, weight, eps=eps, offset=offset, cast=cast), x
     result: tuple[Tensor, Tensor] = _forked(x, weight, eps, offset, cast)

@@ -165,7 +165,7 @@ def gated_reference(
     # A multiplier of 1 is skipped: the multiplication would make, and autograd keep, another tensor of gate's size.
     g = gate.to(acc)
     y = ACTS[act].value(g if gate_multiplier == 1.0 else g * gate_multiplier) * up.to(acc)
-    return (y if multiplier == 1.0 else y * multiplier).to(gate.dtype)
+    return (y if multiplier == 1.0 else y * multiplier).to(gate.dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

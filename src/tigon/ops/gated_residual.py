@@ -61,7 +61,7 @@ def gated_residual_reference(x: Tensor | None, gate: Tensor, f: Tensor) -> Tenso
     dtype = f.dtype if x is None else torch.promote_types(x.dtype, f.dtype)
     acc = torch.promote_types(dtype, torch.float32)
     gated = torch.sigmoid(gate.to(acc)) * f.to(acc)
-    return (gated if x is None else x.to(acc) + gated).to(dtype)
+    return (gated if x is None else x.to(acc) + gated).to(dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

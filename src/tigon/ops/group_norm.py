@@ -34,7 +34,7 @@ from tigon.runtime import (
 
 
 def group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Shift the channels of each group to mean zero and scale them to unit variance, then by weight and bias.
 
@@ -84,7 +84,7 @@ def group_norm_reference(
         y = y * weight[:, None]
     if bias is not None:
         y = y + bias[:, None]
-    return y.to(x.dtype).reshape(x.shape)
+    return y.to(x.dtype).reshape(x.shape).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

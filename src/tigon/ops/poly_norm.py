@@ -77,7 +77,7 @@ def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float =
         return u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
 
     y = w[0] * norm(x32**3) + w[1] * norm(x32**2) + w[2] * norm(x32) + bias.to(acc).view(())
-    return y.to(x.dtype)
+    return y.to(x.dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

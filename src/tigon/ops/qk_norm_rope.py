@@ -35,6 +35,7 @@ from tigon.runtime import (
     check_tensors,
     differentiable,
     do_not_specialize,
+    in_order,
     jit,
     launch,
     launcher,
@@ -130,7 +131,7 @@ def qk_norm_rope_reference(
 
     y = rope_reference(norm(q, q_weight), norm(k, k_weight), cos, sin, unsqueeze_dim=unsqueeze_dim, config=config)
     dtype = _out_dtype(q, q_weight, cos, cast)
-    return y[0].to(dtype), y[1].to(dtype)
+    return in_order(y[0].to(dtype), q), in_order(y[1].to(dtype), k)
 
 
 def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.embedding_bag import embedding_bag_reference
-from tigon.ops.embedding_bag.checks import bags_shape, check_bags, flat_bags
+from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
 from tigon.ops.embedding_bag.launches import bag_sums, bags_of
 from tigon.runtime import check_tensors, launcher, use_triton
 
@@ -73,15 +73,16 @@ def _rounded(x: Tensor, down: bool) -> Tensor:
 
 def quantized_embedding(
     codes: Tensor, scale_offset: Tensor, values: Tensor, offsets: Tensor | None = None, *,
-    mode: Literal["sum", "mean"] = "sum", per_sample_weights: Tensor | None = None, padding_idx: int | None = None,
-    field_offsets: Tensor | None = None, dtype: torch.dtype = torch.float32,
+    mode: Literal["sum", "mean"] = "mean", per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int | None = None, field_offsets: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """The bags of `embedding_bag` over rows of bytes; no gradient.
 
     Args:
         codes: (N, D) uint8 or int8.
         scale_offset: (N, 2) fp16, as of `quantize_rows`: row r is scale_offset[r, 0] · codes[r] + scale_offset[r, 1].
-        values, offsets, mode, padding_idx, field_offsets: as in `embedding_bag`.
+        values, offsets, mode, include_last_offset, padding_idx, field_offsets: as in `embedding_bag`.
         per_sample_weights: as there; gets no gradient.
         dtype: of the result: fp32, bf16, fp16 or fp64.
     Returns: (B, D), with field_offsets (B, F, D). Rows are widened and summed in fp32, and rounded once.
@@ -113,6 +114,7 @@ def quantized_embedding(
     for what, t in (("scale_offset", scale_offset), ("per_sample_weights", per_sample_weights)):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name}: {what} must not require a gradient, which codes of 8 bits have none of.")
+    offsets = complete_offsets(values, offsets, include_last_offset)
     padding = check_bags(name, codes, values, offsets, mode, per_sample_weights, padding_idx, field_offsets)
     # use_triton asks for float tensors, which codes are not. scale_offset is one, on the same device.
     # A result that kernels do not write is refused where they are forced.
@@ -120,7 +122,7 @@ def quantized_embedding(
     if not use_triton(scale_offset, per_sample_weights, *other):
         return quantized_embedding_reference(
             codes, scale_offset, values, offsets, mode=mode, per_sample_weights=per_sample_weights,
-            padding_idx=padding_idx, field_offsets=field_offsets, dtype=dtype,
+            include_last_offset=True, padding_idx=padding_idx, field_offsets=field_offsets, dtype=dtype,
         )  # fmt: skip
     shape = bags_shape(values, offsets, field_offsets)
     values, per_sample_weights = (flat_bags(t, field_offsets) for t in (values, per_sample_weights))
@@ -133,14 +135,14 @@ def quantized_embedding(
 
 def quantized_embedding_reference(
     codes: Tensor, scale_offset: Tensor, values: Tensor, offsets: Tensor | None = None, *,
-    mode: str = "sum", per_sample_weights: Tensor | None = None, padding_idx: int | None = None,
-    field_offsets: Tensor | None = None, dtype: torch.dtype = torch.float32,
+    mode: str = "mean", per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+    padding_idx: int | None = None, field_offsets: Tensor | None = None, dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     acc = torch.promote_types(dtype, torch.float32)
     scale, offset = scale_offset.to(acc).split(1, 1)
     y = embedding_bag_reference(
-        codes.to(acc) * scale + offset, values, offsets, mode=mode, per_sample_weights=per_sample_weights,
-        padding_idx=padding_idx, field_offsets=field_offsets,
+        values, codes.to(acc) * scale + offset, offsets, mode=mode, per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset, padding_idx=padding_idx, field_offsets=field_offsets,
     )  # fmt: skip
     return y.to(dtype)
 

@@ -38,7 +38,7 @@ def relu2(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
 
 def relu2_reference(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
     y = F.relu(x.to(torch.promote_types(x.dtype, torch.float32))).square()
-    return (y if multiplier == 1.0 else y * multiplier).to(x.dtype)
+    return (y if multiplier == 1.0 else y * multiplier).to(x.dtype).contiguous()
 
 
 # --------------------------------------------------------------------------------------------------------- launches

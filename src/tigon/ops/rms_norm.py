@@ -17,10 +17,12 @@ from tigon.ops.sum_rows import shares, spread, sum_rows
 from tigon.runtime import (
     Plan,
     cdiv,
+    check_no_shape,
     check_tensors,
     differentiable,
     do_not_specialize,
     empty_rows,
+    in_order,
     jit,
     launch,
     launcher,
@@ -44,7 +46,7 @@ def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = None,
     offset: float = 0.0,
     cast: Cast = "llama",
 ) -> Tensor:
@@ -54,7 +56,8 @@ def rms_norm(
         x: (..., N), any float dtype and strides: one head of a packed projection is read where it lies. Statistics are
             taken in fp32 (fp64 for fp64).
         weight: (N,), or None for no scale.
-        eps: added to the mean square, in squared units of x.
+        eps: added to the mean square, in squared units of x. None, as in torch: the machine epsilon of fp32, 1.2e-7, or
+            of fp64 for fp64.
         offset: added to weight; Gemma stores weight − 1 and uses 1.0.
         cast: where the result is rounded, as the model families write it:
             "llama"  x·rstd is rounded to x's dtype, then scaled; the result has the promoted dtype of x and weight.
@@ -69,9 +72,15 @@ def rms_norm(
         y = weight * (x.float() * torch.rsqrt(variance + eps)).to(x.dtype)
     """
     _check("rms_norm", x, weight, cast)
+    if eps is None:
+        eps = default_eps(x.dtype)
     if not use_triton(x, weight):
         return rms_norm_reference(x, weight, eps=eps, offset=offset, cast=cast)
     return _rms_norm(x, weight, eps, offset, cast)
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
 def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
@@ -82,6 +91,7 @@ def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
     if cast not in CASTS:
         raise ValueError(f"{name}: cast must be one of {CASTS}, got {cast!r}.")
     if weight is not None and getattr(weight, "shape", None) != x.shape[-1:]:
+        check_no_shape(name, weight)
         # Raises for a layer or a list in the weight's place; a tensor of another shape gets the sentence below.
         check_tensors(name, weight=weight)
         raise ValueError(
@@ -91,20 +101,21 @@ def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, cast: str = "llama"
+    x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0.0, cast: str = "llama"
 ) -> Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     x32 = x.to(acc)
+    eps = default_eps(x.dtype) if eps is None else eps
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     if cast == "llama":
         y = y.to(x.dtype)
         if weight is not None and not offset:
-            return weight * y  # PyTorch multiplies bf16 in fp32 and rounds once: no fp32 copy is needed
+            return in_order(weight * y, x)  # PyTorch multiplies bf16 in fp32 and rounds once: no fp32 copy is needed
     if weight is not None:
         # fp32 at least: bf16 + offset would be rounded before it scales. An fp64 weight stays fp64.
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
-    return y.to(_out_dtype(x.dtype, weight, cast))
+    return in_order(y.to(_out_dtype(x.dtype, weight, cast)), x)
 
 
 def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dtype:

@@ -21,6 +21,7 @@ from tigon.runtime import (
     cdiv,
     differentiable,
     do_not_specialize,
+    in_order,
     jit,
     launch,
     launcher,
@@ -214,7 +215,7 @@ def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_di
         else:
             other = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), dim=-1)
         y = (turned * c + other * s).to(dtype)
-        return torch.cat((y, rest.to(dtype)), dim=-1) if rest.shape[-1] else y
+        return in_order(torch.cat((y, rest.to(dtype)), dim=-1) if rest.shape[-1] else y, x)
 
     return rotate(q) if k is None else (rotate(q), rotate(k))
 

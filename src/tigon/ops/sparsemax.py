@@ -39,8 +39,8 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
 
     Args:
         x: any shape with at least one dimension, any float dtype.
-        dim: the dimension that sums to one. Any but the last costs a copy.
-    Returns: x's shape and dtype. The gradient is dy less its mean over the support, there, and 0 elsewhere.
+        dim: the dimension that sums to one. Any but the last costs two copies.
+    Returns: x's shape and dtype, contiguous. The gradient is dy less its mean over the support, there, and 0 elsewhere.
     Raises: ValueError for a dtype that is not a float and a dim out of range.
 
     Replaces::
@@ -58,7 +58,7 @@ def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
         raise ValueError(f"sparsemax: dim must name a dimension of x, which has {rank}, got {dim}.")
     if not use_triton(x):
         return sparsemax_reference(x, dim)
-    return _sparsemax(x) if dim in (-1, rank - 1) else _sparsemax(x.movedim(dim, -1)).movedim(-1, dim)
+    return _sparsemax(x) if dim in (-1, rank - 1) else _sparsemax(x.movedim(dim, -1)).movedim(-1, dim).contiguous()
 
 
 def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
@@ -74,7 +74,7 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
     support = z >= ordered.gather(-1, size - 1)
     tau = (torch.where(support, z, 0.0).sum(-1, keepdim=True) - 1) / size
     nan = z.detach().amax(-1, keepdim=True)  # NaN if the row's maximum was NaN or infinite, else 0
-    return (torch.where(support, z - tau, 0.0) + nan).movedim(-1, dim).to(x.dtype)
+    return (torch.where(support, z - tau, 0.0) + nan).movedim(-1, dim).to(x.dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

@@ -38,7 +38,7 @@ class RowAdagrad(Optimizer):
     Raises: ValueError for a parameter that is no table, and for options that are negative or not finite.
 
         optimizer = tigon.optim.RowAdagrad([table], lr=0.05)
-        tigon.embedding_bag(table, values, offsets, grad="rows").square().sum().backward()
+        tigon.embedding_bag(values, table, offsets, grad="rows").square().sum().backward()
         optimizer.step()
 
     **What is touched**: rows whose gradient is not zero throughout. Of a sparse gradient, as of

@@ -12,7 +12,7 @@ capturing   whether a CUDA graph is being captured, or rehearsed
 arguments   what callers may pass: tensors, layers, keywords that exist
 """
 
-from tigon.runtime.arguments import Layer, check_tensors, unknown_keyword, weight_and_bias
+from tigon.runtime.arguments import Layer, check_no_shape, check_tensors, unknown_keyword, weight_and_bias
 from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
     applied,
@@ -49,7 +49,7 @@ from tigon.runtime.dispatch import (
 from tigon.runtime.language import HAS_TRITON, do_not_specialize, jit, tl, triton
 from tigon.runtime.launches import Plan, launch
 from tigon.runtime.parts import Parts, fold_warps, part_tile, parts_of, summed_in_parts
-from tigon.runtime.rows import cdiv, empty_rows, memory_order, next_power_of_2, row_groups, rows_of, uneven
+from tigon.runtime.rows import cdiv, empty_rows, in_order, memory_order, next_power_of_2, row_groups, rows_of, uneven
 
 __all__ = [
     "BACKENDS",
@@ -66,6 +66,7 @@ __all__ = [
     "can_describe",
     "can_look",
     "cdiv",
+    "check_no_shape",
     "check_tensors",
     "describe",
     "differentiable",
@@ -76,6 +77,7 @@ __all__ = [
     "fold_warps",
     "graph_is_kept",
     "has_copy_engine",
+    "in_order",
     "is_captured",
     "is_exporting",
     "is_hopper",

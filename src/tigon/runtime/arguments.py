@@ -22,6 +22,15 @@ def check_tensors(name: str, **arguments: Any) -> None:
         raise ValueError(f"{name}: {argument} must be a tensor, got {type(value).__name__}{advice}.")
 
 
+def check_no_shape(name: str, weight: Any) -> None:
+    """Raise a ValueError for torch's normalized_shape in the weight's place."""
+    if isinstance(weight, int | tuple | list):
+        raise ValueError(
+            f"{name}: weight must be a tensor, got {weight}: where torch.nn.functional.{name} takes normalized_shape, "
+            "this is always the last dimension of x."
+        )
+
+
 def unknown_keyword(name: str, unknown: Mapping[str, Any], homes: Mapping[str, str]) -> TypeError:
     """The error for keywords that a function does not have.
 

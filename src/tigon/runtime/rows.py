@@ -80,6 +80,16 @@ def memory_order(dense: Tensor) -> tuple[int, ...] | None:
     return tuple(sorted(range(len(strides) - 1), key=lambda d: -strides[d]))
 
 
+def in_order(y: Tensor, x: Tensor) -> Tensor:
+    """y in the order of x's memory, dense along the rows: the strides of `empty_rows`, by torch's operators."""
+    if x.is_contiguous() or x.dim() < 2 or x.stride(-1) != 1:
+        return y.contiguous()
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    if order[-1] != x.dim() - 1 or 0 in x.stride():
+        return y.contiguous()
+    return y.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+
 def empty_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Room for a result of x's shape, in the order of x's memory, dense along the rows."""
     if x.is_contiguous() or (x.stride(-1) == 1 and x.dim() > 1):

@@ -80,7 +80,7 @@ def _wide_table(codes: Tensor, scale_offset: Tensor, values: Tensor, table: Tens
 
 
 def _tigon_codes() -> Callable[..., Any]:
-    op = tigon("quantized_embedding")()
+    op = tigon("quantized_embedding", mode="sum")()
     return lambda table, **arguments: op(**arguments)
 
 
@@ -186,7 +186,7 @@ OPS = (
         ),
         counted=("indices, the rows that occur → y", "indices, dy → dweight, all of it"),
         drawn="its sizes are those of tables of clicks, of which no range of published models is known",
-        implementations={"tigon": Implementation(tigon("embedding_bag")), **plain(_eager_bag)},
+        implementations={"tigon": Implementation(tigon("embedding_bag", mode="sum")), **plain(_eager_bag)},
     ),
     Op(
         name="quantized_embedding",

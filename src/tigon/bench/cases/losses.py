@@ -149,6 +149,7 @@ def _divergences() -> list[Op]:
             "small": ((256, 4096),),
             "tiny": (8, 64),
         }
+        given_logs = {"log_target": True} if name == "kl_div" else {}
         given = "probabilities" if probabilities else "log-probabilities"
         # The gradient of KL(target ‖ input) by the input's log-probabilities is the target alone.
         backward = 2 if name == "kl_div" else 3
@@ -163,7 +164,7 @@ def _divergences() -> list[Op]:
                 counted=(f"two {given}", "target → dinput" if backward == 2 else f"two {given} → dinput"),
                 drawn=ranges.logits,
                 implementations={
-                    "tigon": Implementation(tigon(name, reduction="batchmean")),
+                    "tigon": Implementation(tigon(name, reduction="batchmean", **given_logs)),
                     **plain(_eager_batchmean(formula)),
                     "liger": Implementation(liger(peer, arguments), gpu_only=True),
                 },

@@ -79,7 +79,7 @@ OPS = tuple(
         nbytes=lambda s, b: (2 * s[0] * s[1] * b, 3 * s[0] * s[1] * b),
         counted=("x → y", "dy, y → dx"),
         drawn=ranges.scores,
-        implementations={"tigon": Implementation(tigon(name)), **plain(eager), **peers},
+        implementations={"tigon": Implementation(tigon(name, dim=-1)), **plain(eager), **peers},
     )
     for name, eager, make, shapes, extra, peers in (
         (

@@ -149,7 +149,7 @@ def liger_relu_squared(x: Tensor) -> Tensor:
 
 def liger_softmax(x: Tensor) -> Tensor:
     """`tigon.softmax` over the last dimension."""
-    return softmax(x)
+    return softmax(x, -1)
 
 
 def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
@@ -175,5 +175,5 @@ def liger_multi_token_attention(
         p = sparsemax(scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(future, -1e9))
         p = p.to(scores.dtype)
     else:
-        p = softmax(scores, causal=True)
+        p = softmax(scores, -1, causal=True)
     return F.conv2d(p, weight, bias, stride, padding, dilation, groups).tril()

@@ -183,15 +183,19 @@ def _merge_kernel(
 
 
 @jit
-@do_not_specialize("M", "N")
+@do_not_specialize("M", "N", "share")
 def _items_kernel(
     q_ptr, x_ptr, target_ptr, own_ptr, bias_ptr, ids_ptr, allowed_ptr, lse_ptr, less_ptr, weight_ptr, factor_ptr,
-    dx_ptr, M, N, stride_q, stride_x, stride_a, scale,
+    dx_ptr, M, N, share, stride_q, stride_x, stride_a, scale,
     POSITIVE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of items: the sum over all queries, in their order, of (p − [target]) · weight · q."""
-    n = tl.program_id(0) * BLOCK_N
+    """The gradient of a tile of items: the sum over a share of the queries, in their order, of (p − [target]) · weight
+    · q. dx: (shares, N, D)."""
+    # The tiles of one share run side by side: they read the same queries, which then come from the cache.
+    tiles = tl.cdiv(N, BLOCK_N)
+    n = tl.program_id(0) % tiles * BLOCK_N
+    part = tl.program_id(0) // tiles
     item, d = n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     x = _block_of(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, True)
     above = tl.full([BLOCK_N], SHIFT, tl.float32)
@@ -200,7 +204,8 @@ def _items_kernel(
     if ids_ptr is not None:
         name = tl.load(ids_ptr + item, mask=item < N, other=0)
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for i in range(0, M, BLOCK_M):
+    start = part * share
+    for i in range(start, tl.minimum(start + share, M), BLOCK_M):
         rows = i + tl.arange(0, BLOCK_M)
         live = rows < M
         q = _block_of(q_ptr, stride_q, i, M, BLOCK_M, D, BLOCK_D, True)
@@ -230,5 +235,5 @@ def _items_kernel(
             w = w * shown.to(q.dtype)
         acc = tl.dot(w, q, acc, input_precision=PRECISION)
     dx = acc * (tl.load(factor_ptr) * (scale * LN2 * 2.0**-SHIFT))
-    at = tl.cast(n, tl.int64) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
+    at = (tl.cast(part, tl.int64) * N + n) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(item < N)[:, None] & (d < D)[None, :])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tigon.losses.over_items.kernels import _items_kernel, _merge_kernel, _scan_kernel
+from tigon.ops.sum_rows import sum_rows
 from tigon.runtime import Plan, cdiv, differentiable, launch, launcher, multiprocessors, next_power_of_2, shared_memory
 from tigon.runtime import device as facts
 
@@ -47,6 +48,9 @@ MERGED = 8
 SHARES_BYTES, SHARES = 2**28, 64
 # What it costs to begin a share, in blocks of items.
 BEGIN = 4
+# Queries that one program sums for the gradient of its items. Tensor cores round their sums towards zero: of a hundred
+# times as many the sum loses a hundredth.
+SUMMED = 2**16
 
 
 def tile_of(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
@@ -79,6 +83,13 @@ def shares_of(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple
     parts = min(range(1, most + 1), key=cost)
     share = cdiv(blocks, parts)
     return cdiv(blocks, share), share * tile.items
+
+
+def query_shares_of(M: int, N: int, D: int, tile: Tile) -> tuple[int, int]:
+    """(parts, queries of a part, whole blocks) of the sums over all queries; one part of up to SUMMED queries."""
+    parts = max(1, min(cdiv(M, SUMMED), SHARES_BYTES // (4 * N * D)))
+    share = cdiv(cdiv(M, tile.queries), parts) * tile.queries
+    return max(1, cdiv(M, share)) if share else 1, share
 
 
 def shift_of(q: Tensor) -> int:
@@ -225,17 +236,22 @@ def _item_softmax_bwd(
     else:
         factor, weight = upstream, None
     if N:
+        tile = tile_of("items", q, allowed)
+        parts, share = query_shares_of(M, N, D, tile)
+        # Shares are summed in fp32, and rounded once.
+        sums = dx if parts == 1 else dx.new_empty((parts, N * D), dtype=torch.float32)
 
         def plan() -> Plan:
-            tile = tile_of("items", q, allowed)
             arguments = (
-                M, N, q.stride(0), items.stride(0), _line(allowed), scale / math.log(2), positive is not None, D,
+                M, N, share, q.stride(0), items.stride(0), _line(allowed), scale / math.log(2), positive is not None, D,
                 tile.queries, tile.items, max(16, next_power_of_2(D)), *_constants(q).values(),
             )  # fmt: skip
-            return cdiv(N, tile.items), arguments, {"num_warps": tile.warps, "num_stages": tile.stages}
+            return cdiv(N, tile.items) * parts, arguments, {"num_warps": tile.warps, "num_stages": tile.stages}
 
-        tensors = (q, items, target, own, bias, ids, allowed, lse, less, weight, factor, dx)
-        launch(_items_kernel, (scale, positive is not None, _key(*tensors)), tensors, plan)
+        tensors = (q, items, target, own, bias, ids, allowed, lse, less, weight, factor, sums)
+        launch(_items_kernel, (scale, positive is not None, share, _key(*tensors)), tensors, plan)
+        if parts > 1:
+            sum_rows(sums, dx.view(-1))
     return own_dq, dx, dpositive
 
 

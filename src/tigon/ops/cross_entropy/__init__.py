@@ -54,14 +54,14 @@ class CrossEntropyDetails(NamedTuple):
 
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100,
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
     reduction: Reduction = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
     scale: float = 1.0,
     divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100,
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
     reduction: Reduction = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
     scale: float = 1.0,
     divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[True],
@@ -69,8 +69,8 @@ def cross_entropy(
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    *,
     weight: Tensor | None = None,
+    *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
@@ -84,7 +84,7 @@ def cross_entropy(
     """Cross entropy that reads the logits once forward, and once more to write their gradient. Logits stay untouched.
 
     Args:
-        logits: (..., V), any float dtype.
+        logits: (..., V), any float dtype. The classes are the last dimension, where torch's are the second.
         target: (...), integer class indices.
         weight: (V,) floats, one a class, as `torch.nn.functional.cross_entropy` takes them; no gradient. z-loss is not
             weighted.
@@ -113,6 +113,7 @@ def cross_entropy(
     check_options("cross_entropy", reduction, label_smoothing, softcap, scale, divisor)
     if not logits.dtype.is_floating_point or logits.dim() == 0:
         raise ValueError(f"cross_entropy: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
+    _check_classes(logits, target)
     target = checked_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
     if weight is not None:
         _check_weight(weight, logits)
@@ -189,6 +190,17 @@ def check_options(
         raise ValueError(f"{name}: divisor goes with reduction='mean', got reduction={reduction!r}.")
     if isinstance(divisor, Tensor) and divisor.dim() != 0:
         raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
+
+
+def _check_classes(logits: Tensor, target: Tensor) -> None:
+    """Raise a ValueError where torch would take the second dimension for the classes."""
+    if logits.dim() > 2 and target.shape == (logits.shape[0], *logits.shape[2:]):
+        either = " or the last" if target.shape == logits.shape[:-1] else ""
+        raise ValueError(
+            f"cross_entropy: logits must have their classes in the last dimension, got {tuple(logits.shape)} for "
+            f"target {tuple(target.shape)}, where they may be the second{either}: pass logits.movedim(1, -1) for the "
+            "second, or flatten rows to (M, V) and (M,)."
+        )
 
 
 def _check_weight(weight: Tensor, logits: Tensor) -> None:

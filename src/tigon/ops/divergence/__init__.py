@@ -37,18 +37,18 @@ HOMES = {
 
 
 def kl_div(
-    input: Tensor, target: Tensor, *, reduction: Reduction = "batchmean", log_target: bool = True,
+    input: Tensor, target: Tensor, *, reduction: Reduction = "mean", log_target: bool = False,
     temperature: float | None = None, mask: Tensor | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
     """KL(P ‖ Q) of each row: the target's P against the input's Q.
 
     Args:
         input: (..., V) log-probabilities, or logits; any float dtype.
-        target: (..., V), of input's shape: log-probabilities, probabilities or logits. It gets no gradient.
-        reduction: "batchmean" divides the sum by the number of rows that count (`F.kl_div` by the first dimension,
-            which is the same for (M, V)), "mean" by the number of their elements, "sum" does not divide, "rows" gives
-            one value a row.
-        log_target: False for a target of probabilities. `F.kl_div` has the other default.
+        target: (..., V), of input's shape: probabilities; log-probabilities with log_target; logits with a temperature.
+            It gets no gradient.
+        reduction: "mean" divides the sum by the number of elements of the rows that count, "batchmean", for input
+            (M, V), by the number of those rows, "sum" does not divide, "rows" gives one value a row.
+        log_target: True for a target of log-probabilities.
         temperature: both sides are logits, softmaxed here: divides them first, so 1.0 takes them as they are. The loss
             is not multiplied by its square. None: input holds log-probabilities.
         mask: (...), booleans, such as `labels != -100`: False for rows that give 0, no gradient, and do not count.
@@ -56,7 +56,7 @@ def kl_div(
         means over no row are 0, with a gradient of 0.
     Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
 
-    Replaces (given a temperature, for two dimensions: with more, torch's "batchmean" divides by the first alone)::
+    Replaces (with reduction="batchmean" and a temperature)::
 
         log_q = F.log_softmax(input.float() / temperature, dim=-1)
         log_p = F.log_softmax(target.float() / temperature, dim=-1)
@@ -64,8 +64,13 @@ def kl_div(
     """
     if unknown:
         raise unknown_keyword("kl_div", unknown, HOMES)
-    if temperature is not None and not log_target:
-        raise ValueError("kl_div: log_target must be True with a temperature, which softmaxes both sides, got False.")
+    if temperature is not None and log_target:
+        raise ValueError("kl_div: log_target must be False with a temperature, which takes logits, got True.")
+    if reduction == "batchmean" and input.dim() not in (0, 2):
+        raise ValueError(
+            f"kl_div: reduction='batchmean' must come with input (M, V), since torch divides by the first dimension "
+            f"alone, got {tuple(input.shape)}: flatten(0, -2) for the mean over all rows."
+        )
     form = "logits" if temperature is not None else "log" if log_target else "probabilities"
     return _divergence("kl_div", "kl", form, input, target, reduction, 0.0, temperature, mask)
 
@@ -79,7 +84,8 @@ def jsd(
     Args:
         input, target: (..., V) log-probabilities, or logits; any float dtypes. The target gets no gradient.
         beta: weight of the target in the mixture, in [0, 1]; 0 is KL(target ‖ input), 1 is KL(input ‖ target).
-        reduction, temperature, mask: as for `kl_div`.
+        reduction: as for `kl_div`, but that "batchmean" is over all rows of any shape.
+        temperature, mask: as for `kl_div`.
     Returns: as `kl_div`.
     Raises: ValueError as `kl_div`, and for a beta outside [0, 1].
 
@@ -110,7 +116,8 @@ def tvd(
 
     Args:
         input, target: (..., V) probabilities, or logits; any float dtypes. The target gets no gradient.
-        reduction, mask: as for `kl_div`.
+        reduction: as for `kl_div`, but that "batchmean" is over all rows of any shape.
+        mask: as for `kl_div`.
         temperature: as for `kl_div`; None: both sides are probabilities.
     Returns: as `kl_div`.
     Raises: ValueError as `kl_div`.

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tigon.ops.embedding_bag.checks import bags_shape, check_bags, flat_bags
+from tigon.ops.embedding import SORTED
+from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
 from tigon.ops.embedding_bag.launches import embedding_bag_bwd, embedding_bag_factors, embedding_bag_fwd
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
 from tigon.ops.embedding_bag.rows import bag_of_rows, save_bags
@@ -23,20 +24,22 @@ __all__ = ["embedding_bag", "embedding_bag_reference"]
 
 
 def embedding_bag(
-    weight: Tensor, values: Tensor, offsets: Tensor | None = None, *, mode: Literal["sum", "mean"] = "sum",
-    per_sample_weights: Tensor | None = None, padding_idx: int | None = None, field_offsets: Tensor | None = None,
+    values: Tensor, weight: Tensor, offsets: Tensor | None = None, *, mode: Literal["sum", "mean"] = "mean",
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+    field_offsets: Tensor | None = None,
     grad: Literal["dense", "rows"] = "dense", dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Look up rows of the weight, and add up those of each bag.
 
     Args:
-        weight: (V, D), any float dtype; with field_offsets the tables of F fields, one below the other.
         values: the ids, of any integer dtype. (B, L): bags of L ids. (M,) with offsets, of which bag b holds
             values[offsets[b]:offsets[b + 1]]. With field_offsets (B, F), an id a field, or (B, F, L), or (M,).
-        offsets: (B + 1,) int64 from 0 to M, ascending; with field_offsets (B · F + 1,), the fields of a sample side by
-            side. It is torch's with `include_last_offset=True`.
-        mode: "sum" or "mean". An empty bag gives 0 in both.
+        weight: (V, D), any float dtype; with field_offsets the tables of F fields, one below the other.
+        offsets: (B,) int64 from 0, ascending: where each bag begins; with field_offsets (B · F,), the fields of a
+            sample side by side.
+        mode: "mean" or "sum". An empty bag gives 0 in both.
         per_sample_weights: as values, any float dtype: what each row is multiplied by. For mode="sum" alone.
+        include_last_offset: offsets end with M, one entry more.
         padding_idx: this id adds nothing, counts in no mean, and gets no gradient. In [−V, V); with field_offsets at
             least 0, and left out in the table of every field.
         field_offsets: (F + 1,) int64, ascending: the table of field f is weight[field_offsets[f]:field_offsets[f + 1]],
@@ -50,11 +53,11 @@ def embedding_bag(
 
     Sums are taken in fp32 in the order of the values, and rounded once, forward and backward; the same bits on every
     run. With grad="rows" the forward sorts the ids, and the backward pass waits until that is done, to learn how many
-    rows there are: it fits no CUDA graph and no torch.compile, which "dense" does.
+    rows there are: it fits no CUDA graph and no torch.compile, which "dense" does. It sorts at most 2³⁰ ids.
 
     Replaces::
 
-        y = F.embedding_bag(values, weight, offsets, mode=mode, include_last_offset=True, padding_idx=padding_idx)
+        y = F.embedding_bag(values, weight, offsets, mode=mode, padding_idx=padding_idx)
 
     and with tables::
 
@@ -71,10 +74,16 @@ def embedding_bag(
         raise ValueError(f"{name}: weight must be (V, D) floats, got {tuple(weight.shape)} {weight.dtype}.")
     if grad not in ("dense", "rows"):
         raise ValueError(f"{name}: grad must be 'dense' or 'rows', got {grad!r}.")
+    offsets = complete_offsets(values, offsets, include_last_offset)
     padding = check_bags(name, weight, values, offsets, mode, per_sample_weights, padding_idx, field_offsets)
     if grad == "rows" and torch.compiler.is_compiling():
         raise ValueError(
             f"{name}: grad must be 'dense' under torch.compile, got 'rows', whose number the device alone knows."
+        )
+    if grad == "rows" and values.numel() > SORTED:
+        raise ValueError(
+            f"{name}: values must be at most 2³⁰ with grad='rows', which sorts them together, got {values.numel()}; "
+            "grad='dense' takes any number."
         )
     dtype = weight.dtype if dtype is None else dtype
     if not dtype.is_floating_point:
@@ -84,8 +93,8 @@ def embedding_bag(
     runs_triton = use_triton(weight, per_sample_weights, *other)
     if not runs_triton and grad == "dense":
         return embedding_bag_reference(
-            weight, values, offsets, mode=mode, per_sample_weights=per_sample_weights, padding_idx=padding_idx,
-            field_offsets=field_offsets, dtype=dtype,
+            values, weight, offsets, mode=mode, per_sample_weights=per_sample_weights, include_last_offset=True,
+            padding_idx=padding_idx, field_offsets=field_offsets, dtype=dtype,
         )  # fmt: skip
     shape = bags_shape(values, offsets, field_offsets)
     values, per_sample_weights = (flat_bags(t, field_offsets) for t in (values, per_sample_weights))

@@ -91,6 +91,13 @@ def _look(
         raise ValueError(f"{name}: values must lie in [0, {bound}){where}, got {int(ids[wrong][0])}.")
 
 
+def complete_offsets(values: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor | None:
+    """Offsets that end with the number of values."""
+    if offsets is None or include_last_offset or offsets.dim() != 1:
+        return offsets
+    return torch.cat((offsets, offsets.new_full((1,), values.numel())))
+
+
 def bags_shape(values: Tensor, offsets: Tensor | None, field_offsets: Tensor | None) -> tuple[int, ...]:
     """(B,), or with fields (B, F)."""
     if field_offsets is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.embedding import sorted_ids, sums_of_runs
+from tigon.ops.embedding import sum_by_id
 from tigon.ops.embedding_bag.kernels import (
     _embedding_bag_factors_kernel,
     _embedding_bag_fwd_kernel,
@@ -158,9 +158,8 @@ def embedding_bag_bwd(
     if not dw.numel() or not values.numel():  # without values no kernel writes dW
         return dw.zero_()
     ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
-    keys, order = sorted_ids(ids, classes, padding)
     scale = scale if factors is None else factors.contiguous()
-    sums_of_runs(dy, keys, order, dw, bag=bag, length=bags_of(values, offsets)[1], scale=scale, by_bag=mean)
+    sum_by_id(dy, ids, padding, dw, bag=bag, length=bags_of(values, offsets)[1], scale=scale, by_bag=mean)
     return dw
 
 

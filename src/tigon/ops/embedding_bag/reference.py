@@ -6,14 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.embedding_bag.checks import bags_shape, fields_of
+from tigon.ops.embedding_bag.checks import bags_shape, complete_offsets, fields_of
 
 
 def embedding_bag_reference(
-    weight: Tensor, values: Tensor, offsets: Tensor | None = None, *, mode: str = "sum",
-    per_sample_weights: Tensor | None = None, padding_idx: int | None = None, field_offsets: Tensor | None = None,
-    grad: str = "dense", dtype: torch.dtype | None = None,
+    values: Tensor, weight: Tensor, offsets: Tensor | None = None, *, mode: str = "mean",
+    per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
+    field_offsets: Tensor | None = None, grad: str = "dense", dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
+    offsets = complete_offsets(values, offsets, include_last_offset)
     dtype = weight.dtype if dtype is None else dtype
     acc = torch.promote_types(torch.promote_types(weight.dtype, dtype), torch.float32)
     shape, (V, D) = bags_shape(values, offsets, field_offsets), weight.shape

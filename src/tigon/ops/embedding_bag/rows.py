@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.embedding import sorted_ids, sums_of_runs
+from tigon.ops.embedding import SORTED, sorted_ids, sums_of_runs
 from tigon.ops.embedding_bag.launches import bags_of, embedding_bag_factors, embedding_bag_fwd, tokens_of
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
 from tigon.runtime import differentiable_directly
@@ -74,6 +74,8 @@ def sums_of_rows(
 
 def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """The rows (U,) of indices (M,) that occur, ascending, and the sums of their dy (M, D). The host waits for U."""
+    if indices.numel() > SORTED:
+        raise ValueError(f"sparse gradient: it must name at most 2³⁰ rows, got {indices.numel()}.")
     if not dy.numel():
         return indices.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]))
     values = indices[:, None]
@@ -106,8 +108,8 @@ def _bag_of_rows_fwd(*args: Any, runs_triton: bool) -> tuple[Tensor]:
     rows, padding_idx = _flat_rows(values, offsets, fields, weight.shape[0], padding_idx)
     return (
         embedding_bag_reference(
-            torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), rows, offsets, mode="mean" if mean else "sum",
-            per_sample_weights=factors, padding_idx=padding_idx, dtype=dtype,
+            rows, torch.cat((weight, weight.new_zeros(1, weight.shape[1]))), offsets, mode="mean" if mean else "sum",
+            per_sample_weights=factors, include_last_offset=True, padding_idx=padding_idx, dtype=dtype,
         ),
     )  # fmt: skip
 

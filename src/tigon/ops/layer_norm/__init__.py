@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.layer_norm.launches import norm_of_rows
-from tigon.runtime import check_tensors, use_triton
+from tigon.runtime import check_no_shape, check_tensors, use_triton
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
@@ -37,6 +37,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         raise ValueError("layer_norm: x must have at least one dimension, got a scalar.")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and getattr(t, "shape", None) != shape:
+            check_no_shape("layer_norm", t)
             check_tensors("layer_norm", **{name: t})
             raise ValueError(
                 f"layer_norm: {name} must have shape {tuple(shape)}, the last dimension of x {tuple(x.shape)}, "
@@ -57,4 +58,4 @@ def layer_norm_reference(
         y = y * weight
     if bias is not None:
         y = y + bias
-    return y.to(x.dtype)
+    return y.to(x.dtype).contiguous()

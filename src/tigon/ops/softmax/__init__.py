@@ -17,19 +17,21 @@ __all__ = ["softmax", "softmax_reference"]
 
 
 def softmax(
-    x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
-) -> Tensor:
+    x: Tensor, dim: int, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """softmax(scale · x + mask) over one dimension, in fp32, rounded once.
 
     Args:
         x: any shape with at least one dimension, any float dtype.
-        dim: the dimension that sums to one. Any but the last costs a copy.
+        dim: the dimension that sums to one. Any but the last costs two copies.
         scale: multiplies x; 1/√D for attention scores, 1/temperature for logits.
         mask: added to scale · x; any float dtype, broadcastable to x's shape and never expanded in memory: (B, 1, T, S)
             or (T, S) for x (B, H, T, S). It gets no gradient: one that has to learn is added to x by the caller.
         causal: x is (..., T, S), and query t sees the keys s ≤ t + (S − T): the last query sees all. What it does not
             see is 0, and neither x nor the mask is read there.
-    Returns: x's shape and dtype. A row without any finite score is NaN, as in torch.
+        dtype: x is converted to it first, as torch's functions do; None: x's own.
+    Returns: x's shape, contiguous, in its dtype or that one. A row without any finite score is NaN, as in torch.
     Raises: ValueError for a dtype that is not a float, a dim out of range, a mask that is boolean, does not broadcast
         or requires a gradient, and for causal over another dimension than the last of two.
 
@@ -42,6 +44,7 @@ def softmax(
         unseen = torch.ones(T, S, dtype=torch.bool).triu(S - T + 1)
         y = F.softmax((scale * x.float() + mask).masked_fill(unseen, -torch.inf), dim=-1).to(x.dtype)
     """
+    x = x if dtype is None else x.to(dtype)
     rank = x.dim()
     if not x.dtype.is_floating_point:
         raise ValueError(f"softmax: x must have a float dtype, got {x.dtype}.")
@@ -60,7 +63,7 @@ def softmax(
         return _softmax(x, mask, scale, causal)
     # An expanded mask has strides of 0 where it is broadcast, which moving a dimension keeps: nothing is copied.
     moved = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
-    return _softmax(x.movedim(dim, -1), moved, scale, causal).movedim(-1, dim)
+    return _softmax(x.movedim(dim, -1), moved, scale, causal).movedim(-1, dim).contiguous()
 
 
 def _check_mask(x: Tensor, mask: Tensor) -> None:

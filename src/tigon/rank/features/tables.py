@@ -73,10 +73,14 @@ class Tables(nn.Module):
         if self.bits == 8:
             # Autocast's dtype, or that of the other weights: codes are widened to it where they are read.
             return quantized_embedding(
-                self.codes, self.scale_offset, values, offsets, mode=mode, field_offsets=fields, dtype=dtype
-            )
+                self.codes, self.scale_offset, values, offsets, mode=mode, include_last_offset=True,
+                field_offsets=fields, dtype=dtype,
+            )  # fmt: skip
         grad: Grad = "rows" if self.grad == "rows" and torch.is_grad_enabled() else "dense"
-        return embedding_bag(self.weight, values, offsets, mode=mode, field_offsets=fields, grad=grad, dtype=dtype)
+        return embedding_bag(
+            values, self.weight, offsets, mode=mode, include_last_offset=True, field_offsets=fields, grad=grad,
+            dtype=dtype,
+        )  # fmt: skip
 
     def plain(self, values: Tensor, column: int, dtype: torch.dtype) -> Tensor:
         """(…, width): `each` by operators of torch alone, for programs."""
