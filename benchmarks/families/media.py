@@ -24,7 +24,9 @@ TOKENS = {"image": IMAGE_TOKENS, "audio": AUDIO_TOKENS}
 FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
 
 
-def with_media(model: nn.Module, text: dict[str, Tensor], step: Callable[[Any, Any], Any]) -> tuple[dict[str, Any], str]:
+def with_media(
+    model: nn.Module, text: dict[str, Tensor], step: Callable[[Any, Any], Any]
+) -> tuple[dict[str, Any], str]:
     """Inputs with an image or a sound for each sequence, and what they have; or the text alone, and why.
 
     step: makes a training step of (model, inputs) → (loss, gradients), by which a candidate is tried.
@@ -68,9 +70,9 @@ def _candidates(model: Any, kind: str, accepted: set[str]) -> Iterator[dict[str,
         positions = next((n for k in ("max_source_positions", "max_position_embeddings")
                           if isinstance(n := getattr(tower, k, None), int)), 32)  # fmt: skip
         for length in dict.fromkeys((2 * positions, 64, 200)):
-            masks = {"feature_attention_mask": torch.ones(2, length).long(), "input_features_mask": torch.ones(2, length).bool(),
-                     "padding_mask": torch.ones(2, length).bool(), "feature_lens": torch.full((2,), length),
-                     "audio_feature_lengths": torch.full((2,), length)}  # fmt: skip
+            lengths, valid = torch.full((2,), length), torch.ones(2, length).bool()
+            masks = {"feature_attention_mask": valid.long(), "input_features_mask": valid, "padding_mask": valid,
+                     "feature_lens": lengths, "audio_feature_lengths": lengths}  # fmt: skip
             masks = {k: v for k, v in masks.items() if k in accepted}
             for shape in ((2, mels, length), (2, length, mels)):
                 if "input_features" in accepted:
@@ -84,10 +86,15 @@ def _candidates(model: Any, kind: str, accepted: set[str]) -> Iterator[dict[str,
     vision = next((c for n in ("vision_config", "vq_config") if (c := getattr(config, n, None)) is not None), config)
     size = next((n for k in ("image_size", "img_size") if isinstance(n := getattr(vision, k, None), int)), 16)
     patch = next((n for k in ("patch_size", "spatial_patch_size") if isinstance(n := getattr(vision, k, None), int)), 4)
-    channels = next((n for k in ("num_channels", "in_channels", "in_chans") if isinstance(n := getattr(vision, k, None), int)), 3)
+    channels = next(
+        (n for k in ("num_channels", "in_channels", "in_chans") if isinstance(n := getattr(vision, k, None), int)), 3
+    )
     merge = getattr(vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None) or 2
     frames = getattr(vision, "temporal_patch_size", None) or 1
-    sizes = {"image_sizes": torch.tensor([[size, size]] * 2), "pixel_attention_mask": torch.ones(2, 1, size, size).bool()}
+    sizes = {
+        "image_sizes": torch.tensor([[size, size]] * 2),
+        "pixel_attention_mask": torch.ones(2, 1, size, size).bool(),
+    }
     further = {k: v for k, v in sizes.items() if k in accepted}
     for shape in ((2, channels, size, size), (2, 1, channels, size, size), (2, 2, channels, size, size)):
         for extra in ({}, further) if further else ({},):

@@ -66,6 +66,7 @@ SIZES: dict[str, Any] = {name: value for value, names in NAMES for name in names
 # Values that field names do not tell: fields of one model type, in any configuration of that type.
 _MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bamba": {"mamba_n_heads": 8},
     "blt": {"encoder_hash_byte_group_vocab": 97, "patching_mode": "space"},
     "chameleon": {"vocabulary_map": {"<image>": 91}},
@@ -98,6 +99,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "qianfan_ocr_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 128, "vision_end_token_id": 129},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 128, "vision_end_token_id": 129},
     "qwen4_exp_text": {
@@ -106,6 +108,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds": False, "hash_seed": 1},
     "step3p5": {"sliding_window": 64},
+    "t5gemma2_encoder": {"mm_tokens_per_image": 4},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 5, "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 3,
