@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,21 +39,27 @@ class Look:
         yield from dict.fromkeys(near[:2])
 
 
+@functools.lru_cache(maxsize=16)
+def _rows(width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(width, generator=generator, dtype=torch.float64)
+    u = (u - u.mean()) / (u - u.mean()).square().mean().sqrt()
+    other = torch.cat([u[: width // 2], 3 * u[width // 2 :]])
+    rows = torch.stack([10 * u, 100 * u, -100 * u, 100 * other, -100 * other, 100 * (u + 1), *(s * u for s in _SIZES)])
+    return rows.float()[None]
+
+
 def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | None:
     """The Look of a module that normalises the rows of its input; None for any other module.
 
     The results of a norm are odd in the row, apart from a bias, do not depend on the size of a large row, and each
     element depends on the others.
     """
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(width, generator=generator, dtype=torch.float64)
-    u = (u - u.mean()) / (u - u.mean()).square().mean().sqrt()
-    other = torch.cat([u[: width // 2], 3 * u[width // 2 :]])
-    rows = torch.stack([10 * u, 100 * u, -100 * u, 100 * other, -100 * other, 100 * (u + 1), *(s * u for s in _SIZES)])
-    x = rows.float()[None]
+    x = _rows(width)
     probe = probe_of(module, {k: torch.ones(shape_of(p)) for k, p in module._parameters.items() if p is not None})
     probe.training = False
-    y = run(probe, x, torch.ones_like(x)) if gated else run(probe, x)
+    # A clone: the module may write into its input.
+    y = run(probe, x.clone(), torch.ones_like(x)) if gated else run(probe, x.clone())
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not bool(torch.isfinite(y).all()):
         return None
     bias = (y[0, 1] + y[0, 2]).double() / 2
