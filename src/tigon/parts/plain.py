@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tigon.fusion.patch import is_hooked
 from tigon.logits.recipe import DTYPES
-from tigon.runtime import autocast_dtype
+from tigon.runtime import autocast_dtype, use_triton
 from tigon.runtime.autograd import is_traced
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -57,7 +57,7 @@ def plain_layers(layers: Iterable[Any], x: Any) -> PlainLayers | None:
         biases.append(bias)
     if torch.nn.modules.module._has_any_global_hook() or torch._C._are_functorch_transforms_active() or is_traced(x):
         return None
-    if narrow is not None:
+    if narrow is not None and use_triton(x, *weights):  # without kernels the layers are called, and cast themselves
         # The input is cast once for all layers, where autocast casts it for each.
         x, weights = x.to(narrow), [t.to(narrow) for t in weights]
         biases = [t if t is None else t.to(narrow) for t in biases]
