@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-TASKS = {"causal": "causal language models", "image": "image and text to text", "seq2seq": "sequence to sequence"}
+TASKS = {
+    "causal": "causal language models", "image": "image and text to text", "seq2seq": "sequence to sequence",
+    "multimodal": "several kinds of input", "speech": "speech to text", "ctc": "speech, by CTC",
+}  # fmt: skip
 KINDS = {
     "head": "loss", "norm": "norms", "add_norm": "with the sum", "rotary": "rotary", "qk_norm": "with the norm",
     "mlp": "MLP", "experts": "experts",
@@ -36,14 +39,19 @@ def _version(content: dict[str, Any]) -> tuple[int, ...]:
 
 def summary(files: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| transformers | classes | listed | run | equal | wrong | " + " | ".join(KINDS.values()) + " |",
-        "| :-- | :-- |" + " --: |" * (4 + len(KINDS)),
+        "| transformers | classes | listed | run | with pixels or sound | equal | wrong | "
+        + " | ".join(KINDS.values())
+        + " |",
+        "| :-- | :-- |" + " --: |" * (5 + len(KINDS)),
     ]
     for content in files:
         for task, name in TASKS.items():
             rows = [row for row in content["classes"].values() if task in row["tasks"]]
+            if not rows:
+                continue
             ran = [row for row in rows if row["status"] != "not run"]
             cells = [content["versions"]["transformers"], name, len(rows), len(ran)]
+            cells.append(sum(row.get("media", "").startswith("with ") for row in ran))
             cells += [sum(row["status"] == status for row in ran) for status in ("equal", "wrong")]
             cells += [sum(bool(row.get("calls", {}).get(kind)) for row in ran) for kind in KINDS]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
@@ -52,12 +60,14 @@ def summary(files: list[dict[str, Any]]) -> list[str]:
 
 def table(rows: dict[str, Any]) -> list[str]:
     lines = [
-        "| class | " + " | ".join(KINDS.values()) + " | left, and why |",
-        "| :-- |" + " --: |" * len(KINDS) + " :-- |",
+        "| class | " + " | ".join(KINDS.values()) + " | inputs | left, and why |",
+        "| :-- |" + " --: |" * len(KINDS) + " :-- | :-- |",
     ]
     for name, row in rows.items():
         calls = [str(row.get("calls", {}).get(kind, "–")) for kind in KINDS]
-        lines.append("| " + " | ".join([f"`{name}`", *calls, "; ".join(reasons(row))]) + " |")
+        lines.append(
+            "| " + " | ".join([f"`{name}`", *calls, escaped(row.get("media", "text")), "; ".join(reasons(row))]) + " |"
+        )
     return lines
 
 

@@ -58,7 +58,7 @@ NAMES = (
     (0.15, "initializer_range init_std"),
     (0.0, """dropout attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob
         attention_probs_dropout_prob activation_dropout dropout_rate router_jitter_noise layerdrop encoder_layerdrop
-        decoder_layerdrop classifier_dropout summary_first_dropout"""),
+        decoder_layerdrop classifier_dropout summary_first_dropout mask_time_prob mask_feature_prob"""),
     (False, "use_cache"),
 )  # fmt: skip
 SIZES: dict[str, Any] = {name: value for value, names in NAMES for name in names.split()} | {"eos_token_id": 2}
@@ -66,6 +66,7 @@ SIZES: dict[str, Any] = {name: value for value, names in NAMES for name in names
 # Values that field names do not tell: fields of one model type, in any configuration of that type.
 _MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bamba": {"mamba_n_heads": 8},
     "blt": {"encoder_hash_byte_group_vocab": 97, "patching_mode": "space"},
     "chameleon": {"vocabulary_map": {"<image>": 91}},
@@ -84,13 +85,21 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    "gemma3": {"mm_tokens_per_image": 4},
     "glm5_next_text": {"index_topk": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
+    **{name: {"image_grid_pinpoints": [[16, 16]]} for name in ("llava_next", "llava_next_video", "llava_onevision")},
     "granitemoehybrid": {"mamba_n_heads": 8},
+    "internvl_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts_per_tok": 2},
+    "llama4_vision_model": {
+        "intermediate_size": 4 * WIDTH, "vision_output_dim": WIDTH, "projector_input_dim": WIDTH,
+        "projector_output_dim": WIDTH,
+    },
     "mamba2": {"num_heads": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "qianfan_ocr_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 128, "vision_end_token_id": 129},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 128, "vision_end_token_id": 129},
     "qwen4_exp_text": {
@@ -99,6 +108,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds": False, "hash_seed": 1},
     "step3p5": {"sliding_window": 64},
+    "t5gemma2_encoder": {"mm_tokens_per_image": 4},
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 5, "layers_block_type": ["linear_attention"] * 2 + ["hybrid"] * 3,

@@ -15,9 +15,9 @@ def test_inspect_needs_no_weights(tigon):
     assert found["class"] == "LlamaForCausalLM"
     assert found["parameters"] == 8_030_261_248
     assert found["no_step"] is None
-    assert found["report"]["calls"] == {"head": 1, "norm": 65, "add_norm": 32, "mlp": 32, "rotary": 32}
-    # Under autocast, which steps of this precision have, layers of one input are not joined.
-    assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == found["report"]["calls"] | {"linear": 0}
+    parts = {"head": 1, "norm": 65, "add_norm": 32, "mlp": 32, "rotary": 32, "linear": 32}
+    assert found["report"]["calls"] == parts, "under autocast, which steps of this precision have, too"
+    assert {row["kind"]: row["calls"] for row in found["report"]["rows"]} == parts
 
     step = found["memory"]
     assert found["step"] == "1 × 2,048 tokens, fp32 weights under bf16 autocast, adamw"
@@ -27,6 +27,15 @@ def test_inspect_needs_no_weights(tigon):
         assert step[side]["update"]["gradients"] == weights
         assert step[side]["update"]["bytes"] == pytest.approx(4 * weights, rel=0.01)
     assert step["fused"]["kept"]["activations"] < step["plain"]["kept"]["activations"]
+
+
+def test_inspect_says_why_one_module_is_fused(tigon):
+    shown = tigon("inspect", "llama-tiny", "--why", "model.layers.0.mlp").ok().out
+    assert shown == "model.layers.0.mlp (LlamaMLP): fused as mlp\n  mlp: it computes silu(gate) · up\n"
+    found = json.loads(tigon("inspect", "llama-tiny", "--why", "model.norm", "--json").ok().out)
+    assert (found["replaced"], found["verdicts"][0]["recognised"]) == (["norm"], True)
+    wrong = tigon("inspect", "llama-tiny", "--why", "model.layers.0.ml")
+    wrong.problem("--why must be a module of LlamaForCausalLM", "did you mean 'model.layers.0.mlp'?")
 
 
 def test_inspect_says_whether_a_step_fits(tigon):
@@ -74,7 +83,7 @@ def test_inspect_a_configuration_file(tigon, checkpoint):
     assert "LlamaForCausalLM" in shown
     for part in ("head", "norm", "mlp", "rotary", "add_norm"):
         assert part in shown
-    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2, linear 0." in " ".join(shown.split())
+    assert "Ran in the last step: head 1, norm 5, add_norm 2, mlp 2, rotary 2, linear 2." in " ".join(shown.split())
 
 
 def test_verify_a_model_with_weights(tigon, checkpoint):

@@ -121,6 +121,154 @@ def test_norms_that_do_something_else_unseen(what):
     assert isinstance(recognize_norm(module_of(Weighted, UNSEEN[what])), Reason)
 
 
+def over_rms(x, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def with_closed_eps(eps):
+    def forward(self, x):
+        return self.weight * over_rms(x.float(), eps).to(x.dtype)
+
+    return forward
+
+
+EPS = 3e-7
+# Bodies of norms, in classes whose names say nothing, with the formula and the eps that fuse finds.
+HANDWRITTEN = {
+    "literal": (lambda m, x: F.layer_norm(x, m.weight.shape, m.weight, None, 1e-5), 1e-5, "(x − mean) / std · w"),
+    "closure": (with_closed_eps(2e-6), 2e-6, "x / rms(x) · w"),
+    "global": (lambda m, x: m.weight * over_rms(x.float(), EPS).to(x.dtype), EPS, "x / rms(x) · w"),
+    "class attribute": (lambda m, x: m.weight * over_rms(x.float(), m.tiny).to(x.dtype), "tiny", "x / rms(x) · w"),
+    "object": (lambda m, x: m.weight * over_rms(x.float(), m.config.eps).to(x.dtype), 4e-6, "x / rms(x) · w"),
+    "uncommon": (lambda m, x: m.weight * over_rms(x.float(), 1.2345e-5).to(x.dtype), 1.2345e-5, "x / rms(x) · w"),
+    "of the machine": (
+        lambda m, x: m.weight * over_rms(x.float(), torch.finfo(torch.float32).eps).to(x.dtype),
+        torch.finfo(torch.float32).eps, "x / rms(x) · w",
+    ),
+    "no cast": (lambda m, x: over_rms(x, 1e-6) * m.weight, 1e-6, "x / rms(x) · w"),
+    "by the norm": (
+        lambda m, x: (x.float() / x.float().norm(dim=-1, keepdim=True) * N**0.5).to(x.dtype) * m.weight,
+        0.0, "x / rms(x) · w",
+    ),
+    "bias": (lambda m, x: m.weight * over_rms(x.float(), 1e-6).to(x.dtype) + m.bias, 1e-6, "x / rms(x) · w + b"),
+    "bias, no cast": (lambda m, x: over_rms(x, 1e-6) * m.weight + m.bias, 1e-6, "x / rms(x) · w + b"),
+    "layer norm, no cast": (
+        lambda m, x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * m.weight
+        + m.bias,
+        1e-5, "(x − mean) / std · w + b",
+    ),
+}  # fmt: skip
+
+
+def plain_class(forward, **attributes):
+    """An instance of a class whose name says nothing."""
+    biased = "bias" in getattr(forward, "__code__", forward).co_names
+    module = type("A", (Weighted,), {"forward": forward, "tiny": 5e-6, **attributes})()
+    module.config = type("Config", (), {"eps": 4e-6})()
+    if biased:
+        module.bias = nn.Parameter(torch.randn(N))
+    return module
+
+
+@pytest.mark.parametrize("what", HANDWRITTEN)
+def test_a_norm_is_recognised_whatever_its_name_and_wherever_its_eps(what):
+    forward, eps, formula = HANDWRITTEN[what]
+    found = recognize_norm(plain_class(forward))
+    assert isinstance(found, Norm)
+    assert found.eps == eps
+    assert str(found).startswith(formula)
+    model = nn.Sequential(plain_class(forward))
+    for dtype, rtol in ((torch.float32, 2e-6), (torch.bfloat16, 3e-2)):
+        model.to(dtype)
+        x = (torch.randn(5, 7, N) * torch.logspace(-3, 2, 7)[:, None]).to(dtype).requires_grad_()
+        plain = model(x)
+        with tigon.fuse(model) as fusion:
+            fused = model(x)
+            assert fusion.report().calls == {"norm": 1}
+        torch.testing.assert_close(fused, plain, rtol=rtol, atol=rtol)
+        upstream = torch.randn(x.shape)
+        grads = [torch.autograd.grad((y.float() * upstream).mean(), x)[0].float() for y in (fused, plain)]
+        torch.testing.assert_close(*grads, rtol=20 * rtol, atol=20 * rtol * float(grads[1].abs().max()))
+
+
+@pytest.mark.parametrize("what", ["no cast", "layer norm, no cast", "bias, no cast"])
+def test_rounding_once_is_nearer_to_the_exact_norm(what):
+    model = nn.Sequential(plain_class(HANDWRITTEN[what][0]))
+    x = torch.randn(64, N)
+    exact = model.double()(x.bfloat16().double())
+    model.bfloat16()
+    plain = model(x.bfloat16())
+    with tigon.fuse(model):
+        fused = model(x.bfloat16())
+    ours, theirs = ((y.double() - exact).abs().mean() for y in (fused, plain))
+    assert ours < theirs
+
+
+def test_under_autocast_a_norm_without_a_cast_gives_what_it_gave():
+    """Autocast runs powers in fp32, so the result is fp32 for a narrow x."""
+    model = nn.Sequential(plain_class(HANDWRITTEN["no cast"][0]))
+    for x in (torch.randn(3, N), torch.randn(3, N).bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            plain = model(x)
+            with tigon.fuse(model) as fusion:
+                fused = model(x)
+                assert fusion.report().calls == ({"norm": 1} if x.dtype == torch.float32 else {})
+        assert fused.dtype == plain.dtype == torch.float32
+        torch.testing.assert_close(fused, plain)
+
+
+# Each norms its rows by another formula than Tigon's.
+NEAR_MISSES = {
+    "eps of x's dtype": lambda m, x: m.weight * over_rms(x.float(), torch.finfo(x.dtype).eps).to(x.dtype),
+    "eps outside the root": lambda m, x: m.weight * (x / (x.norm(dim=-1, keepdim=True) * N**-0.5 + 1e-8)),
+    "a tiny eps outside the root": lambda m, x: m.weight * (x / (x.norm(dim=-1, keepdim=True) * N**-0.5 + 1e-13)),
+    "the larger of eps and the mean": lambda m, x: (
+        m.weight * (x / x.square().mean(-1, keepdim=True).clamp_min(1e-6).sqrt())
+    ),
+    "l2 with a limit": lambda m, x: F.normalize(x, dim=-1) * m.weight,
+    "l2 with a limit, by the width": lambda m, x: F.normalize(x.float(), dim=-1).to(x.dtype) * N**0.5 * m.weight,
+    "l2 without the width": lambda m, x: (x.float() / x.float().norm(dim=-1, keepdim=True)).to(x.dtype) * m.weight,
+    "l1": lambda m, x: x / (x.abs().mean(-1, keepdim=True) + 1e-6) * m.weight,
+    "largest": lambda m, x: x / (x.abs().amax(-1, keepdim=True) + 1e-6) * m.weight,
+    "std with correction": lambda m, x: (
+        (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt() * m.weight
+    ),
+    "std and eps": lambda m, x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) * m.weight + m.bias,
+    "bias rounded along": lambda m, x: (over_rms(x.float(), 1e-6) * m.weight.float() + m.bias.float()).to(x.dtype),
+    "two norms": lambda m, x: over_rms(over_rms(x.float(), 1e-6), 1e-3).to(x.dtype) * m.weight,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NEAR_MISSES)
+def test_near_misses_of_norms_have_a_row_with_advice_whatever_their_name(what):
+    model = nn.Sequential(plain_class(NEAR_MISSES[what]))
+    found = recognize_norm(model[0])
+    assert isinstance(found, Reason)
+    assert found.advice
+    with tigon.fuse(model) as fusion:
+        rows = [row for row in fusion.report().left if row.kind == "norm"]
+    assert [(row.name, row.what, row.advice) for row in rows] == [("A", found.text, found.advice)]
+
+
+def test_what_normalises_no_row_has_no_row():
+    for module in (
+        nn.Softmax(-1),
+        nn.LogSoftmax(-1),
+        nn.Tanh(),
+        nn.Identity(),
+        nn.GELU(),
+        nn.Hardtanh(),
+        nn.Softsign(),
+    ):
+        assert recognize_norm(module) is None
+    for forward in (
+        lambda m, x: x.sign() * m.weight,
+        lambda m, x: x - x.mean(-1, keepdim=True),
+        lambda m, x: x * m.weight,
+    ):
+        assert recognize_norm(plain_class(forward)) is None
+
+
 class Stores(Weighted):
     def forward(self, x):
         self.last = x
@@ -315,7 +463,7 @@ def test_many_layers_are_probed_once(family, monkeypatch):
     from tigon.fusion import probe
 
     runs, run = [], probe.run
-    for name in ("norm", "mlp", "relu2", "experts", "rotary_formula"):
+    for name in ("norm_formula", "norm_eps", "mlp", "relu2", "experts", "rotary_formula"):
         monkeypatch.setattr(f"tigon.parts.{name}.run", lambda *args, **options: runs.append(1) or run(*args, **options))
     counts = []
     for layers in (2, 24):

@@ -158,6 +158,7 @@ def test_where_the_operator_does_not_apply_the_module_runs_its_own(kernels, call
         ("GeluTanhAndMul", "gelu_pytorch_tanh"),
         ("ReluAndMul", "relu"),
         ("Relu2AndMul", "relu2"),
+        ("SigmoidAndMul", "sigmoid"),
     ],
 )
 def test_activations_of_packed_halves(kernels, name, act):

@@ -26,7 +26,10 @@ class Callback:
 
     def setup(self, trainer, pl_module, stage): ...
     def on_fit_start(self, trainer, pl_module): ...
+    def on_sanity_check_end(self, trainer, pl_module): ...
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx): ...
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx): ...
+    def on_validation_start(self, trainer, pl_module): ...
     def teardown(self, trainer, pl_module, stage): ...
 
 
@@ -45,20 +48,35 @@ class Trainer:
         for callback in self.callbacks:
             getattr(callback, hook)(self, module, *args, **kwargs)
 
-    def fit(self, module, train_dataloaders):
+    def validate(self, module, batches, sanity=False):
+        self.sanity_checking = sanity
+        self.call("on_validation_start", module)
+        with torch.no_grad():
+            for i, inputs in enumerate(batches):
+                module.eval().validation_step(inputs, i)
+        module.train()
+        if sanity:
+            self.call("on_sanity_check_end", module)
+
+    def fit(self, module, train_dataloaders, val_dataloaders=None):
         self.call("setup", module, stage="fit")
         module.setup("fit")
         module.configure_model()
         optimizer = module.configure_optimizers()
         self.call("on_fit_start", module)
         module.train()
+        if val_dataloaders is not None:
+            self.validate(module, val_dataloaders, sanity=True)
         for _ in range(self.max_epochs):
             for i, inputs in enumerate(train_dataloaders):
+                self.call("on_train_batch_start", module, inputs, i)
                 optimizer.zero_grad()
                 loss = module.training_step(inputs, i)
                 loss.backward()
                 optimizer.step()
                 self.call("on_train_batch_end", module, loss, inputs, i)
+            if val_dataloaders is not None:
+                self.validate(module, val_dataloaders)
         self.call("teardown", module, stage="fit")
 
 
@@ -97,13 +115,14 @@ def language_model(lightning, late=False):
     return LanguageModel()
 
 
-def fit(lightning, module, *callbacks, **options):
+def fit(lightning, module, *callbacks, validation=None, **options):
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=list(callbacks), **options,
     )  # fmt: skip
     with contextlib.redirect_stderr(None):
-        trainer.fit(module, torch.utils.data.DataLoader([batch(seed) for seed in range(3)], batch_size=None))
+        data = torch.utils.data.DataLoader([batch(seed) for seed in range(3)], batch_size=None)
+        trainer.fit(module, data, *(() if validation is None else (torch.utils.data.DataLoader(validation, None),)))
     return torch.stack(module.losses)
 
 
@@ -121,6 +140,18 @@ def test_a_run_is_the_plain_run(lightning, late, capsys):
     losses = fit(lightning, module, callback)  # a second run of the same module
     assert len(losses) == 6
     assert ran(callback.fusion) == CALLS
+
+
+def test_the_report_is_of_a_training_step_where_a_validation_ran_last(lightning, capsys):
+    """The validation reads the logits, which would be an error in a training step."""
+    module, callback = language_model(lightning), lightning.TigonCallback()
+    module.validation_step = lambda inputs, i: module.model(**inputs).logits.argmax(-1)
+    fit(lightning, module, callback, validation=[batch(7)])
+    printed = capsys.readouterr().out
+    assert "Ran in the last step: head 1" in printed
+    assert "argmax" not in printed
+    assert not callback.report().logits_built_by
+    assert callback.fusion.report().logits_built_by == {"argmax": 1}, "the last step of all"
 
 
 def test_remove_at_the_end(lightning):

@@ -136,6 +136,23 @@ def test_a_model_that_is_not_the_one_trained(tmp_path):
         made.train()
 
 
+def test_logits_that_the_trainer_builds_are_named(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"built the logits, .*label_smoothing_factor=0.1 takes the labels from the model"
+    ):
+        trainer(tmp_path, llama(), [callback := TigonCallback()], label_smoothing_factor=0.1).train()
+    (head,) = (row for row in callback.report().rows if row.kind == "head")
+    assert (head.calls, head.idle[:40]) == (0, "the model was called without labels: its")
+
+    def compute_loss(outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+    made = trainer(tmp_path, llama(), [TigonCallback()])
+    made.compute_loss_func = compute_loss
+    with pytest.warns(UserWarning, match=r"built the logits, .*the model was called without labels"):
+        made.train()
+
+
 def test_liger_beside_it_gets_a_sentence(tmp_path):
     callback = TigonCallback()
     made = trainer(tmp_path, llama(), [callback])

@@ -192,8 +192,34 @@ def test_a_batch_without_labels_is_zero_and_still_connected(tmp_path):
 
 def test_label_smoothing_builds_its_logits(tmp_path):
     plain, trainer = cases.twins(cases.sft, tmp_path, label_smoothing_factor=0.1)
-    trl.fuse(trainer)
+    fusion = trl.fuse(trainer)
     assert_same(cases.train(plain), cases.train(trainer))
+    report = fusion.report()
+    assert report.headline() == ("SFTTrainer: the loss is TRL's own, from whole logits (label_smoothing_factor=0.1)")
+    assert [row.fused for row in report.rows] == [False, True]
+    assert "the metrics alone" in report.rows[1].what
+    assert report.left == {"the loss, from whole logits, for label_smoothing_factor=0.1": 3}
+    assert "Left to TRL: the loss, from whole logits, for label_smoothing_factor=0.1 (3×)." in str(report)
+
+
+def test_an_option_that_the_trainer_does_not_read_changes_no_report(tmp_path):
+    """DPO ignores the smoothing of the Trainer's labels: its own is another option."""
+    report = trl.fuse(cases.dpo(tmp_path, cases.model(), label_smoothing_factor=0.1)).report()
+    assert report.headline() == "DPOTrainer: the loss runs in Tigon"
+    assert not report.whole_logits
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "orpo"])
+def test_a_model_that_is_fused_alone_is_warned_about_once(task, tmp_path):
+    policy = cases.model()
+    fusion = tigon.fuse(policy)
+    trainer = getattr(cases, task)(tmp_path, policy)
+    with pytest.warns(UserWarning, match=r"Call tigon.integrations.trl.fuse\(trainer\)") as caught:
+        trainer.train()
+    assert sum("tigon.integrations.trl.fuse" in str(w.message) for w in caught) == 1
+    report = fusion.report()
+    assert report.steps >= 3
+    assert (report.calls.get("head", 0), report.calls["norm"]) == (0, 5), "the layers of the last step, and no more"
 
 
 def test_arguments_that_are_not_known(tmp_path, monkeypatch):

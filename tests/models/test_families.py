@@ -36,7 +36,7 @@ CALLS = {
 }
 
 
-# Under autocast, without gradients, and beside an adapter on one of them, layers of one input are called one by one.
+# Without gradients, and beside an adapter on one of them, layers of one input are called one by one.
 APART = {family: {k: n for k, n in calls.items() if k != "linear"} for family, calls in CALLS.items()}
 
 

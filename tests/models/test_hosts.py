@@ -53,7 +53,7 @@ def test_autocast(family):
         return torch.autocast("cpu", torch.bfloat16)
 
     report = compare(build(family), batch(family), autocast, rtol=1e-3)
-    assert report.calls == APART[family]
+    assert report.calls == CALLS[family]
 
 
 def test_tied_embeddings():
@@ -279,7 +279,7 @@ def test_accelerate_mixed_precision(first):
         fusion = tigon.fuse(model)
     outputs = model(**inputs)
     accelerator.backward(outputs.loss)
-    assert fusion.report().calls == APART["llama"]
+    assert fusion.report().calls == CALLS["llama"]
     assert not fusion.report().logits_built_by
     torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-3, atol=0)
     assert outputs.logits.dtype == torch.float32

@@ -78,9 +78,17 @@ def test_norms_are_found(variant, width):
     assert found.mixed
 
 
-@pytest.mark.parametrize("variant", ["eps outside", "sum", "scaled", "in half", "offset rounded"])
+@pytest.mark.parametrize("variant", ["eps outside", "sum", "scaled"])
 def test_near_misses_of_norms_are_refused(variant):
     assert not isinstance(recognize_norm(Scale(variant)), Norm)
+
+
+@pytest.mark.parametrize(("variant", "offset"), [("in half", 0.0), ("offset rounded", 1.0)])
+def test_norms_that_round_at_every_step_are_found(variant, offset):
+    found = recognize_norm(Scale(variant))
+    assert isinstance(found, Norm)
+    assert (found.offset, found.stepwise, found.native, found.mixed) == (offset, True, True, False)
+    assert str(found).endswith("rounded once instead of at every step")
 
 
 def test_norms_are_found_that_are_empty_between_uses():
@@ -180,7 +188,13 @@ def test_layer_norms_are_found(variant, bias):
     assert (found.mixed, found.native) == (True, False)
 
 
-@pytest.mark.parametrize("variant", ["unbiased", "bias first", "rounded before the weight"])
+def test_a_layer_norm_that_rounds_before_the_weight_is_found():
+    found = recognize_norm(Shift("rounded before the weight"))
+    assert isinstance(found, Norm)
+    assert (found.centered, found.stepwise, found.native) == (True, True, True)
+
+
+@pytest.mark.parametrize("variant", ["unbiased", "bias first"])
 def test_near_misses_of_layer_norms_are_refused(variant):
     assert not isinstance(recognize_norm(Shift(variant)), Norm)
 
@@ -353,6 +367,7 @@ ACTS = {
     "gelu_tanh": nn.GELU(approximate="tanh"),
     "relu": nn.ReLU(),
     "relu2": Squared(),
+    "sigmoid": nn.Sigmoid(),
 }
 
 
@@ -364,7 +379,7 @@ def test_gated_mlps_are_found(act, width):
     assert recognize_mlp(Gate(ACTS[act], variant="up first")) == Gated("a", "b", "c", act, "f", up_first=True)
 
 
-@pytest.mark.parametrize("act", [nn.Sigmoid(), nn.Tanh(), nn.Identity(), nn.Hardswish(), nn.ELU(), nn.Mish()])
+@pytest.mark.parametrize("act", [nn.Softsign(), nn.Tanh(), nn.Identity(), nn.Hardswish(), nn.ELU(), nn.Mish()])
 def test_other_activations_are_refused(act):
     found = recognize_mlp(Gate(act))
     assert isinstance(found, Reason)
@@ -378,6 +393,82 @@ PLACES = {
     "scales": {"gate_scale": "half", "scale": "twice"},
     "residual dropout": {"dropout": "half"},
 }
+
+
+class Packed(nn.Module):
+    """One layer for gate and up."""
+
+    def __init__(self, product, dropout=None):
+        super().__init__()
+        self.a, self.c = nn.Linear(16, 128), nn.Linear(64, 16)
+        self.product, self.drop = product, nn.Dropout(dropout or 0.0)
+
+    def forward(self, x):
+        first, second = self.a(x).chunk(2, dim=-1)
+        return self.c(self.drop(self.product(first, second)))
+
+
+PACKED = {
+    "gate first": (lambda g, u: F.silu(g) * u, "silu", False),
+    "up first": (lambda u, g: F.silu(g) * u, "silu", True),
+    "up first, gelu": (lambda u, g: u * F.gelu(g), "gelu", True),
+    "torch's glu": (lambda u, g: F.glu(torch.cat((u, g), -1)), "sigmoid", True),
+    "as ModernBERT": (lambda g, u: F.gelu(g) * u, "gelu", False),
+}
+
+
+@pytest.mark.parametrize("what", PACKED)
+def test_packed_mlps_are_found_and_run(what, backend, device):
+    product, act, up_first = PACKED[what]
+    model = Packed(product, 0.3 if what == "as ModernBERT" else None).to(device)
+    found = recognize_mlp(model)
+    assert (found.gate, found.up, found.act, found.up_first, found.between) == ("a", None, act, up_first, "drop")
+    model.drop.p, x = 0.0, torch.randn(5, 16, device=device, requires_grad=True)
+
+    def step():
+        y = model(x)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
+
+    plain = step()
+    for recompute in ("none", "product", "mlp"):
+        with tigon.fuse(model, recompute=recompute) as fusion:
+            for ours, theirs in zip(step(), plain, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            assert fusion.report().calls == {"mlp": 1}
+
+
+class PackedUpFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(16, 128, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x):
+        up, gate = self.a(x).chunk(2, dim=-1)
+        return self.c(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("recompute", ["none", "product", "mlp"])
+def test_an_mlp_with_up_first_in_one_layer(recompute, backend, device):
+    model, x = PackedUpFirst().to(device), torch.randn(5, 16, device=device, requires_grad=True)
+    assert str(recognize_mlp(model)) == "silu(gate) · up, one projection, up first"
+
+    def step():
+        y = model(x)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()), retain_graph=False)
+
+    plain = step()
+    with tigon.fuse(model, recompute=recompute) as fusion:
+        for ours, theirs in zip(step(), plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert fusion.report().calls == {"mlp": 1}
+
+
+def test_the_mlp_of_modernbert_is_found():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
+
+    config = transformers.ModernBertConfig(hidden_size=16, intermediate_size=64, num_attention_heads=2)
+    assert recognize_mlp(ModernBertMLP(config)) == Gated("Wi", None, "Wo", "gelu", "act", between="drop")
 
 
 @pytest.mark.parametrize("variant", PLACES)

@@ -26,6 +26,29 @@ def test_a_class_of_the_sample_is_fused_or_says_why_not(name):
     assert ran <= set(row["calls"]), "parts are fused that never run"
 
 
+PIXELS = [
+    "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+]  # fmt: skip
+SOUND = ["WhisperForConditionalGeneration", "Wav2Vec2ForCTC", "Qwen2AudioForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("name", [*PIXELS, *SOUND])
+def test_models_of_images_and_sound_run_with_both(name):
+    row = examine(name)
+    if row["status"] == "not run":
+        pytest.skip(row["why"])
+    assert row["media"] == ("with pixels" if name in PIXELS else "with sound")
+    assert row["status"] == "equal", row["why"]
+    assert row["calls"]["norm"] >= 2
+
+
+def test_a_model_whose_images_no_shape_fits_says_that_it_ran_by_text_alone():
+    row = examine("MllamaForConditionalGeneration")
+    assert row["media"].startswith("text alone (")
+    assert row["media"] in one_line("MllamaForConditionalGeneration", row)
+
+
 def test_models_are_small_and_random_all_over():
     from tiny import NotTiny, tiny_model
     from transformers import LlamaForCausalLM

@@ -25,6 +25,7 @@ FUNCTIONS = {
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x) ** 2,
+    "sigmoid": torch.sigmoid,
 }
 
 

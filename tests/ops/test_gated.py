@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon.ops.gated import gated_unit
 from tigon.ops.gated_linear import gated_linear
 from tigon.runtime import HAS_TRITON
 
@@ -14,6 +15,7 @@ ACTS = {
     "gelu": (lambda g, u: tigon.geglu(g, u, approximate="none"), lambda g, u: F.gelu(g) * u),
     "relu": (lambda g, u: tigon.reglu(g, u), lambda g, u: F.relu(g) * u),
     "relu2": (lambda g, u: tigon.reglu(g, u, squared=True), lambda g, u: F.relu(g).square() * u),
+    "sigmoid": (lambda g, u: gated_unit(g, u, act="sigmoid"), lambda g, u: torch.sigmoid(g) * u),
     "relu2 alone": (lambda g, u: tigon.relu2(g) * u, lambda g, u: F.relu(g).square() * u),
 }
 

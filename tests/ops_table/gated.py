@@ -192,6 +192,7 @@ GATED_LINEAR = Op(
         Case("beyond one block", (5, 300, 7), {"act": "gelu_tanh"}, draws=4),
         Case("packed", (9, 30, 20), {"act": "gelu"}, {"packed": True}, draws=4),
         Case("squared relu", (9, 30, 20), {"act": "relu2"}, draws=4),
+        Case("sigmoid", (9, 30, 20), {"act": "sigmoid"}, draws=4),
     ),
     empty=((0, 8, 4),),
     bad=(

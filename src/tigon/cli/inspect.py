@@ -62,6 +62,10 @@ def inspect(
     attention: Annotated[str | None, typer.Option(help="sdpa, eager, flash_attention_2, …")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs that weights, gradients and states are sharded over.", min=1)] = 1,
     gpu: Annotated[str | None, typer.Option(help="GPU that the step must fit: 'H100 80GB', or GiB.")] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(help="Name of a module, as model.layers.0.mlp: only say why it was recognised, or was not."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What would be replaced in a model and why, and the memory of a training step. Needs no weights and no GPU."""
@@ -102,6 +106,18 @@ def inspect(
     from tigon.memory.estimate import CannotEstimate
 
     console = screen(quiet=json)
+    if why is not None:
+        built = Sides(source, setup)
+        built.fuse()
+        try:
+            explanation = built.fusion.explain(why)
+        except ValueError as error:
+            raise Problem(str(error).replace("explain: name", "--why", 1)) from None
+        if json:
+            print(encoder.dumps(explanation.to_dict(), indent=2))
+        else:
+            console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+        return
     sides: dict[str, StepMemory] = {}
     obstacles: dict[str, str] = {}
     with console.status("running a step of the model's shapes"):

@@ -58,7 +58,9 @@ def backend(options: TrainOptions, device: torch.device) -> str:
 
 
 def count(parameters: int) -> str:
-    return f"{parameters / 1e9:,.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:,.1f}M"
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:,.2f}B"
+    return f"{parameters / 1e6:,.1f}M" if parameters >= 1e6 else f"{parameters / 1e3:,.1f}k"
 
 
 def told(report: Any) -> str:

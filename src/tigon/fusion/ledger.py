@@ -41,6 +41,10 @@ class Ledger:
     active: False after remove(), for replaced forwards that other code wrapped before, and still calls.
     check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
     around: calls the model's forward in its place: around(ledger, forward, *args, **kwargs).
+    plain: why replaced forwards ran their module's own code in the last step, by the key of `count`.
+    outside: how often parts ran outside of the model's forward, since the last step began.
+    has_entrance: whether a forward begins steps. None does where the model itself is a part: all its calls count.
+    adviser: asked once, at the first step with gradients and without labels, for a warning about who computes the loss.
     recompute: which activations the backward pass recomputes instead of keeping them.
 
     A `Call`, the state of one call of the model, belongs to its thread: threads may run one model at the same time, as
@@ -58,6 +62,10 @@ class Ledger:
         self.built_by: Counter[str] = Counter()
         self.plain_heads: Counter[str] = Counter()
         self.plain_adapters: Counter[str] = Counter()
+        self.plain: dict[tuple[str, Any], Counter[str]] = {}
+        self.outside = 0
+        self.has_entrance = False
+        self.adviser: Callable[[], str] | None = None
         self.adapters_off = 0
         self.adapters_before = 0
         self._calls = _Calls()
@@ -109,10 +117,28 @@ class Ledger:
         finally:
             self.leave(call)
 
-    def count(self, kind: str, key: Any = None) -> None:
-        """Count one call of a part. key: tells which row of the report, among those of this kind."""
-        if not torch.compiler.is_compiling():  # a counter in compiled code would cause a recompilation at every step
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of the model runs on this thread."""
+        return self._calls.innermost is not None
+
+    def count(self, kind: str, key: Any = None, *, outside: bool = False) -> None:
+        """Count one call of a part. key: tells which row of the report, among those of this kind.
+
+        outside: the call belongs to the step although the model's forward does not run, as a loss of another library.
+        The backward pass, in which checkpoints run parts again, belongs to the step as well.
+        """
+        if torch.compiler.is_compiling():  # a counter in compiled code would cause a recompilation at every step
+            return
+        if outside or not self.has_entrance or self.is_running or torch._C._current_graph_task_id() != -1:
             self.calls[kind, key] += 1
+        else:
+            self.outside += 1
+
+    def ran_plain(self, kind: str, key: Any, why: str) -> None:
+        """Note that a replaced forward ran its module's own code, and why: a clause."""
+        if not torch.compiler.is_compiling():
+            self.plain.setdefault((kind, key), Counter())[why] += 1
 
     def built(self, why: str) -> None:
         if not torch.compiler.is_compiling():
@@ -141,6 +167,8 @@ class Ledger:
             self.built_by.clear()
             self.plain_heads.clear()
             self.plain_adapters.clear()
+            self.plain.clear()
+            self.outside = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         owner = memo.get(id(self.owner()))
@@ -148,6 +176,7 @@ class Ledger:
             return self
         copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
         copied.active, copied.check_arguments = self.active, self.check_arguments
+        copied.has_entrance, copied.adviser = self.has_entrance, self.adviser
         memo[id(self)] = copied
         copied.around = copy.deepcopy(self.around, memo)
         return copied

@@ -18,14 +18,15 @@ from typing import Any
 from torch import nn
 
 import tigon.parts  # noqa: F401  registers the parts
+from tigon.fusion.explain import Explanation, explain
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.part import Stage, parts_of
 from tigon.fusion.patch import Patch, install, nothing, restore
 from tigon.fusion.probe import shape_of
-from tigon.fusion.reasons import Reason
+from tigon.fusion.reasons import NOT_CALLED, Reason
 from tigon.fusion.report import Report, Row
 from tigon.fusion.site import Record, Site
-from tigon.fusion.step import step_of
+from tigon.fusion.step import backbones_of, loss_elsewhere, step_of
 from tigon.memory.auto import Extent
 from tigon.memory.recompute import LEVELS, Level, Recompute
 
@@ -80,6 +81,7 @@ def fuse(
         present.remove()  # that Fusion replaced nothing, so new options have nothing to keep
     fusion = Fusion(model, recompute, offload)
     fusion._options = options
+    fusion._ledger.adviser = loss_elsewhere
     try:
         fusion._fuse()
     except BaseException:  # Ctrl-C too: without a Fusion nothing could restore a half-fused model
@@ -145,18 +147,23 @@ class Fusion:
         rows = []
         for row, count in record.rows.items():
             kind, name, fused, what = row
-            calls = ledger.calls[kind, record.keys.get(row, row)]
+            key = kind, record.keys.get(row, row)
+            calls = ledger.calls[key]
             advice = what.advice if isinstance(what, Reason) else ""
-            rows.append(Row(kind, name, count, fused, str(what), calls, advice))
+            why = ledger.plain.get(key)
+            idle = "; ".join(why) if why else NOT_CALLED if fused and ledger.steps and not calls else ""
+            rows.append(Row(kind, name, count, fused, str(what), calls, advice, idle))
         return Report(
             model=self._name,
             active=ledger.active,
             rows=sorted(rows, key=lambda row: not row.fused),
             steps=ledger.steps,
+            outside=ledger.outside,
             calls=dict(totals),
             logits_built_by=dict(ledger.built_by),
             recompute=ledger.recompute.level,
             recompute_auto=ledger.recompute.why,
+            on_cpu=all(p.device.type == "cpu" for p in self.model.parameters()) if self._model() else False,
             tensors_not_kept=ledger.recompute.tensors,
             bytes_not_kept=ledger.recompute.bytes,
             bytes_offloaded=0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
@@ -165,6 +172,16 @@ class Fusion:
             adapters_off=ledger.adapters_off,
             adapters_before=ledger.adapters_before,
         )
+
+    def explain(self, name: str) -> Explanation:
+        """Why a module was recognised, or was not: the formulas that were tried, and the error of each.
+
+        Args:
+            name: of the module in the model, as `named_modules()` has it: "model.layers.0.mlp".
+        Returns: an Explanation, whose text is for a screen.
+        Raises: ValueError for a name that the model does not have.
+        """
+        return explain(self.model, name, self._options)
 
     def remove(self) -> None:
         """Put the model back as it was. A second call does nothing."""
@@ -230,10 +247,17 @@ class Fusion:
             self._begin_steps(site.entrances or ([site.model] if is_plain else []), site)
 
     def _begin_steps(self, entrances: list[nn.Module], site: Site) -> None:
-        for model in entrances:
+        entered = {id(model) for model in entrances}
+        heads = {id(m) for m in site.model.modules() if (p := site.patch_of(m)) is not None and _is_of_model(p)}
+        is_part = lambda m: id(m) not in heads and site.patch_of(m) is not None and id(m) not in entered  # noqa: E731
+        inner = [m for model in entrances for m in backbones_of(model, is_part) if id(m) not in entered]
+        for model, is_inner in [*((m, False) for m in entrances), *((m, True) for m in dict.fromkeys(inner))]:
             patch = site.patch_of(model)
             if patch is None or not patch.installed_on(model):  # the model itself may be a norm, say
-                site.install(model, *step_of(model, self._ledger))
+                if is_inner and "forward" in vars(model):
+                    continue  # another's forward stays
+                site.install(model, *step_of(model, self._ledger, inner=is_inner))
+                self._ledger.has_entrance = True
 
     def _see_changes(self) -> None:
         """Let the parts that act on the whole model act again, where the model has changed since."""
@@ -246,6 +270,11 @@ class Fusion:
                     site.forget(part)
                     part.fuse(site, site.model)
                     self._begin_steps(site.entrances, site)
+
+
+def _is_of_model(patch: Patch) -> bool:
+    """Whether a patch is a model's, or of a part that acts on the whole model, as the head."""
+    return patch.part is None or patch.part.stage is Stage.MODEL
 
 
 def extent_of(model: nn.Module) -> Extent:

@@ -75,6 +75,7 @@ class Patch:
         attributes that the formula reads at each call, as eps. watched_act: the same for the activation module.
     fusion: the Fusion that owns this patch. The modules keep the Fusion alive; the Fusion does not keep the modules.
     heads: whether this is a norm of attention heads, whose result the module around it rotates next.
+    inner: whether this is the forward of a backbone, which begins a step only where it is called alone.
     also: parts that have rewritten this forward since, in order.
     """
 
@@ -83,6 +84,7 @@ class Patch:
     watched_act: tuple[tuple[str, Any], ...] = ()
     key: Any = None  # by which the ledger counts the calls of its row in the report
     heads = False
+    inner = False
     also: tuple[Part, ...] = ()
 
     def __init__(
@@ -129,6 +131,7 @@ class Patch:
         formula = self.formula if copies is None else copies(memo)
         copied = Patch(self.part, ledger, formula, act, before=before, labels_at=self.labels_at)
         copied.function, copied.key, copied.heads, copied.also = self.function, self.key, self.heads, self.also
+        copied.inner = self.inner
         # A copy of the whole model gets its own Fusion when its modules are copied.
         copied.fusion = self.fusion if ledger is self.ledger else None
         copied.watched, copied.watched_act = self.watched, self.watched_act

@@ -47,3 +47,16 @@ WRITES_GLOBALS = Reason("its forward assigns globals, which a copy of its code w
 def dtype_of_head(dtype: str) -> Reason:
     advice = "load the model in float32, bfloat16 or float16" if dtype == "float64" else ""
     return Reason(f"its weight is {dtype}", advice)
+
+
+# Why a fused part ran its module's own code in a step.
+NOT_CALLED = "the model did not call it"
+NO_LABELS_CAME = (
+    "the model was called without labels: its loss was computed elsewhere, from real logits "
+    "(label smoothing, a loss function of your own, or evaluation)"
+)
+# Libraries whose trainers compute the loss of a model themselves, and what to call for Tigon's loss in its place.
+OWN_LOSSES = {
+    "trl": "fuse: TRL computes the loss of this model by its own code, so that the layers alone run in Tigon. Call "
+    "tigon.integrations.trl.fuse(trainer) before training to have the loss in Tigon too."
+}

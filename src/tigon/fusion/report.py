@@ -12,8 +12,8 @@ from tigon.fusion import part
 class Row:
     """One kind of module: replaced, with its formula, or left, with the reason.
 
-    calls: how often these modules ran in the last step, fused or plain. advice: what you can do about a kind that was
-    left; empty if there is nothing to do.
+    calls: how often these modules ran fused in the last step. advice: what you can do about a kind that was left; empty
+    if there is nothing to do. idle: why replaced modules ran their own code in the last step, or did not run.
     """
 
     kind: str
@@ -23,13 +23,16 @@ class Row:
     what: str
     calls: int = 0
     advice: str = ""
+    idle: str = ""
 
 
 @dataclass(frozen=True)
 class Report:
     """The parts that tigon.fuse replaced, the parts it left and why, and the parts that ran in the last step.
 
-    recompute_auto: what recompute="auto" chose for the last forward pass with gradients, and why; else empty.
+    recompute_auto: what recompute="auto" chose for the last forward pass with gradients, and why; else empty. The text
+        leaves it out for a model on a CPU (on_cpu).
+    outside: calls of parts since then by code that called them alone; they belong to no step, and `calls` lacks them.
     adapters_off: layers whose adapters were switched off or merged in the last step, as a reference has them;
     adapters_before: layers with adapters that ran fused in the last of the steps before in which any did.
 
@@ -40,10 +43,12 @@ class Report:
     active: bool
     rows: list[Row]
     steps: int = 0
+    outside: int = 0
     calls: dict[str, int] = field(default_factory=dict)
     logits_built_by: dict[str, int] = field(default_factory=dict)
     recompute: str = "none"
     recompute_auto: str = ""
+    on_cpu: bool = False
     tensors_not_kept: int = 0
     bytes_not_kept: int = 0
     bytes_offloaded: int = 0
@@ -75,8 +80,9 @@ class Report:
         if not self.fused:
             return ""
         if not self.steps:
-            text = "No step has run yet; what torch.compile runs is not counted."
-            return " ".join([text, *part.under_compile({row.kind for row in self.fused})])
+            text = "No step has run yet. Steps under torch.compile are not counted: run one without it to see counts."
+            alone = [self._outside()] if self.outside else []
+            return " ".join([text, *alone, *part.under_compile({row.kind for row in self.fused})])
         kinds = {row.kind for row in self.fused}
         known = part.kinds()
         ordered = [kind for kind in known if kind in kinds] + sorted(kinds.difference(known))
@@ -91,7 +97,9 @@ class Report:
         if self.adapters_off:
             text += f" The adapters of {self.adapters_off} layers were switched off or merged"
             text += f"; in the last step with adapters {self.adapters_before} ran." if self.adapters_before else "."
-        if self.recompute_auto:
+        if self.outside:
+            text += f" {self._outside()}"
+        if self.recompute_auto and not self.on_cpu:  # on a CPU no kernel waits for the host, and nothing is gained
             text += f" Recompute auto: {self.recompute_auto}."
         if self.tensors_not_kept:
             size = f"{self.bytes_not_kept / 2**20:,.1f} MiB"
@@ -99,6 +107,10 @@ class Report:
         if self.bytes_offloaded:
             text += f" Kept in host memory: {self.bytes_offloaded / 2**20:,.1f} MiB."
         return text
+
+    def _outside(self) -> str:
+        calls = "1 call of a part" if self.outside == 1 else f"{self.outside} calls of parts"
+        return f"Outside of the model's forward, and not counted: {calls}."
 
     def __str__(self) -> str:
         lines = [self.headline()]
@@ -118,6 +130,8 @@ class Report:
 
     @staticmethod
     def _told(row: Row) -> str:
+        if row.fused and not row.calls and row.idle:
+            return f"{row.what}. Did not run: {row.idle}"
         return f"{row.what} → {row.advice}" if row.advice else row.what
 
     def _shown(self) -> list[Row]:

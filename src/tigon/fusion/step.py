@@ -1,10 +1,16 @@
-"""The forward of a model that was fused: it begins a step, and tells the head inside whether there are labels."""
+"""The forward of a model that was fused: it begins a step, and tells the head inside whether there are labels.
+
+The backbone inside has such a forward too, for losses that call the backbone alone.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,13 +18,15 @@ from torch import nn
 
 from tigon.fusion.ledger import Ledger
 from tigon.fusion.patch import Patch
+from tigon.fusion.reasons import OWN_LOSSES
 from tigon.logits.labels import counted
 
 
-def step_of(model: nn.Module, ledger: Ledger) -> tuple[Callable[..., Any], Patch]:
-    """The forward that replaces a model's own, with its patch."""
+def step_of(model: nn.Module, ledger: Ledger, *, inner: bool = False) -> tuple[Callable[..., Any], Patch]:
+    """The forward that replaces a model's own, with its patch. inner: of a backbone, which begins a step only alone."""
     before = vars(model).get("forward")
     patch = Patch(None, ledger, before=before, labels_at=labels_at(model))
+    patch.inner = inner
     return _model_forward(type(model).forward if before is None else before, before is not None), patch
 
 
@@ -50,9 +58,9 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
             return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
-        if not ledger.active:
+        if not ledger.active or (patch.inner and (torch.compiler.is_compiling() or ledger.is_running)):
             return run(*args, **kwargs)
-        if ledger.around is not None:
+        if ledger.around is not None and not patch.inner:
             run = functools.partial(ledger.around, ledger, run)
         if ledger.check_arguments is not None:
             ledger.check_arguments(kwargs)
@@ -67,6 +75,8 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
         kwargs = {**kwargs, **{name: counted(kwargs[name]) for name in ("labels", "shift_labels") if name in kwargs}}
         has_labels = labels is not None or kwargs.get("shift_labels") is not None
         compiling = torch.compiler.is_compiling()
+        if ledger.adviser is not None and not has_labels and not compiling and torch.is_grad_enabled():
+            _advise(ledger)
         call = ledger.enter((has_labels or ledger.lazy) and not (compiling and makes_loss_module))
         try:
             if compiling:  # torch.compile's partitioner decides which activations are kept
@@ -81,3 +91,35 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
             ledger.leave(call)
 
     return forward
+
+
+def _advise(ledger: Ledger) -> None:
+    """Warn once if a library that computes the loss itself calls the model, by what `ledger.adviser` says."""
+    adviser, ledger.adviser = ledger.adviser, None
+    advice = "" if adviser is None or ledger.lazy else adviser()
+    if advice:
+        warnings.warn(advice, stacklevel=4)
+
+
+def loss_elsewhere() -> str:
+    """What to do where the library that calls the model computes the loss by its own code; else empty."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if library in OWN_LOSSES:
+            return OWN_LOSSES[library]
+        frame = frame.f_back
+    return ""
+
+
+def backbones_of(model: nn.Module, is_replaced: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """The modules inside a model that hold all of its replaced modules, and which a loss may call in its place."""
+    found: list[nn.Module] = []
+    holder = model
+    while True:
+        inside = [c for c in holder.children() if any(is_replaced(m) for m in c.modules())]
+        if len(inside) != 1 or is_replaced(inside[0]):
+            return found
+        holder = inside[0]
+        if type(holder).forward is not nn.ModuleList.forward:  # containers cannot be called
+            found.append(holder)

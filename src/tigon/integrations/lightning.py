@@ -7,6 +7,7 @@ Source: Lightning 2.6, `Callback`, https://lightning.ai/docs/pytorch/stable/exte
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tigon.fusion.model import Fusion, fuse
@@ -30,7 +31,7 @@ class TigonCallback(Callback):  # type: ignore[misc]
         options: of `tigon.fuse` (norms=False, …).
 
     A model that `configure_model` makes is not there yet in `setup`: it is fused in `on_fit_start`. `fusion` is the
-    `tigon.Fusion` from then on, None before; `report()` is the same as `fusion.report()`.
+    `tigon.Fusion` from then on, None before; `report()` is its report of the last training step.
     """
 
     def __init__(self, *, remove: bool = False, report: bool = True, **options: Any) -> None:
@@ -38,12 +39,29 @@ class TigonCallback(Callback):  # type: ignore[misc]
         self.fusion: Fusion | None = None
         self._remove, self._print, self._options = remove, report, options
         self._ours = False
+        self._checked = 0  # steps of the check before training
+        self._trained: Report | None = None  # of the last training step, where a validation has run since
 
     def report(self) -> Report:
-        """The fused parts, and how often they ran in the last step. Raises RuntimeError before there is a model."""
+        """The fused parts, and how often they ran in the last training step, or else in the last step of any kind.
+
+        Raises RuntimeError before there is a model.
+        """
         if self.fusion is None:
             raise RuntimeError("TigonCallback.report: nothing is fused before the run begins.")
-        return self.fusion.report()
+        now = self.fusion.report()
+        return now if self._trained is None else replace(self._trained, active=now.active)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._trained = None
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.fusion is not None and self._trained is None and not getattr(trainer, "sanity_checking", False):
+            report = self.fusion.report()
+            self._trained = report if report.steps > self._checked else None
+
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        self._checked = 0 if self.fusion is None else self.fusion.report().steps
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._fuse(trainer, pl_module)
@@ -56,7 +74,7 @@ class TigonCallback(Callback):  # type: ignore[misc]
         if self.fusion is None:
             return
         if self._print and trainer.is_global_zero:
-            print(self.fusion.report().last_step())
+            print(self.report().last_step())
         if self._remove and self._ours:
             self.fusion.remove()
             self.fusion = None

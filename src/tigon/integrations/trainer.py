@@ -15,6 +15,7 @@ from tigon.fusion.model import Fusion, fuse
 from tigon.fusion.report import Report
 from tigon.install import install
 from tigon.integrations.trl.logprobs import loss_is_left_to_trl
+from tigon.parts.head import HEAD
 
 try:
     from transformers import TrainerCallback
@@ -29,6 +30,18 @@ TRL = (
     "this trainer computes its loss from the head's weight, not by the model: the layers run fused, the loss is TRL's "
     "own. Call tigon.integrations.trl.fuse(trainer) in place of this callback to have both."
 )
+WHOLE_LOGITS = "the first step built the logits, which the loss of a model that tigon.fuse has fused spares"
+
+
+def _why_whole(args: Any) -> str:
+    """Why the Trainer reads logits, if its arguments say so."""
+    smoothing = getattr(args, "label_smoothing_factor", 0.0)
+    if not smoothing:
+        return ""
+    return (
+        f"label_smoothing_factor={smoothing} takes the labels from the model, and the Trainer's smoother reads all "
+        "logits. tigon.linear_cross_entropy(…, label_smoothing=…) in a compute_loss of your own does not"
+    )
 
 
 class TigonCallback(TrainerCallback):
@@ -40,13 +53,13 @@ class TigonCallback(TrainerCallback):
         options: of `tigon.fuse` (norms=False, …).
 
     `fusion` is the model's `tigon.Fusion` from then on, None before; `report()` is the same as `fusion.report()`. Warns
-    when the first step ran nothing of what was fused.
+    when the first step ran nothing of what was fused, and when it built the logits, which the loss in Tigon spares.
     """
 
     def __init__(self, *, remove: bool = False, report: bool = True, **options: Any) -> None:
         self.fusion: Fusion | None = None
         self._remove, self._print, self._options = remove, report, options
-        self._ours = self._checked = False
+        self._ours = self._checked = self._trl = False
 
     def report(self) -> Report:
         """The fused parts, and how often they ran in the last step. Raises RuntimeError before training has begun."""
@@ -61,8 +74,10 @@ class TigonCallback(TrainerCallback):
         self._ours = self._ours if self.fusion is not None and fused_before else not fused_before
         self.fusion = fuse(model, **self._options)
         self._checked = False
-        if loss_is_left_to_trl(model):
+        self._trl = loss_is_left_to_trl(model)
+        if self._trl:
             warnings.warn(TRL, stacklevel=2)
+        self.fusion._ledger.adviser = None  # this callback says it
         if self._print and state.is_world_process_zero:
             print(self.fusion.report())
 
@@ -70,13 +85,19 @@ class TigonCallback(TrainerCallback):
         if self._checked or self.fusion is None:
             return
         self._checked = True
-        # The ledger does not count calls inside torch.compile.
-        if not getattr(args, "torch_compile", False) and not self.fusion.report().calls:
+        if getattr(args, "torch_compile", False):
+            return  # the ledger does not count calls inside torch.compile
+        report = self.fusion.report()
+        if not report.calls:
             warnings.warn(
                 "nothing of what tigon.fuse replaced ran in the first step: does the trainer train another model, or a "
                 "copy? Print TigonCallback.report() to see what was replaced.",
                 stacklevel=2,
             )
+            return
+        idle = [row.idle for row in report.fused if row.kind == HEAD.kind and row.idle and not row.calls]
+        if idle and not self._trl:
+            warnings.warn(f"{WHOLE_LOGITS}: {_why_whole(args) or idle[0]}.", stacklevel=2)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.fusion is None:

@@ -97,7 +97,7 @@ def gated_lora_linear(
         gate: (..., N), or (..., 2N) holding gate and up side by side when up is None.
         up: (..., N), gate's dtype, or None.
         layer: the layer that takes the product; see `lora_linear`.
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
         inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
             the graph is kept (`retain_graph=True`), nor under torch.compile.
         saved_by: as in `lora_linear`; nothing but gate and up is then kept.

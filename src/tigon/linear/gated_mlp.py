@@ -57,7 +57,7 @@ def gated_mlp(
             gate and up one after the other.
         up: likewise, (N, H); or None.
         down: likewise, (M, N).
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
         tile_bytes: of gate, up and one gradient of their width, together. By default TIGON_CHUNK_BYTES, else 1 GiB
             (32 MiB on a CPU).
     All tensors have x's dtype; under autocast they are cast as `F.linear` casts them.

@@ -44,7 +44,7 @@ def lora_mlp(
     Args:
         x: (..., H).
         layers: gate, up and down, each a `tigon.LoRA`: (N, H), (N, H) and (H', N).
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
         inplace: the backward pass writes the gradients of gate and up over them, which nobody else can see. Not where
             the graph is kept (`retain_graph=True`).
         saved_by: as in `lora_linear`.

@@ -228,7 +228,7 @@ class Recipe:
                 self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), target, ignore_index=ignore_index,
                 reduction=reduction, label_smoothing=label_smoothing, divisor=count, walk=Walk(valid=valid),
             )  # fmt: skip
-        self.ledger.count("head")
+        self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
         return self.hand_on(loss.to(dtype))
 
@@ -242,7 +242,7 @@ class Recipe:
                 self.check(use=True)
             head = Head(self.weight, self._whole_bias(), softcap, scale)
             found = linear_logprob(self.hidden, head, target, temperature=temperature)
-        self.ledger.count("head")
+        self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
         return found._replace(logprob=self.hand_on(found.logprob), entropy=self.hand_on(found.entropy))
 
@@ -255,7 +255,7 @@ class Recipe:
             if not torch.compiler.is_compiling():
                 self.check(use=True)
             found = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
-        self.ledger.count("head")
+        self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
         return self.hand_on(found)
 

@@ -85,17 +85,20 @@ class Choice:
         """The decision and its reason, for the report."""
         if not self.extent.width:
             return ""  # no norm: there is next to nothing to choose
+        again = "cheap: the results of norms are computed again in the backward pass"
         if self.tokens is None:
-            return "cheap, as the arguments do not tell the number of tokens"
+            return f"{again}, since the arguments of the model do not tell the number of tokens"
         least = -(-LEAST_WORK // self.extent.width**2)
-        device = f"the {least:,} from which the device is the limit"
         if self._device_is_the_limit:
-            return f"cheap, as {self.tokens:,} tokens are not fewer than {device}"
+            return f"{again}, which costs no time from {least:,} tokens on; the step had {self.tokens:,}"
         results = _size(self.tokens * self.extent.token_bytes)
-        own = f"{_size(self.extent.own_bytes)} of weights and gradients"
         if self._results_are_large:
-            return f"cheap, as the norms' results of {self.tokens:,} tokens are {results} beside {own}"
-        return f"product, as {self.tokens:,} tokens are fewer than {device}, and norms' results {results} beside {own}"
+            own = _size(self.extent.own_bytes)
+            return f"{again}, since they take {results}, more than the weights with their gradients ({own})"
+        return (
+            f"product: the results of norms are kept ({results}), since computing them again costs time in steps of "
+            f"fewer than {least:,} tokens; the step had {self.tokens:,}"
+        )
 
 
 def _tensors(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[Tensor]:

@@ -87,7 +87,7 @@ class Recompute:
     def why(self) -> str:
         """What "auto" chose for the last forward pass, and why; "" at other levels, and before the first pass."""
         if self.auto and self.offload is not None:
-            return "product, as saved activations go to host memory"
+            return "product: the results of norms are kept, since saved activations go to host memory"
         return "" if self.choice is None else str(self.choice)
 
     @contextlib.contextmanager

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.tiles import act as tiles
 
-Act = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+Act = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ ACTS: dict[str, Activation] = {
         Activation("gelu", F.gelu, tiles.gelu, "g · Φ(g), by the error function", ("gelu", "gelu_python"), slow=True),
         Activation("relu", F.relu, tiles.relu, "max(g, 0)", ("relu",)),
         Activation("relu2", _relu2, tiles.relu2, "max(g, 0)²", ("relu2",)),
+        Activation("sigmoid", torch.sigmoid, tiles.sigmoid, "sigmoid(g)", ("sigmoid",)),
     )
 }  # fmt: skip
 

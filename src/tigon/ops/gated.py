@@ -115,7 +115,7 @@ def gated_unit(
 
     Args:
         gate, up, gate_multiplier, multiplier: as for `swiglu`.
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
     Returns: (..., N) in gate's dtype.
     Raises: ValueError as `swiglu`, and for another act.
 

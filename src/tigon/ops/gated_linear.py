@@ -46,7 +46,7 @@ def gated_linear(
         up: (..., N), gate's dtype, or None.
         weight: (M, N), gate's dtype; under autocast all are cast as `F.linear` casts them.
         bias: (M,), gate's dtype, or None.
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
         inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
             the graph is kept (`retain_graph=True`), nor under torch.compile.
     Returns: (..., M) in gate's dtype.

@@ -17,6 +17,7 @@ from tigon.fusion.reasons import (
     HEAD_IS_NOT_LINEAR,
     NO_HEAD,
     NO_LABELS,
+    NO_LABELS_CAME,
     REPLACED,
     Reason,
     dtype_of_head,
@@ -36,6 +37,8 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     ledger, plain = patch.ledger, patch.before or functools.partial(plain_forward, self)
     if not (ledger.active and ledger.lazy) or args or kwargs:
+        if not ledger.lazy:
+            ledger.ran_plain("head", None, NO_LABELS_CAME)
         return plain(input, *args, **kwargs)
     compiling = torch.compiler.is_compiling()
     regather = regather_of(self)
@@ -49,6 +52,7 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     recipe = Recipe.of(input, self.weight, self.bias, ledger, regather) if known else None
     if recipe is None:
         ledger.plain_head(_why_plain(self))
+        ledger.ran_plain("head", None, _why_plain(self))
         return plain(input)
     return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
 
@@ -87,7 +91,8 @@ class Head(Part):
             if self._fuse_head(site, owner, head):
                 owners.append(owner)
         if not seen:
-            site.left(self, module, NO_HEAD)
+            for layer in _classifiers_of_words(site):
+                site.left(self, layer, NO_HEAD)
         site.entrances += owners
         site.entrances += [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
@@ -141,6 +146,15 @@ class _Heads:
             if twins[0] is not None and twins[1] is not None:
                 copied.pairs.append((weakref.ref(twins[0]), weakref.ref(twins[1])))
         return copied
+
+
+def _classifiers_of_words(site: Site) -> list[nn.Module]:
+    """The linear layers with an output for each row of the model's largest embedding, its vocabulary.
+
+    Classifiers of sequences and images have other outputs, and nothing to gain from a loss without logits.
+    """
+    tables = [n for m in site.modules() if isinstance(n := getattr(m, "num_embeddings", None), int)]
+    return [m for m in site.modules() if tables and _is_linear(m) and m.out_features == max(tables)]
 
 
 def _head_of(owner: Any) -> Any:

@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -54,8 +55,10 @@ class HeadNorm:
         return self.x.shape
 
     @property
-    def dtype(self) -> Any:
-        return self.x.dtype
+    def dtype(self) -> torch.dtype:
+        """The dtype of the normed tensor. Under autocast heads are narrow beside a weight in fp32."""
+        x, weight = self.x.dtype, self.weight.dtype
+        return x if self.form.cast == "gemma" or x == weight else torch.promote_types(x, weight)
 
     @property
     def device(self) -> Any:
@@ -93,7 +96,7 @@ def rope_of(q: Any, k: Any) -> Callable[..., Any] | None:
     """A function that norms and rotates the bare heads of q and k in one pass; None if their norms do not match."""
     if not isinstance(q, HeadNorm) or not isinstance(k, HeadNorm) or q.normed is not None or k.normed is not None:
         return None
-    if q.form != k.form or q.x.dtype != k.x.dtype or q.weight.dtype != k.weight.dtype or q.weight.dtype != q.x.dtype:
+    if q.form != k.form or q.x.dtype != k.x.dtype or q.weight.dtype != k.weight.dtype:
         return None
     form = q.form
 

@@ -18,6 +18,7 @@ from tigon.fusion.patch import Patch, is_hooked, plain_forward, transformed
 from tigon.fusion.probe import (
     CASES,
     Case,
+    attempted,
     linear_widths,
     probe_of,
     recognition,
@@ -86,7 +87,7 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
     formula: Gated = patch.formula
     gate, down = getattr(self, formula.gate), getattr(self, formula.down)
     up = None if formula.up is None else getattr(self, formula.up)
-    if formula.between is not None or formula.gate_scale is not None or not isinstance(x, Tensor):
+    if not formula.is_bare or not isinstance(x, Tensor):
         return None
     if not all(_is_plain_linear(layer, x) for layer in (gate, up, down) if layer is not None):
         return None
@@ -100,7 +101,7 @@ def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
 def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     formula: Gated = patch.formula
     ours = None
-    if formula.between is None and formula.gate_scale is None:
+    if formula.is_bare:
         dense = _dense_mlp(self, patch, x)
         if dense is not None:
             return _after_mlp(self, formula, dense)
@@ -116,6 +117,8 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         gate, up = ours
     elif formula.up is None:
         gate, up = getattr(self, formula.gate)(x), None
+        if formula.up_first:
+            up, gate = gate.chunk(2, dim=-1)
     elif formula.up_first:
         up = getattr(self, formula.up)(x)
         gate = getattr(self, formula.gate)(x)
@@ -139,7 +142,9 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         patch.ledger.count("mlp", patch.key)
         # No other code sees the results of two plain layers, so the backward pass may overwrite them.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
+        # Of two halves of one result the kernel overwrites neither.
         unseen = ours is not None or (isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers))
+        unseen = unseen and not (formula.up is None and formula.up_first)
         hooks = recompute.checkpoint_hooks()
         y = gated_linear_saved_by(hooks, gate, up, down.weight, down.bias, formula.act, unseen)
     else:
@@ -159,10 +164,10 @@ def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
         return None
     layers = self._modules
     names = (formula.gate, formula.down) if formula.up is None else (formula.gate, formula.up, formula.down)
-    found = plain_layers([layers.get(name) for name in names], x)
-    if found is None or not use_triton(x, *found[0]):
+    operands = plain_layers([layers.get(name) for name in names], x)
+    if operands is None or not use_triton(operands.x, *operands.weights):
         return None
-    (gate, *ups, down), biases = found
+    x, (gate, *ups, down), biases = operands
     up = ups[0] if ups else None
     if up is None:
         biases.insert(1, None)
@@ -192,7 +197,7 @@ def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual:
     """
     formula: Gated = patch.formula
     recompute = patch.ledger.recompute
-    plain = formula.between is None and formula.gate_scale is None and recompute.product
+    plain = formula.is_bare and recompute.product
     # Without kernels nothing computes the product again, and a recipe stands for it.
     if not plain or formula.up is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
@@ -285,7 +290,8 @@ class Gated:
 
     gate, up, down: names of the child modules; up is None where gate holds both matrices, side by side.
     act: a name in `tigon.ops.acts`. act_module: the child that computes the activation.
-    up_first: the module calls up before gate. Random numbers and hooks can tell the order.
+    up_first: the module calls up before gate. Random numbers and hooks can tell the order. Where gate holds both
+        matrices: up's is the first.
     between, after: children that the product and the result go through: dropout, a norm.
     gate_scale, scale: attributes that multiply gate(x) and the result.
     dropout: an attribute, the probability with which elements of the result are dropped in training.
@@ -312,9 +318,16 @@ class Gated:
         """Attributes that the fused forward reads at each call."""
         return self.gate_scale, self.scale, self.dropout
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing but the product lies between the layers, with gate first where one layer holds both."""
+        packed_otherwise = self.up is None and self.up_first
+        return self.between is None and self.gate_scale is None and not packed_otherwise
+
     def __str__(self) -> str:
         gate = "gate" if self.gate_scale is None else "s · gate"
-        return f"{self.act}({gate}) · up" + (", one projection" if self.up is None else "")
+        packed = ", one projection" + (", up first" if self.up_first else "")
+        return f"{self.act}({gate}) · up" + (packed if self.up is None else "")
 
 
 @recognition
@@ -342,8 +355,8 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     for act_module in acts or none:
         rest = [k for k in others if k != act_module]
         for gate, up, down in roles:
-            for act in ACTS:
-                formula = Gated(gate, up, down, act, act_module)  # type: ignore[arg-type]
+            for act, up_first in itertools.product(ACTS, (False, True) if up is None else (False,)):
+                formula = Gated(gate, up, down, act, act_module, up_first)  # type: ignore[arg-type]
                 # A number among the attributes may be a scale, or may change what the module computes.
                 numbers = {k: v for k, v in vars(module).items() if type(v) is float}
                 gated = _gated(module, formula, rest, list(numbers))
@@ -358,7 +371,9 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
     if len(others) > 1:
         return Reason(f"it has other modules: {', '.join(others)}")
     name = type(children[others[0]]).__name__ if others else "its own activation"
-    return Reason(f"its numbers fit neither swiglu, geglu nor reglu ({name})")
+    # Two layers whose widths fit are often no gated unit.
+    advice = "" if len(widths) == 2 else f"down(act(gate(x)) · up(x)) is fused, act being one of {', '.join(ACTS)}"
+    return Reason(f"its numbers fit neither swiglu, geglu nor reglu ({name})", advice)
 
 
 def has_state(module: nn.Module) -> bool:
@@ -409,7 +424,7 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
     found: set[Gated] = set()
     dropouts: set[str | None] = set()
     generator = torch.Generator().manual_seed(0)
-    gate, up, down = formula.gate, formula.up, formula.down
+    up, down = formula.up, formula.down
     for dtype in (torch.float32, torch.bfloat16):
         for training in (True, False):
             probe, layers, order = _probe(module, formula, factors, scales, dtype, training, generator)
@@ -428,8 +443,7 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
             if after is None and dropout is None:
                 return None  # the module does more after the last layer
             dropouts |= {dropout} if training else set()
-            g = F.linear(x, layers[gate].weight, layers[gate].bias)
-            u = None if up is None else F.linear(x, layers[up].weight, layers[up].bias)
+            g, u = _gate_and_up(formula, layers, x)
             here = None
             for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
                 expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
@@ -439,19 +453,33 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
                 written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
                 share = 0.5 if dtype == torch.float32 or written_out else 2**-15
                 terms, roundings = expected.abs() + share * rounded_product(g, u), 6 if written_out else 2
-                if same_numbers(inputs[0] / factors.get(between, 1.0), expected, roundings=roundings, size=terms):
+                product = inputs[0] / factors.get(between, 1.0)
+                agrees = same_numbers(product, expected, roundings=roundings, size=terms)
+                attempted(formula, f"{str(dtype)[6:]}, the input of {down}", product, expected, agrees)
+                if agrees:
                     here = between or None, gate_scale or None
                     break
             if here is None:
                 return None
             places = here[0], after if after in factors else None, here[1], after if after in scales else None
-            found.add(replace(formula, up_first=order[0] == up, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
+            up_first = formula.up_first if up is None else order[0] == up
+            found.add(replace(formula, up_first=up_first, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
     placed = {k for f in found for k in (f.between, f.after) if k is not None}
     if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
         return None
     same_dtypes = getattr(reading_of(module), "compares_dtypes", False)
     whole = replace(found.pop(), dropout=dropouts.pop(), same_dtypes=same_dtypes)
     return whole if all(_holds(module, whole, factors, scales, case) for case in CASES) else None
+
+
+def _gate_and_up(formula: Gated, layers: dict[str, _Recorder], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    gate, *others = (F.linear(x, layers[n].weight, layers[n].bias) for n in (formula.gate, formula.up) if n is not None)
+    if others:
+        return gate, others[0]
+    if formula.up_first:
+        up, gate = gate.chunk(2, dim=-1)
+        return gate, up
+    return gate, None
 
 
 def _probe(
@@ -486,10 +514,10 @@ def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales:
     generator = torch.Generator().manual_seed(1)
     probe, layers, _ = _probe(module, formula, factors, scales, case.dtype, training, generator)
     x = case.input(NARROW)
+    if case.dtype == torch.float16:
+        x = x / 8  # the marks multiply a product of two layers, of which fp16 holds no more than 65504
     numbers: dict[Any, float] = {None: 1.0, **factors, **scales}
-    gate, up, down = (None if n is None else layers[n] for n in (formula.gate, formula.up, formula.down))
-    assert gate is not None
-    assert down is not None
+    down = layers[formula.down]
     with torch.set_grad_enabled(case.gradients):
         y = run(probe, x)
         if y is None:
@@ -497,8 +525,7 @@ def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales:
         if len(down.seen) != 1:
             return False
         hidden = down.seen[0]
-        g = F.linear(x, gate.weight, gate.bias)
-        u = None if up is None else F.linear(x, up.weight, up.bias)
+        g, u = _gate_and_up(formula, layers, x)
         expected = gated_reference(g, u, formula.act, numbers[formula.gate_scale])
         result = F.linear(expected * numbers[formula.between], down.weight, down.bias)
         result = result * numbers[formula.after] * numbers[formula.scale]
@@ -509,16 +536,14 @@ def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales:
         roundings = 6 if written_out else 2
         last = F.linear(hidden, down.weight, down.bias) * (numbers[formula.after] * numbers[formula.scale])
         if not case.broken:
-            same = same_numbers(hidden / numbers[formula.between], expected, roundings=roundings, size=terms)
-            return (
-                same
-                and torch.equal(y, last)
-                and (
-                    not case.gradients
-                    or same_gradients(y, result, [x, *(p for m in layers.values() for p in m.parameters())])
-                )
-            )
-    return case.agrees(y, result)
+            agrees = same_numbers(hidden / numbers[formula.between], expected, roundings=roundings, size=terms)
+            agrees = agrees and torch.equal(y, last)
+            if agrees and case.gradients:
+                agrees = same_gradients(y, result, [x, *(p for m in layers.values() for p in m.parameters())])
+        else:
+            agrees = case.agrees(y, result)
+    attempted(formula, case, y, result, agrees)
+    return agrees
 
 
 NARROW, WIDE = 12, 40  # the probe's sizes, not the module's: a layer of a 70B model would take a gigabyte

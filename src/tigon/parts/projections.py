@@ -35,7 +35,7 @@ from tigon.fusion.reasons import NO_SOURCE, Reason
 from tigon.fusion.site import Site
 from tigon.fusion.source import ChildCall, bodies, calls_together, compiled, function_of, may_rebuild, tree_of
 from tigon.linear.projections import projections
-from tigon.parts.plain import plain_layers
+from tigon.parts.plain import plain_layers, why_not_plain
 from tigon.runtime import use_triton
 
 _CALL, _RESULT = "_tigon_projections", "_tigon_ys"
@@ -120,12 +120,13 @@ def joined(key: Any, module: Any, names: tuple[str, ...], x: Any) -> tuple[Tenso
     if patch is None or not patch.ledger.active:
         return None
     modules = module._modules
-    found = plain_layers([modules.get(name) for name in names], x)
-    if found is None:
+    layers = plain_layers([modules.get(name) for name in names], x)
+    if layers is None:
+        patch.ledger.ran_plain("linear", key, why_not_plain(x))
         return None
     patch.ledger.count("linear", key)
     # Without kernels every part runs torch's operations, which can be differentiated twice.
-    return projections(x, *found) if use_triton(x, *found[0]) else None
+    return projections(*layers) if use_triton(layers.x, *layers.weights) else None
 
 
 # ------------------------------------------------------------------------------------------------------- the source

@@ -161,7 +161,7 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
         if flat:
             turned = tuple(y[0] for y in turned)
         if formula.keeps:
-            turned = tuple([y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(heads, turned, strict=True)])
+            turned = tuple([y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(waiting, turned, strict=True)])
         return turned if len(heads) == 2 else turned[0]
 
     return apply

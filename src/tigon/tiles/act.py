@@ -59,3 +59,12 @@ def relu2(g):
     r = tl.where(g <= 0, 0.0, g)
     # From r and not from g: NaN has passed the comparison, and stays.
     return r * r, 2.0 * r
+
+
+@jit
+def sigmoid(g):
+    """1 / (1 + exp(-g))."""
+    # As in silu: from exp(-|g|), so that the slope needs no difference of numbers near 1.
+    e = tl.exp(-tl.abs(g))
+    r = 1.0 / (1.0 + e)
+    return tl.where(g >= 0, r, e * r), e * r * r

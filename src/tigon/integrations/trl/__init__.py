@@ -32,7 +32,7 @@ from tigon.fusion.model import Fusion
 from tigon.fusion.model import fuse as fuse_model
 from tigon.fusion.report import Report, Row
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
-from tigon.integrations.trl.logprobs import replace_projection
+from tigon.integrations.trl.logprobs import replace_projection, whole_logits_of
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio
 from tigon.integrations.trl.shared_prefix import REFUSAL, Share, Sharing, keep_groups_together
 from tigon.integrations.trl.swap import Swaps, global_names, trls_own
@@ -100,6 +100,7 @@ class TrainerFusion:
                 fused_before = any("_tigon_fusion" in vars(m) for m in model.modules())
                 self.models[role] = self._fused(role, model, options, shared_prefix)
                 self._swaps.ledgers[role] = self.models[role]._ledger
+                self.models[role]._ledger.adviser = None  # this report says whose loss runs
                 if not fused_before:
                     self._ours.append(self.models[role])
         except BaseException:
@@ -115,7 +116,7 @@ class TrainerFusion:
         return TrainerReport(
             type(self.trainer).__name__, swaps.active, list(swaps.rows), swaps.steps, dict(swaps.calls),
             dict(swaps.total), dict(swaps.left), {role: fusion.report() for role, fusion in self.models.items()},
-            dict(swaps.shared), dict(swaps.unshared),
+            dict(swaps.shared), dict(swaps.unshared), swaps.whole_logits,
         )  # fmt: skip
 
     def remove(self) -> None:
@@ -147,6 +148,7 @@ class TrainerFusion:
         elif DIVERGENCE in global_names(getattr(type(trainer), "_compute_loss", None)):
             replace_divergence(trainer, swaps)
         else:
+            swaps.whole_logits = whole_logits_of(trainer)
             for role, model in models.items():
                 replace_projection(trainer, swaps, role, model, keep_bytes)
         if not swaps.rows:
@@ -197,7 +199,8 @@ class TrainerReport:
     rows: the losses, replaced or left. calls: of Tigon's losses in the last step (a forward and backward pass), by role
         and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each one's
         `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and those of
-        separate sequences ("separate"). unshared: calls that ran as separate sequences, by reason.
+        separate sequences ("separate"). unshared: calls that ran as separate sequences, by reason. whole_logits: why
+        TRL computes the loss itself, from whole logits; empty if it does not.
         str(report) is for one screen; to_dict() is JSON.
     """
 
@@ -211,6 +214,7 @@ class TrainerReport:
     models: dict[str, Report] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
     unshared: dict[str, int] = field(default_factory=dict)
+    whole_logits: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         models = {role: report.to_dict() for role, report in self.models.items()}
@@ -218,6 +222,8 @@ class TrainerReport:
 
     def headline(self) -> str:
         state = "" if self.active else ", removed again"
+        if self.whole_logits:
+            return f"{self.trainer}: the loss is TRL's own, from whole logits ({self.whole_logits}){state}"
         if not any(row.fused for row in self.rows):
             return f"{self.trainer}: the loss is the trainer's own{state}"
         return f"{self.trainer}: the loss runs in Tigon{state}"

@@ -54,7 +54,27 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         new = _forward(forward, clone(function, **instead), context, role, swaps)
         swaps.put(module, "forward", types.MethodType(new, module))
         swaps.projections.add(role)
-        swaps.replaced(role, "log-probabilities and entropy of tokens by tigon.linear_logprob")
+        if swaps.whole_logits:
+            swaps.not_replaced(role, f"the loss: TRL computes it from whole logits for {swaps.whole_logits}")
+            swaps.replaced(
+                role, "log-probabilities and entropy of tokens, of the metrics alone, by tigon.linear_logprob"
+            )
+        else:
+            swaps.replaced(role, "log-probabilities and entropy of tokens by tigon.linear_logprob")
+
+
+def whole_logits_of(trainer: Any) -> str:
+    """The option for which the trainer computes its loss from whole logits; empty without one.
+
+    A trainer that does not read the option, as DPOTrainer, ignores it.
+    """
+    reads = global_names(getattr(type(trainer), "compute_loss", None))
+    if "compute_loss_func" in reads and getattr(trainer, "compute_loss_func", None) is not None:
+        return "compute_loss_func"
+    smoother = getattr(trainer, "label_smoother", None)
+    if "label_smoother" in reads and smoother is not None and getattr(trainer.args, "loss_type", "nll") == "nll":
+        return f"label_smoothing_factor={trainer.args.label_smoothing_factor}"
+    return ""
 
 
 def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None, bool]:
@@ -98,6 +118,8 @@ def _forward(
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head") or not swaps.active:
+            if swaps.active and swaps.whole_logits and torch.is_grad_enabled():
+                swaps.left[f"the loss, from whole logits, for {swaps.whole_logits}"] += 1
             return own(self, *args, **kwargs)
         ledger = swaps.ledgers.get(role)
         if ledger is not None and not ledger.lazy:

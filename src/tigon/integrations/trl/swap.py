@@ -27,7 +27,8 @@ class Swaps:
     ledgers: the ledgers of the models' Fusions, by role. left: calls that went to TRL's own code, by reason.
     projections: roles whose log-probabilities Tigon computes. sharing: how a role's forward shares prompts.
     shared: rows computed in the last step, and the rows that separate sequences have. unshared: calls that ran as
-    separate sequences, by reason.
+    separate sequences, by reason. whole_logits: why the trainer computes its loss from whole logits; empty if it does
+    not.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class Swaps:
         self.sharing: dict[str, Any] = {}
         self.shared: Counter[str] = Counter()
         self.unshared: Counter[str] = Counter()
+        self.whole_logits = ""
         self._done: list[tuple[dict[str, Any], str, Any, bool, Any]] = []
 
     def put(self, instance: Any, name: str, value: Any) -> None:
@@ -71,7 +73,7 @@ class Swaps:
         self.total[what] += 1
         for role in roles:
             if role in self.ledgers:
-                self.ledgers[role].count("head")
+                self.ledgers[role].count("head", outside=True)
 
     def count_shared(self, rows: int, separate: int) -> None:
         self.shared["rows"] += rows

@@ -25,7 +25,7 @@ class Expert:
     """Options of `moe_mlp`: what lies between an expert's two products.
 
     Args:
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu" or "relu2" (the square of relu).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
         gated: False where h = act(up), and gate_up is (E, I, D), up alone.
         interleaved: gate and up alternate, row by row of gate_up, as in gpt-oss.
         alpha: h = act(alpha · gate) / alpha · up; with silu this is gate · sigmoid(alpha · gate).
