@@ -162,7 +162,8 @@ class Number(Grid):
         """A bound as a float32, and whether comparing with that float32 is comparing with the bound."""
         self._check(value)
         with np.errstate(over="ignore"):
-            bound = np.float32(value)
+            # Beyond float64, too, numpy raises for an integer, where it gives infinity for a float.
+            bound = np.float32(value if abs(value) < 2**1000 else math.copysign(math.inf, value > 0 or -1))
         if isinstance(value, int) and (np.isinf(bound) or int(bound) != value):
             if bound > value:
                 bound = np.nextafter(bound, np.float32(-np.inf))

@@ -246,7 +246,7 @@ def _copied(t: Tensor, device: torch.device) -> Tensor:
 # For the filters of a batch, by identity: their tables one behind the other. What is kept holds the filters, so that no
 # other object gets their identity.
 _stacked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-_STACKED_KEPT = 64
+_STACKED_KEPT, _STACKED_BYTES = 64, 64 << 20
 EVERY = RowFilter([])
 
 
@@ -266,7 +266,8 @@ def tables_of(
     key = (device, *map(id, where))
     found = _stacked.get(key)
     if found is None:
-        if len(_stacked) >= _STACKED_KEPT:
+        size = sum(table.nbytes + bitmaps.nbytes for _, (table, bitmaps, _), _ in _stacked.values())
+        if len(_stacked) >= _STACKED_KEPT or size > _STACKED_BYTES:
             _stacked.clear()
         found = _stacked[key] = _stack(where, device)
     return found[:2]
