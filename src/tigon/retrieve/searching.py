@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tigon.retrieve.index import Index
 
 # Filters that are kept compiled, for each index, and about how many bytes of them.
-KEPT, KEPT_BYTES = 256, 64 << 20
+KEPT, KEPT_BYTES = 1024, 64 << 20
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -198,6 +198,11 @@ def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:
             while len(kept) > KEPT or (size > KEPT_BYTES and len(kept) > 1):
                 size -= kept.pop(next(iter(kept))).bytes
     return found
+
+
+def is_compiled(index: Index, where: str, strict: bool) -> bool:
+    """Whether a filter is among those that are kept."""
+    return (where, strict, index.schema.version) in index.filters
 
 
 def _bytes_of(clauses: Clauses, row: RowFilter) -> int:

@@ -1,7 +1,8 @@
 """Large JSON texts, parsed a piece at a time.
 
-Python's parsers hold the interpreter for a whole text, 100 ms for each MiB at worst, and the event loop waits meanwhile,
-also for a parser in another thread. Here each call of the parser gets 64 KiB at most, so that the loop runs in between.
+Python's parsers hold the interpreter for a whole text, 100 ms for each MiB at worst, and the event loop waits
+meanwhile, also for a parser in another thread. Here each call of the parser gets 64 KiB at most, so that the loop runs
+in between.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def parse_pieces(text: str, take: Mapping[str, Take]) -> dict[str, Any]:
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.place, self.count = text, 0, 0
-        self.decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+        self.decoder: Any = json.JSONDecoder(parse_constant=_refuse_constant)
 
     def parse_document(self, take: Mapping[str, Take]) -> dict[str, Any]:
         if self._next() != "{":

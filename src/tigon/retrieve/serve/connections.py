@@ -1,0 +1,172 @@
+"""uvicorn with limits on connections: how many there are, how large their heads are, and how long clients may take."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from pydantic_core import to_json
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tigon.retrieve.serve.application import Limits
+
+LARGEST_HEAD = 1 << 16
+IDLE = 75  # seconds that a connection stays open without a request
+SPARE = 256  # files of a process that are no connections
+PATIENCE = 2  # seconds in which handlers end whose connections were closed
+
+
+class Config(uvicorn.Config):
+    """How uvicorn serves an application, in a worker or beside the index."""
+
+    def __init__(self, application: Any, limits: Limits, grace: float = 0.0) -> None:
+        super().__init__(
+            application, http=Protocol, ws="none", log_level="warning", access_log=False, server_header=False,
+            date_header=False, timeout_keep_alive=IDLE, backlog=2048,
+        )  # fmt: skip
+        self.limits, self.grace = limits, grace
+        self.most = min(limits.connections, _open_files() - SPARE)
+
+
+def _open_files() -> int:
+    """How many files this process may have open."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return sys.maxsize
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if files == resource.RLIM_INFINITY else files
+
+
+class Protocol(HttpToolsProtocol):
+    """A connection that answers 431 to a large head, 408 to a request that takes too long to come, and 503 if there are
+    too many; and that is closed if its client does not read."""
+
+    config: Config
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        # When the request began of which something is still to come, and when answers began to wait for the client.
+        self.since: float | None = self.loop.time()
+        self.unread_since: float | None = None
+        self.is_in_head = self.is_too_large = False
+        self.received = 0  # bytes of the head, and of what came with it
+        if len(self.connections) > self.config.most:
+            self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {self.config.most:,} connections already.")
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self.received = len(data) + (self.received if self.is_in_head else 0)
+        super().data_received(data)
+        if self.is_in_head and self.received > LARGEST_HEAD:
+            self.is_too_large = True
+            self.send_400_response("")
+        elif self.since is None and (self.cycle is None or self.cycle.response_complete):
+            self.since = self.loop.time()  # no request as yet, such as an empty line
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.since = self.loop.time()
+        self.is_in_head = True
+
+    def on_headers_complete(self) -> None:
+        self.is_in_head = False
+        if self.received > LARGEST_HEAD:
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if self.is_too_large or size > LARGEST_HEAD:
+                self.is_too_large = True
+                raise ValueError("the head is too large")  # which ends the parser; send_400_response follows
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.since = None
+
+    def send_400_response(self, msg: str) -> None:
+        if self.is_too_large:
+            sentence = f"a request's head must be at most {LARGEST_HEAD:,} bytes."
+            self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, sentence)
+        else:
+            self.refuse(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1.")
+
+    def refuse(self, status: HTTPStatus, sentence: str) -> None:
+        """Answer what is no whole request, if no answer has begun, and close the connection."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            content = to_json({"detail": sentence})
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + content)
+        self.transport.close()
+
+    def check(self, now: float) -> None:
+        """Close the connection if its client takes too long."""
+        limit = now - self.config.limits.request_timeout
+        if not self.transport.get_write_buffer_size():
+            self.unread_since = None
+        elif self.unread_since is None:
+            self.unread_since = now
+        elif self.unread_since < limit:
+            self.transport.abort()
+            return
+        is_answering = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        # While the application does not read, the client is not to blame.
+        if self.since is not None and self.since < limit and not is_answering and not self.flow.read_paused:
+            if self.received or self.is_in_head:
+                sentence = f"the request did not come within {self.config.limits.request_timeout:g} s."
+                self.refuse(HTTPStatus.REQUEST_TIMEOUT, sentence)
+            else:
+                self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """A server that ends within the grace time of its configuration, whatever its clients do. Another object handles
+    signals.
+
+    ready: called when requests are answered.
+    """
+
+    config: Config
+    should_exit: bool
+
+    def __init__(self, config: Config, ready: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self.ready = ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # each second
+            now = asyncio.get_running_loop().time()
+            connections: Any = list(self.server_state.connections)
+            for connection in connections:
+                connection.check(now)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Handlers end with their connections; one that hangs is cancelled.
+        self.config.timeout_graceful_shutdown = math.ceil(self.config.grace) + PATIENCE
+        asyncio.get_running_loop().call_later(self.config.grace, self.close_connections)
+        await super().shutdown(sockets)
+
+    def close_connections(self) -> None:
+        """Close all connections, whatever their clients do."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
