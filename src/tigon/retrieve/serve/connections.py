@@ -58,8 +58,19 @@ class Protocol(HttpToolsProtocol):
         self.unread_since: float | None = None
         self.is_in_head = self.is_too_large = False
         self.received = 0  # bytes of the head, and of what came with it
+        self.answering: Any = None
         if len(self.connections) > self.config.most:
             self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {self.config.most:,} connections already.")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        # uvicorn tells the last of several pipelined requests alone, and the one that is answered would write on.
+        if self.answering is not None:
+            self.answering.disconnected = True
+        super().connection_lost(error)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
