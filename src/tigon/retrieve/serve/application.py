@@ -278,7 +278,7 @@ class Application:
             return whole
         parts, size = [message["body"]], len(message["body"])
         self._body_bytes += size
-        is_whole = False
+        counted = size
         try:
             while message.get("more_body", False):
                 message = await receive()
@@ -286,18 +286,21 @@ class Application:
                     raise Gone
                 parts.append(message["body"])
                 size += len(message["body"])
+                counted += len(message["body"])
                 self._body_bytes += len(message["body"])
                 if size > self.limits.body or self._body_bytes > BODIES * self.limits.body:
+                    parts.clear()
+                    self._body_bytes -= counted
+                    counted = 0
                     if message.get("more_body", False):
-                        parts.clear()
                         await self._discard({"headers": ()}, receive, size)
                     if size > self.limits.body:
                         raise self._too_large(size)
                     raise Wrong(503, "the server reads as many large requests as it can.", AGAIN + CLOSE)
-            is_whole = size > messages.SMALL
+            if size > messages.SMALL:
+                counted = 0  # until the request is answered
         finally:
-            if not is_whole:
-                self._body_bytes -= size
+            self._body_bytes -= counted
         return b"".join(parts)
 
     async def read(self, kind: type[messages.B], content: bytes, binary: bool) -> tuple[messages.B, dict[str, Array]]:
@@ -378,7 +381,8 @@ class Application:
         """
         dim = self.about.dim
         try:
-            matrix: Array = np.asarray(vectors, dtype=None if isinstance(vectors, np.ndarray) else np.float32)
+            with np.errstate(over="ignore"):
+                matrix: Array = np.asarray(vectors, dtype=None if isinstance(vectors, np.ndarray) else np.float32)
         except ValueError:
             matrix = np.empty(0, np.float32)
         if matrix.ndim == 0:
@@ -392,7 +396,12 @@ class Application:
             raise Wrong(422, f"vectors must have {dim} numbers each, the index's dim.")
         if matrix.dtype.kind != "f":
             raise Wrong(422, f"vectors must be floats, got {matrix.dtype}.")
-        return matrix.astype(np.float32) if matrix.dtype == np.float64 else matrix
+        return _narrow(matrix) if matrix.dtype == np.float64 else matrix
+
+
+def _narrow(matrix: Array) -> Array:
+    with np.errstate(over="ignore"):  # infinity is refused later
+        return matrix.astype(np.float32)
 
 
 def _exactly(query: Array, half: bool) -> Array:
