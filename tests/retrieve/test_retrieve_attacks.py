@@ -4,11 +4,14 @@ the index is as it was."""
 import contextlib
 import http.client
 import json
+import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -81,11 +84,15 @@ class Running:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def ask(self, content):
-        """All that the server sends to these bytes until it closes the connection."""
-        with self.connect() as client:
-            with contextlib.suppress(OSError):  # refused before all was sent
-                client.sendall(content)
-            return read_all(client)
+        return ask(("127.0.0.1", self.port), content)
+
+
+def ask(address, content):
+    """All that a server sends to these bytes until it closes the connection."""
+    with socket.create_connection(address, timeout=20) as client:
+        with contextlib.suppress(OSError):  # refused before all was sent
+            client.sendall(content)
+        return read_all(client)
 
 
 def read_all(client):
@@ -167,7 +174,7 @@ HEADS = {
     "a head at the limit": (GET + b"Connection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n", 200),
     "no HTTP": (b"\x00\xff\x01garbage\r\n\r\n", 400),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 500, 400),
-    "HTTP/0.9": (b"GET /health\r\n\r\n", 403),
+    "HTTP/0.9": (b"GET /health\r\n\r\n", {200, 403}),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "HTTP/1.0": (b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n", 200),
     "HTTP/9.9": (b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n", 400),
@@ -231,8 +238,13 @@ def test_pipelined_requests_are_answered_in_their_order(server):
 
 
 def test_upgrades_are_not_made(server):
-    websocket = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-    for content in (GET + websocket, GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: a\r\n\r\n"):
+    websocket = (
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    for content in (
+        GET + websocket,
+        GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: a\r\n\r\n",
+    ):
         with server.connect() as client:
             client.sendall(content)
             assert client.recv(1000).startswith(WRITTEN)
@@ -480,6 +492,36 @@ def test_bodies_that_are_none(server, case):
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["detail"]
 
 
+def test_workers_answer_likewise(tmp_path):
+    make_index().save(tmp_path / "index")
+    server = Process(tmp_path / "index", "--workers", "2", "--request-timeout", "2")
+    address = server.client.base_url.host, server.client.base_url.port
+    try:
+        for case, (path, body) in BODIES.items():
+            kind = BINARY if case.startswith("tensors") else JSON
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = ask(address, request(path, content, kind, x_api_key="k"))
+            assert status(answer) in ({200, 422} if case in UNCLEAR else {413, 422}), (case, answer[:300])
+        for case, (path, make) in SLOW.items():
+            if path == "/upsert" or "filter" in case:
+                kind = BINARY if case.startswith("tensors") else JSON
+                answer = ask(address, request(path, make(), kind, x_api_key="k"))
+                assert status(answer) in (200, 413, 422), (case, answer[:300])
+        for case, (content, expected) in HEADS.items():
+            answer = ask(address, content)
+            expected = expected if isinstance(expected, set) else {expected}
+            assert status(answer) in expected | {401}, (case, answer[:300])
+        found = server.client.post("/search", json={"vectors": [VECTOR], "k": 5}).json()
+        assert sorted(found["ids"][0]) == ["a", "b", "c"]
+        assert server.client.post("/snapshot").status_code == 200
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.process.stderr.read()
+    finally:
+        server.end()
+    assert len(Index.load(tmp_path / "index")) == 3
+
+
 # ----------------------------------------------------------------------------------------------------------------- time
 
 
@@ -722,3 +764,21 @@ def test_sigterm_ends_a_server_whatever_its_clients_do(workers, tmp_path):
             client.close()
     finally:
         server.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are found in /proc")
+def test_a_worker_that_hangs_is_killed(tmp_path):
+    made().save(tmp_path / "index")
+    server = Process(tmp_path / "index", "--workers", "2", "--grace", "0")
+    pid = server.process.pid
+    workers = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        os.kill(workers[0], signal.SIGSTOP)
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    finally:
+        server.end()
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)

@@ -395,6 +395,43 @@ def test_keys_and_bodies():
     served(test, key="secret", limits=Limits(body=1000))
 
 
+def test_no_answer_names_a_file_of_the_server(tmp_path, monkeypatch, capsys):
+    index = made()
+    index.save(tmp_path / "index")
+    index = Index.open(tmp_path / "index")
+
+    def full(*arguments, **options):
+        raise OSError(28, f"Index: the journal {tmp_path}/index/snapshot-000001/journal took no record")
+
+    def damaged(*arguments, **options):
+        raise ValueError(f"Index.save: {tmp_path}/index is damaged")
+
+    async def test(client, service):
+        for name, path, error, status in [
+            ("delete", "/delete", full, 507), ("save", "/snapshot", full, 507), ("save", "/snapshot", damaged, 422),
+        ]:  # fmt: skip
+            monkeypatch.setattr(index, name, error)
+            answer = await client.post(path, json={"ids": [1]})
+            assert answer.status_code == status
+            assert str(tmp_path) not in answer.text
+        assert "damaged" in answer.text
+        assert str(tmp_path) in capsys.readouterr().err
+
+    served(test, index, path=tmp_path / "index")
+
+
+def test_the_page_of_documentation_loads_nothing():
+    async def test(client, service):
+        page = await client.get("/docs")
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "src=" not in page.text
+        assert "http" not in page.text
+        for text in ("POST /search", "POST /upsert", "GET /health", "a filter, such as country == &#x27;us&#x27;"):
+            assert text in page.text
+
+    served(test)
+
+
 def test_metrics_and_documentation():
     async def test(client, service):
         for k in (1, 2):
@@ -611,6 +648,13 @@ def test_options_that_are_wrong(tmp_path, monkeypatch):
         ({"index": tmp_path / "none"}, "there is no index"),
         ({"index": tmp_path}, "retrieve serve: "),
         ({"host": "192.0.2.1"}, "192.0.2.1:0 cannot be listened at"),
+        ({"host": ""}, "--host must be an address"),
+        ({"host": "a" * 300}, "cannot be listened at"),
+        ({"wait": float("inf")}, "--wait must be below 1,000,000, got inf"),
+        ({"wait": float("nan")}, "--wait must be below 1,000,000, got nan"),
+        ({"grace": float("inf")}, "--grace must be below 1,000,000, got inf"),
+        ({"shutdown_delay": float("nan")}, "--shutdown-delay must be below 1,000,000, got nan"),
+        ({"request_timeout": float("inf")}, "--request-timeout must be below 1,000,000, got inf"),
     ]:
         with pytest.raises(Problem, match=sentence):
             serve(**{"index": tmp_path / "index", **OPTIONS, **change})

@@ -63,7 +63,7 @@ class Number(Grid):
         given = {"low": low, "high": high, "step": step}
         for name, value in given.items():
             if value is not None and (
-                isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+                isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e308 <= value <= 1e308
             ):
                 raise ValueError(f"Number: {name} must be a finite number, got {value!r}.")
         if bits is not None and (not isinstance(bits, int) or not 8 <= bits <= 32):
@@ -83,6 +83,8 @@ class Number(Grid):
                 step = (high - low) / (2 ** (bits or 32) - 2)
             if step <= 0:
                 raise ValueError(f"Number: step must be above 0, got {step!r}.")
+            if not (high - low) / step < 2**63:
+                raise ValueError(f"Number: values from {low!r} to {high!r} by {step!r} need more than 32 bits.")
             self.points = math.floor((high - low) / step + 1e-6) + 1
             self.bits = bits or self.points.bit_length()
             if self.points >= 2**self.bits or self.bits > 32:
@@ -162,10 +164,10 @@ class Number(Grid):
         """A bound as a float32, and whether comparing with that float32 is comparing with the bound."""
         self._check(value)
         with np.errstate(over="ignore"):
-            # Beyond float64, too, numpy raises for an integer, where it gives infinity for a float.
-            bound = np.float32(value if abs(value) < 2**1000 else math.copysign(math.inf, value > 0 or -1))
+            # For an integer beyond float64 numpy raises, where it gives infinity for a float.
+            bound = np.float32(value if abs(value) < 2**1000 else (math.inf if value > 0 else -math.inf))
         if isinstance(value, int) and (np.isinf(bound) or int(bound) != value):
-            if bound > value:
+            if float(bound) > value:
                 bound = np.nextafter(bound, np.float32(-np.inf))
             return bound, False
         if np.isinf(bound) and not math.isinf(value):  # beyond float32: between its largest number and infinity

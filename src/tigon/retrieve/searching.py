@@ -185,11 +185,16 @@ def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:
     if not isinstance(where, (str, Expression)):
         got = type(where).__name__
         raise ValueError(f"Index.search: where must be an expression of col(…) or its text, got {got}.")
-    kept, key = index.filters, (str(where), strict, index.schema.version)
-    with index.turns.compiling:
-        found = kept.get(key)
+    kept = index.filters
+    try:
+        key = str(where), strict, index.schema.version
+        with index.turns.compiling:
+            found = kept.get(key)
+        if found is None:
+            clauses = clauses_of(parse(where) if isinstance(where, str) else where, index.schema, strict)
+    except RecursionError:
+        raise ValueError("where: the expression nests too deeply: combine fewer parts.") from None
     if found is None:
-        clauses = clauses_of(parse(where) if isinstance(where, str) else where, index.schema, strict)
         row = row_filter(clauses, index.schema)
         found = Compiled(clauses, row, _bytes_of(clauses, row) + len(key[0]))
         with index.turns.compiling:

@@ -125,7 +125,7 @@ def serve(
 
     try:
         run(service, host, port, shutdown_delay, said, workers, grace)
-    except (OSError, UnicodeError, ValueError) as error:
+    except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise Problem(f"{NAME}: {host}:{port} cannot be listened at: {reason}") from error
     except Broken as error:
