@@ -318,7 +318,10 @@ class Application:
 
     async def search(self, content: bytes, binary: bool, receive: Any = None) -> Reply:
         """Answer the body of a search. receive: of ASGI, if it can tell that the client went away."""
-        body, tensors = await self.read(messages.SearchBody, content, binary)
+        if len(content) <= messages.SMALL:
+            body, tensors = messages.read(messages.SearchBody, content, binary, self.about.dim)
+        else:
+            body, tensors = await self.read(messages.SearchBody, content, binary)
         query = tensors.get("vectors", body.vectors)
         features = body.features is not None or any(name.startswith("features") for name in tensors)
         if (query is not None) + (body.texts is not None) + features != 1:
@@ -344,7 +347,7 @@ class Application:
         wheres = body.where if isinstance(body.where, list) else [body.where] * count
         if len(wheres) != count:
             raise Wrong(422, f"where must have a filter for each of {count} queries, got {len(wheres)}.")
-        if body.where is not None:
+        if isinstance(body.where, list) or (body.where is not None and len(body.where) > LONG_FILTER):
             await self._check_filters(wheres, body.strict)
         asked = self.ask(_exactly(query, self.about.half), ks, wheres, body.strict)
         found = await (self._while_there(asked, receive) if receive is not None and self.is_crowded() else asked)
@@ -381,8 +384,7 @@ class Application:
         """
         dim = self.about.dim
         try:
-            with np.errstate(over="ignore"):
-                matrix: Array = np.asarray(vectors, dtype=None if isinstance(vectors, np.ndarray) else np.float32)
+            matrix: Array = vectors if isinstance(vectors, np.ndarray) else np.asarray(vectors, dtype=np.float32)
         except ValueError:
             matrix = np.empty(0, np.float32)
         if matrix.ndim == 0:
@@ -396,12 +398,7 @@ class Application:
             raise Wrong(422, f"vectors must have {dim} numbers each, the index's dim.")
         if matrix.dtype.kind != "f":
             raise Wrong(422, f"vectors must be floats, got {matrix.dtype}.")
-        return _narrow(matrix) if matrix.dtype == np.float64 else matrix
-
-
-def _narrow(matrix: Array) -> Array:
-    with np.errstate(over="ignore"):  # infinity is refused later
-        return matrix.astype(np.float32)
+        return matrix.astype(np.float32) if matrix.dtype == np.float64 else matrix
 
 
 def _exactly(query: Array, half: bool) -> Array:

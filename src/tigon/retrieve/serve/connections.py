@@ -53,12 +53,12 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # When the request began of which something is still to come, and when answers began to wait for the client.
-        self.since: float | None = self.loop.time()
-        self.unread_since: float | None = None
-        self.is_in_head = self.is_too_large = False
-        self.received = 0  # bytes of the head, and of what came with it
         self.answering: Any = None
+        self.received = 0  # bytes since the last head was whole
+        # The request that was not whole when it was last looked at, since when, and since when answers wait.
+        self.seen: Any = None
+        self.since = self.loop.time()
+        self.unread_since: float | None = None
         if len(self.connections) > self.config.most:
             self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {self.config.most:,} connections already.")
 
@@ -70,41 +70,43 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.answering = cycle
-        super()._start_asgi_task(cycle, app)
+        HttpToolsProtocol._start_asgi_task(self, cycle, app)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        self.received = len(data) + (self.received if self.is_in_head else 0)
-        super().data_received(data)
-        if self.is_in_head and self.received > LARGEST_HEAD:
-            self.is_too_large = True
-            self.send_400_response("")
-        elif self.since is None and (self.cycle is None or self.cycle.response_complete):
-            self.since = self.loop.time()  # no request as yet, such as an empty line
+        self.received += len(data)
+        HttpToolsProtocol.data_received(self, data)
+        if not self.is_in_head():
+            if self.received > LARGEST_HEAD and self.is_head_large():
+                self.refuse_head()
+            self.received = 0
+        elif self.received > LARGEST_HEAD:
+            self.refuse_head()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.since = self.loop.time()
-        self.is_in_head = True
+    def is_in_head(self) -> bool:
+        """Whether a request has begun whose head is not whole."""
+        return self.scope is not None and (self.cycle is None or self.cycle.scope is not self.scope)
 
-    def on_headers_complete(self) -> None:
-        self.is_in_head = False
-        if self.received > LARGEST_HEAD:
-            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if self.is_too_large or size > LARGEST_HEAD:
-                self.is_too_large = True
-                raise ValueError("the head is too large")  # which ends the parser; send_400_response follows
-        super().on_headers_complete()
+    def is_head_large(self) -> bool:
+        return self.scope is not None and LARGEST_HEAD < len(self.url) + sum(
+            len(name) + len(value) for name, value in self.headers
+        )
 
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self.since = None
+    def is_waiting(self) -> bool:
+        """Whether something of a request is still to come that was begun, or should have been."""
+        cycle = self.cycle
+        if cycle is None or self.is_in_head():
+            return True
+        if cycle.response_complete:  # otherwise uvicorn's own timer waits for the next request
+            return self.timeout_keep_alive_task is None
+        return bool(cycle.more_body)
+
+    def refuse_head(self) -> None:
+        sentence = f"a request's head must be at most {LARGEST_HEAD:,} bytes."
+        self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, sentence)
 
     def send_400_response(self, msg: str) -> None:
-        if self.is_too_large:
-            sentence = f"a request's head must be at most {LARGEST_HEAD:,} bytes."
-            self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, sentence)
+        if self.received > LARGEST_HEAD and self.is_head_large():  # uvicorn cannot read such a path
+            self.refuse_head()
         else:
             self.refuse(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1.")
 
@@ -132,13 +134,17 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if self.seen is not self.scope:
+            self.seen, self.since = self.scope, now
         # While the application does not read, the client is not to blame.
-        if self.since is not None and self.since < limit and not is_answering and not self.flow.read_paused:
-            if self.received or self.is_in_head:
+        if not self.is_waiting() or self.flow.read_paused:
+            self.since = now
+        elif self.since < limit:
+            if self.scope is None:  # it has sent nothing
+                self.transport.close()
+            else:
                 sentence = f"the request did not come within {self.config.limits.request_timeout:g} s."
                 self.refuse(HTTPStatus.REQUEST_TIMEOUT, sentence)
-            else:
-                self.transport.close()
 
 
 class Server(uvicorn.Server):
