@@ -15,6 +15,7 @@ from typing import Any
 PIECE = 1 << 16
 # Python objects of one text, beside the elements that a function takes: to free a million takes 25 ms.
 MOST_VALUES = 1 << 20
+LIST = 4  # values that a list or an object counts as: the garbage collector looks at each again
 MOST_DEPTH, MOST_MEMBERS = 8, 10_000
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NESTED = re.compile(r'[\[{"]')
@@ -77,6 +78,7 @@ class _Parser:
         first = self._next()
         if first not in ("[", "{"):
             return self._parse_scalar()
+        self._add(LIST)
         if depth > MOST_DEPTH:
             raise self._error(f"lists and objects nest {MOST_DEPTH} deep at most")
         if first == "{":
