@@ -1,3 +1,4 @@
+# ruff: noqa: C408, E501 - tables of cases, one a line
 """A server attacked through raw sockets: each request gets an answer that is none of 500, within time and memory, and
 the index is as it was."""
 
@@ -140,7 +141,7 @@ class MyError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def _the_index_is_as_it_was(request):  # noqa: F811
+def _the_index_is_as_it_was(request):
     """Three items, which are found, and a snapshot that can be written and read."""
     yield
     if "server" in request.fixturenames:
@@ -343,7 +344,7 @@ def test_with_a_key_any_host_may_ask():
 
 
 def item(ids=("x",), **columns):
-    table = dict.fromkeys(("part", "kind", "price", "posted", "tags", "large"), [None]) | columns
+    table = {name: [None] for name in ("part", "kind", "price", "posted", "tags", "large")} | columns
     return {"ids": list(ids), "vectors": [VECTOR], "table": table}
 
 

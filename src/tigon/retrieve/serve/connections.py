@@ -87,8 +87,9 @@ class Protocol(HttpToolsProtocol):
         return self.scope is not None and (self.cycle is None or self.cycle.scope is not self.scope)
 
     def is_head_large(self) -> bool:
-        return self.scope is not None and LARGEST_HEAD < len(self.url) + sum(
-            len(name) + len(value) for name, value in self.headers
+        return (
+            self.scope is not None
+            and len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > LARGEST_HEAD
         )
 
     def is_waiting(self) -> bool:
@@ -133,7 +134,6 @@ class Protocol(HttpToolsProtocol):
         elif self.unread_since < limit:
             self.transport.abort()
             return
-        is_answering = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         if self.seen is not self.scope:
             self.seen, self.since = self.scope, now
         # While the application does not read, the client is not to blame.
