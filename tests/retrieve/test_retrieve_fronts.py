@@ -19,7 +19,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from serving import BINARY, ITEMS, KEY, SRC, D, Held, Process, X, ask, binary, check_answer, made, many_calls, until
 
-from tigon.retrieve import Index
+from tigon.retrieve import Index, searching
 from tigon.retrieve.serve import application, engine, frames, front, running
 from tigon.retrieve.serve.app import Limits, Service
 from tigon.retrieve.serve.application import Reply
@@ -69,7 +69,7 @@ def fronted(test, index=None, fronts=1, **options):
 
     async def run():
         loop = asyncio.get_running_loop()
-        behind = engine.Fronts(service, [None] * fronts, 0.0)
+        behind = engine.Fronts(service, [None] * fronts, 0.0, 10.0)
         async with contextlib.AsyncExitStack() as stack:
             clients, ends = [], []
             for place in range(fronts):
@@ -254,6 +254,7 @@ def test_what_a_front_knows_of_the_operator_is_so():
     from tigon.ops.filtered_topk import MOST
 
     assert application.MOST_K == MOST
+    assert searching.KEPT >= application.MOST_FILTERS
 
 
 def test_a_front_has_no_torch():
@@ -272,7 +273,7 @@ def children(pid):
 def test_a_server_with_fronts_from_its_start_to_its_end(tmp_path):
     made().save(tmp_path / "index")
     # A search waits for 1.5 s where others are expected: the last had four queries.
-    server = Process(tmp_path / "index", "--workers", "2", "--grace", "0.5", "--wait", "1500")
+    server = Process(tmp_path / "index", "--workers", "2", "--shutdown-delay", "0.5", "--wait", "1500")
     try:
         url = str(server.client.base_url)
         clients = [httpx.Client(base_url=url, headers={"x-api-key": "k"}, timeout=60) for _ in range(8)]
@@ -339,7 +340,7 @@ def test_a_front_ends_with_the_process_of_the_index():
         )  # fmt: skip
         there.close()
         service = Service(made())
-        here.sendall(engine.Fronts(service, [bound], 0.0)._hello())
+        here.sendall(engine.Fronts(service, [bound], 0.0, 10.0)._hello())
         service.close()
         kind, _, _ = frames.HEAD.unpack(here.recv(frames.HEAD.size))
         assert kind == frames.READY

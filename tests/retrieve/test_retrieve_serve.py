@@ -93,7 +93,7 @@ def test_requests_that_come_together_are_one_search(monkeypatch):
         ("/search", {"texts": ["a"]}, 422, "this server has none"),
         ("/search", {"features": [1]}, 422, "this server has none"),
         ("/search", {"vectors": X, "kk": 3}, 422, "kk is no field of this request."),
-        ("/search", {"vectors": [["1"] * D]}, 422, "vectors.0.0: input should be a valid number, and 15 more."),
+        ("/search", {"vectors": [["1"] * D]}, 422, "vectors.0.0: input should be a valid number."),
         ("/search", b'{"vectors": [[NaN]]}', 422, "vectors.0.0: input should be a finite number"),
         ("/search", {"vectors": [[1.0] * 3]}, 422, "vectors must have 16 numbers each, the index's dim, got (1, 3)"),
         ("/search", {"vectors": [[1.0] * D, [1.0]]}, 422, "vectors must have 16 numbers each"),
@@ -129,7 +129,7 @@ def test_what_is_wrong_is_said_and_changes_nothing(path, body, status, sentence)
 
     async def test(client, service):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = await client.post(path, content=content)
+        answer = await client.post(path, content=content, headers={"content-type": "application/json"})
         assert (answer.status_code, sentence in answer.json()["detail"]) == (status, True), answer.text
         assert (await client.post("/search", json={"vectors": X, "k": 3})).status_code == 200
         assert len(index) == ITEMS
@@ -151,7 +151,7 @@ def test_bodies_of_tensors_that_are_none():
         (tensors.save({"queries": np.ones((1, D), np.float32)}), "must be named vectors or features"),
         (binary(nan), "NaN or infinity in query 1"),
         (binary(np.ones((1, D), np.float32), vectors=[[1.0]]), "got both"),
-        (tensors.save({"vectors": np.ones((1, D), np.float32)}, metadata={"request": "3"}), "must be a JSON object"),
+        (tensors.save({"vectors": np.ones((1, D), np.float32)}, metadata={"request": "3"}), "must hold an object"),
     ]
 
     async def test(client, service):
@@ -395,6 +395,43 @@ def test_keys_and_bodies():
     served(test, key="secret", limits=Limits(body=1000))
 
 
+def test_no_answer_names_a_file_of_the_server(tmp_path, monkeypatch, capsys):
+    index = made()
+    index.save(tmp_path / "index")
+    index = Index.open(tmp_path / "index")
+
+    def full(*arguments, **options):
+        raise OSError(28, f"Index: the journal {tmp_path}/index/snapshot-000001/journal took no record")
+
+    def damaged(*arguments, **options):
+        raise ValueError(f"Index.save: {tmp_path}/index is damaged")
+
+    async def test(client, service):
+        for name, path, error, status in [
+            ("delete", "/delete", full, 507), ("save", "/snapshot", full, 507), ("save", "/snapshot", damaged, 422),
+        ]:  # fmt: skip
+            monkeypatch.setattr(index, name, error)
+            answer = await client.post(path, json={"ids": [1]})
+            assert answer.status_code == status
+            assert str(tmp_path) not in answer.text
+        assert "damaged" in answer.text
+        assert str(tmp_path) in capsys.readouterr().err
+
+    served(test, index, path=tmp_path / "index")
+
+
+def test_the_page_of_documentation_loads_nothing():
+    async def test(client, service):
+        page = await client.get("/docs")
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
+        assert "src=" not in page.text
+        assert "http" not in page.text
+        for text in ("POST /search", "POST /upsert", "GET /health", "a filter, such as country == &#x27;us&#x27;"):
+            assert text in page.text
+
+    served(test)
+
+
 def test_metrics_and_documentation():
     async def test(client, service):
         for k in (1, 2):
@@ -484,7 +521,7 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path, started):
 def test_sigterm_answers_what_is_in_flight(tmp_path, started):
     made().save(tmp_path / "index")
     # A search waits for 1.5 s: the last had four queries.
-    server = started(tmp_path / "index", "--wait", "1500", "--grace", "0.5")
+    server = started(tmp_path / "index", "--wait", "1500", "--shutdown-delay", "0.5")
     search = {"vectors": X, "k": 3}
     assert server.client.post("/search", json={"vectors": X * 4}).status_code == 200
     answers = []
@@ -531,7 +568,8 @@ def test_without_the_extra_the_command_names_it(monkeypatch):
 
 OPTIONS = {
     "host": "127.0.0.1", "port": 0, "api_key": None, "encoder": None, "journal": True, "max_body": 1000, "max_batch": 4,
-    "max_queue": 8, "wait": 1.0, "grace": 0.0, "workers": 0, "warmup": "10", "device": "cpu",
+    "max_queue": 8, "wait": 1.0, "max_connections": 100, "request_timeout": 60.0, "allowed_hosts": "",
+    "shutdown_delay": 0.0, "grace": 10.0, "workers": 0, "warmup": "10", "device": "cpu",
 }  # fmt: skip
 
 
@@ -565,7 +603,7 @@ def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monke
     monkeypatch.delenv("TIGON_API_KEY", raising=False)
 
     async def asked(service, body):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(service), base_url="http://tigon") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service), base_url="http://localhost") as client:
             return await client.post("/search", json=body), await client.post("/snapshot")
 
     features = [[1.0, 0.5, -0.5], [0.0, 1.0, 2.0]]
@@ -610,6 +648,13 @@ def test_options_that_are_wrong(tmp_path, monkeypatch):
         ({"index": tmp_path / "none"}, "there is no index"),
         ({"index": tmp_path}, "retrieve serve: "),
         ({"host": "192.0.2.1"}, "192.0.2.1:0 cannot be listened at"),
+        ({"host": ""}, "--host must be an address"),
+        ({"host": "a" * 300}, "cannot be listened at"),
+        ({"wait": float("inf")}, "--wait must be below 1,000,000, got inf"),
+        ({"wait": float("nan")}, "--wait must be below 1,000,000, got nan"),
+        ({"grace": float("inf")}, "--grace must be below 1,000,000, got inf"),
+        ({"shutdown_delay": float("nan")}, "--shutdown-delay must be below 1,000,000, got nan"),
+        ({"request_timeout": float("inf")}, "--request-timeout must be below 1,000,000, got inf"),
     ]:
         with pytest.raises(Problem, match=sentence):
             serve(**{"index": tmp_path / "index", **OPTIONS, **change})

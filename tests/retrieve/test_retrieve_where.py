@@ -1,5 +1,11 @@
 """Expressions: their meaning against plain Python, as Python and as text, and what they refuse."""
 
+import contextlib
+import gc
+import operator
+import time
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tables_made import as_expression, as_text, expressions, tables, truth
 
-from tigon.retrieve import Category, Expression, Number, Schema, Tags, Timestamp, col, parse
+from tigon.retrieve import Category, Expression, Index, Number, Schema, Tags, Timestamp, col, parse, searching
 from tigon.retrieve.clauses import clauses_of, row_filter
+from tigon.retrieve.columns import common, is_within, joined
 from tigon.retrieve.counts import Counts
 
 SCHEMA = Schema(
@@ -248,3 +255,129 @@ def test_the_estimated_share_follows_the_counts():
     counts.add(encoded.words[:, :500], sign=-1)
     assert counts.items == n
     assert all((counts.bins[name] == bins).all() for name, bins in before.items())
+
+
+# ------------------------------------------------------------------------------------------------------ cost and memory
+
+
+def ranges(codes):
+    """Codes as ranges with gaps between them."""
+    found = []
+    for code in sorted(codes):
+        if found and code == found[-1][1] + 1:
+            found[-1] = (found[-1][0], code)
+        else:
+            found.append((code, code))
+    return tuple(found)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)))
+def test_ranges_are_merged_as_sets_are(one, other):
+    assert common(ranges(one), ranges(other)) == ranges(one & other)
+    assert joined(ranges(one), ranges(other)) == ranges(one | other)
+    assert is_within(ranges(one), ranges(other)) == (one <= other)
+
+
+def every_other(first, last):
+    return f"n in ({', '.join(map(str, range(first, last, 2)))})"
+
+
+def many(part, joiner=" or ", size=99_000):
+    parts = [part(i) for i in range(size // (len(part(9999)) + len(joiner)))]
+    return joiner.join(parts)
+
+
+COSTLY = {
+    "two lists": f"{every_other(0, 14_000)} and {every_other(1, 14_000)}",
+    "two lists, or another": f"({every_other(0, 12_000)} or c == 1) and ({every_other(1, 12_000)} or c == 1)",
+    "many or": many(lambda i: f"n == {2 * i}"),
+    "many and": many(lambda i: f"n != {2 * i}", " and "),
+    "many bands": many(lambda i: f"n between {9 * i} and {9 * i + 5}"),
+    "no tags": many(lambda i: "g is null"),
+    "tags": many(lambda i: f"g has_all ({i % 4000}, {i % 3999 + 1})"),
+    "products": " or ".join(f"({every_other(i, 3000 + i)} and c == {i})" for i in range(7)),
+    "a chain": "<".join(["n", "1"] * 20_000),
+    "wide and narrow": "n < 2000000 or " + every_other(3_000_001, 3_000_041),
+    "wide bands": " or ".join(f"n between {i} and {i + 2000}" for i in range(0, 4_000_000, 4000)),
+}
+
+
+@pytest.mark.parametrize("case", COSTLY)
+def test_a_filter_takes_seconds_at_most(case):
+    schema = Schema(n=Number(0, 4_000_000, step=1), c=Category(4_000_000), g=Tags(4032))
+    begun = time.thread_time()
+    found = None
+    with contextlib.suppress(ValueError):
+        found = row_filter(clauses_of(parse(COSTLY[case]), schema), schema)
+    literals = [literal for clause in found.clauses for literal in clause] if found else []
+    assert sum(len(literal.codes or ()) for literal in literals) <= 2**16
+    assert time.thread_time() - begun < 6
+
+
+def test_wide_and_narrow_ranges_are_exact():
+    schema = Schema(n=Number(0, 4_000_000, step=1))
+    values = [0, 1, 1_999_999, 2_000_000, 2_000_001, 3_000_000, 3_000_001, 3_000_002, 3_000_039, 3_000_041, None]
+    words = schema.encode({"n": values}).words
+    text = "n < 2000000 or " + every_other(3_000_001, 3_000_041)
+    listed = set(range(3_000_001, 3_000_041, 2))
+    expected = [value is not None and (value < 2_000_000 or value in listed) for value in values]
+    assert passing(parse(text), schema, words) == expected
+    inverse = [value is not None and not passes for value, passes in zip(values, expected, strict=True)]
+    assert passing(~parse(text), schema, words) == inverse
+
+
+def test_numbers_beyond_float64_are_compared():
+    values = [-np.inf, -1e38, 0.0, 1e38, np.inf, None]
+    schema = Schema(price=Number(), rank=Number(0, 10, step=5))
+    words = schema.encode({"price": values, "rank": [0, 5, 10, None, 0, 5]}).words
+    for digits in (39, 309, 400, 1200):
+        for bound in (10**digits, -(10**digits)):
+            for name, compare in (("<", operator.lt), ("<=", operator.le), (">", operator.gt), (">=", operator.ge)):
+                expected = [value is not None and compare(value, bound) for value in values]
+                assert passing(parse(f"price {name} {bound}"), schema, words) == expected, (name, digits)
+            assert passing(parse(f"rank < {bound}"), schema, words)[0] == (bound > 0)
+            assert not any(passing(parse(f"price == {bound}"), schema, words))
+
+
+def test_values_that_nothing_can_hold_get_a_sentence():
+    deep = col("price") == 1
+    for i in range(2000):
+        deep = (deep & (col("price") == i)) | (col("rank") == 5)
+    index = Index(4, 10, schema=SCHEMA)
+    index.upsert(["a"], torch.ones(1, 4), {name: [None] for name in SCHEMA.columns})
+    for where, sentence in [
+        (f"price <= 1{'0' * 5000}", "is no expression"),
+        (f"country == 0x{'f' * 2000}", "an integer has at most 4,096 bits"),
+        ("posted >= '0001-01-01T00:00+14:00'", "compares with times"),
+        ("posted <= '9999-12-31T23:59:59-14:00'", "compares with times"),
+        (deep, "nests too deeply"),
+        ("(" * 30_000 + "price == 1" + ")" * 30_000, "is no expression"),
+    ]:
+        with pytest.raises(ValueError, match=sentence) as raised:
+            index.search(torch.ones(1, 4), 1, where)
+        assert len(str(raised.value)) < 600
+    with pytest.raises(ValueError, match="must be a finite number"):
+        Number(0, 10**400)
+    with pytest.raises(ValueError, match="need more than 32 bits"):
+        Number(0, 1, step=1e-320)
+
+
+def test_filters_that_are_kept_take_little_memory(monkeypatch):
+    index = Index(4, 10, schema=Schema(n=Number(0, 4_000_000, step=1)))
+    index.upsert(["a"], torch.ones(1, 4), {"n": [1]})
+    monkeypatch.setattr(searching, "KEPT_BYTES", 4 << 20)
+    for i in range(12):
+        index.search(torch.ones(1, 4), 1, every_other(1_000_000 * i % 3_000_000 + i, 1_000_000 * i % 3_000_000 + 3000))
+    assert 1 < len(index.filters) < 12
+    assert sum(compiled.bytes for compiled in index.filters.values()) <= 4 << 20
+    assert all(isinstance(seen, int) for seen in index.kept._seen)
+    first = weakref.ref(next(iter(index.filters.values())).filter)
+    monkeypatch.setattr(searching, "KEPT_BYTES", 0)
+    gc.disable()  # a cycle would wait for the collector, which counts objects, not bytes
+    try:
+        index.search(torch.ones(1, 4), 1, "n == 1")
+        assert len(index.filters) == 1
+        assert first() is None
+    finally:
+        gc.enable()

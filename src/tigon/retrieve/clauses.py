@@ -8,18 +8,21 @@ intersected between clauses of that column alone, so that `3 <= price and price 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import NamedTuple
 
 from tigon.ops.filtered_topk.filters import Literal, RowFilter
-from tigon.retrieve.columns import Coded, Ranges, Tags, common, joined, without
+from tigon.retrieve.columns import Coded, Ranges, Tags, common, is_within, joined, without
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.where import All, Comparison, Either, Expression, Not
 
 MOST = 16
 # Clauses on the way, before those that others imply are dropped: each is compared with each.
 MOST_ON_THE_WAY = 128
-# A bitmap of codes is at most 512 KiB.
-MOST_CODES = 2**22
+# Ranges of codes that are compared or united on the way, clauses times ranges: so many take about a second.
+MOST_RANGES = 2**20
+# A bitmap of codes is at most 512 KiB, and its filter holds each code as a Python number.
+MOST_CODES, MOST_LISTED = 2**22, 2**16
 
 
 class TagTest(NamedTuple):
@@ -68,6 +71,18 @@ def _limit(clauses: int, expression: Expression, most: int) -> None:
         )
 
 
+def _limit_ranges(count: int) -> None:
+    if count > MOST_RANGES:
+        raise ValueError(
+            f"where: the values of the expression become {count:,} ranges that are compared, more than "
+            f"{MOST_RANGES:,}: list fewer values, or search twice."
+        )
+
+
+def _count_ranges(clauses: Clauses) -> int:
+    return sum(len(ranges) for clause in clauses for _, ranges in clause.codes)
+
+
 def _culprit(expression: Expression) -> Expression:
     """The part of an expression that makes most clauses."""
     part = expression
@@ -100,12 +115,17 @@ def _clauses(expression: Expression, schema: Schema, strict: bool, positive: boo
     if isinstance(expression, All) == positive:
         both = [clause for part in parts for clause in part]
         _limit(len(both), expression, MOST_ON_THE_WAY)
+        _limit_ranges(len(both) * _count_ranges(both))
         return simplified(both)
-    found = parts[0]
-    for part in parts[1:]:
+    # Parts of one clause are united at once: one after the other, each would sort again what the others listed.
+    found = NEVER
+    united = either(*(part[0] for part in parts if len(part) == 1))
+    for part in ([] if united is None else [united], *(part for part in parts if len(part) != 1)):
         _limit(len(found) * len(part), expression, MOST_ON_THE_WAY)
-        united = (either(one, other) for one in found for other in part)
-        found = simplified(c for c in united if c is not None and not _always(c, schema))
+        unions = [either(one, other) for one, other in product(found, part)]
+        found = [clause for clause in unions if clause is not None and not _always(clause, schema)]
+        _limit_ranges(len(found) * _count_ranges(found))
+        found = simplified(found)
     return found
 
 
@@ -148,15 +168,14 @@ def _of_tags(
     given = expression.value if isinstance(expression.value, tuple) else (expression.value,)
     places = schema.places[column.name]
     numbers = [] if operation == "null" else [column.number(value, strict) for value in given]
-    known = {number for number in numbers if number is not None}
+    known = 0
+    for number in numbers:
+        known |= 0 if number is None else 1 << number
     if operation == "null":  # none of all bits
-        operation, known, positive = "has_any", set(range(column.bits)), not positive
+        operation, known, positive = "has_any", (1 << column.bits) - 1, not positive
     if operation == "has_all" and None in numbers:
         return NEVER if positive else []
-    masks = [
-        (i, sum(1 << (n - place.start) for n in known if place.start <= n < place.start + place.bits))
-        for i, place in enumerate(places)
-    ]
+    masks = [(i, known >> place.start & (1 << place.bits) - 1) for i, place in enumerate(places)]
     test = "any" if operation == "has_any" else "all"
     tests = [TagTest(column.name, i, bits, test, not positive) for i, bits in masks if bits]
     if (test == "any") == positive:
@@ -167,14 +186,16 @@ def _of_tags(
 # ------------------------------------------------------------------------------------------------------------ algebra
 
 
-def either(one: Clause, other: Clause) -> Clause | None:
-    """A clause that holds where one of two does; None if it always does."""
-    codes = dict(one.codes)
-    for name, ranges in other.codes:
-        codes[name] = joined(codes.get(name, ()), ranges)
+def either(*clauses: Clause) -> Clause | None:
+    """A clause that holds where one of the clauses does; None if it always does."""
+    listed: dict[str, list[Ranges]] = {}
+    for clause in clauses:
+        for name, ranges in clause.codes:
+            listed.setdefault(name, []).append(ranges)
+    codes = {name: joined(*many) for name, many in listed.items()}
     tags: dict[tuple[str, int, bool], int] = {}
     kept: set[TagTest] = set()
-    for tag in map(_any_of_one, (*one.tags, *other.tags)):
+    for tag in map(_any_of_one, (tag for clause in clauses for tag in clause.tags)):
         # Any of these or any of those; not all of these or not all of those.
         if (tag.test == "any") != tag.negated:
             key = (tag.column, tag.place, tag.negated)
@@ -238,7 +259,7 @@ def _all_of_one(tag: TagTest) -> TagTest | None:
 def implies(one: Clause, other: Clause) -> bool:
     """Whether the other clause holds wherever this one does, as far as its parts show."""
     wider = dict(other.codes)
-    return all(name in wider and common(ranges, wider[name]) == ranges for name, ranges in one.codes) and all(
+    return all(name in wider and is_within(ranges, wider[name]) for name, ranges in one.codes) and all(
         any(_tag_implies(tag, t) for t in other.tags) for tag in one.tags
     )
 
@@ -273,7 +294,8 @@ def _literals(clause: Clause, schema: Schema) -> list[Literal]:
     for name, ranges in sorted(clause.codes, key=lambda pair: -len(columns[pair[0]])):
         if len(tests) + sum(map(len, columns.values())) <= MOST:
             break
-        columns[name] = _bitmap(schema, name, ranges) or columns[name]
+        room = MOST - len(tests) - sum(len(columns[other]) for other in columns if other != name)
+        columns[name] = _bitmap(schema, name, ranges, room) or columns[name]
     found = [*tests, *(literal for literals in columns.values() for literal in literals)]
     if len(found) > MOST:
         most = max(columns, key=lambda name: len(columns[name]), default="")
@@ -295,12 +317,25 @@ def _ranges(schema: Schema, name: str, ranges: Ranges) -> list[Literal]:
     ]
 
 
-def _bitmap(schema: Schema, name: str, ranges: Ranges) -> list[Literal]:
-    """The codes of the ranges, or those outside of them, as one test; no test if there are too many codes."""
-    place = schema.places[name][0]
+def _bitmap(schema: Schema, name: str, ranges: Ranges, room: int) -> list[Literal]:
+    """The codes of the ranges, or those outside of the ranges, as one test, beside which the widest ranges stay tests
+    where the codes would be too many; no test if they are too many even then.
+
+    room: for so many tests.
+    """
     outside = without(ranges, schema[name].top, first=0)
-    for codes, turned in ((ranges, False), (outside, True)):
-        if codes and codes[-1][1] < MOST_CODES:
-            listed = [code for low, high in codes for code in range(low, high + 1)]
-            return [Literal(place.word, place.mask, "codes", negated=turned, codes=listed)]
-    return []
+    if literal := _codes(schema, name, ranges) or _codes(schema, name, outside, negated=True):
+        return [literal]
+    by_width = sorted(ranges, key=lambda pair: pair[0] - pair[1])
+    wide, rest = by_width[: max(room - 1, 0)], by_width[max(room - 1, 0) :]
+    literal = _codes(schema, name, joined(tuple(rest)))
+    return [] if literal is None else [*_ranges(schema, name, joined(tuple(wide))), literal]
+
+
+def _codes(schema: Schema, name: str, ranges: Ranges, negated: bool = False) -> Literal | None:
+    """One test for the codes of the ranges; None if they are none or too many."""
+    if not ranges or ranges[-1][1] >= MOST_CODES or sum(high - low + 1 for low, high in ranges) > MOST_LISTED:
+        return None
+    place = schema.places[name][0]
+    codes = [code for low, high in ranges for code in range(low, high + 1)]
+    return Literal(place.word, place.mask, "codes", negated=negated, codes=codes)

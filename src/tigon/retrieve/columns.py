@@ -226,5 +226,25 @@ def joined(*many: Ranges) -> Ranges:
 
 def common(one: Ranges, other: Ranges) -> Ranges:
     """The codes that are in both."""
-    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
-    return joined(tuple(pair for pair in pairs if pair[0] <= pair[1]))
+    shared: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        low, high = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if low <= high:
+            shared.append((low, high))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(shared)
+
+
+def is_within(one: Ranges, other: Ranges) -> bool:
+    """Whether the second ranges have all codes of the first."""
+    j = 0
+    for low, high in one:
+        while j < len(other) and other[j][1] < high:
+            j += 1
+        if j == len(other) or other[j][0] > low:
+            return False
+    return True

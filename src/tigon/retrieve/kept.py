@@ -70,7 +70,7 @@ class Kept(Forkable):
         """Give all up. No search and no update may be under way."""
         self.bits: Tensor | None = None
         self.places: dict[RowFilter, int] = {}  # rows of bits; the filter used last is the last
-        self._seen: dict[RowFilter, None] = {}
+        self._seen: dict[int, None] = {}  # hashes: a filter itself may take megabytes
         self._all: tuple[list[RowFilter], Tensor] | None = None  # for updates: filters, and where their bits begin
         self._batches: dict[tuple[Any, ...], tuple[Tensor, Tensor, tuple[Any, ...]]] = {}
 
@@ -88,9 +88,9 @@ class Kept(Forkable):
         if not missing:
             return
         # Beside filters that are kept, new ones are tested alone; otherwise all of them would be.
-        again = len(missing) < len(distinct) or all(f in self._seen for f in missing)
+        again = len(missing) < len(distinct) or all(hash(f) in self._seen for f in missing)
         with index.turns.compiling:
-            self._seen.update(dict.fromkeys(missing))
+            self._seen.update(dict.fromkeys(map(hash, missing)))
             while len(self._seen) > REMEMBERED:
                 del self._seen[next(iter(self._seen))]
         if again and self.writing.acquire(blocking=False):

@@ -165,9 +165,10 @@ class Number(Grid):
         """A bound as a float32, and whether comparing with that float32 is comparing with the bound."""
         self._check(value)
         with np.errstate(over="ignore"):
-            bound = np.float32(value)
+            # For an integer beyond float64 numpy raises, where it gives infinity for a float.
+            bound = np.float32(value if abs(value) < 2**1000 else (math.inf if value > 0 else -math.inf))
         if isinstance(value, int) and (np.isinf(bound) or int(bound) != value):
-            if bound > value:
+            if float(bound) > value:
                 bound = np.nextafter(bound, np.float32(-np.inf))
             return bound, False
         if np.isinf(bound) and not math.isinf(value):  # beyond float32: between its largest number and infinity

@@ -27,8 +27,8 @@ from tigon.tables.values import describe, shorten
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index
 
-# Filters that are kept compiled, for each index.
-KEPT = 256
+# Filters that are kept compiled, for each index, and about how many bytes of them.
+KEPT, KEPT_BYTES = 1024, 64 << 20
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -37,6 +37,7 @@ class Compiled(NamedTuple):
 
     clauses: Clauses
     filter: RowFilter
+    bytes: int = 0
 
 
 class Asked(NamedTuple):
@@ -191,15 +192,36 @@ def compiled(index: Index, where: Any, strict: bool = False) -> Compiled | None:
     if not isinstance(where, (str, Expression)):
         got = type(where).__name__
         raise ValueError(f"Index.search: where must be an expression of col(…) or its text, got {got}.")
-    kept, key = index.filters, (str(where), strict, index.schema.version)
-    with index.turns.compiling:
-        found = kept.get(key)
+    kept = index.filters
+    try:
+        key = str(where), strict, index.schema.version
+        with index.turns.compiling:
+            found = kept.get(key)
         if found is None:
             clauses = clauses_of(parse(where) if isinstance(where, str) else where, index.schema, strict)
-            found = kept[key] = Compiled(clauses, row_filter(clauses, index.schema))
-            while len(kept) > KEPT:
-                del kept[next(iter(kept))]
-        return found
+    except RecursionError:
+        raise ValueError("where: the expression nests too deeply: combine fewer parts.") from None
+    if found is None:
+        row = row_filter(clauses, index.schema)
+        found = Compiled(clauses, row, _bytes_of(clauses, row) + len(key[0]))
+        with index.turns.compiling:
+            kept[key] = found
+            size = sum(other.bytes for other in kept.values())
+            while len(kept) > KEPT or (size > KEPT_BYTES and len(kept) > 1):
+                size -= kept.pop(next(iter(kept))).bytes
+    return found
+
+
+def is_compiled(index: Index, where: str, strict: bool) -> bool:
+    """Whether a filter is among those that are kept."""
+    return (where, strict, index.schema.version) in index.filters
+
+
+def _bytes_of(clauses: Clauses, row: RowFilter) -> int:
+    """About how much memory a compiled filter takes: Python's tuples and integers beside the tensors."""
+    ranges = sum(len(ranges) for clause in clauses for _, ranges in clause.codes)
+    codes = sum(len(literal.codes or ()) for literals in row.clauses for literal in literals)
+    return 128 * ranges + 40 * codes + row.table.nbytes + row.bitmaps.nbytes
 
 
 # ------------------------------------------------------------------------------------------------------------- search

@@ -12,7 +12,7 @@ import tokenize
 from typing import Any
 
 from tigon.files import is_encodable
-from tigon.retrieve.where import Comparison, Expression, Named, Not, Scalar
+from tigon.retrieve.where import All, Comparison, Either, Expression, Named, Not, Scalar, combine
 from tigon.tables.values import shorten
 
 # An operator each that binds closer than comparisons and `not`.
@@ -26,6 +26,8 @@ TURNED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 LOWER = {"and", "or", "not", "in", "is", "null", "true", "false", *WORDS}
 PLAIN = {"(", ")", "[", "]", ",", "==", "!=", "<", "<=", ">", ">=", "=", "-", "+"}
 LONGEST = 100_000
+# Bits of an integer: Python writes no longer one in a sentence.
+LARGEST = 4096
 
 
 def parse(text: str) -> Expression:
@@ -52,8 +54,9 @@ def parse(text: str) -> Expression:
         return _expression(tree.body)
     except (SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
         said = error.msg if isinstance(error, SyntaxError) else str(error.args[0] if error.args else error)
+        shown = text if len(text) <= 200 else text[:199] + "…"
         raise ValueError(
-            f"where: {text!r} is no expression ({said}). One is: country in ('us', 'ca') and not tags has 'spam'."
+            f"where: {shown!r} is no expression ({said}). One is: country in ('us', 'ca') and not tags has 'spam'."
         ) from None
 
 
@@ -90,11 +93,7 @@ def _rewritten(text: str) -> str:
 
 def _expression(node: ast.expr) -> Expression:
     if isinstance(node, ast.BoolOp):
-        parts = [_expression(value) for value in node.values]
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole & part if isinstance(node.op, ast.And) else whole | part
-        return whole
+        return combine(All if isinstance(node.op, ast.And) else Either, map(_expression, node.values))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return ~_expression(node.operand)
     if isinstance(node, ast.Compare):
@@ -124,12 +123,8 @@ def _infix(node: ast.BinOp) -> Expression:
 def _comparison(node: ast.Compare) -> Expression:
     """A comparison or a chain of them, `3 <= price < 5`."""
     sides = [node.left, *node.comparators]
-    found: Expression | None = None
-    for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
-        one = _compare(left, COMPARISONS[type(operator)], right)
-        found = one if found is None else found & one
-    assert found is not None
-    return found
+    links = zip(sides, node.ops, sides[1:], strict=False)
+    return combine(All, [_compare(left, COMPARISONS[type(operator)], right) for left, operator, right in links])
 
 
 def _compare(left: ast.expr, operation: str, right: ast.expr) -> Expression:
@@ -171,6 +166,8 @@ def _value(node: ast.expr) -> Scalar:
             raise SyntaxError("nothing equals null: write is null or is not null")
         if isinstance(value, bool):
             return int(value)
+        if isinstance(value, int) and value.bit_length() > LARGEST:
+            raise SyntaxError(f"an integer has at most {LARGEST:,} bits, got {value.bit_length():,}")
         if isinstance(value, (str, int, float)):
             return value
     if isinstance(node, ast.Name):

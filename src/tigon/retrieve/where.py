@@ -29,10 +29,10 @@ class Expression:
     """A condition on an item. Combine expressions with `&`, `|` and `~`."""
 
     def __and__(self, other: Expression) -> Expression:
-        return All((*_parts(All, self), *_parts(All, _expression(other, "&"))))
+        return combine(All, (self, _expression(other, "&")))
 
     def __or__(self, other: Expression) -> Expression:
-        return Either((*_parts(Either, self), *_parts(Either, _expression(other, "|"))))
+        return combine(Either, (self, _expression(other, "|")))
 
     def __invert__(self) -> Expression:
         return self.part if isinstance(self, Not) else Not(self)
@@ -185,8 +185,12 @@ def _many(name: str, method: str, values: Any) -> tuple[Scalar, ...]:
     return tuple(scalar(value) for value in listed)
 
 
-def _parts(kind: type[All] | type[Either], expression: Expression) -> tuple[Expression, ...]:
-    return expression.parts if isinstance(expression, kind) else (expression,)
+def combine(kind: type[All] | type[Either], expressions: Iterable[Expression]) -> Expression:
+    """Expressions as one; the parts of those of the same kind become parts of it."""
+    parts: list[Expression] = []
+    for expression in expressions:
+        parts += expression.parts if isinstance(expression, kind) else (expression,)
+    return parts[0] if len(parts) == 1 else kind(tuple(parts))
 
 
 def _expression(other: Any, operator: str) -> Expression:

@@ -262,7 +262,10 @@ def as_time(value: Any) -> int | None:
     if isinstance(value, np.datetime64):
         return int(microseconds(np.array([value]))[0])
     if isinstance(value, datetime.datetime):
-        utc = value if value.tzinfo is None else value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
+        try:
+            utc = value if value.tzinfo is None else value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
+        except OverflowError:  # in UTC it is outside the years 1 to 9999
+            return None
         return (utc - datetime.datetime(1970, 1, 1)) // datetime.timedelta(microseconds=1)
     if isinstance(value, datetime.date):
         return (value - datetime.date(1970, 1, 1)).days * 86_400_000_000

@@ -48,9 +48,26 @@ def serve(
             help="Processes in front, which read and write HTTP; 0 or 1: none, one process does all.", min=0, max=256
         ),
     ] = 0,
-    grace: Annotated[
+    max_connections: Annotated[
+        int, typer.Option(help="Connections of one process; beyond, a client is answered 503.", min=1)
+    ] = 4096,
+    request_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds in which a request must have come, or its client is answered 408.", min=0.1),
+    ] = 60.0,
+    allowed_hosts: Annotated[
+        str,
+        typer.Option(
+            help="Without a key: names that a request's Host may have beside IP addresses and localhost, separated by "
+            "commas; *: any."
+        ),
+    ] = "",
+    shutdown_delay: Annotated[
         float, typer.Option(help="Seconds from SIGTERM in which requests are refused before the port closes.", min=0.0)
     ] = 0.0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds from then on in which requests are still answered.", min=0.0)
+    ] = 10.0,
     warmup: Annotated[
         str, typer.Option("--warmup", help="On a GPU: the k, separated by commas, whose kernels are compiled first.")
     ] = "10,100",
@@ -67,6 +84,14 @@ def serve(
         raise Problem(f"{NAME}: --workers must be 0 or 1, since Linux alone deals out connections, got {workers}")
     if max_queue < max_batch:
         raise Problem(f"{NAME}: --max-queue must be at least --max-batch, {max_batch:,}, got {max_queue:,}")
+    for option, value in (
+        ("--wait", wait), ("--request-timeout", request_timeout), ("--shutdown-delay", shutdown_delay),
+        ("--grace", grace),
+    ):  # fmt: skip
+        if not value < 1e6:
+            raise Problem(f"{NAME}: {option} must be below 1,000,000, got {value}")
+    if not host:
+        raise Problem(f"{NAME}: --host must be an address to listen at, got an empty text")
     ks = integers(NAME, "--warmup", warmup, 2048)
     key = api_key if api_key is not None else os.environ.get(KEY) or None
     if key is not None and not (key and key.isascii() and key.isprintable()):
@@ -78,8 +103,9 @@ def serve(
     opened = _opened(index, journal, place)
     try:
         encode = None if made is None else Retriever(made, opened).encode
-        limits = Limits(max_body, max_batch, max_queue, wait / 1e3)
-        service = Service(opened, index, key, encode, limits)
+        limits = Limits(max_body, max_batch, max_queue, wait / 1e3, max_connections, request_timeout)
+        hosts = [name.strip().lower() for name in (host, *allowed_hosts.split(",")) if name.strip()]
+        service = Service(opened, index, key, encode, limits, hosts)
         if place.type == "cuda" and len(opened):
             print(f"kernels compiled in {service.warmup(ks):.1f} s", file=sys.stderr, flush=True)
     except BaseException:
@@ -98,9 +124,10 @@ def serve(
         )  # fmt: skip
 
     try:
-        run(service, host, port, grace, said, workers)
-    except OSError as error:
-        raise Problem(f"{NAME}: {host}:{port} cannot be listened at: {error.strerror}") from error
+        run(service, host, port, shutdown_delay, said, workers, grace)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else one_line(error)
+        raise Problem(f"{NAME}: {host}:{port} cannot be listened at: {reason}") from error
     except Broken as error:
         raise Problem(f"{NAME}: {one_line(error)}", 1) from error
     print(f"ended after {time.monotonic() - begun:,.0f} s; all that was taken is answered", file=sys.stderr)

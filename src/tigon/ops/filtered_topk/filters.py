@@ -77,24 +77,27 @@ class RowFilter:
         # At least one number: a tensor without elements has no address that a kernel could be given.
         self.bitmaps = torch.cat(bitmaps) if bitmaps else torch.zeros(1, dtype=torch.int32, device="cpu")
         self.device = torch.device("cpu")
-        self._moved: dict[torch.device, RowFilter] = {self.device: self}
+        # Without this filter itself: a cycle would keep megabytes of codes until the garbage collector runs.
+        self._moved: dict[torch.device, RowFilter] = {}
         self._hash = hash(self.clauses)
         if device is not None:
             moved = self.to(device)
             self.table, self.bitmaps, self.device = moved.table, moved.bitmaps, moved.device
-            self._moved = {self.device: self}
+            self._moved = {}
 
     def to(self, device: torch.device | str | int) -> RowFilter:
         """This filter with its table on a device; the same object for the same device."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        if device == self.device:
+            return self
         found = self._moved.get(device)
         if found is None:
             found = object.__new__(RowFilter)
             found.clauses, found.words, found._hash = self.clauses, self.words, self._hash
             found.table, found.bitmaps = _copied(self.table, device), _copied(self.bitmaps, device)
-            found.device, found._moved = device, self._moved
+            found.device, found._moved = device, {}
             self._moved[device] = found
         return found
 
@@ -246,7 +249,7 @@ def _copied(t: Tensor, device: torch.device) -> Tensor:
 # For the filters of a batch, by identity: their tables one behind the other. What is kept holds the filters, so that no
 # other object gets their identity.
 _stacked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-_STACKED_KEPT = 64
+_STACKED_KEPT, _STACKED_BYTES = 64, 64 << 20
 EVERY = RowFilter([])
 
 
@@ -266,7 +269,8 @@ def tables_of(
     key = (device, *map(id, where))
     found = _stacked.get(key)
     if found is None:
-        if len(_stacked) >= _STACKED_KEPT:
+        size = sum(table.nbytes + bitmaps.nbytes for _, (table, bitmaps, _), _ in _stacked.values())
+        if len(_stacked) >= _STACKED_KEPT or size > _STACKED_BYTES:
             _stacked.clear()
         found = _stacked[key] = _stack(where, device)
     return found[:2]

@@ -8,9 +8,11 @@ Nothing here is imported by `tigon.retrieve`; the packages are those of the extr
     engine.py        the process of the index behind fronts
     frames.py        what these two say to each other
     messages.py      what a request may say, as JSON or as tensors, and how an answer is written
+    pieces.py        large JSON, parsed while the event loop runs
     waiting.py       searches that wait for each other
     documented.py    /docs
     tally.py         requests that were answered, counted
     counters.py      what Prometheus reads
+    connections.py   uvicorn with limits on connections, heads and time
     running.py       sockets, signals, end
 """

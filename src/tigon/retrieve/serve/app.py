@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 from pydantic_core import to_json
 
 import tigon
+from tigon.retrieve import searching
 from tigon.retrieve.batching import Batcher, Overloaded
 from tigon.retrieve.index import Index
 from tigon.retrieve.serve import documented, messages
@@ -38,6 +40,8 @@ class Service(Application):
         encode: from a list of texts, a tensor of features on the index's device, or a dict of these, to vectors
             (n, dim), in a thread of its own. None: queries are vectors.
         limits: on requests.
+        hosts: without a key, names that a request's Host may have beside IP addresses and localhost, so that no web
+            page reaches the service by a name of its own; None: any, where another server checks them.
     """
 
     def __init__(
@@ -47,10 +51,11 @@ class Service(Application):
         key: str | None = None,
         encode: Encode | None = None,
         limits: Limits = Limits(),  # noqa: B008 - a tuple
+        hosts: Sequence[str] | None = None,
     ) -> None:
         half = index.metric == "ip" and index.dtype in (torch.float16, torch.float8_e4m3fn)
         about = About(index.dim, half, index.fixed, encode is not None)
-        super().__init__(about, key, limits, documented.pages(path is not None))
+        super().__init__(about, key, limits, documented.pages(path is not None), hosts)
         self.key, self.index, self.path, self.encode = key, index, path, encode
         self.batcher = Batcher(index, most=limits.batch, wait=limits.wait, queue=max(limits.queue, limits.batch))
         self.gate = Gate(self.batcher)
@@ -59,6 +64,7 @@ class Service(Application):
         )
         self._writers = ThreadPoolExecutor(WRITERS, "tigon.retrieve.serve")
         self._encoder = ThreadPoolExecutor(1, "tigon.retrieve.serve encoder")
+        self._compiler = ThreadPoolExecutor(1, "tigon.retrieve.serve filters")
         self._saving = asyncio.Lock()
         self.posts = {"/upsert": self.upsert, "/delete": self.delete}
         if path is not None:
@@ -86,7 +92,8 @@ class Service(Application):
         """Answer what waits, then close the journal."""
         self.draining = True
         self.batcher.close()
-        self._encoder.shutdown()
+        for executor in (self._reader, self._compiler, self._encoder):
+            executor.shutdown(cancel_futures=True)
         self._writers.shutdown()
         self.index.close()
 
@@ -95,6 +102,26 @@ class Service(Application):
     def ask(self, query: Array, ks: list[int], wheres: list[str | None], strict: bool) -> asyncio.Future[Answer]:
         return self.gate.ask(query, ks, wheres, strict)
 
+    async def check_filters(self, wheres: set[str], strict: bool) -> None:
+        if wrong := await self.compile_filters(wheres, strict):
+            raise next(iter(wrong.values()))
+
+    async def compile_filters(self, wheres: set[str], strict: bool) -> dict[str | None, Exception]:
+        """Compile filters in a thread, but for those that are kept. Returns the errors of those that do not fit."""
+        new = [where for where in wheres if not searching.is_compiled(self.index, where, strict)]
+        if not new:
+            return {}
+        return await asyncio.get_running_loop().run_in_executor(self._compiler, self._compile, new, strict)
+
+    def _compile(self, wheres: list[str], strict: bool) -> dict[str | None, Exception]:
+        wrong: dict[str | None, Exception] = {}
+        for where in wheres:
+            try:
+                self.gate.check(where, strict)
+            except Exception as error:
+                wrong[where] = error
+        return wrong
+
     def is_crowded(self) -> bool:
         return self.gate.queries > self.limits.batch
 
@@ -102,7 +129,8 @@ class Service(Application):
         self, body: messages.SearchBody, tensors: dict[str, Array], content: bytes, binary: bool, receive: Any
     ) -> Reply:
         assert self.encode is not None
-        given, count = messages.features_of(body, tensors)
+        size = messages.text_size(content, binary)
+        given, count = await self.off_loop(size, messages.features_of, body, tensors)
         self.check_count(count)  # before the encoder's work
         loop = asyncio.get_running_loop()
         device = self.index.device
@@ -114,7 +142,7 @@ class Service(Application):
     # --------------------------------------------------------------------------------------------------------- updates
 
     async def upsert(self, content: bytes, binary: bool) -> Reply:
-        body, tensors = messages.read(messages.UpsertBody, content, binary)
+        body, tensors = await self.read(messages.UpsertBody, content, binary)
         vectors: Any = tensors.get("vectors", body.vectors)
         if (vectors is None) != self.about.fixed:
             raise Wrong(422, "vectors must be given, unless the index is over a parameter.")
@@ -127,7 +155,7 @@ class Service(Application):
         return _json({"upserted": len(ids), "items": len(self.index)})
 
     async def delete(self, content: bytes, binary: bool) -> Reply:
-        body, tensors = messages.read(messages.DeleteBody, content, binary)
+        body, tensors = await self.read(messages.DeleteBody, content, binary)
         deleted = await self._written(self.index.delete, tensors.get("ids", body.ids))
         return _json({"deleted": deleted, "items": len(self.index)})
 
@@ -146,12 +174,13 @@ class Service(Application):
     # --------------------------------------------------------------------------------------------------------- the rest
 
     async def health(self, content: bytes = b"", binary: bool = False) -> Reply:
-        about = {
+        about: dict[str, Any] = {
             "status": "draining" if self.draining else "ok", "items": len(self.index), "capacity": self.index.capacity,
             "dim": self.index.dim, "metric": self.index.metric, "device": str(self.index.device),
-            "columns": list(self.index.schema.columns), "texts": self.encode is not None,
-            "journal": self.index.journal is not None, "version": tigon.__version__,
+            "texts": self.encode is not None, "journal": self.index.journal is not None, "version": tigon.__version__,
         }  # fmt: skip
+        if self.key is None:  # /health needs no key, and the names of columns are nobody else's business
+            about["columns"] = list(self.index.schema.columns)
         return _json(about, 503 if self.draining else 200)
 
     async def metrics(self, content: bytes = b"", binary: bool = False) -> Reply:
@@ -161,9 +190,15 @@ class Service(Application):
         closed = isinstance(error, RuntimeError) and "closed" not in str(error) and "shutting down" not in str(error)
         for kind, status, headers in _REASONS:
             if isinstance(error, kind) and not (kind is RuntimeError and closed):
-                said = str(error)
+                if isinstance(error, OSError):  # the message names files
+                    print(f"tigon: retrieve serve: {error}", file=sys.stderr, flush=True)
+                    said = "the index cannot be written: its disk is full or broken, as the server's log says."
+                else:
+                    said = str(error)
                 for name in _NAMES:
                     said = said.removeprefix(name)
+                if self.path is not None:
+                    said = said.replace(str(self.path.absolute()), "the index").replace(str(self.path), "the index")
                 return super().refusal(Wrong(status, said, headers))
         return super().refusal(error)
 
@@ -195,8 +230,8 @@ def _encoded(encode: Encode, given: Any, device: torch.device) -> Array:
             vectors = encode(_tensor(given, device))
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        line = (str(error).splitlines() or [""])[0]
+    except Exception as error:
+        line = (str(error).splitlines() or [""])[0][:1000]
         raise Wrong(422, f"the encoder does not take this: {type(error).__name__}: {line}") from error
     found: Array = vectors.detach().float().cpu().numpy() if isinstance(vectors, torch.Tensor) else np.asarray(vectors)
     return found

@@ -11,16 +11,18 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import tigon
+from tigon.retrieve import searching
 from tigon.retrieve.ids import StringIds
 from tigon.retrieve.serve import frames
 from tigon.retrieve.serve.app import Service
-from tigon.retrieve.serve.application import Reply
+from tigon.retrieve.serve.application import LONG_FILTER, Reply
 from tigon.retrieve.serve.front import settle
 from tigon.retrieve.serve.messages import Answer, Array
 from tigon.retrieve.serve.waiting import Waiting
@@ -85,9 +87,7 @@ class Link(asyncio.Protocol):
                 continue
             self._search_all(searches)
             if kind == frames.CALL:
-                task = asyncio.ensure_future(self.answer(number, *frames.called(body)))
-                self.tasks.add(task)
-                task.add_done_callback(self.tasks.discard)
+                self._start(self.answer(number, *frames.called(body)))
             elif kind == frames.CANCEL:
                 self.cancel(number)
             elif kind == frames.COUNTED:
@@ -98,12 +98,31 @@ class Link(asyncio.Protocol):
                 self.ready.set_result(True)
         self._search_all(searches)
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
     def _search_all(self, searches: list[frames.Search]) -> None:
         """The more there is to do, the more frames come at once, and are one."""
-        if searches:
-            for search in frames.joined(searches, self.gate.batcher.most):
-                self.search(search)
-            searches.clear()
+        if not searches:
+            return
+        quick: list[frames.Search] = []
+        for search in searches:
+            distinct = {where for where in search.wheres if where is not None}
+            new = {where for where in distinct if not searching.is_compiled(self.service.index, where, search.strict)}
+            if sum(map(len, new)) > LONG_FILTER:
+                self._start(self._search_compiled(search, new))
+            else:
+                quick.append(search)
+        searches.clear()
+        for search in frames.joined(quick, self.gate.batcher.most):
+            self.search(search)
+
+    async def _search_compiled(self, search: frames.Search, new: set[str]) -> None:
+        """Search when filters that take long are compiled."""
+        wrong = await self.service.compile_filters(new, search.strict)
+        self.search(search, new, wrong)
 
     def write(self, data: bytes) -> None:
         if not self.transport.is_closing():
@@ -111,9 +130,12 @@ class Link(asyncio.Protocol):
 
     # -------------------------------------------------------------------------------------------------------- searches
 
-    def search(self, search: frames.Search) -> None:
-        wrong: dict[str | None, Exception] = {}
-        for where in set(search.wheres):
+    def search(
+        self, search: frames.Search, compiled: Collection[str] = (), errors: Mapping[str | None, Exception] = {}
+    ) -> None:
+        """Search for the requests of a frame. compiled: filters that were checked before. errors: what was found."""
+        wrong = dict(errors)
+        for where in set(search.wheres).difference(compiled):
             try:
                 self.gate.check(where, search.strict)
             except Exception as error:
@@ -240,12 +262,11 @@ class Fronts:
     """The processes in front of a service.
 
     Args:
-        service: that is served. sockets: a listening one for each front. grace: seconds from the signal in which
-            requests are refused before the port closes.
+        service: that is served. sockets: a listening one for each front. delay, grace: as of `running.serve`.
     """
 
-    def __init__(self, service: Service, sockets: list[socket.socket], grace: float) -> None:
-        self.service, self.sockets, self.grace = service, sockets, grace
+    def __init__(self, service: Service, sockets: list[socket.socket], delay: float, grace: float) -> None:
+        self.service, self.sockets, self.delay, self.grace = service, sockets, delay, grace
         self.links: dict[int, Link] = {}
         self.restarts: set[asyncio.Task[None]] = set()
         self._quick = [0] * len(sockets)
@@ -258,6 +279,7 @@ class Fronts:
         return frames.of_json(frames.HELLO, {
             "about": service.about, "key": service.key, "limits": service.limits, "pages": pages,
             "posts": list(service.posts), "gets": list(service.gets), "fronts": len(self.sockets),
+            "hosts": service.hosts,
         })  # fmt: skip
 
     async def run(self, said: Any) -> None:
@@ -339,19 +361,20 @@ class Fronts:
             self.failed.set_result(f"front {link.place} cannot be started again: {error.strerror}")
 
     async def _drain(self) -> None:
-        """Let all that is in flight be answered, unless there is a second signal."""
+        """Let all that is in flight be answered within the grace time, unless there is a second signal."""
         self.service.draining = True
         for link in self.links.values():
             if link.ready.done():
-                link.write(frames.of_json(frames.DRAIN, self.grace))
+                link.write(frames.of_json(frames.DRAIN, [self.delay, self.grace]))
             else:
                 link.process.kill()
         again = asyncio.ensure_future(self.signals.get())
         ended = asyncio.gather(*(link.closed for link in self.links.values()))
-        await asyncio.wait((again, ended), timeout=self.grace, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((again, ended), timeout=self.delay, return_when=asyncio.FIRST_COMPLETED)
         for bound in self.sockets:
             bound.close()
-        await asyncio.wait((again, ended), return_when=asyncio.FIRST_COMPLETED)
+        timeout = self.grace + 2 * PATIENCE  # a front ends within its grace time by itself, unless it hangs
+        await asyncio.wait((again, ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def metrics(self, content: bytes = b"", binary: bool = False) -> Reply:
         """The service's counters, with what all fronts have counted."""

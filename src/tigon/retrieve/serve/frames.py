@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tigon.retrieve.serve.application import Reply
-from tigon.retrieve.serve.messages import Array
+from tigon.retrieve.serve.messages import KEPT, Array
 
 HELLO, FOUND, REFUSED, REPLIED, COUNT, DRAIN, READY, SEARCH, CANCEL, CALL, COUNTED = range(11)
 HEAD = struct.Struct("=IIQ")
@@ -100,7 +100,8 @@ class Search(NamedTuple):
         count = 2 * (requests + queries)
         numbers = np.frombuffer(body, np.int32, count, start).tolist()
         start += 4 * count
-        filters = _filters(bytes(body[start : start + size]))
+        texts = bytes(body[start : start + size])
+        filters = _filters(texts) if size <= KEPT else _filters.__wrapped__(texts)
         query = np.frombuffer(body, np.float16 if half else np.float32, queries * dim, start + size)
         ks, which = numbers[2 * requests : 2 * requests + queries], numbers[2 * requests + queries :]
         return Search(

@@ -9,22 +9,20 @@ signals, and ends with it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import uvicorn
 
 from tigon.retrieve.serve import frames, messages
-from tigon.retrieve.serve.application import AGAIN, About, Application, Limits, Reply
+from tigon.retrieve.serve.application import AGAIN, LONG_FILTER, About, Application, Limits, Reply
+from tigon.retrieve.serve.connections import Config, Server
 from tigon.retrieve.serve.messages import Answer, Array, Wrong
 
 # Seconds between two frames of searches. A search by itself is sent at once. uvloop counts whole
@@ -50,7 +48,7 @@ class Front(Application):
 
     def __init__(self, hello: dict[str, Any], link: asyncio.Transport) -> None:
         pages = {path: Reply(200, content.encode(), kind.encode()) for path, (kind, content) in hello["pages"].items()}
-        super().__init__(About(*hello["about"]), hello["key"], Limits(*hello["limits"]), pages)
+        super().__init__(About(*hello["about"]), hello["key"], Limits(*hello["limits"]), pages, hello["hosts"])
         self.fronts, self.link = hello["fronts"], link
         self.loop = asyncio.get_running_loop()
         self.posts = {path: partial(self.call, path) for path in hello["posts"]}
@@ -69,6 +67,9 @@ class Front(Application):
         return self._number
 
     # -------------------------------------------------------------------------------------------------------- searches
+
+    async def check_filters(self, wheres: set[str], strict: bool) -> None:
+        """The process of the index checks them, with the search."""
 
     def ask(self, query: Array, ks: list[int], wheres: list[str | None], strict: bool) -> asyncio.Future[Answer]:
         count = len(query)
@@ -98,9 +99,11 @@ class Front(Application):
         for number in self._held:
             asked = self.searches[number]
             assert asked.query is not None
-            alike.setdefault((asked.query.dtype, asked.strict), []).append(number)
+            # A filter that takes long to compile delays no other search.
+            alone = number if sum(len(where) for where in asked.wheres or () if where) > LONG_FILTER else 0
+            alike.setdefault((asked.query.dtype, asked.strict, alone), []).append(number)
         self._held.clear()
-        for (_, strict), numbers in alike.items():
+        for (_, strict, _), numbers in alike.items():
             while numbers:
                 together = 0
                 size = 0
@@ -179,13 +182,12 @@ class Front(Application):
     async def upsert(self, content: bytes, binary: bool) -> Reply:
         """Numbers of a JSON body are read here, and sent as tensors."""
         if not binary:
-            body, _ = messages.read(messages.UpsertBody, content, binary)
+            body, tensors = await self.read(messages.UpsertBody, content, binary)
             if body.vectors:
-                tensors = {"vectors": self.matrix(body.vectors)}
-                fields: dict[str, Any] = {"ids": body.ids, "table": body.table}
-                if body.ids and isinstance(body.ids[0], int) and all(-(2**63) <= id < 2**63 for id in body.ids):
-                    tensors["ids"] = np.array(fields.pop("ids"), dtype=np.int64)
-                content, binary = messages.packed(tensors, fields), True
+                tensors["vectors"] = self.matrix(body.vectors)
+            if "vectors" in tensors:
+                content = await self.off_loop(len(content), _pack_items, body, tensors)
+                binary = True
         return await self.call("/upsert", content, binary)
 
     async def call(self, path: str, content: bytes, binary: bool) -> Reply:
@@ -201,6 +203,15 @@ class Front(Application):
     def count(self, number: int = 0) -> None:
         """Send what was counted. number: of the frame that asked for it."""
         self.link.write(frames.of_json(frames.COUNTED, self.tally.take(), number))
+
+
+def _pack_items(body: messages.UpsertBody, tensors: dict[str, Array]) -> bytes:
+    fields: dict[str, Any] = {"table": body.table}
+    if "ids" not in tensors:
+        fields["ids"] = body.ids
+        if body.ids and isinstance(body.ids[0], int) and all(-(2**63) <= id < 2**63 for id in body.ids):
+            tensors["ids"] = np.array(fields.pop("ids"), dtype=np.int64)
+    return messages.packed(tensors, fields)
 
 
 class Link(asyncio.Protocol):
@@ -237,10 +248,12 @@ class Link(asyncio.Protocol):
                 front.count(number)
             elif kind == frames.DRAIN:
                 front.draining = True
-                asyncio.get_running_loop().call_later(json.loads(bytes(body)), self._end)
+                delay, grace = json.loads(bytes(body))
+                asyncio.get_running_loop().call_later(delay, self._end, grace)
 
-    def _end(self) -> None:
+    def _end(self, grace: float) -> None:
         assert self.server is not None
+        self.server.config.grace = grace
         self.server.should_exit = True  # uvicorn closes the port, and waits for what is not answered yet
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -252,35 +265,12 @@ class Link(asyncio.Protocol):
             os._exit(1)  # nothing can be answered
 
 
-class Server(uvicorn.Server):
-    """Obeys the process of the index alone."""
-
-    def __init__(self, config: uvicorn.Config, ready: Any) -> None:
-        super().__init__(config)
-        self.ready = ready
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready()
-
-
-def config_of(application: Any) -> uvicorn.Config:
-    """How uvicorn serves an application, in a front or beside the index."""
-    return uvicorn.Config(
-        application, log_level="warning", access_log=False, ws="none", server_header=False, date_header=False,
-        timeout_keep_alive=75, backlog=2048,
-    )  # fmt: skip
-
-
 async def _serve(link: int, bound: int, number: int) -> None:
     loop = asyncio.get_running_loop()
     _, protocol = await loop.create_unix_connection(lambda: Link(number), sock=socket.socket(fileno=link))
     front = protocol.front = Front(await protocol.hello, protocol.transport)
-    server = protocol.server = Server(config_of(front), lambda: protocol.transport.write(frames.frame(frames.READY, 0)))
+    ready = frames.frame(frames.READY, 0)
+    server = protocol.server = Server(Config(front, front.limits), lambda: protocol.transport.write(ready))
 
     def count() -> None:
         if front.tally:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import functools
 import json
 import math
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
+
+from tigon.files import parse_json
+from tigon.retrieve.serve.pieces import MOST_VALUES, Take, TooManyValues, parse_pieces
 
 Array = npt.NDArray[Any]
 BINARY, JSON = b"application/octet-stream", b"application/json"
@@ -25,6 +29,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }  # fmt: skip
 # Bytes of a header that is kept.
 KEPT = 4096
+# Bytes of JSON that are parsed in the event loop, which takes 7 ms at worst.
+SMALL = 1 << 16
+# Numbers of rows that become an array together.
+TOGETHER = 1 << 14
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -40,6 +48,21 @@ class Wrong(Exception):
         self.status, self.sentence, self.headers = status, sentence, headers
 
 
+class Hashable(FailFast):
+    """pydantic's own cannot be part of a union."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+# The first wrong element is enough for a sentence; pydantic would describe each.
+FIRST = Hashable()
+Rows = Annotated[list[Annotated[list[float], FIRST]], FIRST]
+Ints = Annotated[list[int], FIRST]
+Texts = Annotated[list[str], FIRST]
+Filters = Annotated[list[str | None], FIRST]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     tensors: ClassVar[tuple[str, ...]] = ("vectors", "ids")
@@ -51,28 +74,28 @@ class SearchBody(Body):
 
     tensors: ClassVar[tuple[str, ...]] = ("vectors", "features")
 
-    vectors: list[list[float]] | None = Field(None, description="(queries, dim)")
-    texts: list[str] | None = Field(None, description="queries that the server's encoder reads")
+    vectors: Rows | None = Field(None, description="(queries, dim)")
+    texts: Texts | None = Field(None, description="queries that the server's encoder reads")
     features: list[Any] | dict[str, list[Any]] | None = Field(
         None, description="a number, a list of numbers or a text for each query; or such a list for each name"
     )
-    k: int | list[int] = Field(10, description="items for each query, 1 to 2048")
-    where: str | list[str | None] | None = Field(None, description="a filter, such as country == 'us' and price <= 30")
+    k: int | Ints = Field(10, description="items for each query, 1 to 2048")
+    where: str | Filters | None = Field(None, description="a filter, such as country == 'us' and price <= 30")
     strict: bool = Field(False, description="whether a value that no item has is an error")
 
 
 class UpsertBody(Body):
     """Items: new ones, and new versions of those whose ids are there. All of a call, or nothing."""
 
-    ids: list[int] | list[str] = Field(description="of the items; all integers or all strings")
-    vectors: list[list[float]] | None = Field(None, description="(items, dim)")
+    ids: Ints | Texts = Field(description="of the items; all integers or all strings")
+    vectors: Rows | None = Field(None, description="(items, dim)")
     table: dict[str, list[Any]] | None = Field(None, description="the attributes: a list for each column")
 
 
 class DeleteBody(Body):
     """Items to be taken out."""
 
-    ids: list[int] | list[str] = Field(description="of the items; those that are not there are passed over")
+    ids: Ints | Texts = Field(description="of the items; those that are not there are passed over")
 
 
 class Found(BaseModel):
@@ -105,26 +128,140 @@ class Refusal(BaseModel):
 B = TypeVar("B", bound=Body)
 
 
-def read(kind: type[B], content: bytes, binary: bool) -> tuple[B, dict[str, Array]]:
-    """A body, and those of its fields that are tensors.
+def read(kind: type[B], content: bytes, binary: bool, dim: int) -> tuple[B, dict[str, Array]]:
+    """A body, and those of its fields that are tensors; of a large JSON body, vectors and integer ids are, too.
 
-    Raises: Wrong, 422, for what is no such body.
+    dim: of the index.
+
+    Raises: Wrong, 422 or 413, for what is no such body.
     """
     try:
-        return _unpacked(kind, content) if binary else (kind.model_validate_json(content), {})
+        if binary:
+            return _unpacked(kind, content, dim)
+        if len(content) <= SMALL:
+            return kind.model_validate_json(content), {}
+        fields, tensors = _parse_fields(kind, content.decode(), "the body", dim)
+        return kind.model_validate(fields), tensors
     except ValidationError as error:
         raise Wrong(422, _sentence(error)) from None
+    except UnicodeDecodeError:
+        raise Wrong(422, "the body must be JSON in UTF-8.") from None
 
 
-def _sentence(error: ValidationError) -> str:
+def text_size(content: bytes, binary: bool) -> int:
+    """Bytes of a body that are JSON: above `SMALL`, reading them is no work for the event loop."""
+    return int.from_bytes(content[:8], "little") if binary else len(content)
+
+
+def _parse_fields(kind: type[B], text: str, name: str, dim: int) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The fields of a body; vectors and integer ids as arrays, if it is large.
+
+    Raises: Wrong.
+    """
+    vectors, ids = _Vectors(dim), _Ids()
+    take = {"vectors": vectors.take, "ids": ids.take}
+    fields = _parse_object(text, name, {field: take[field] for field in take.keys() & kind.model_fields.keys()})
+    tensors = {}
+    if vectors.count:
+        del fields["vectors"]
+        tensors["vectors"] = vectors.join()
+    if ids.parts:
+        tensors["ids"] = np.concatenate(ids.parts)
+    elif ids.texts:
+        fields["ids"] = ids.texts
+    return fields, tensors
+
+
+def _parse_object(text: str, name: str, take: Mapping[str, Take]) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = parse_json(text, name) if len(text) <= SMALL else parse_pieces(text, take)
+    except TooManyValues as error:
+        raise Wrong(413, f"{error}: send it in several requests.") from None
+    except UnicodeEncodeError:
+        raise Wrong(422, f"{name} is not text in UTF-8.") from None
+    except ValueError as error:
+        sentence = str(error).split(";")[0]
+        raise Wrong(422, sentence if len(text) <= SMALL else f"{name} must be JSON: {sentence}.") from None
+    return fields
+
+
+class _Vectors:
+    """Rows of numbers, which become an array some at a time."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim, self.count, self.numbers = dim, 0, 0
+        self.parts: list[Array] = []
+        self.rows: list[Any] = []
+
+    def take(self, rows: list[Any]) -> None:
+        for row in rows:
+            self.rows.append(row)
+            self.numbers += 1 + (len(row) if isinstance(row, list) else 0)
+        self.count += len(rows)
+        if self.numbers >= TOGETHER:
+            self._convert()
+
+    def join(self) -> Array:
+        if self.rows:
+            self._convert()
+        return np.concatenate(self.parts)
+
+    def _convert(self) -> None:
+        _check_elements(_ROWS, self.rows, "vectors", self.count - len(self.rows))
+        got = next((len(row) for row in self.rows if len(row) != self.dim), self.dim)
+        if got != self.dim:
+            raise Wrong(422, f"vectors must have {self.dim} numbers each, the index's dim, got {got:,}.")
+        with np.errstate(over="ignore"):
+            self.parts.append(np.array(self.rows, dtype=np.float32))
+        self.rows.clear()
+        self.numbers = 0
+
+
+class _Ids:
+    """Integers, which become arrays, or strings."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.parts: list[Array] = []
+        self.texts: list[str] = []
+
+    def take(self, ids: list[Any]) -> None:
+        are_texts = bool(self.texts) or (not self.parts and isinstance(ids[0], str))
+        _check_elements(_TEXTS if are_texts else _INTS, ids, "ids", self.count)
+        self.count += len(ids)
+        if are_texts:
+            self.texts += ids
+            if len(self.texts) > MOST_VALUES:
+                raise TooManyValues(f"a request has at most {MOST_VALUES:,} ids that are strings")
+            return
+        try:
+            self.parts.append(np.array(ids, dtype=np.int64))
+        except OverflowError:
+            raise Wrong(422, "ids must be strings, or integers from -2**63 to 2**63 - 1.") from None
+
+
+_ROWS, _INTS, _TEXTS = TypeAdapter(Rows), TypeAdapter(Ints), TypeAdapter(Texts)
+
+
+def _check_elements(adapter: TypeAdapter[Any], elements: list[Any], name: str, first: int) -> None:
+    """Raise Wrong for the first element that is wrong; its number is counted from `first`."""
+    try:
+        adapter.validate_python(elements, strict=True)
+    except ValidationError as error:
+        raise Wrong(422, _sentence(error, name, first)) from None
+
+
+def _sentence(error: ValidationError, name: str | None = None, start: int = 0) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"the body must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}."
-    place = ".".join(str(part) for part in first["loc"])
+    loc = first["loc"]
+    if name is not None:
+        loc = (name, int(loc[0]) + start, *loc[1:])
+    place = ".".join(str(part)[:100] for part in loc)
     if first["type"] == "extra_forbidden":
         return f"{place} is no field of this request."
-    more = error.error_count() - 1
-    return f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}{f', and {more} more' if more else ''}."
+    return f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}."
 
 
 class Place(NamedTuple):
@@ -136,47 +273,47 @@ class Place(NamedTuple):
     last: int
 
 
-def _unpacked(kind: type[B], content: bytes) -> tuple[B, dict[str, Array]]:
+def _unpacked(kind: type[B], content: bytes, dim: int) -> tuple[B, dict[str, Array]]:
     """The fields and tensors of a body in the format of safetensors. Tensors look into the body."""
     end = 8 + int.from_bytes(content[:8], "little")
     try:
         if len(content) < 8 or end > len(content):
             raise ValueError(f"the header should end at byte {end:,} of {len(content):,}")
         head = _head if end <= KEPT else _head.__wrapped__
-        body, places = head(kind, content[8:end])
-        tensors = {}
+        body, fields, places = head(kind, content[8:end], dim)
+        tensors = dict(fields)
         for name, (dtype, shape, first, last) in places.items():
             if last > len(content) - end:
                 raise ValueError(f"{name} is not inside the body")
             tensors[name] = np.frombuffer(content[end + first : end + last], dtype).reshape(shape)
     except KeyError as error:
-        raise Wrong(422, f"the body must be safetensors of {', '.join(DTYPES)}, got {error}.") from None
+        raise Wrong(422, f"the body must be safetensors of {', '.join(DTYPES)}, got {str(error)[:100]}.") from None
     except ValidationError:
         raise
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Wrong(422, f"the body must be safetensors, with the request as JSON in its metadata: {error}.") from None
     return body, tensors
 
 
 @functools.lru_cache(1024)
-def _head(kind: type[B], text: bytes) -> tuple[B, dict[str, Place]]:
-    """What a header says. A client's headers are alike, and reading one takes longer than all that follows."""
-    header = json.loads(text)
-    fields = json.loads(header.pop("__metadata__", {}).get("request", "{}"))
-    if not isinstance(fields, dict):
-        raise Wrong(422, f"request in the metadata must be a JSON object, got {type(fields).__name__}.")
+def _head(kind: type[B], text: bytes, dim: int) -> tuple[B, dict[str, Array], dict[str, Place]]:
+    """What a header says: the fields, those of them that a large request has as arrays, and where the tensors are. A
+    client's headers are alike, and reading one takes longer than all that follows."""
+    header = _parse_object(text.decode(), "the header", {})
+    request = header.pop("__metadata__", {}).get("request", "{}")
+    fields, arrays = _parse_fields(kind, request, "request in the metadata", dim)
     if both := fields.keys() & header.keys():
         raise Wrong(422, f"{min(both)} must be a tensor or a field of the request, got both.")
     if unknown := {name for name in header if name.partition(".")[0] not in kind.tensors or name[:8] == "vectors."}:
-        raise Wrong(422, f"tensors must be named {' or '.join(kind.tensors)}, got {min(unknown)!r}.")
+        raise Wrong(422, f"tensors must be named {' or '.join(kind.tensors)}, got {min(unknown)[:100]!r}.")
     places = {}
     for name, tensor in header.items():
         dtype, shape, (first, last) = DTYPES[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
-        if not 0 <= first <= last or any(n < 0 for n in shape):
-            raise ValueError(f"{name} has the shape {shape} at {first} to {last}")
+        if not shape or not 0 <= first <= last or any(n < 0 for n in shape):
+            raise ValueError(f"{name[:100]} has the shape {str(shape)[:100]} at {first} to {last}")
         places[name] = Place(dtype, tuple(shape), first, last)
     # Ids that are a tensor are not made a list to be checked.
-    return kind.model_validate({"ids": [], **fields} if "ids" in header else fields), places
+    return kind.model_validate({"ids": [], **fields} if "ids" in header else fields), arrays, places
 
 
 def features_of(body: SearchBody, tensors: dict[str, Array]) -> tuple[Any, int]:
@@ -203,12 +340,17 @@ def _feature(name: str, values: list[Any]) -> Array | list[str]:
     if values and all(isinstance(value, str) for value in values):
         return values
     try:
-        array = np.asarray(values)
+        # numpy would make texts of numbers beside a text, each as long as the longest.
+        array = np.asarray(values) if _are_numbers(values) else np.empty(0, dtype=object)
     except ValueError:
         array = np.empty(0, dtype=object)
     if array.dtype.kind not in "ifb" or not array.shape:
         raise Wrong(422, f"{name} must be numbers, lists of numbers of one length, or texts, one for each query.")
     return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(_are_numbers(value) if isinstance(value, list) else isinstance(value, (int, float)) for value in values)
 
 
 def packed(tensors: dict[str, Array], fields: dict[str, Any] | None = None) -> bytes:

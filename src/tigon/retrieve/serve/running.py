@@ -3,64 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
-import uvicorn
-
 from tigon.retrieve.serve.app import Service
+from tigon.retrieve.serve.connections import Config, Server
 from tigon.retrieve.serve.engine import Fronts
-from tigon.retrieve.serve.front import config_of, run, settle
+from tigon.retrieve.serve.front import run, settle
 
 # Seconds after which a thread lets another one have the interpreter. Beside that of the batcher the loop of requests
 # would wait 5 ms, Python's default, in each of its turns.
 SWITCH = 2e-4
+GRACE = 10.0
 
 
-class Server(uvicorn.Server):
-    """Takes nothing new from the first signal on, and ends when all is answered, or at the second signal.
+async def _run(service: Service, sockets: list[socket.socket], delay: float, grace: float, ready: Any) -> None:
+    """Serve in this process until a signal, then end as told in `serve`."""
+    loop = asyncio.get_running_loop()
+    server = Server(Config(service, service.limits, grace), ready)
 
-    Args:
-        service: that is served. grace: seconds in which a signal is answered by refusals before the socket closes, so
-            that a load balancer that asks /health hears of it.
-    """
-
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float = 0.0) -> None:
-        super().__init__(config)
-        self.service, self.grace = service, grace
-        self._ending: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.should_exit: bool
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.service.draining or self._loop is None or not self.started:
-            super().handle_exit(sig, frame)
+    def end() -> None:
+        if service.draining:  # a second signal
+            server.should_exit = server.force_exit = True
+            server.close_connections()
             return
-        self.service.draining = True
-        self._loop.call_soon_threadsafe(self._begin_to_end)
+        service.draining = True
+        loop.call_later(delay, setattr, server, "should_exit", True)
 
-    def _begin_to_end(self) -> None:
-        self._ending = asyncio.ensure_future(self._end())
-
-    async def _end(self) -> None:
-        await asyncio.sleep(self.grace)
-        self.should_exit = True  # uvicorn closes the port, and waits for what is not answered yet
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end)
+    await server.serve(sockets)
 
 
 def serve(
-    service: Service, host: str, port: int, grace: float = 0.0, said: Callable[[int], None] | None = None,
-    workers: int = 0,
+    service: Service, host: str, port: int, delay: float = 0.0, said: Callable[[int], None] | None = None,
+    workers: int = 0, grace: float = GRACE,
 ) -> None:  # fmt: skip
     """Answer until a signal comes, then close the service.
 
     Args:
+        delay: seconds from the signal in which new requests are refused before the port closes, so that a load balancer
+            that asks /health hears of it.
         said: called with the port when requests are answered.
+        grace: seconds from then on in which requests are still answered; clients that take longer are cut off. A second
+            signal ends the server at once.
         workers: processes that read and write HTTP, in front of this one; 0 or 1: this one does.
 
     Raises: OSError if the address cannot be had; `engine.Broken` if fronts end as soon as they are started.
@@ -77,11 +68,10 @@ def serve(
                 said(port)
 
         if workers > 1:
-            run(Fronts(service, sockets, grace).run(begun))
+            run(Fronts(service, sockets, delay, grace).run(begun))
         else:
             settle()
-            begun()
-            Server(config_of(service), service, grace).run(sockets=sockets)
+            run(_run(service, sockets, delay, grace, begun))
     finally:
         for each in sockets:
             each.close()

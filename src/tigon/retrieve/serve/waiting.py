@@ -158,11 +158,16 @@ class Gate:
         assert loop is not None
 
         def done(found: Future[Hits]) -> None:
-            loop.call_soon_threadsafe(self._done, requests, found, begun)
+            names: Array | None = None
+            # Here, in the thread that searched: a hundred thousand strings are no work for the event loop.
+            if not found.cancelled() and found.exception() is None and not all(request.keys for request in requests):
+                ids = found.result().ids
+                names = ids if isinstance(ids, np.ndarray) else ids.numpy()
+            loop.call_soon_threadsafe(self._done, requests, found, begun, names)
 
         found.add_done_callback(done)
 
-    def _done(self, requests: list[Waiting], found: Future[Hits], begun: float) -> None:
+    def _done(self, requests: list[Waiting], found: Future[Hits], begun: float, names: Array | None) -> None:
         self._running -= 1
         self._consider()  # first, so that the index searches while answers are written
         if found.cancelled():
@@ -178,15 +183,11 @@ class Gate:
             self.counters.batch.observe(len(hits))
             self.counters.queries.inc(len(hits))
         keys, scores, exact = hits._keys.numpy(), hits.scores.numpy(), hits.exact.numpy()
-        names: Array | None = None
         start = 0
         for request in requests:
             rows = slice(start, start + len(request.query))
             start = rows.stop
             if not request.answer.done():
-                if not request.keys and names is None:
-                    ids = hits.ids
-                    names = ids if isinstance(ids, np.ndarray) else ids.numpy()
                 most = max(request.k)
                 of_items = keys if request.keys or names is None else names
                 request.answer.set_result(Answer(scores[rows, :most], of_items[rows, :most], exact[rows]))
