@@ -1,8 +1,8 @@
-"""Runs the code of a page of the documentation as a reader does who pastes block after block: run_page.py PAGE [CHECK]
+"""Runs the code of a page of the documentation as a reader does who pastes block after block: run_page.py PAGE
 
-Python blocks share one namespace, that of `__main__`. In shell blocks, commands that begin with tigon or python run in a
+Python blocks share one namespace. In shell blocks, commands that begin with tigon or python run in a
 forked child, so that what is imported is imported once; bash runs the others. The working directory is the reader's.
-At the end CHECK, a Python file, runs in the namespace of the page, with `output`, the text that the page printed.
+At the end the page's function of checks.py gets the namespace, and the text that the page printed.
 
 A comment before a block says how the test treats the block:
 
@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKERS = re.compile(r"(?:<!-- [^\n]* -->\n)*\Z")
@@ -129,26 +130,33 @@ def run_block(block: Block, page: Path, names: dict) -> None:
             run_command(command, block.options)
 
 
-def main(page: Path, check: str) -> None:
+def main(page: str) -> None:
     import torch
 
+    sys.path.insert(0, str(Path(__file__).parent))
+    from checks import BEFORE, CHECKS, DOCS
+
     torch.manual_seed(0)
-    names = sys.modules["__main__"].__dict__
+    BEFORE.get(page, lambda: None)()
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    main_module.__file__ = str(DOCS / page)
+    names = vars(main_module)
     stdout = os.dup(1)
     with tempfile.TemporaryFile() as record:
         os.dup2(record.fileno(), 1)
         try:
-            for block in parse_blocks(page.read_text(encoding="utf-8")):
+            for block in parse_blocks((DOCS / page).read_text(encoding="utf-8")):
                 if not block.not_run and not block.is_quotation() and block.is_installed():
-                    run_block(block, page, names)
+                    run_block(block, DOCS / page, names)
         finally:
             sys.stdout.flush()
             os.dup2(stdout, 1)
             record.seek(0)
-            names["output"] = record.read().decode()
-            print(names["output"])
-    exec(check, names)
+            output = record.read().decode()
+            print(output)
+    if page in CHECKS:
+        CHECKS[page](SimpleNamespace(**names), output)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
+    main(sys.argv[1])
