@@ -82,6 +82,14 @@ def split_commands(code: str) -> Iterator[str]:
             yield line
 
 
+def print_as_terminal(columns: int) -> None:
+    """Fold the tables of commands, which a pipe would get at their full width."""
+    from tigon.cli import screen as module
+
+    original = module.screen
+    module.screen = lambda **options: original(**{**options, "width": columns})
+
+
 def run_command(command: str, options: str) -> None:
     print(f"$ {command}", flush=True)
     words = [] if "\n" in command else shlex.split(command, comments=True)
@@ -95,6 +103,7 @@ def run_command(command: str, options: str) -> None:
     if child == 0:
         status = 1
         try:
+            print_as_terminal(80)
             if words[0] == "tigon":
                 sys.argv[:] = words
                 runpy.run_module("tigon", run_name="__main__")

@@ -89,6 +89,9 @@ def test_the_code_of_a_page_runs(page, read_aloud):
         pytest.importorskip(package)
     result = read_aloud(page)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    # Tables of commands fold to 80 columns, and none cuts a cell.
+    table = [line for line in result.stdout.splitlines() if line.startswith(("│", "┃"))]
+    assert not [line for line in table if re.search("… *[│┃]", line) or len(line) > 80]
     # Warnings of other libraries about each other are theirs.
     assert not re.findall(r"^.*(?:\.md|src/tigon/\S+):\d+: \w*Warning: .*", result.stderr, re.MULTILINE)
 
