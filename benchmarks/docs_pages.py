@@ -50,6 +50,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
+from operator_examples import EXAMPLES, IMPORTS
 from studies import (
     adapters,
     convergence,
@@ -79,15 +80,24 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 GOALS = Path(__file__).parent / "goals.json"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
+# How tests/pages runs the block below.
+TESTED = re.compile(r"^<!-- (?:not run|needs|tested with): .+ -->\n", re.MULTILINE)
 PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
 # An image that an inline chart replaces, since a chart takes its colours from the page.
 CHART = re.compile(r"!\[(?P<title>[^\]]*)\]\((?:\.\./)*charts/(?P<name>[^)]+)\.png\)")
+# Its results come first: the tiles of the kernels are tuned on it.
+MAIN_GPU = "h200"
 # A chart of more cases is unreadable; the operators' own pages have charts.
 CHART_CASES = 24
 
+# A search for words of a guide finds the guide first.
+BEHIND_GUIDES = "---\nsearch:\n  boost: 0.2\n---\n\n"
 PAGE = """# {name}
 
 {formula}
+
+```python
+{example}```
 
 ::: {path}
     options:
@@ -123,7 +133,7 @@ def on_files(files: Any, config: Any) -> Any:
     files.append(File.generated(config, "first-steps.md", content=guides.notebook()))
     for kind in KINDS:
         for name in operators(kind):
-            files.append(File.generated(config, f"ops/{name}.md", content=page_of(name)))
+            files.append(File.generated(config, f"ops/{name}.md", content=BEHIND_GUIDES + page_of(name)))
     return files
 
 
@@ -196,6 +206,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "interactions": lambda what: interactions.page(RESULTS, what),
         "graphs": lambda what: graphs.page(RESULTS, what),
     }
+    markdown = TESTED.sub("", markdown)
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
     return CHART.sub(drawn, markdown)
@@ -229,7 +240,8 @@ def path_of(name: str) -> str:
 def page_of(name: str) -> str:
     path = path_of(name)
     formula = inspect.getdoc(importlib.import_module(str(home(name)))) or ""
-    return PAGE.format(name=name, formula=linked(formula), path=path, measured=measured(name))
+    example = f"{IMPORTS}\n{EXAMPLES[name]}"
+    return PAGE.format(name=name, formula=linked(formula), example=example, path=path, measured=measured(name))
 
 
 def linked(text: str) -> str:
@@ -309,17 +321,28 @@ def written() -> set[str]:
 def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], str] | None = None) -> str:
     """Table and chart of every result file whose name matches; a sentence when there is none."""
     parts = []
-    for path in sorted(RESULTS.glob(pattern)):
+    for path in sorted(RESULTS.glob(pattern), key=lambda path: (not path.name.startswith(MAIN_GPU), path.name)):
         content = report.load(path)
         if report_as is not None and content["kind"] not in MATRICES:
             continue  # another kind's file, whose name matches as well
         table = report_as(content) if report_as else report.to_table(content)
-        parts.append(f"{report.source(content)}\n\n{table}\n")
+        parts.append(f"{report.source(content)}\n\n{fold_table(table)}\n")
         if has_chart(content):
             parts.append(f"![{path.stem}]({up}charts/{path.stem}.png)\n")
         if plots.has_profile(content):
             parts.append(f"![kinds of kernel, {path.stem}]({up}charts/profile/{path.stem}.png)\n")
     return "\n".join(parts) or f"No result file matches `{pattern}`."
+
+
+def fold_table(table: str, rows: int = 12) -> str:
+    """The first rows of a long table; the others are under a line that opens."""
+    lines = table.strip().split("\n")
+    header, body = lines[:2], lines[2:]
+    if len(body) <= 2 * rows:
+        return table
+    more = "\n".join(header + body[rows:])
+    shown = "\n".join(header + body[:rows])
+    return f'{shown}\n\n<details markdown="1"><summary>{len(body) - rows} more rows</summary>\n\n{more}\n\n</details>\n'
 
 
 def goals(pattern: str) -> str:
