@@ -6,6 +6,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- results: h200-ops.json -->     table and chart of the result files that match, whatever GPU they are from
     <!-- matrix: *-memory.json -->      the same, with one line per case and one column per implementation
     <!-- goals: *-models.json -->       what Tigon reached in them beside what was aimed at (goals.json)
+    <!-- first: Results -->            the section of this title comes before the others
     <!-- if: *-models.json -->          what follows stands in the page only if a file matches, down to
     <!-- end -->
     <!-- operators -->                  the operators by kind, with what they replace
@@ -85,8 +86,6 @@ TESTED = re.compile(r"^<!-- (?:not run|needs|tested with): .+ -->\n", re.MULTILI
 PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
 # An image that an inline chart replaces, since a chart takes its colours from the page.
 CHART = re.compile(r"!\[(?P<title>[^\]]*)\]\((?:\.\./)*charts/(?P<name>[^)]+)\.png\)")
-# Its results come first: the tiles of the kernels are tuned on it.
-MAIN_GPU = "h200"
 # A chart of more cases is unreadable; the operators' own pages have charts.
 CHART_CASES = 24
 
@@ -174,6 +173,15 @@ def drawn(image: re.Match[str]) -> str:
     return f'<figure class="chart" role="img" aria-label="{title}" data-search-exclude>{svg}</figure>'
 
 
+def put_first(markdown: str) -> str:
+    """The page with the section that a marker names right behind its introduction."""
+    marker = re.search(r"^<!-- first: (.+) -->\n+", markdown, re.MULTILINE)
+    if marker is None:
+        return markdown
+    introduction, *sections = re.split(r"^(?=## )", markdown.replace(marker[0], "", 1), flags=re.MULTILINE)
+    return introduction + "".join(sorted(sections, key=lambda text: not text.startswith(f"## {marker[1]}\n")))
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     makers: dict[str, Callable[[str], str]] = {
@@ -206,7 +214,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "interactions": lambda what: interactions.page(RESULTS, what),
         "graphs": lambda what: graphs.page(RESULTS, what),
     }
-    markdown = TESTED.sub("", markdown)
+    markdown = TESTED.sub("", put_first(markdown))
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
     return CHART.sub(drawn, markdown)
@@ -318,10 +326,21 @@ def written() -> set[str]:
 # ------------------------------------------------------------------------------------------------------------ results
 
 
+def fold_table(table: str, rows: int = 12) -> str:
+    """The first rows of a long table; the others are under a line that opens."""
+    lines = table.strip().split("\n")
+    header, body = lines[:2], lines[2:]
+    if len(body) <= 2 * rows:
+        return table
+    more = "\n".join(header + body[rows:])
+    shown = "\n".join(header + body[:rows])
+    return f'{shown}\n\n<details markdown="1"><summary>{len(body) - rows} more rows</summary>\n\n{more}\n\n</details>\n'
+
+
 def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], str] | None = None) -> str:
     """Table and chart of every result file whose name matches; a sentence when there is none."""
     parts = []
-    for path in sorted(RESULTS.glob(pattern), key=lambda path: (not path.name.startswith(MAIN_GPU), path.name)):
+    for path in find_results(pattern):
         content = report.load(path)
         if report_as is not None and content["kind"] not in MATRICES:
             continue  # another kind's file, whose name matches as well
@@ -334,15 +353,9 @@ def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], st
     return "\n".join(parts) or f"No result file matches `{pattern}`."
 
 
-def fold_table(table: str, rows: int = 12) -> str:
-    """The first rows of a long table; the others are under a line that opens."""
-    lines = table.strip().split("\n")
-    header, body = lines[:2], lines[2:]
-    if len(body) <= 2 * rows:
-        return table
-    more = "\n".join(header + body[rows:])
-    shown = "\n".join(header + body[:rows])
-    return f'{shown}\n\n<details markdown="1"><summary>{len(body) - rows} more rows</summary>\n\n{more}\n\n</details>\n'
+def find_results(pattern: str) -> list[Path]:
+    """The result files whose names match, those of the GPU that tiles were chosen on first."""
+    return sorted(RESULTS.glob(pattern), key=lambda path: (not path.name.startswith("h200"), path.name))
 
 
 def goals(pattern: str) -> str:

@@ -260,6 +260,14 @@ def test_the_results_of_the_main_gpu_come_first(hook, tmp_path):
     assert text.index('aria-label="h200-ops"') < text.index('aria-label="a100-ops"')
 
 
+def test_a_section_that_is_named_comes_first(hook):
+    text = rendered(hook, "# Page\n\nintro\n\n<!-- first: Results -->\n\n## Run\n\nrun\n\n## Results\n\n### A\n\n## More\n")
+    assert text == "# Page\n\nintro\n\n## Results\n\n### A\n\n## Run\n\nrun\n\n## More\n"
+    page = (HOOK.parents[1] / "docs" / "bench.md").read_text()
+    assert "<!-- first: Results -->" in page
+    assert "\n## Results\n" in page
+
+
 def test_markers_of_the_tests_are_not_in_the_site(hook):
     text = "<!-- not run: needs four GPUs -->\n```bash\ntorchrun\n```\n<!-- needs: bitsandbytes -->\nend"
     assert rendered(hook, text) == "```bash\ntorchrun\n```\nend"
