@@ -261,7 +261,9 @@ def test_the_results_of_the_main_gpu_come_first(hook, tmp_path):
 
 
 def test_a_section_that_is_named_comes_first(hook):
-    text = rendered(hook, "# Page\n\nintro\n\n<!-- first: Results -->\n\n## Run\n\nrun\n\n## Results\n\n### A\n\n## More\n")
+    text = rendered(
+        hook, "# Page\n\nintro\n\n<!-- first: Results -->\n\n## Run\n\nrun\n\n## Results\n\n### A\n\n## More\n"
+    )
     assert text == "# Page\n\nintro\n\n## Results\n\n### A\n\n## Run\n\nrun\n\n## More\n"
     page = (HOOK.parents[1] / "docs" / "bench.md").read_text()
     assert "<!-- first: Results -->" in page
