@@ -188,6 +188,7 @@ def check_search(page: Namespace, output: str):
     assert "GiB on the device" in output
     assert "and country is 'us'" in output
     assert (page.hits.ids % 2 == 1).all()
+    assert "ids: column id" in output
     # The search of the shell finds job-7 itself nowhere, and five others that pass the filter.
     table = output.partition("$ tigon retrieve search")[2]
     assert len(re.findall(r"\bjob-\d+", table.partition("--table jobs.parquet")[2])) >= 5

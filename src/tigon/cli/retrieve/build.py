@@ -115,7 +115,10 @@ def build(
         console.print(f"{found.rows - len(index):,} rows had an id that a later row has, too; the later one counts.")
     took = time.monotonic() - began
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    screen().print(f"{output}: {len(index):,} items × {dim}, {size / 2**20:,.1f} MiB, in {took:.1f} s")
+    source = f"ids: column {ids}" if ids is not None else "ids: row numbers from 0 (--id names a column)"
+    screen().print(
+        f"{output}: {len(index):,} items × {dim}, {size / 2**20:,.1f} MiB, in {took:.1f} s; {source}", soft_wrap=True
+    )
 
 
 def _read_schema(path: Path) -> dict[str, Any]:
