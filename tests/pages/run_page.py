@@ -1,8 +1,8 @@
 """Runs the code of a page of the documentation as a reader does who pastes block after block: run_page.py PAGE
 
-Python blocks share one namespace. In shell blocks, commands that begin with tigon or python run in a
-forked child, so that what is imported is imported once; bash runs the others. The working directory is the reader's.
-At the end the page's function of checks.py gets the namespace, and the text that the page printed.
+Python blocks share one namespace. In shell blocks, commands that begin with tigon or python run in a forked child, so
+that what is imported is imported once, and with a GPU in a new process; bash runs the others. The working directory is
+the reader's. At the end the page's function of checks.py gets the namespace, and the text that the page printed.
 
 A comment before a block says how the test treats the block:
 
@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+
+import torch
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKERS = re.compile(r"(?:<!-- [^\n]* -->\n)*\Z")
@@ -99,6 +101,10 @@ def run_command(command: str, options: str) -> None:
     if words[:1] not in (["tigon"], ["python"]):
         subprocess.run(["bash", "-ec", command], check=True)
         return
+    if torch.cuda.is_available():  # a process that has asked for a GPU cannot be forked
+        script = ["-m", *words] if words[0] == "tigon" else words[1:]
+        subprocess.run([sys.executable, *script], check=True)
+        return
     child = os.fork()
     if child == 0:
         status = 1
@@ -140,8 +146,6 @@ def run_block(block: Block, page: Path, names: dict) -> None:
 
 
 def main(page: str) -> None:
-    import torch
-
     sys.path.insert(0, str(Path(__file__).parent))
     from checks import BEFORE, CHECKS, DOCS
 
