@@ -6,6 +6,7 @@ the function by mkdocstrings, what was measured from benchmarks/results. In a pa
     <!-- results: h200-ops.json -->     table and chart of the result files that match, whatever GPU they are from
     <!-- matrix: *-memory.json -->      the same, with one line per case and one column per implementation
     <!-- goals: *-models.json -->       what Tigon reached in them beside what was aimed at (goals.json)
+    <!-- first: Results -->            the section of this title comes before the others
     <!-- if: *-models.json -->          what follows stands in the page only if a file matches, down to
     <!-- end -->
     <!-- operators -->                  the operators by kind, with what they replace
@@ -50,6 +51,7 @@ from typing import Any
 import cards
 import guides
 from families import page as families
+from operator_examples import EXAMPLES, IMPORTS
 from studies import (
     adapters,
     convergence,
@@ -79,15 +81,22 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 GOALS = Path(__file__).parent / "goals.json"
 MARK = re.compile(r"^<!-- (\w+)(?:: (\S+))? -->$", re.MULTILINE)
+# How tests/pages runs the block below.
+TESTED = re.compile(r"^<!-- (?:not run|needs|tested with): .+ -->\n", re.MULTILINE)
 PART = re.compile(r"^<!-- if: (\S+) -->\n(.*?)^<!-- end -->\n?", re.MULTILINE | re.DOTALL)
 # An image that an inline chart replaces, since a chart takes its colours from the page.
 CHART = re.compile(r"!\[(?P<title>[^\]]*)\]\((?:\.\./)*charts/(?P<name>[^)]+)\.png\)")
 # A chart of more cases is unreadable; the operators' own pages have charts.
 CHART_CASES = 24
 
+# A search for words of a guide finds the guide first.
+BEHIND_GUIDES = "---\nsearch:\n  boost: 0.2\n---\n\n"
 PAGE = """# {name}
 
 {formula}
+
+```python
+{example}```
 
 ::: {path}
     options:
@@ -123,7 +132,7 @@ def on_files(files: Any, config: Any) -> Any:
     files.append(File.generated(config, "first-steps.md", content=guides.notebook()))
     for kind in KINDS:
         for name in operators(kind):
-            files.append(File.generated(config, f"ops/{name}.md", content=page_of(name)))
+            files.append(File.generated(config, f"ops/{name}.md", content=BEHIND_GUIDES + page_of(name)))
     return files
 
 
@@ -164,6 +173,15 @@ def drawn(image: re.Match[str]) -> str:
     return f'<figure class="chart" role="img" aria-label="{title}" data-search-exclude>{svg}</figure>'
 
 
+def put_first(markdown: str) -> str:
+    """The page with the section that a marker names right behind its introduction."""
+    marker = re.search(r"^<!-- first: (.+) -->\n+", markdown, re.MULTILINE)
+    if marker is None:
+        return markdown
+    introduction, *sections = re.split(r"^(?=## )", markdown.replace(marker[0], "", 1), flags=re.MULTILINE)
+    return introduction + "".join(sorted(sections, key=lambda text: not text.startswith(f"## {marker[1]}\n")))
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
     makers: dict[str, Callable[[str], str]] = {
@@ -196,6 +214,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         "interactions": lambda what: interactions.page(RESULTS, what),
         "graphs": lambda what: graphs.page(RESULTS, what),
     }
+    markdown = TESTED.sub("", put_first(markdown))
     markdown = PART.sub(lambda part: part[2] if any(RESULTS.glob(part[1])) else "", markdown)
     markdown = MARK.sub(lambda mark: makers[mark[1]](mark[2] or "") if mark[1] in makers else mark[0], markdown)
     return CHART.sub(drawn, markdown)
@@ -229,7 +248,8 @@ def path_of(name: str) -> str:
 def page_of(name: str) -> str:
     path = path_of(name)
     formula = inspect.getdoc(importlib.import_module(str(home(name)))) or ""
-    return PAGE.format(name=name, formula=linked(formula), path=path, measured=measured(name))
+    example = f"{IMPORTS}\n{EXAMPLES[name]}"
+    return PAGE.format(name=name, formula=linked(formula), example=example, path=path, measured=measured(name))
 
 
 def linked(text: str) -> str:
@@ -306,6 +326,17 @@ def written() -> set[str]:
 # ------------------------------------------------------------------------------------------------------------ results
 
 
+def fold_table(table: str, rows: int = 12) -> str:
+    """The first rows of a long table; the others are under a line that opens."""
+    lines = table.strip().split("\n")
+    header, body = lines[:2], lines[2:]
+    if len(body) <= 2 * rows:
+        return table
+    more = "\n".join(header + body[rows:])
+    shown = "\n".join(header + body[:rows])
+    return f'{shown}\n\n<details markdown="1"><summary>{len(body) - rows} more rows</summary>\n\n{more}\n\n</details>\n'
+
+
 def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], str] | None = None) -> str:
     """Table and chart of every result file whose name matches; a sentence when there is none."""
     parts = []
@@ -314,7 +345,7 @@ def section(pattern: str, up: str = "", report_as: Callable[[dict[str, Any]], st
         if report_as is not None and content["kind"] not in MATRICES:
             continue  # another kind's file, whose name matches as well
         table = report_as(content) if report_as else report.to_table(content)
-        parts.append(f"{report.source(content)}\n\n{table}\n")
+        parts.append(f"{report.source(content)}\n\n{fold_table(table)}\n")
         if has_chart(content):
             parts.append(f"![{path.stem}]({up}charts/{path.stem}.png)\n")
         if plots.has_profile(content):

@@ -176,7 +176,7 @@ def test_links_of_films(study):
     assert "largest `alpha` that was tried, 32, in every seed" in text
     for row in by["vectors + links"]:
         assert row["setting"]["alpha"] == max(map(float, row["validation"])) == 32
-    assert "Of the penalties it chose the smaller of two." in text
+    assert "It chose the smaller of two penalties." in text
     assert all(row["setting"]["l1"] == min(map(float, row["validation"])) for row in by["links"])
     (edges,) = (row["edges"] for row in by["links"] if row["seed"] == 0)
     weight = {(edge["query_value"], edge["item_value"]): edge["weight"] for edge in edges}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -99,6 +100,15 @@ def test_modules_of_operators_are_found_by_name(printed):
         "files = {p.stem for p in here.iterdir() if p.suffix == '.py' or p.is_dir()}\n"
         "assert files - {'__init__', '__pycache__'} == set(tigon.ops.__all__)"
     )
+
+
+def test_integrations_are_found_by_name_where_their_host_is_installed(printed):
+    pytest.importorskip("trl")
+    code = "import sys, tigon; assert 'trl' not in sys.modules; print(tigon.integrations.trl.fuse.__name__)"
+    assert printed(code) == "fuse"
+    here = Path(SRC) / "tigon" / "integrations"
+    hosts = {path.stem for path in here.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert hosts - {"__init__", "__pycache__"} == set(importlib.import_module("tigon.integrations").__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error(python):

@@ -234,6 +234,47 @@ def test_the_newest_file_has_the_word_case_by_case(hook, tmp_path):
     assert hook.times_floor("rope") == "1.25"
 
 
+def test_the_example_of_every_operator_runs(hook, capsys):
+    names = {name for kind in hook.KINDS for name in hook.operators(kind)}
+    assert set(hook.EXAMPLES) == names
+    for name, code in hook.EXAMPLES.items():
+        assert f"{name}(" in code
+        exec(compile(f"{hook.IMPORTS}\n{code}", name, "exec"), {})
+    assert f"```python\n{hook.IMPORTS}\n{hook.EXAMPLES['rope']}```" in hook.page_of("rope")
+
+
+def test_a_long_table_folds_and_keeps_its_rows(hook):
+    rows = [f"| {i} | x |" for i in range(40)]
+    table = "\n".join(["| a | b |", "| :-- | :-- |", *rows]) + "\n"
+    folded = hook.fold_table(table)
+    assert [line for line in folded.splitlines() if line in rows] == rows
+    assert folded.count("| a | b |") == 2
+    assert "<summary>28 more rows</summary>" in folded
+    assert hook.fold_table("\n".join(table.splitlines()[:20])) == "\n".join(table.splitlines()[:20])
+
+
+def test_the_results_of_the_main_gpu_come_first(hook, tmp_path):
+    content = report.load(tmp_path / "h200-ops.json")
+    save(tmp_path / "a100-ops.json", content, "2026-02-01")
+    text = rendered(hook, "<!-- matrix: *-ops.json -->")
+    assert text.index('aria-label="h200-ops"') < text.index('aria-label="a100-ops"')
+
+
+def test_a_section_that_is_named_comes_first(hook):
+    text = rendered(
+        hook, "# Page\n\nintro\n\n<!-- first: Results -->\n\n## Run\n\nrun\n\n## Results\n\n### A\n\n## More\n"
+    )
+    assert text == "# Page\n\nintro\n\n## Results\n\n### A\n\n## Run\n\nrun\n\n## More\n"
+    page = (HOOK.parents[1] / "docs" / "bench.md").read_text()
+    assert "<!-- first: Results -->" in page
+    assert "\n## Results\n" in page
+
+
+def test_markers_of_the_tests_are_not_in_the_site(hook):
+    text = "<!-- not run: needs four GPUs -->\n```bash\ntorchrun\n```\n<!-- needs: bitsandbytes -->\nend"
+    assert rendered(hook, text) == "```bash\ntorchrun\n```\nend"
+
+
 def test_host_times_stand_on_the_page(hook, tmp_path):
     rows = [HostRow("rope", (2, 4), "bfloat16", "tigon", forward_us=12.3, total_us=45.6, times_eager=0.5)]
     save(tmp_path / "h200-host.json", report.result("host", rows), "2026-02-01")
@@ -271,7 +312,7 @@ def test_pages_and_charts_are_added_to_the_site(hook):
         docs_dir="docs", site_dir="site", use_directory_urls=True, plugins=SimpleNamespace(_current_plugin="hook")
     )
     files = {file.src_uri: file for file in hook.on_files(files_module.Files([]), config)}
-    assert files["ops/rope.md"].content_string.startswith("# rope")
+    assert "\n# rope\n" in files["ops/rope.md"].content_string
     assert {"h200-ops", "ops/rope"} <= set(hook.charts())
     assert "ops/swiglu" not in hook.charts()
     shown = rendered(hook, files["ops/rope.md"].content_string, "ops/rope.md")

@@ -357,7 +357,7 @@ def test_what_the_page_says_is_in_the_record():
         for measure, sign in (("auc", 1), ("log_loss", -1)):
             assert sign * mean(table, "lightgbm", measure) > max(sign * mean(table, name, measure) for name in networks)
     ours = [mean("frappe", name) for name in networks if name.startswith("lirank")]
-    means = f"{mean('frappe', 'fuxictr-dcnv2'):.4f} beside {min(ours):.4f} to {max(ours):.4f} of LiRank's"
+    means = f"{mean('frappe', 'fuxictr-dcnv2'):.4f}, where LiRank's have {min(ours):.4f} to {max(ours):.4f}"
     assert means in text
 
     def compared(data, one, other):
@@ -370,7 +370,7 @@ def test_what_the_page_says_is_in_the_record():
     assert f"{said} attention by {low:.0f} · 10⁻⁴, p {of_low:.3f}" in text
     assert all(compared(data, "lirank-residual", "fuxictr-dcnv2")[1] > 0.3 for data in ("ml-100k", "adult"))
     away, p = compared("ml-100k", "lirank-residual", "lirank-dcn")
-    assert f"is worth {away:.0f} · 10⁻⁴ beside the same network of low rank without it** (p {p:.3f})" in text
+    assert f"gains {away:.0f} · 10⁻⁴ over the same network of low rank without it** (p {p:.3f})" in text
     assert compared("ml-100k", "lirank-residual", "lirank-dcn-full")[1] > 0.3
     assert compared("ml-100k", "lirank-residual-gate", "lirank-dcn-gate")[1] > 0.3
     for table in ("frappe", "ml-100k", "adult"):  # "nowhere is log loss the better for it"

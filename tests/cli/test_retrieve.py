@@ -123,7 +123,7 @@ def test_csv_vectors_from_a_file_and_numbers_as_ids(folder, tigon, tmp_path):
     np.save(tmp_path / "x.npy", vectors(0))
     built = tigon("retrieve", "build", tmp_path / "items.csv", "--vectors", tmp_path / "x.npy", "--columns", "country",
                   "--metric", "cosine", "--batch-size", 64, "-o", tmp_path / "i")  # fmt: skip
-    built.ok()
+    assert "ids: row numbers from 0 (--id names a column)" in built.ok().out
     (row,) = found(tigon("retrieve", "search", tmp_path / "i", "--like", 250, "-k", 1, "--json"))
     assert row["id"] == 250
     assert row["score"] == pytest.approx(1, abs=1e-3)

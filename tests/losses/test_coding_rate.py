@@ -337,11 +337,3 @@ TAKEN = RowGroups(*ONE)
 def test_bad_input_gets_a_sentence(call, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         call()
-
-
-def test_the_code_of_the_page_runs(capsys):
-    names = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(block, PAGE.name, "exec"), names)
-    first, last = (float(n) for n in re.findall(r"-?\d+\.\d+", capsys.readouterr().out)[:2])
-    assert last > first

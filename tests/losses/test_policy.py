@@ -4,7 +4,6 @@ import inspect
 import re
 import textwrap
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -689,12 +688,3 @@ def test_the_docstrings_name_every_argument(function):
     described = re.findall(r"^    (\w+(?:, \w+)*): |\. (\w+): ", text, re.MULTILINE)
     named = {word for pair in described for word in re.split(", ", pair[0] or pair[1])}
     assert set(inspect.signature(function).parameters) - {"unknown"} <= named
-
-
-def test_the_documentation_runs():
-    page = Path(__file__).parents[2] / "docs" / "losses" / "policy.md"
-    code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert code
-    names: dict = {}
-    for block in code:
-        exec(block, names)

@@ -1,9 +1,7 @@
 """The preference losses: every type is the formula of whole logits, to fp64, and what TRL computes."""
 
 import functools
-import re
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import numerics
@@ -666,10 +664,3 @@ def test_the_code_that_docstrings_replace(name, options):
         names["ref"] = extra["ref_chosen_logps"], extra["ref_rejected_logps"]
     exec("\n".join(line.strip() for line in block.splitlines()), names)
     torch.testing.assert_close(LOSSES[name](x, weight, target, bias=bias, **extra)[0], names["loss"])
-
-
-def test_the_example_of_the_page_runs(capsys):
-    page = (Path(__file__).parents[2] / "docs" / "losses" / "preference.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", page, re.S):
-        exec(block, {})
-    assert capsys.readouterr().out

@@ -412,8 +412,13 @@ def _show(content: dict[str, Any]) -> None:
     if not sys.stdout.isatty():  # a pipe has no width, and rich would fold the table to 80 columns
         print(report.to_text(content))
         return
-    from tigon.cli.screen import NARROW, screen
+    from rich.table import Table
+
+    from tigon.cli.screen import screen, show
 
     console = screen()
-    # A narrow terminal wraps lines of text, but would cut the columns of a table.
-    console.print(report.to_rich(content) if console.width >= NARROW else report.to_text(content), soft_wrap=True)
+    for part in report.to_rich(content).renderables:
+        if isinstance(part, Table):
+            show(console, part)
+        else:
+            console.print(part, soft_wrap=True)

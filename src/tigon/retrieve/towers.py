@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.retrieve.arguments import as_int, as_number, require_tensors
+from tigon.runtime.sparse import make_csr_matrix
 
 
 class TwoTowers(nn.Module):
@@ -90,8 +91,7 @@ class TwoTowers(nn.Module):
         starts, columns = (getattr(self, f"{name}_{part}") for part in ("starts", "columns"))
         size = (self.user.num_embeddings, self.item.num_embeddings)
         size = size if name == "of_users" else (size[1], size[0])
-        # The parts were checked when they were made; a check again would make the host wait.
-        return torch.sparse_csr_tensor(starts, columns, weights, size, check_invariants=False)
+        return make_csr_matrix(starts, columns, weights, size)
 
     def _weights_without(self, pairs: Tensor) -> Tensor:
         """Of the graph's pairs, 0 for those that are left out."""

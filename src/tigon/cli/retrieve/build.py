@@ -134,7 +134,10 @@ def build(
         )  # fmt: skip
     took = time.monotonic() - began
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    screen().print(f"{output}: {len(index):,} items × {dim}, {size / 2**20:,.1f} MiB, in {took:.1f} s")
+    source = f"ids: column {ids}" if ids is not None else "ids: row numbers from 0 (--id names a column)"
+    screen().print(
+        f"{output}: {len(index):,} items × {dim}, {size / 2**20:,.1f} MiB, in {took:.1f} s; {source}", soft_wrap=True
+    )
 
 
 def _is_index(folder: Path) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime import first_order
+from tigon.runtime.sparse import make_csr_matrix
 
 # Bytes of the rows that are gathered at once.
 PIECE_BYTES = 2**27
@@ -135,7 +136,5 @@ def _scattered_part(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -
     rows, order = torch.where(flat < 0, each % items, flat).sort(stable=True)
     starts = torch.searchsorted(rows, torch.arange(items + 1, device=q.device))
     index = torch.int32 if max(B * K, items) < 2**31 else torch.int64
-    matrix = torch.sparse_csr_tensor(
-        starts.to(index), (order // K).to(index), weights.reshape(-1)[order], (items, B), check_invariants=False
-    )
+    matrix = make_csr_matrix(starts.to(index), (order // K).to(index), weights.reshape(-1)[order], (items, B))
     return torch.mm(matrix, q)
