@@ -11,6 +11,7 @@ import typer
 
 from tigon.cli.compress_cost import Cost, megabytes, told
 from tigon.cli.problem import Problem, check_writable, device_of, needs, one_line
+from tigon.cli.progress import working
 
 if TYPE_CHECKING:
     from tigon.compress import Report
@@ -69,14 +70,14 @@ def compress(
     from tigon.cli.screen import screen
 
     console = screen(stderr=True, soft_wrap=True)
-    with console.status(f"reading {model}"):
+    with working(console, f"reading {model}"):
         loaded, tokenizer = _opened(model, dtype)
         loaded = loaded.to(place)
     try:
         chosen: Any = method or "bits"
         if heavy_bits is not None:
             chosen = package.Bits(heavy_bits, 3 if rest_bits is None else rest_bits, 0.25 if share is None else share)
-        with console.status("compressing"):
+        with working(console, "compressing"):
             ids = _windows(loaded, tokenizer, texts, tokens)
             cost = Cost(loaded, _windows(loaded, tokenizer, others, HELD)) if others else None
             report = package.feed_forward(loaded, ids, method=chosen, budget=budget, recover=recover)
