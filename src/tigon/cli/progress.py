@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,17 +15,13 @@ EVERY = 10.0
 
 
 @contextmanager
-def working(console: Any, doing: str) -> Iterator[None]:
-    """`with working(console, "reading train.parquet")`, around work whose length is not known."""
-    if console.is_terminal:
-        with console.status(doing):
-            yield
-        return
-    done, began = threading.Event(), time.monotonic()
+def _lines(console: Any, line: Callable[[], str]) -> Iterator[None]:
+    """Print what `line` returns every ten seconds, from another thread: also while one step takes longer."""
+    done = threading.Event()
 
     def tell() -> None:
         while not done.wait(EVERY):
-            console.print(f"{doing}, {time.monotonic() - began:,.0f} s")
+            console.print(line())
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
@@ -36,36 +32,46 @@ def working(console: Any, doing: str) -> Iterator[None]:
         teller.join()
 
 
+@contextmanager
+def working(console: Any, doing: str) -> Iterator[None]:
+    """`with working(console, "reading train.parquet")`, around work whose length is not known."""
+    began = time.monotonic()
+    with console.status(doing) if console.is_terminal else _lines(
+        console, lambda: f"{doing}, {time.monotonic() - began:,.0f} s"
+    ):  # fmt: skip
+        yield
+
+
 class Steps:
     """`with Steps(console, "steps", total) as steps`: steps of a known number, and how many there are a second.
 
     Args:
-        unit: what is counted, in the plural. done: how many there are already.
+        unit: what is counted, in the plural. total: how many there will be at most. done: how many there are already.
     """
 
     def __init__(self, console: Any, unit: str, total: int, done: int = 0) -> None:
-        self.console, self.unit, self.total = console, unit, total
+        self.unit, self.total, self.first, self.done, self.said = unit, total, done, done, ""
+        self.began = time.monotonic()
         columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-        self.bar = Progress(
-            *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-        )
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
         self.task = self.bar.add_task("", total=total, completed=done)
-        self.first, self.began = done, time.monotonic()
-        self.told = self.began
+        self.shown = self.bar if console.is_terminal else _lines(console, self._line)
 
     def __enter__(self) -> Steps:
-        self.bar.start()
+        self.shown.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+    def __exit__(self, *error: Any) -> None:
+        self.shown.__exit__(*error)
 
     def show(self, done: int, said: str = "") -> None:
         """So many are done. said: to stand beside them, such as a loss."""
-        now = time.monotonic()
-        speed = (done - self.first) / max(now - self.began, 1e-9)
-        line = f"{speed:,.1f} {self.unit}/s{f'  {said}' if said else ''}"
-        self.bar.update(self.task, completed=done, description=line)
-        if not self.console.is_terminal and now - self.told >= EVERY:
-            self.told = now
-            self.console.print(f"{self.unit[:-1]} {done:,} of {self.total:,}: {line}")
+        self.done, self.said = done, said
+        self.bar.update(self.task, completed=done, description=self._speed())
+
+    def _speed(self) -> str:
+        speed = (self.done - self.first) / max(time.monotonic() - self.began, 1e-9)
+        return f"{speed:,.1f} {self.unit}/s{f'  {self.said}' if self.said else ''}"
+
+    def _line(self) -> str:
+        return f"{self.unit[:-1]} {self.done:,} of {self.total:,}: {self._speed()}"

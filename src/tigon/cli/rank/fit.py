@@ -129,9 +129,7 @@ def fit(
     from tigon.cli.rank.fitting import WRITTEN, Run, read_tables
     from tigon.cli.rank.seeds import Runs, folders_of
 
-    console = screen(stderr=True, soft_wrap=True)
-    console.print(f"reading {', '.join(Path(path).name for path in given['data'])}")
-    with working(console, "reading"):
+    with working(screen(stderr=True, soft_wrap=True), f"reading {', '.join(given['data'])}"):
         tables = read_tables(NAME, {**given, "seed": seeds[0]})
     files = [path for name in ("data", "history", "items", "users", "val", "test") for path in given[name]]
     if given.get("from_run"):
