@@ -13,7 +13,7 @@ from tigon.rank.scoring import Batched
 ERRORS = 2.0
 # Times the entropy of the share of positive rows from which a log loss is worse than it.
 WORSE = 1.02
-MORE = "Give it more steps (epochs=…, or a smaller batch_size=…), a larger lr=…, or fewer weights (width=…, layers=…)"
+MORE = "Try more steps (epochs=…, or a smaller batch_size=…), another lr=…, or fewer weights (width=…, layers=…)"
 
 
 def count_classes(data: Batched) -> dict[str, tuple[int, int]]:
@@ -33,7 +33,7 @@ def auc_error(ones: int, zeros: int) -> float:
 
 def find_doubts(
     row: dict[str, float] | None, history: list[dict[str, float]], watched: str, classes: dict[str, tuple[int, int]],
-    *, steps: int, warmup: float, ended: bool, probabilities: bool,
+    *, steps: int, warmup: float, ended: bool, probabilities: bool, more: str = MORE,
 ) -> list[str]:  # fmt: skip
     """A sentence for each sign that a fit has not learned what it could, with what to change.
 
@@ -44,6 +44,7 @@ def find_doubts(
         steps: that were done. warmup: steps of the warm-up.
         ended: whether the last epoch ended the fit, and not early stopping.
         probabilities: whether the loss is of probabilities, which are then compared with the share of positive rows.
+        more: what to change.
     """
     found = []
     if steps <= warmup:
@@ -62,8 +63,8 @@ def find_doubts(
             f"{auc:.3f} of {label} (chance: 0.5 ± {ERRORS * errors[label]:.3f})" for label, auc in aucs.items()
         )
         found.append(
-            f"the ranker is at chance behind {steps:,} steps: on the validation an AUC of {said}. {MORE}, or look by "
-            "`tigon rank inspect` whether its fields say anything of the label"
+            f"behind {steps:,} steps the validation does not tell the ranker from chance: an AUC of {said}. {more}. Look "
+            "by `tigon rank inspect` whether its fields say anything of the label"
         )
     elif probabilities:
         found += _worse_than_the_share(row, aucs, classes)
