@@ -1,12 +1,12 @@
-"""Whether defaults learn: a signal planted in tables of 10² to 10⁶ rows, and how much of it each command's defaults find.
+"""Whether defaults learn: a signal planted in tables of 10² to 10⁶ rows, and how much of it each command finds.
 
     python benchmarks/learn_defaults.py --sizes 100,2000,10000 --output benchmarks/results
     python benchmarks/learn_defaults.py --sizes 1000000 --models ligr,lirank,retrieve,graph --output benchmarks/results
 
 "share" is (metric − chance) / (oracle − chance): 1 is what whoever planted the signal knows. The metric is the AUC of
-rows that no fit has seen, with the AUC of the true probabilities as its oracle; of `retrieve train` the NDCG@20 of later
-pairs, with the most popular items as chance and the true kinds as oracle; of `graph fit` the accuracy of the nearest
-class mean, with the most frequent class as chance and 1 as oracle.
+rows that no fit has seen, with the AUC of the true probabilities as its oracle; of `retrieve train` the NDCG@20 of
+later pairs, with the most popular items as chance and the true kinds as oracle; of `graph fit`, whose rows are nodes,
+the accuracy of the nearest class mean, with the most frequent class as chance and 1 as oracle.
 
 A million rows need a GPU. The script needs pyarrow and accelerate beside what Tigon needs.
 """
@@ -203,11 +203,10 @@ def retrieved(model: str, rows: int, seed: int, device: torch.device) -> Row:
 
 
 def embedded(model: str, rows: int, seed: int, device: torch.device) -> Row:
-    """rows: edges there and back."""
     from tigon.cli.graph.shared import choose
     from tigon.graph import G2R
 
-    graph = linked(rows // 10, seed)
+    graph = linked(rows, seed)
     names = ("hidden", "out", "gamma", "eps", "epochs", "nodes")
     chosen = choose({"data": "own", **dict.fromkeys(names)}, len(graph.x))
     torch.manual_seed(seed)
@@ -247,6 +246,12 @@ MODELS: dict[str, Callable[[str, int, int, torch.device], Row]] = {
 }  # fmt: skip
 
 
+def device_name(content: dict[str, Any]) -> str:
+    """Of the result file: cpu, or the GPU's short name."""
+    environment = content["environment"]
+    return "cpu" if environment["device_type"] == "cpu" else str(environment["device"]).split()[-1].lower()
+
+
 def main() -> None:
     from tigon.bench import report
 
@@ -262,10 +267,13 @@ def main() -> None:
         for model in options.models.split(","):
             for seed in range(options.seeds):
                 rows.append(row := MODELS[model](model, size, seed, device))
-                print(f"{model}, {size:,} rows, seed {seed}: {row.metric} {row.value:.3f} of {row.oracle:.3f}, chance "
-                      f"{row.chance:.3f}, share {row.share:.2f}; {row.steps:,} steps, {row.seconds:.1f} s", flush=True)  # fmt: skip
+                print(
+                    f"{model}, {size:,} rows, seed {seed}: {row.metric} {row.value:.3f}, chance {row.chance:.3f}, "
+                    f"oracle {row.oracle:.3f}, share {row.share:.2f}; {row.steps:,} steps, {row.seconds:.1f} s",
+                    flush=True,
+                )
                 content = report.result("learn-defaults", rows, device=device)
-                report.save(options.output / report.file_name(content, "learn-defaults"), content)
+                report.save(options.output / f"{device_name(content)}-learn-defaults.json", content)
 
 
 if __name__ == "__main__":
