@@ -8,14 +8,17 @@ rows that no fit has seen, with the AUC of the true probabilities as its oracle;
 later pairs, with the most popular items as chance and the true kinds as oracle; of `graph fit`, whose rows are nodes,
 the accuracy of the nearest class mean, with the most frequent class as chance and 1 as oracle.
 
-A million rows need a GPU. The script needs pyarrow and accelerate beside what Tigon needs.
+A million rows need a GPU. A run that was killed goes on: what the result file has is not fitted again. The script needs
+pyarrow and accelerate beside what Tigon needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -242,14 +245,13 @@ def found(
 
 
 MODELS: dict[str, Callable[[str, int, int, torch.device], Row]] = {
-    "ligr": ranked, "lirank": ranked, "retrieve": retrieved, "graph": embedded,
+    "lirank": ranked, "retrieve": retrieved, "graph": embedded, "ligr": ranked,
 }  # fmt: skip
 
 
-def device_name(content: dict[str, Any]) -> str:
-    """Of the result file: cpu, or the GPU's short name."""
-    environment = content["environment"]
-    return "cpu" if environment["device_type"] == "cpu" else str(environment["device"]).split()[-1].lower()
+def short_name(device: torch.device) -> str:
+    """Of the result file: cpu, or the GPU's last word, such as h200."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).split()[-1].lower()
 
 
 def main() -> None:
@@ -262,18 +264,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the result file")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[Row] = []
-    for size in map(int, options.sizes.split(",")):
-        for model in options.models.split(","):
-            for seed in range(options.seeds):
-                rows.append(row := MODELS[model](model, size, seed, device))
-                print(
-                    f"{model}, {size:,} rows, seed {seed}: {row.metric} {row.value:.3f}, chance {row.chance:.3f}, "
-                    f"oracle {row.oracle:.3f}, share {row.share:.2f}; {row.steps:,} steps, {row.seconds:.1f} s",
-                    flush=True,
-                )
-                content = report.result("learn-defaults", rows, device=device)
-                report.save(options.output / f"{device_name(content)}-learn-defaults.json", content)
+    file = options.output / f"{short_name(device)}-learn-defaults.json"
+    rows = [Row(**row) for row in report.load(file)["rows"]] if file.is_file() else []
+    done = {(row.model, row.rows, row.seed) for row in rows}
+    sizes, models = map(int, options.sizes.split(",")), options.models.split(",")
+    for size, model, seed in itertools.product(sizes, models, range(options.seeds)):
+        if (model, size, seed) in done:
+            continue
+        with warnings.catch_warnings(record=True) as told:
+            rows.append(row := MODELS[model](model, size, seed, device))
+        print(
+            f"{model}, {size:,} rows, seed {seed}: {row.metric} {row.value:.3f}, chance {row.chance:.3f}, oracle "
+            f"{row.oracle:.3f}, share {row.share:.2f}; {row.steps:,} steps, {row.seconds:.1f} s",
+            *(str(one.message) for one in told if "rank.fit" in str(one.message)), sep="\n  ", flush=True,
+        )  # fmt: skip
+        report.save(file, report.result("learn-defaults", rows, device=device))
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def find_doubts(
             f"{auc:.3f} of {label} (chance: 0.5 ± {ERRORS * errors[label]:.3f})" for label, auc in aucs.items()
         )
         found.append(
-            f"behind {steps:,} steps the validation does not tell the ranker from chance: an AUC of {said}. {more}. Look "
-            "by `tigon rank inspect` whether its fields say anything of the label"
+            f"behind {steps:,} steps the validation does not tell the ranker from chance: an AUC of {said}. {more}. "
+            "Look by `tigon rank inspect` whether its fields say anything of the label"
         )
     elif probabilities:
         found += _worse_than_the_share(row, aucs, classes)

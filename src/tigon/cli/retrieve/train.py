@@ -156,9 +156,10 @@ class _Run:
             if "validation" not in stages:
                 kept, held = map(torch.from_numpy, SPLITS[self.how](self.pairs.train, self.share, self.seeds[0]))
                 fitted = self._fit("validation", kept, held, settings, self.seeds[0])
-                found = {"best": fitted.best, "history": fitted.history, **_times(fitted)}
-                found["warnings"] = self._doubts(fitted, kept, held)
-                self._done("validation", found)
+                self._done("validation", {
+                    "best": fitted.best, "history": fitted.history, **_times(fitted),
+                    "warnings": self._doubts(fitted, kept, held),
+                })  # fmt: skip
             settings = dataclasses.replace(settings, epochs=stages["validation"]["best"])
             self.console.print(f"the best epoch is {settings.epochs}; now on all pairs")
         for seed in self.seeds:
