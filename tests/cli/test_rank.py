@@ -302,9 +302,9 @@ def test_impressions_by_row_groups(folder, tigon, tmp_path, monkeypatch):
     options = ("--stream", "--stream-mib", 1, "--epochs", 1, "--draws", 0, "--no-anchors", *TINY, "--layers", 1)
     out = tmp_path / "run"
     said = tigon("rank", "fit", *data, *options, "-o", out).ok()
-    assert "14 requests, 2 to validate on" in said.err
+    assert "12 requests, 4 to validate on" in said.err
     assert "from 7 row groups, 1 MiB at a time" in said.err
-    assert results(out)["validation"]["rows"] == 2 * SHOWN
+    assert results(out)["validation"]["rows"] == 4 * SHOWN
     assert results(out)["steps"] == 2
     wrong = ("--data", tmp_path / "shown.parquet", "--history", "self", "--label", "click", "--stream", "-o", out)
     tigon("rank", "fit", *wrong, "--overwrite").problem("--history must be a table of events, not the impressions")

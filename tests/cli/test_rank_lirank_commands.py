@@ -78,10 +78,10 @@ def test_a_run_learns_rows_without_items(run):
     assert list(found["test"]["metrics"]) == ["click", "long"]
     assert set(found["test"]["metrics"]["click"]) == {"auc", "log_loss", "ece"}
     assert found["test"]["metrics"]["click"]["log_loss"]["value"] < 0.5
-    assert (found["validation"]["rows"], found["test"]["requests"]) == (100, 400)
+    assert (found["validation"]["rows"], found["test"]["requests"]) == (200, 400)
     assert "it reads of an impression banner, visitor, size, country, site\n" in said.err
-    assert "note: Field 'site' has one value in all 900 rows: nothing can be learned of it." in said.err
-    assert "calibrated on the 100 rows of the validation" in said.err
+    assert "note: Field 'site' has one value in all 800 rows: nothing can be learned of it." in said.err
+    assert "calibrated on the 200 rows of the validation" in said.err
     config = results(out / "model", "config.json")
     assert (config["kind"], config["calibrate"], config["towers"]) == (
         "lirank",

@@ -91,7 +91,7 @@ def test_the_ranker_stays_on_its_device(monkeypatch):
     for state in (AcceleratorState, PartialState):
         monkeypatch.setitem(state._shared_state, "device", torch.device("meta"))
     ranker = Linear()
-    assert rank.fit(ranker, TRAIN, VAL, rank.FitOptions(epochs=1)).steps == 1
+    assert rank.fit(ranker, TRAIN, VAL, rank.FitOptions(epochs=1, batch_size=len(TRAIN))).steps == 1
     assert ranker.head.weight.device.type == "cpu"
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     with pytest.raises(ValueError, match=r"^rank\.fit: trains on one device, got 2 processes\.$"):

@@ -13,6 +13,7 @@ import typer
 from tigon.cli.compress_cost import Cost, megabytes, told
 from tigon.cli.outputs import PICTURES, check_output_file, check_output_folder
 from tigon.cli.problem import Problem, device_of, needs, one_line
+from tigon.cli.progress import working
 from tigon.files import DamagedFileError
 from tigon.manifest import MANIFEST, read_manifest, write_manifest
 
@@ -76,14 +77,14 @@ def compress(
     from tigon.cli.screen import screen
 
     console = screen(stderr=True, soft_wrap=True)
-    with console.status(f"reading {model}"):
+    with working(console, f"reading {model}"):
         loaded, tokenizer = _opened(model, dtype)
         loaded = loaded.to(place)
     try:
         chosen: Any = method or "bits"
         if heavy_bits is not None:
             chosen = package.Bits(heavy_bits, 3 if rest_bits is None else rest_bits, 0.25 if share is None else share)
-        with console.status("compressing"):
+        with working(console, "compressing"):
             ids = _windows(loaded, tokenizer, texts, tokens)
             cost = Cost(loaded, _windows(loaded, tokenizer, others, HELD)) if others else None
             report = package.feed_forward(loaded, ids, method=chosen, budget=budget, recover=recover)

@@ -28,7 +28,7 @@ class Shown:
     chats = False
 
     def __init__(self, options: TrainOptions, data: str, option: str = "--data") -> None:
-        self.options, self.name, self.option = options, data, option
+        self.options, self.name, self.option, self.chosen = options, data, option, ""
         try:
             self.prompt = Prompt.load(str(options.prompt))
         except (ValueError, OSError) as error:
@@ -53,6 +53,20 @@ class Shown:
     def characters(self) -> int:
         """Of the data, whose size all processes have to agree on: its rows."""
         return self.requests.data.rows
+
+    def settle(self, given: set[str], source: Any) -> None:
+        """Choose the options of the run that are not among `given` by the table, as `rank.defaults` has it."""
+        from tigon.rank.defaults import choose_prompt_settings
+
+        rows, text = self.requests.data.rows, source.config.get_text_config()
+        found = choose_prompt_settings(len(self.requests), rows, text.hidden_size, source.weights)
+        without = {"epochs"} if "steps" in given else set()
+        without |= {"eval_fraction"} if "eval_data" in given else set()
+        found = {name: value for name, value in found.items() if name not in given | without}
+        for name, value in found.items():
+            setattr(self.options, name, value)
+        words = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in found.items())
+        self.chosen = f"chosen from {rows:,} rows: {words}; options of these names override them" if found else ""
 
     def tokenize(self, tokenizer: Any, options: TrainOptions, source: Any) -> Any:
         from tigon.cli.rank_task import rows_of

@@ -14,12 +14,14 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from tigon.cli.checkpoint import STAGING
-from tigon.cli.folder import move_in
+from tigon.cli.folder import move_in, record
 from tigon.cli.model import Source, with_adapters
 from tigon.cli.options import TrainOptions
 from tigon.cli.problem import Problem, one_line
+from tigon.cli.rank.shared import as_options
 from tigon.cli.tasks import TaskTrainer
 from tigon.cli.trainer import Checkpointed
+from tigon.rank.chance import find_doubts
 from tigon.rank.metrics import auc, log_loss
 from tigon.rank.prompt.distil import check_teacher
 from tigon.rank.prompt.model import PromptRanker, default_prefix_len
@@ -172,6 +174,7 @@ class PromptTrainer(Checkpointed, Trainer):
         Each of them counts once, however many processes there are and however they were cut into batches.
         """
         found: dict[str, float] = {}
+        self.classes: dict[str, tuple[int, int]] = {}
         if not self.seen:
             return found
         z, task, labels, whole = (torch.cat(part) for part in zip(*self.seen, strict=True))
@@ -181,6 +184,7 @@ class PromptTrainer(Checkpointed, Trainer):
             mine = (task == t) & (labels >= 0)
             p = z[mine][:, self.ranker.columns[t]].softmax(-1)
             right = torch.tensor(one.values)[labels[mine]]
+            self.classes[name] = int((right > 0).sum()), int((right <= 0).sum())
             if set(one.values) != {0.0, 1.0} or not 0 < float(right.sum()) < len(right):
                 continue
             score = p @ torch.tensor(one.values)
@@ -245,6 +249,17 @@ class RankTask(TaskTrainer):
     def finish(self, trainer: Any, eval_set: Any, output: Path, console: Console) -> None:
         """Calibrate on the held-out requests, and write what the folder needs beside its model."""
         ranker: PromptRanker = trainer.ranker
+        rows = [{name.removeprefix("eval_"): value for name, value in row.items() if isinstance(value, (int, float))}
+                for row in trainer.state.log_history if "eval_loss" in row]  # fmt: skip
+        row = {f"{name}:auc": rows[-1].get(f"auc_{name}", float("nan")) for name in trainer.classes} if rows else None
+        warnings = find_doubts(
+            row, rows, "loss", trainer.classes if rows else {}, steps=trainer.state.global_step,
+            warmup=self.run.warmup_steps(trainer.state.max_steps), ended=False, probabilities=False,
+            more="Try more steps (epochs=…, or a smaller batch_size=…), or another lr=…",
+        )  # fmt: skip
+        for warning in warnings:
+            console.print(f"warning: {as_options(warning)}.", style="yellow", highlight=False, soft_wrap=True)
+        record(output, warnings=warnings)
         kind: Any = self.run.calibrate  # TrainOptions.check has checked the word
         if kind != "none" and eval_set is not None:
             try:

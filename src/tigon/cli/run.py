@@ -172,6 +172,8 @@ def run(
         highlight=False,
         soft_wrap=True,
     )
+    if chosen := getattr(corpus, "chosen", ""):
+        console.print(chosen, highlight=False, soft_wrap=True)
 
     if task is None:
         metrics = Metrics(output, console, options.tensorboard, state.is_main_process)

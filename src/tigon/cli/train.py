@@ -185,6 +185,8 @@ def _prepare(given: dict[str, Any], resume: bool, overwrite: bool) -> Prepared:
             raise Problem("--device cuda: PyTorch finds no CUDA or ROCm device")
     source = find_model(options.model)
     options.check_model(source)
+    if options.task == "rank" and not resume:
+        corpus.settle({name for name, value in given.items() if value is not None}, source)
     options.settle_rate(source)
     held = _held(options, corpus) if options.eval_data else None
     return Prepared(options, source, corpus, checkpoint, held)

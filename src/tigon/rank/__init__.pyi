@@ -3,6 +3,7 @@ from tigon.rank import losses as losses
 from tigon.rank import metrics as metrics
 from tigon.rank import off_policy as off_policy
 from tigon.rank.batch import Batch as Batch
+from tigon.rank.defaults import choose_sizes as choose_sizes
 from tigon.rank.evaluating import Evaluation as Evaluation
 from tigon.rank.evaluating import Measured as Measured
 from tigon.rank.evaluating import evaluate as evaluate

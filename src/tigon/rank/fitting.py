@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from tigon.rank import losses
 from tigon.rank.batch import known_rows
+from tigon.rank.chance import count_classes, find_doubts
+from tigon.rank.defaults import Settings, choose_settings
 from tigon.rank.evaluating import METRICS, OBJECTIVES, better, cuts_of, evaluate, evaluate_next_items, watched
 from tigon.rank.incremental import Anchor, Pull, check_anchored
 from tigon.rank.optimizing import SCHEDULES, TABLE_OPTIMIZERS, Optimizers, count_behind, share
@@ -35,12 +38,16 @@ READ_EVERY = 50
 class FitOptions:
     """What a fit depends on, beside the ranker and the data.
 
+    `lr`, `epochs`, `batch_size`, `eval_every` and `patience` are None by default: `resolve` chooses them by how many
+    requests and rows there are.
+
     Args:
         loss: "bce", "softmax", "pairwise", "approx_ndcg" or "lambda", of each label; `tigon.rank.losses`.
         label_weights: by label, the weight of its loss in the sum; None: 1 each.
         objective: "impressions", or "next-item": the loss over all items of what comes next in a history, for rankers
             that have one, such as `rank.LiGR`.
-        lr: peak of the learning rate. weight_decay: of the weights of linear layers.
+        lr: peak of the learning rate; None: 3e-3, less for `rank.LiGR` above a width of 64.
+        weight_decay: of the weights of linear layers.
         table_optimizer: of tables of embeddings, "adamw" as of the rest, or "row-adagrad" for `tigon.optim.RowAdagrad`:
             a step then touches the rows in its batch alone. For rankers with such tables, as `rank.LiRank`.
         table_lr: peak of the rate of "row-adagrad", which falls with `lr`.
@@ -48,13 +55,16 @@ class FitOptions:
         schedule: of the rate after it: "cosine" or "linear", which fall to 0 at the last epoch, "constant", or
             "plateau", which falls to a tenth behind each evaluation of `val` that is none the best.
         clip: the largest norm of all gradients, but those of tables by "row-adagrad"; 0: any.
-        epochs: most passes over the requests. max_minutes: most minutes; None: any.
-        batch_size: requests of a step. batch_tokens: events and candidates of a step, instead of so many requests.
+        epochs: most passes over the requests; None: 10, and as many as 600 steps take. max_minutes: most minutes;
+            None: any.
+        batch_size: requests of a step; None: a fifteenth of the rows, 32 to 2,048 of them.
+        batch_tokens: events and candidates of a step, instead of so many requests.
         history_max: the newest events of a request that are read; None: all.
         metric: what early stopping looks at, such as "auc", "gauc", "log_loss" or "ndcg@10", the mean over the labels;
             "click:auc" is that of one. None: "auc" for bce, "ndcg@10" for others.
-        eval_every: steps between evaluations; 0: at the end of each epoch.
-        patience: evaluations without a better one before the run stops.
+        eval_every: steps between evaluations; 0: at the end of each epoch; None: so too, but at most 40 evaluations.
+        patience: evaluations without a better one before the run stops; None: half of those of the longest run,
+            3 of "plateau".
         anchor: λ, how much `fit(…, anchors=…)` pulls towards what older data was sure of: n / m to count it as n rows
             beside the m of now.
         precision: of the products: "bf16", "fp32", or "auto": bf16 on a GPU.
@@ -65,21 +75,21 @@ class FitOptions:
     loss: str = "bce"
     label_weights: Mapping[str, float] | None = None
     objective: str = "impressions"
-    lr: float = 1e-3
+    lr: float | None = None
     weight_decay: float = 0.01
     table_optimizer: str = "adamw"
     table_lr: float = 0.02
     warmup: float = 0.05
     schedule: str = "cosine"
     clip: float = 1.0
-    epochs: int = 10
+    epochs: int | None = None
     max_minutes: float | None = None
-    batch_size: int = 256
+    batch_size: int | None = None
     batch_tokens: int | None = None
     history_max: int | None = None
     metric: str | None = None
-    eval_every: int = 0
-    patience: int = 3
+    eval_every: int | None = None
+    patience: int | None = None
     anchor: float = 0.1
     precision: str = "auto"
     seed: int = 0
@@ -120,7 +130,28 @@ class FitOptions:
 
     @property
     def drawing(self) -> Drawing:
-        return Drawing(self.batch_size, self.batch_tokens, self.history_max, self.precision)
+        requests = Drawing().requests if self.batch_size is None else self.batch_size
+        return Drawing(requests, self.batch_tokens, self.history_max, self.precision)
+
+    def settings(self, ranker: Any, train: Batched) -> Settings:
+        """`lr`, `epochs`, `batch_size`, `eval_every` and `patience`, with numbers in place of None."""
+        width = ranker.config()["width"] if getattr(ranker, "kind", None) == "ligr" else None
+        chosen = choose_settings(
+            len(train), getattr(train, "rows", len(train)), width, batch_size=self.batch_size, epochs=self.epochs
+        )
+        if self.schedule == "plateau":  # whose rate is a thousandth behind three evaluations that bring nothing
+            chosen = chosen._replace(patience=3)
+        given = {name: getattr(self, name) for name in chosen._fields}
+        return chosen._replace(**{name: value for name, value in given.items() if value is not None})
+
+    def resolve(self, ranker: Any, train: Batched) -> FitOptions:
+        """The options with numbers in place of what they leave to the data.
+
+        Args:
+            ranker, train: as `fit` takes them.
+        Returns: `FitOptions`.
+        """
+        return replace(self, **self.settings(ranker, train)._asdict())
 
 
 @dataclass
@@ -131,6 +162,7 @@ class Fitted:
         history: a row for each evaluation: "step", "epoch", "loss", and metrics as "LABEL:METRIC".
         best: the step of the best evaluation, whose weights the ranker has; the last step without evaluations.
         steps: that were done. seconds: of the whole run. stopped: whether `after` ended it.
+        warnings: a sentence for each sign that nothing was learned, or less than could be, with what to change.
     """
 
     history: list[dict[str, float]]
@@ -138,6 +170,7 @@ class Fitted:
     steps: int
     seconds: float
     stopped: bool = False
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -179,7 +212,8 @@ def fit(
     """Train a ranker in place, on the device that it is on. Needs the extra `rank`.
 
     The loss of a step is the sum over the labels of their weighted losses. With `val` the ranker is evaluated as it
-    goes, and has the best weights in the end. It is in `eval` mode then, ready to score.
+    goes, and has the best weights in the end. It is in `eval` mode then, ready to score. A fit that ends at chance, in
+    its warm-up, or while it still gets better is warned of.
 
     Args:
         ranker: a `rank.Ranker`, such as `rank.LiGR`.
@@ -196,9 +230,12 @@ def fit(
     """
     run = _Run(ranker, train, val, options, after, anchors)
     try:
-        return run.go(state)
+        fitted = run.go(state)
     finally:
         ranker.eval()
+    for sentence in fitted.warnings:
+        warnings.warn(f"rank.fit: {sentence}.", stacklevel=2)
+    return fitted
 
 
 def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
@@ -263,6 +300,8 @@ class _Run:
         if anchors:
             check_anchored(options)
         check(ranker, train, val, options)
+        self.settings = options.settings(ranker, train)
+        options = options.resolve(ranker, train)
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
         # One state serves all Accelerators of a process, whose device need not be this ranker's.
@@ -270,7 +309,7 @@ class _Run:
         if self.accelerator.num_processes > 1:
             raise ValueError(f"rank.fit: trains on one device, got {self.accelerator.num_processes} processes.")
         self.optimizers = Optimizers(
-            ranker, options.table_optimizer, options.lr, options.table_lr, options.weight_decay
+            ranker, options.table_optimizer, self.settings.lr, options.table_lr, options.weight_decay
         )
         self.clipped = self.optimizers.others(ranker)
         self.pull = Pull(ranker, anchors, options.anchor) if anchors and options.anchor else None
@@ -288,17 +327,30 @@ class _Run:
         # Not the ranker, whose forward would run in the precision of the process's first Accelerator.
         optimizer = self.accelerator.prepare(self.optimizers.adamw)
         stopped = False
-        while self.epoch < self.options.epochs and not stopped and not self._over():
+        while self.epoch < self.settings.epochs and not stopped and not self._over():
             stopped = self._epoch(optimizer)
         self._read()
         if self.best is not None and not stopped:
             self.ranker.load_state_dict(self.best)
         row = self._best()
-        return Fitted(self.history, self.step if row is None else int(row["step"]), self.step, self._seconds(), stopped)
+        best = self.step if row is None else int(row["step"])
+        doubts = [] if stopped else self._doubts(row)
+        return Fitted(self.history, best, self.step, self._seconds(), stopped, doubts)
+
+    def _doubts(self, row: dict[str, float] | None) -> list[str]:
+        options, settings = self.options, self.settings
+        shown = options.objective == "impressions"
+        classes = count_classes(self.val) if self.val is not None and shown else {}
+        probabilities = shown and options.loss == "bce" and getattr(self.ranker, "isotonic", None) is None
+        return find_doubts(
+            row, self.history, options.watched, classes, steps=self.step, ended=self.epoch == settings.epochs,
+            warmup=options.warmup * settings.epochs * self.step / max(self._epochs(), 1e-9),
+            probabilities=probabilities,
+        )  # fmt: skip
 
     def _epoch(self, optimizer: Any) -> bool:
         """The rest of an epoch; True if `after` ended the run."""
-        every, drawing = self.options.eval_every, self.options.drawing
+        every, drawing = self.settings.eval_every, self.options.drawing
         measured = self.history[-1]["step"] if self.history else 0
         # A state of this step may be from before its evaluation, which may be the last.
         if every and self.step % every == 0 and measured != self.step:
@@ -316,14 +368,14 @@ class _Run:
                 break
         else:
             self.epoch, self.batches, self.requests = self.epoch + 1, 0, 0
-        ends = self.epoch == self.options.epochs or self._late()
+        ends = self.epoch == self.settings.epochs or self._late()
         return (self.step % every > 0 and ends if every else True) and self._evaluate()
 
     def _step(self, optimizer: Any, batch: Any) -> None:
         options = self.options
         torch.manual_seed(options.seed * 1_000_003 + self.step)
         # The middle of the step's requests, as a share of the run: batches of a budget of tokens have any number.
-        done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / options.epochs
+        done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / self.settings.epochs
         falls = count_behind(self.history, options.watched) if options.schedule == "plateau" else 0
         rate = self.optimizers.set_share(optimizer, share(options.schedule, done, options.warmup, falls))
         loss = objective_loss(self.ranker, batch, options)
@@ -399,7 +451,7 @@ class _Run:
         """Whether the time is up, or the last evaluations were none the best."""
         best = self._best()
         behind = 0 if best is None else len(self.history) - 1 - self.history.index(best)
-        return behind >= self.options.patience or (self._late() and self.step > 0)
+        return behind >= self.settings.patience or (self._late() and self.step > 0)
 
     def _late(self) -> bool:
         return self.options.max_minutes is not None and self._seconds() > 60 * self.options.max_minutes

@@ -12,6 +12,8 @@ from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, device_of, needs, seeds_of
+from tigon.cli.progress import working
+from tigon.cli.screen import screen
 
 NAME = "graph fit"
 KEEP = ("best", "last")
@@ -26,10 +28,10 @@ def fit(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for checkpoints, models and embeddings.")] = Path("graph-run"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output, with its options.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the run that is in --output.")] = False,
-    hidden: Annotated[int, typer.Option(help="Width of the first convolution.", min=1, max=LARGEST)] = 1024,
-    out: Annotated[int, typer.Option(help="Width of the embeddings.", min=1, max=LARGEST)] = 512,
-    eps: Annotated[float | None, typer.Option(help="Squared error of the coding rate; default: 0.05, and 0.1 for citeseer.")] = None,
-    gamma: Annotated[float, typer.Option(help="Weight of the whole against the neighbourhoods.")] = 0.5,
+    hidden: Annotated[int | None, typer.Option(help=r"Width of the first convolution. \[default: from the data]", min=1, max=LARGEST)] = None,
+    out: Annotated[int | None, typer.Option(help=r"Width of the embeddings. \[default: from the data]", min=1, max=LARGEST)] = None,
+    eps: Annotated[float | None, typer.Option(help="Squared error of the coding rate; default: 0.3; 0.05 for cora and pubmed, 0.1 for citeseer.")] = None,
+    gamma: Annotated[float | None, typer.Option(help="Weight of the whole against the neighbourhoods; default: 1, and 0.5 for cora, citeseer and pubmed.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Steps; default: 20, and 40 for pubmed.", min=1, max=LARGEST)] = None,
     nodes: Annotated[int | None, typer.Option(help="Neighbourhoods that are drawn for a step; default: 768, 512 for citeseer and 200 for pubmed.", min=1, max=LARGEST)] = None,
     normalize: Annotated[str, typer.Option(help="rows: the neighbours of a node weigh 1 together, as in the paper; columns: the groups of a node do, as in its authors' code.")] = "rows",
@@ -59,13 +61,17 @@ def fit(
         given = _completed(given)
     place = device_of(device, NAME)
     from tigon.cli.graph.fitting import WRITTEN, Run
-    from tigon.cli.graph.shared import digest, opened
+    from tigon.cli.graph.shared import choose, digest, opened
 
-    graph = opened(NAME, given["data"], given["root"])
+    with working(screen(stderr=True), f"reading {given['data']}"):
+        graph = opened(NAME, given["data"], given["root"])
     found = digest(graph)
     if resume and record["data"] != found:
         raise Problem(f"{NAME}: {given['data']} is not what the run in {output} was fitted to")
-    record = record or {"kind": NAME, "options": given, "data": found, "stages": {}}
+    if not resume:
+        chosen = choose(given, len(graph.x))
+        given |= chosen
+        record = {"kind": NAME, "options": given, "chosen": [*chosen], "data": found, "stages": {}}
     run = Run(output, record, graph, place)
     output.mkdir(parents=True, exist_ok=True)
     with Claim() as claim:
@@ -77,7 +83,7 @@ def fit(
 
 
 def _completed(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with what the data's authors chose where nothing was given, and absolute paths."""
+    """The options with absolute paths."""
     from tigon.graph.citations import DATASETS
 
     for name, known in (("keep", KEEP), ("normalize", ("rows", "columns"))):
@@ -86,8 +92,7 @@ def _completed(given: dict[str, Any]) -> dict[str, Any]:
     for name in ("lr", "gamma", "eps"):
         if given[name] is not None and not 0 < given[name] < float("inf"):
             raise Problem(f"{NAME}: --{name} must be positive, got {given[name]}")
-    chosen = DATASETS.get(given["data"], DATASETS["cora"])
     place = Path(given["data"]).expanduser()
     data = str(place.resolve()) if given["data"] not in DATASETS and place.exists() else given["data"]
     root = None if given["root"] is None else str(given["root"].expanduser().resolve())
-    return {**given, **{k: v for k, v in chosen.items() if given[k] is None}, "data": data, "root": root}
+    return {**given, "data": data, "root": root}

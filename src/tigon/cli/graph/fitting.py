@@ -10,10 +10,11 @@ from typing import Any
 
 from tigon.cli.checkpoint import RECORD, STAGING, prune, publish, seal, write_json
 from tigon.cli.folder import METRICS
-from tigon.cli.graph.shared import sentences, show_rows, summary
+from tigon.cli.graph.shared import find_doubts, sentences, show_rows, summary
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, seeds_of
+from tigon.cli.progress import Steps
 
 NAME = "graph fit"
 RESULTS, EMBEDDINGS = "results.json", "embeddings.safetensors"
@@ -67,6 +68,9 @@ class Run:
         if not self.validated:
             self.console.print("note: the last epoch is kept" + ("" if self.given["keep"] == "last" else
                                ", for the graph has no y, train and val to choose one by"))  # fmt: skip
+        if chosen := self.record.get("chosen"):
+            words = ", ".join(f"{name.replace('_', ' ')} {self.given[name]}" for name in chosen)
+            self.console.print(f"chosen from {n:,} nodes: {words}; options of these names override them")
         repair(self.output / METRICS)
         for seed in self.seeds:
             if f"seed {seed}" not in self.record["stages"]:
@@ -80,6 +84,8 @@ class Run:
         best: dict[str, Any] = {"epoch": 0, "val": -1.0, "model": {}}
         done = self._state(seed, model, optimizer, best)
         last: list[int] = [done]
+        if self.validated and not done:
+            best["before"] = self._probed(model)
 
         def after(epoch: int, loss: Any) -> bool:
             row = {"seed": seed, "step": epoch, "loss": float(loss)}
@@ -94,12 +100,14 @@ class Run:
             shown = f"  {row['val']:.3f} on the validation" if self.validated else ""
             self.console.print(f"seed {seed}, epoch {epoch}: loss {row['loss']:.4f}{shown}")
             last[0] = epoch
+            steps.show(epoch, f"loss {row['loss']:.4f}")
             if time.monotonic() - self.saved > 20:
                 self._save(seed, epoch, model, optimizer, best)
             return bool(interrupts.signal)
 
         given = self.given
-        with Interrupts() as interrupts, sentences(NAME):
+        steps = Steps(self.console, "epochs", given["epochs"], done)
+        with Interrupts() as interrupts, sentences(NAME), steps:
             model.fit(
                 self.x, self.edges, epochs=given["epochs"], nodes=given["nodes"], normalize=given["normalize"],
                 optimizer=optimizer, seed=seed, done=done, after=after,
@@ -111,11 +119,22 @@ class Run:
                 f"stopped in seed {seed} after epoch {last[0]}, with a checkpoint; go on by: {command}",
                 code=128 + interrupts.signal,
             )
+        shares: dict[str, float] = {}
         if best["epoch"]:
             model.load_state_dict(best["model"])
-            self._publish(seed, model, {"epoch": best["epoch"], "val": best["val"]})
-        else:
-            self._publish(seed, model, {"epoch": last[0]})
+            shares = {**self._most_frequent(), **{name: best[name] for name in ("val", "before")}}
+        warnings = find_doubts(model.encode(self.x, self.edges), shares)
+        for warning in warnings:
+            self.console.print(f"warning: seed {seed}: {warning}")
+        found = {"epoch": best["epoch"], "val": best["val"]} if shares else {"epoch": last[0]}
+        self.record.setdefault("warnings", []).extend(f"seed {seed}: {warning}" for warning in warnings)
+        self._publish(seed, model, found)
+
+    def _most_frequent(self) -> dict[str, float]:
+        """The share of the nodes to validate on that are of the most frequent class, and its standard error."""
+        labels = self.graph.y[self.graph.val]
+        most = float(labels.bincount().max()) / len(labels)
+        return {"most": most, "error": (most * (1 - most) / len(labels)) ** 0.5}
 
     def _probed(self, model: Any) -> float:
         from tigon.graph import probe
@@ -131,7 +150,7 @@ class Run:
 
     def _save(self, seed: int, epoch: int, model: Any, optimizer: Any, best: dict[str, Any]) -> None:
         modules = {"model": model.state_dict(), "best": best["model"]}
-        facts = {"seed": seed, "epoch": epoch, "best": {name: best[name] for name in ("epoch", "val")}}
+        facts = {"seed": seed, "epoch": epoch, "best": {k: v for k, v in best.items() if k != "model"}}
         save(self.output, modules, optimizer.state_dict(), facts)
         self.saved = time.monotonic()
 
@@ -167,7 +186,8 @@ class Run:
         rows = [{"seed": seed, **self.record["stages"][f"seed {seed}"]} for seed in self.seeds]
         names = [name for name in rows[0] if name != "seed"]
         total = summary(rows, names)
-        self.record["results"] = {"seeds": rows, "summary": total, **circumstances(self.device)}
+        self.record["results"] = {"seeds": rows, "summary": total, "warnings": self.record.get("warnings", []),
+                                  **circumstances(self.device)}  # fmt: skip
         write_json(self.output / RESULTS, {**self.record["results"], "options": self.given})
         write_json(self.output / RECORD, self.record)
         show_rows(rows, names, total)

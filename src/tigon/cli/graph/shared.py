@@ -11,6 +11,62 @@ from typing import Any
 
 from tigon.cli.problem import Problem, one_line
 
+# Widths of the convolution and of the embeddings, by the nodes from which they are these.
+WIDTHS = {0: (64, 32), 500: (256, 128), 2_000: (1024, 512)}
+# What the authors of G2R chose for the sets of Planetoid, beside what differs between them.
+AUTHORS = {"hidden": 1024, "out": 512, "gamma": 0.5}
+# For other graphs. With a weight of 0.5 embeddings of a small or noisy graph fall together.
+OTHERS = {"gamma": 1.0, "eps": 0.3, "epochs": 20, "nodes": 768}
+
+
+def choose(given: dict[str, Any], nodes: int) -> dict[str, Any]:
+    """What options that are None become for a graph of so many nodes.
+
+    The widths are 64 and 32 below 500 nodes, 256 and 128 below 2,000, and from there 1,024 and 512, as the authors of
+    G2R have it for sets of 2,708 nodes and more. The sets of Planetoid have their authors' values.
+
+    Source: https://arxiv.org/abs/2202.06241; of other graphs, benchmarks/learn_defaults.py.
+
+    given: options by name; those that are not None are not returned.
+    """
+    from tigon.graph.citations import DATASETS
+
+    hidden, out = WIDTHS[max(first for first in WIDTHS if first <= nodes)]
+    found = {**OTHERS, "hidden": hidden, "out": out}
+    if given["data"] in DATASETS:
+        found = {**AUTHORS, **DATASETS[given["data"]]}
+    return {name: value for name, value in found.items() if given[name] is None}
+
+
+def find_doubts(z: Any, shares: dict[str, float]) -> list[str]:
+    """A sentence for each sign that a fit has learned nothing, with what to change.
+
+    z: (n, d), embeddings.
+    shares: of the nodes to validate on that a probe tells right: "val", behind the fit; "before", before it; "most", by
+        the most frequent class; "error", its standard error. {} for a graph without such nodes.
+    """
+    import torch
+
+    found = []
+    away = 1 - float(torch.nn.functional.normalize(z.float()).mean(0).norm() ** 2)
+    if away < 0.02:
+        found.append(
+            f"the embeddings of all nodes are nearly one (they vary by {away:.1%}): take a larger --gamma, fewer "
+            "--epochs, or a smaller --out"
+        )
+    if shares and shares["val"] <= shares["most"] + 2 * shares["error"]:
+        found.append(
+            f"the embeddings tell no more than the most frequent class does: {shares['val']:.3f} of the nodes to "
+            f"validate on, and {shares['most']:.3f} by the class alone. Edges may join unlike nodes (probe the "
+            "features beside them), or a smaller --out or another --gamma may help"
+        )
+    elif shares and shares["val"] < shares["before"]:
+        found.append(
+            f"the fit has made the embeddings worse: {shares['val']:.3f} of the nodes to validate on, and "
+            f"{shares['before']:.3f} before it. Take fewer --epochs, a lower --lr or a larger --gamma"
+        )
+    return found
+
 
 @contextmanager
 def sentences(command: str) -> Iterator[None]:

@@ -11,10 +11,12 @@ from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, device_of, integers, needs, seeds_of
+from tigon.cli.progress import working
 from tigon.cli.rank.going_on import WEIGHTS, anchored, folder_of, take
-from tigon.cli.rank.models import arguments_of, blocks_of
+from tigon.cli.rank.models import arguments_of, blocks_of, choose
 from tigon.cli.rank.shared import digest, paths_of, sentences, weights_of, within
 from tigon.cli.rank.streaming import streamed
+from tigon.cli.screen import screen
 
 NAME = "rank fit"
 _RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Model", "Optimization"
@@ -46,13 +48,13 @@ def fit(
     save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
     log_every: Annotated[int, within(_RUN, "Steps between log lines.", min=1)] = 50,
     model: Annotated[str, within(_MODEL, "ligr, by what a user did before, or lirank, by the features of a row.")] = "ligr",
-    width: Annotated[int | None, within(_MODEL, "Width of the tokens; of the embeddings of lirank. Default: 256, 16.", min=1)] = None,
-    layers: Annotated[int | None, within(_MODEL, "Layers, the set-wise ones among them; cross layers of lirank. Default: 6, 3.", min=1)] = None,
-    heads: Annotated[int | None, within(_MODEL, "ligr: heads of attention; default: 4.", min=1)] = None,
+    width: Annotated[int | None, within(_MODEL, "Width of the tokens; of the embeddings of lirank. \\[default: from the data]", min=1)] = None,
+    layers: Annotated[int | None, within(_MODEL, "Layers, the set-wise ones among them; cross layers of lirank. \\[default: from the data]", min=1)] = None,
+    heads: Annotated[int | None, within(_MODEL, "ligr: heads of attention. \\[default: from the data]", min=1)] = None,
     setwise_layers: Annotated[int | None, within(_MODEL, "ligr: last layers in which the candidates of a request read each other; default: 1.", min=0)] = None,
     cross: Annotated[str | None, within(_MODEL, "lirank: cross layers, residual, dcn or none; default: residual.")] = None,
-    rank: Annotated[int | None, within(_MODEL, "lirank: rank of the cross layers; default: 64.", min=1)] = None,
-    mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers beside them, separated by commas, or none; default: 256,256.")] = None,
+    rank: Annotated[int | None, within(_MODEL, "lirank: rank of the cross layers. \\[default: from the data]", min=1)] = None,
+    mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers beside them, separated by commas, or none. \\[default: from the data]")] = None,
     norm: Annotated[str | None, within(_MODEL, "lirank: of these layers, batch, layer or none; default: batch.")] = None,
     tower: Annotated[list[str] | None, within(_MODEL, "lirank: labels that share layers of their own, such as click=click,long_dwell, once for each tower; default: all are one.")] = None,
     tower_mlp: Annotated[str | None, within(_MODEL, "lirank: widths of the layers of each tower; default: none.")] = None,
@@ -64,7 +66,7 @@ def fit(
     objective: Annotated[str, within(_STEP, "impressions, or next-item: what comes next in a history, among all items.")] = "impressions",
     loss: Annotated[str, within(_STEP, "bce, softmax, pairwise, approx_ndcg or lambda, summed over the labels.")] = "bce",
     label_weight: Annotated[list[str] | None, within(_STEP, "Weight of a label's loss, such as click=0.5, once for each label; default: 1 each.")] = None,
-    lr: Annotated[float, within(_STEP, "Peak of the learning rate of AdamW.")] = 1e-3,
+    lr: Annotated[float | None, within(_STEP, "Peak of the learning rate of AdamW. \\[default: from the data]")] = None,
     table_optimizer: Annotated[str, within(_STEP, "Of embeddings: adamw as of the rest, or row-adagrad, which touches the rows of a step alone (lirank).")] = "adamw",
     table_lr: Annotated[float, within(_STEP, "Peak of the learning rate of row-adagrad.")] = 0.02,
     weight_decay: Annotated[float, within(_STEP, "Decay of the weights of linear layers.")] = 0.01,
@@ -72,17 +74,17 @@ def fit(
     schedule: Annotated[str, within(_STEP, "Of the rate: cosine, linear, constant, or plateau, a tenth behind each evaluation that is none the best.")] = "cosine",
     clip: Annotated[float, within(_STEP, "Largest norm of the gradients; 0: any.")] = 1.0,
     anchor: Annotated[float, within(_STEP, "With --from: how much what older data was sure of is held; n / m counts it as n rows beside the m of now.", min=0)] = 0.1,
-    epochs: Annotated[int, within(_STEP, "Most passes over the requests.", min=1)] = 10,
+    epochs: Annotated[int | None, within(_STEP, "Most passes over the requests. \\[default: from the data]", min=1)] = None,
     max_minutes: Annotated[float | None, within(_STEP, "Most minutes of training; default: any.")] = None,
-    batch_size: Annotated[int, within(_STEP, "Requests of a step.", min=1)] = 256,
+    batch_size: Annotated[int | None, within(_STEP, "Requests of a step. \\[default: from the data]", min=1)] = None,
     batch_tokens: Annotated[int | None, within(_STEP, "Events and candidates of a step, instead of so many requests.", min=1)] = None,
     stream: Annotated[bool | None, within(_DATA, "Read the impressions by row groups of parquet files, or as a whole; default: by row groups where they would take half of the memory.", "--stream/--no-stream")] = None,
     stream_mib: Annotated[int, within(_DATA, "With --stream: most memory of the impressions, in MiB.", min=1)] = 1024,
     history_max: Annotated[int, within(_DATA, "Newest events of a request that are read.", min=0)] = 200,
     metric: Annotated[str | None, within(_STEP, "What early stopping looks at: auc, gauc, log_loss, ndcg@10, click:auc, …; default: auc for bce, else ndcg@10.")] = None,
-    eval_every: Annotated[int, within(_STEP, "Steps between evaluations; 0: at the end of each epoch.", min=0)] = 0,
-    patience: Annotated[int, within(_STEP, "Evaluations without a better one before the run stops.", min=1)] = 3,
-    val_fraction: Annotated[float, within(_DATA, "Share of the requests that is held out, without --val; 0: train for --epochs.", min=0, max=0.9)] = 0.1,
+    eval_every: Annotated[int | None, within(_STEP, "Steps between evaluations; 0: at the end of each epoch. \\[default: from the data]", min=0)] = None,
+    patience: Annotated[int | None, within(_STEP, "Evaluations without a better one before the run stops. \\[default: from the data]", min=1)] = None,
+    val_fraction: Annotated[float | None, within(_DATA, "Share of the requests that is held out, without --val; 0: train for --epochs. \\[default: from the data]", min=0, max=0.9)] = None,
     val_split: Annotated[str | None, within(_DATA, "Which requests are held out: the last by time, or any (request); default: by time where there are times.")] = None,
     at: Annotated[str, within(_RUN, "Cut-offs of NDCG and HR in the results, separated by commas.")] = "1,5,10",
     draws: Annotated[int, within(_RUN, "Bootstrap draws for the intervals of the results; 0: none.", min=0)] = 200,
@@ -127,14 +129,18 @@ def fit(
     from tigon.cli.rank.fitting import WRITTEN, Run, read_tables
     from tigon.cli.rank.seeds import Runs, folders_of
 
-    tables = read_tables(NAME, {**given, "seed": seeds[0]})
+    with working(screen(stderr=True, soft_wrap=True), f"reading {', '.join(given['data'])}"):
+        tables = read_tables(NAME, {**given, "seed": seeds[0]})
     files = [path for name in ("data", "history", "items", "users", "val", "test") for path in given[name]]
     if given.get("from_run"):
         files.append(str(Path(given["from_run"], WEIGHTS)))
     found = digest([path for path in files if Path(path).exists()])
     if resume and record["data"] != found:
         raise Problem(f"{NAME}: the data, or the ranker of --from, is not what the run in {output} was trained on")
-    record = record or {"kind": NAME, "options": given, "data": found}
+    if not resume:
+        chosen = choose(given, tables.train)
+        options = _options({**given, "seed": seeds[0]})
+        record = {"kind": NAME, "options": given, "chosen": chosen, "data": found}
     run: Run | Runs
     if len(seeds) == 1:
         run = Run(output, record, tables, options, place)

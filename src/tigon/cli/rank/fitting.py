@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ from tigon.cli.folder import METRICS
 from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, integers
+from tigon.cli.progress import Steps, working
 from tigon.cli.rank.going_on import anchored, leave, ranker_of, schema_of
 from tigon.cli.rank.models import made
-from tigon.cli.rank.shared import after_own, history_of, metrics_table, sentences, spread
+from tigon.cli.rank.shared import after_own, as_options, history_of, metrics_table, sentences, spread
 from tigon.cli.rank.streaming import read_train
 
 NAME = "rank fit"
@@ -36,6 +38,7 @@ class Tables(NamedTuple):
 def read_tables(command: str, given: dict[str, Any]) -> Tables:
     """The impressions that options name; the others with the schema of those to train on."""
     from tigon.rank import Impressions, Schema
+    from tigon.rank.defaults import choose_share
 
     roles: dict[str, Any] = {name: given[name] for name in ROLES if given[name] is not None}
     roles |= {plural: given[name] for plural, name in (("labels", "label"), ("action", "action")) if given[name]}
@@ -53,10 +56,11 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
         if not train.schema.labels and given["objective"] == "impressions":
             raise Problem(f"{command}: --label must name what happened, a column of 0 and 1, or 'like=rating>=4'")
         val = None
-        if not given["val"] and given["val_fraction"]:
+        share = choose_share(train.rows) if given["val_fraction"] is None else given["val_fraction"]
+        if not given["val"] and share:
             timed = train.schema.roles.time in train.schema.fields
             by: Any = given["val_split"] or ("time" if timed else "request")
-            train, val = train.split(by=by, fraction=given["val_fraction"], seed=given.get("split_seed", given["seed"]))
+            train, val = train.split(by=by, fraction=share, seed=given.get("split_seed", given["seed"]))
         # The schema knows what the part to train on shows, whose impressions are a past of the others.
         past = after_own(history, given["data"])
         val, test = (
@@ -65,7 +69,7 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
         )
     for name, data in (("train", train), ("validate", val)):
         if data is not None and not len(data):
-            raise Problem(f"{command}: --val-fraction {given['val_fraction']} leaves no request to {name} on")
+            raise Problem(f"{command}: --val-fraction {share:g} leaves no request to {name} on")
     return Tables(train, val, test)
 
 
@@ -90,7 +94,7 @@ class Run:
         self.given, self.again = record["options"], output if again is None else again
         self.console = screen(stderr=True, soft_wrap=True)
         self.saved = time.monotonic()
-        self.marked, self.shown = time.perf_counter(), 0
+        self.marked, self.shown, self.shown_loss = time.perf_counter(), 0, ""
         torch.manual_seed(self.given["seed"])
         self.anchors: list[Any] = []
         self.warnings: list[str] = []
@@ -122,18 +126,25 @@ class Run:
             f"{self.given['model']} of {count:,} parameters on {self.device}; {len(train):,} requests{held}; "
             f"labels {', '.join(train.schema.labels) or 'none'}"
         )
+        if chosen := self.record.get("chosen"):
+            words = ", ".join(f"{name.replace('_', ' ')} {self.given[name]}" for name in chosen)
+            self.console.print(f"chosen from {train.rows:,} rows: {words}; options of these names override them")
         self.console.print(f"it reads {self._read_fields(train.schema)}")
         if self.given.get("stream"):
             self.console.print(f"from {train.pieces:,} row groups, {self.given['stream_mib']:,} MiB at a time")
-        for note in [*train.notes, *one_valued(train)]:
+        with working(self.console, "looking at what single fields say"):
+            notes, self.warnings = [*train.notes, *one_valued(train)], [*telling(train), *seldom(train)]
+        for note in notes:
             self.console.print(f"note: {note}")
-        self.warnings = [*telling(train), *seldom(train)]
         for warning in self.warnings:
             self.console.print(f"warning: {warning}")
         repair(self.output / METRICS)
         fitted = self._fit(ranker)
         if getattr(ranker, "isotonic", None) is not None:
             self._calibrate(ranker, val)
+        for warning in fitted.warnings:
+            self.warnings.append(as_options(warning) + ".")
+            self.console.print(f"warning: {self.warnings[-1]}")
         self._conclude(ranker, fitted)
 
     def _read_fields(self, schema: Any) -> str:
@@ -165,9 +176,16 @@ class Run:
             self.console.print(f"from step {state['step']:,}")
         interrupts = Interrupts()
         last: list[Any] = []
+        settings = self.options.settings(ranker, train)
+        # Batches of a budget of tokens are as many as they come to be: then a bar counts epochs.
+        by_steps = self.options.batch_tokens is None
+        total = settings.epochs * (-(-len(train) // settings.batch_size) if by_steps else 1)
+        begun = 0 if state is None else int(state["step" if by_steps else "epoch"])
+        steps = Steps(self.console, "steps" if by_steps else "epochs", total, begun)
 
         def after(progress: Any) -> bool:
             last[:] = [progress]
+            steps.show(progress.step if by_steps else int(progress.epoch), self.shown_loss)
             now = time.monotonic()
             log = progress.step % self.given["log_every"] == 0 or progress.found is not None
             keep = interrupts.signal or (progress.step % self.given["save_every"] == 0 and progress.found is None)
@@ -179,7 +197,8 @@ class Run:
                 self._save(progress.state())
             return bool(interrupts.signal)
 
-        with interrupts, sentences(NAME):
+        with interrupts, sentences(NAME), steps, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "rank.fit: ")  # which `Fitted.warnings` has, too
             fitted = rank.fit(ranker, train, val, self.options, anchors=self.anchors, state=state, after=after)
         for progress in last:  # the steps since the last line
             append(self.output / METRICS, *progress.rows())
@@ -196,7 +215,7 @@ class Run:
         if val is None:
             self.console.print("note: without rows that are held out, calibration is what training made of it")
             return
-        with sentences(NAME), self.console.status("calibrating on the validation"):
+        with sentences(NAME), working(self.console, "calibrating on the validation"):
             ranker.calibrate(val, self.options.drawing)
         self.console.print(f"calibrated on the {val.rows:,} rows of the validation, whose log loss and ECE gain by it")
 
@@ -225,6 +244,7 @@ class Run:
         if rows:
             rows[-1]["steps_per_second"] = round((progress.step - self.shown) / max(now - self.marked, 1e-9), 2)
             shown = rows[-1]
+            self.shown_loss = f"loss {shown['loss']:.4f}"
             self.console.print(
                 f"step {shown['step']:,}, epoch {shown['epoch']:.2f}: loss {shown['loss']:.4f}  lr {shown['lr']:.2e}  "
                 f"{shown['steps_per_second']:,.1f} steps/s"
@@ -243,7 +263,7 @@ class Run:
         shutil.rmtree(staged, ignore_errors=True)
         ranker.save_pretrained(staged)
         anchors = self.anchors if anchored(self.given.get("anchors"), self.options) else None
-        with self.console.status("keeping what exploring and later fits need"), sentences(NAME):
+        with working(self.console, "keeping what exploring and later fits need"), sentences(NAME):
             leave(staged, ranker, self.tables.train, self.options, anchors)
         seal(staged, largest=None)
         shutil.rmtree(self.output / MODEL, ignore_errors=True)
@@ -272,7 +292,7 @@ class Run:
         for name, data in (("validation", self.tables.val), ("test", self.tables.test)):
             if data is None:
                 continue
-            with self.console.status(f"measuring on the {name}"), sentences(NAME):
+            with working(self.console, f"measuring on the {name}"), sentences(NAME):
                 if self.options.objective == "next-item":
                     found[name] = evaluate_next_items(ranker, data, at, drawing, draws=draws, seed=seed)
                 else:

@@ -11,6 +11,7 @@ import typer
 
 from tigon.cli.outputs import check_output_file
 from tigon.cli.problem import Problem, device_of, needs
+from tigon.cli.progress import working
 from tigon.cli.rank.shared import history_of, sentences
 
 NAME = "rank inspect"
@@ -73,7 +74,7 @@ def inspect(
     from tigon.cli.screen import screen
 
     console = screen(stderr=True, soft_wrap=True)
-    with console.status(f"reading {target}"):
+    with working(console, f"reading {target}"):
         opened = Opened(NAME, target, place)
         if opened.by_prompt:
             raise Problem(f"{NAME}: {target} is a language model, which `tigon inspect` describes")
@@ -84,7 +85,7 @@ def inspect(
         "parameters": parameters_of(opened.ranker),
     }  # fmt: skip
     if table is not None and len(table):
-        with console.status("timing a batch"), sentences(NAME):
+        with working(console, "timing a batch"), sentences(NAME):
             found["request"] = costs(opened.ranker, table, drawing_of(NAME, opened, batch_size, history_max, "auto"))
     if json:
         print(encoder.dumps(found))

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tigon.cli.progress import working
 from tigon.cli.rank.shared import sentences
+from tigon.cli.screen import screen
 
 NAME = "rank inspect"
 
@@ -37,13 +39,15 @@ def inspect_data(
     from tigon.rank.summary import summary
     from tigon.rank.telling import seldom, telling
 
-    with sentences(NAME):
+    console = screen(stderr=True, soft_wrap=True)
+    with sentences(NAME), working(console, f"reading {paths}"):
         given = None if schema is None else Schema.load(schema)
         data = Impressions.read(paths, history=history, items=items, users=users, schema=given, labelled=False, **roles)
         if output is not None:
             data.schema.save(output)
-    found = summary(data)
-    found["notes"] = [*found["notes"], *telling(data), *seldom(data)]
+    with working(console, "looking at what single fields say"):
+        found = summary(data)
+        found["notes"] = [*found["notes"], *telling(data), *seldom(data)]
     if json:
         print(encoder.dumps(found, ensure_ascii=False))
     else:

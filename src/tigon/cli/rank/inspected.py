@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tigon.rank.scoring import Drawing, device_of, evaluating
 
-# Batches that are counted and timed.
-BATCHES = 5
+# Batches that are counted and timed, at most, and after how many seconds no other one is begun.
+BATCHES, SECONDS = 5, 2.0
 
 
 def fields_of(schema: Any) -> list[dict[str, Any]]:
@@ -41,9 +41,10 @@ def costs(ranker: Any, data: Any, drawing: Drawing) -> dict[str, Any]:
     """
     device = device_of(ranker)
     seen, events, candidates, flops, seconds = 0, 0, 0, 0.0, []
+    began = time.perf_counter()
     with evaluating(ranker):
         for number, batch in enumerate(drawing.batches(data, device)):
-            if number == BATCHES:
+            if number == BATCHES or (number and time.perf_counter() - began > SECONDS):
                 break
             with _Linear(ranker) as linear, drawing.autocast(device):
                 ranker(batch)
@@ -64,15 +65,13 @@ def costs(ranker: Any, data: Any, drawing: Drawing) -> dict[str, Any]:
 
 
 def _timed(ranker: Any, batch: Any, drawing: Drawing) -> float:
-    """Seconds of a forward pass, the second of two."""
+    """Seconds of a forward pass, of a batch that was counted and so has compiled what it needs."""
     device = device_of(ranker)
-    start = 0.0
-    for _ in range(2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        with drawing.autocast(device):
-            ranker(batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    with drawing.autocast(device):
+        ranker(batch)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -11,6 +11,7 @@ import typer
 
 from tigon.cli.outputs import PICTURES, check_output_file
 from tigon.cli.problem import Problem, device_of, needs
+from tigon.cli.progress import working
 from tigon.cli.rank.shared import paths_of, sentences
 
 NAME = "rank interactions"
@@ -74,7 +75,7 @@ def interactions(
             model, schema = _of_run(console, run, data, label, seed, place)
         else:
             schema = _of_table(paths_of(data or []), str(label))
-            with console.status("fitting MLPs"):
+            with working(console, "fitting MLPs"):
                 model = rank.fit_mlp(paths_of(data or []), str(label), networks=networks, seed=seed, device=place)
         found = rank.interactions(model, order=order, method=method)  # type: ignore[arg-type]
         made = {} if as_crosses is None else found.crosses(crosses, hash_rows=hash_rows, schema=schema)
@@ -109,7 +110,7 @@ def _of_run(console: Any, run: Path, data: list[str] | None, label: str | None, 
     from tigon import rank
     from tigon.cli.rank.opened import Opened
 
-    with console.status(f"reading {run}"):
+    with working(console, f"reading {run}"):
         opened = Opened(NAME, run, place)
         if not isinstance(opened.ranker, rank.LiRank):
             kind = "a language model" if opened.by_prompt else f"a {type(opened.ranker).__name__}"

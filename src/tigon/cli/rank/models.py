@@ -77,6 +77,39 @@ def blocks_of(command: str, file: Path) -> list[dict[str, Any]]:
         return [{**block._asdict(), "inputs": list(block.inputs)} for block in blocks_of(found)]
 
 
+def choose(given: dict[str, Any], train: Any) -> list[str]:
+    """Fill in the options that were left to the data, by `rank.choose_sizes` and `rank.FitOptions.settings`.
+
+    given: a command's options, in which they are None. train: the impressions to train on.
+    Returns: the names of those that were chosen.
+    """
+    from tigon.rank.defaults import choose_settings, choose_sizes
+
+    chosen: dict[str, Any] = {}
+    if not given.get("from_run"):
+        named = {name: given.get(name) for name in (*COMMON, *OPTIONS_OF[given["model"]])}
+        if given.get("blocks") or given.get("cross") == "none":
+            named |= dict.fromkeys(("layers", "rank"), 0)
+        if given.get("blocks"):
+            named["mlp"] = "none"
+        chosen = choose_sizes(given["model"], train, named)
+    width = None
+    if given["model"] == "ligr":
+        width = given["width"] or chosen.get("width")
+        if given.get("from_run"):
+            width = read_json(Path(given["from_run"], "config.json"), required=["width"])["width"]
+    settings = choose_settings(
+        len(train), train.rows, width, batch_size=given["batch_size"], epochs=given["epochs"]
+    )  # fmt: skip
+    if given["schedule"] == "plateau":
+        settings = settings._replace(patience=3)
+    chosen |= {name: value for name, value in settings._asdict().items() if given[name] is None}
+    if "mlp" in chosen:
+        chosen["mlp"] = ",".join(map(str, chosen["mlp"]))
+    given |= chosen
+    return list(chosen)
+
+
 def made(command: str, given: dict[str, Any], schema: Any) -> Any:
     """The ranker of a command's options, on the CPU."""
     from tigon import rank

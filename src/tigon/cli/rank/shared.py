@@ -48,11 +48,17 @@ def sentences(command: str) -> Iterator[None]:
 def _spoken(command: str, said: str) -> str:
     said = re.sub(r"^\w+(\.\w+)?: ", "", said)
     said = re.sub(r"^by(?= must |=)", "--val-split", said).replace("labels=…", "--label")
-    said = re.sub(r"\b([a-z]+)=…", r"--\1", said)
+    said = as_options(said)
     option = re.match(r"([a-z_]+)(?= must | is not defined)", said)
     if option and option[1] in OPTIONS:
         said = f"--{OPTIONS[option[1]]}{said[option.end() :]}"
     return f"{command}: {said}"
+
+
+def as_options(said: str) -> str:
+    """A sentence of the library, whose arguments are `name=…`, with options in their place."""
+    said = said.replace("metric='log_loss'", "--metric log_loss")
+    return re.sub(r"\b([a-z_]+)=…", lambda found: f"--{found[1].replace('_', '-')}", said)
 
 
 # Arguments of the library that a user knows as options.

@@ -54,6 +54,36 @@ class Settings:
     metric: str = "ndcg@20"
 
 
+# Of `choose`: pairs from which vectors are as wide as those of the published sets, and the rate as low; batches of an
+# epoch; steps between two evaluations and of the longest fit, at least; pairs that are held out, at least.
+PUBLISHED, BATCHES, BETWEEN, STEPS, HELD = 100_000, 16, 16, 600, 200
+
+
+def choose(pairs: int, given: dict[str, Any]) -> dict[str, Any]:
+    """What options that are None become for a table of so many pairs.
+
+    Batches hold a sixteenth of the pairs, 32 to 8,192, cut to a power of two. Vectors are 32 wide below 1,000 pairs,
+    64 below 100,000 and 128 from there, with a rate of 3e-3 below that and 1e-3 from there. The longest fit has 100
+    epochs, and as many as 600 steps take, with 16 steps and two epochs at least between evaluations. A tenth is held
+    out, and of fewer than 2,000 pairs 200, or a quarter.
+
+    Source: from 100,000 pairs on docs/retrieve/study.md, below benchmarks/learn_defaults.py.
+
+    given: options by name; those that are not None are not returned.
+    """
+    batch = given["batch_size"] or 1 << math.floor(math.log2(min(max(pairs // BATCHES, 32), 8192)))
+    steps = max(pairs // batch, 1)
+    found = {
+        "dim": 32 if pairs < 1000 else 64 if pairs < PUBLISHED else 128,
+        "lr": 1e-3 if pairs >= PUBLISHED else 3e-3,
+        "batch_size": batch,
+        "epochs": max(100, math.ceil(STEPS / steps)),
+        "eval_every": max(2, math.ceil(BETWEEN / steps)),
+        "val_fraction": min(max(0.1, HELD / max(pairs, 1)), 0.25),
+    }
+    return {name: value for name, value in found.items() if given[name] is None}
+
+
 @dataclass
 class Fitted:
     """towers: as trained. history: a row for each evaluation. best: epochs of the best one; of the last without any."""
@@ -128,6 +158,7 @@ def fit(
     pairs: Tensor, users: int, items: int, settings: Settings, seed: int, held: Tensor | None = None, *,
     device: torch.device, graph: bool | None = None, state: dict[str, Any] | None = None,
     after_epoch: Callable[[int, float, dict[str, Any] | None, Callable[[], dict[str, Any]]], bool] | None = None,
+    after_step: Callable[[int], object] | None = None,
 ) -> Fitted:  # fmt: skip
     """Train two towers.
 
@@ -138,6 +169,7 @@ def fit(
         state: what `after_epoch`'s last argument returned at the end of an epoch, from which to go on.
         after_epoch: called with the epoch, the mean loss, what was evaluated, and a function that returns the state;
             it ends the run by returning True.
+        after_step: called with how many steps are done, or on their way on a GPU.
     Raises: Problem if the loss is not finite.
     """
     from accelerate import Accelerator
@@ -173,7 +205,7 @@ def fit(
         torch.manual_seed(seed * 1_000_003 + epoch)
         if miner is not None and epoch > settings.hard_after:
             miner.mine()
-        loss = steps.epoch()
+        loss = steps.epoch(epoch - 1, after_step)
         training += time.perf_counter() - start
         done = epoch
         if not math.isfinite(loss):
@@ -214,6 +246,35 @@ def evaluated(towers: TwoTowers, right: Tensor, exclude: Tensor, k: tuple[int, .
     """`metrics.evaluate` of the towers' vectors in fp32."""
     users, items = towers()
     return metrics.evaluate(users, items, right, exclude, k)
+
+
+def popular(pairs: Tensor, held: Tensor, users: int, items: int, metric: str) -> float:
+    """The metric of showing all users the items that most pairs have."""
+    counts = pairs[:, 1].bincount(minlength=items).float().unsqueeze(1)
+    return metrics.evaluate(torch.ones(users, 1), counts, held, pairs, (20,))[metric]
+
+
+def find_doubts(fitted: Fitted, settings: Settings, baseline: float) -> list[str]:
+    """A sentence for each sign that a fit that validates has not learned what it could, with what to change.
+
+    baseline: `popular` of the same pairs.
+    """
+    name, history = settings.metric, fitted.history
+    if not history:
+        return []
+    found, best = [], max(history, key=lambda row: row[name])
+    if best[name] <= baseline:
+        found.append(
+            f"the vectors find no more than the most popular items: on the validation {name} {best[name]:.4f}, of the "
+            f"popular {baseline:.4f}. Give them more steps (--epochs, a smaller --batch-size), a larger --lr, or "
+            "fewer numbers (--dim); pairs of users and items may also say too little"
+        )
+    before = max((row[name] for row in history[: len(history) * 3 // 4]), default=best[name])
+    if fitted.epochs == settings.epochs and best is history[-1] and best[name] > 1.05 * before:
+        found.append(
+            f"{name} still got better, from {before:.4f} to {best[name]:.4f} in the last quarter: raise --epochs"
+        )
+    return found
 
 
 class _Steps:
@@ -261,14 +322,19 @@ class _Steps:
                     value.copy_(states[p][name]) if p in states else value.zero_()
         return graph
 
-    def epoch(self) -> float:
-        """The mean loss. The pairs of less than a batch at the end of the order are left to other epochs."""
+    def epoch(self, before: int = 0, after_step: Callable[[int], object] | None = None) -> float:
+        """The mean loss. The pairs of less than a batch at the end of the order are left to other epochs.
+
+        before: how many epochs are done. after_step: as that of `fit`.
+        """
         torch.randperm(len(self.order), out=self.order)
         self.at.zero_()
         self.total.zero_()
-        for _ in range(self.steps):
+        for step in range(1, self.steps + 1):
             if self.recorded is None:
                 self._step()
             else:
                 self.recorded.replay()
+            if after_step is not None:
+                after_step(before * self.steps + step)
         return float(self.total) / self.steps

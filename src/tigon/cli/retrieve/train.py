@@ -16,6 +16,8 @@ from tigon.cli.agree import processes
 from tigon.cli.checkpoint import RECORD, prune, write_json
 from tigon.cli.kept_runs import Interrupts, circumstances, load, make_room, read_record, save
 from tigon.cli.problem import Problem, device_of, needs, seeds_of
+from tigon.cli.progress import Steps, working
+from tigon.cli.screen import screen
 
 NAME = "retrieve train"
 RESULTS, PICTURE, INDEX, QUERIES, TABLES = (
@@ -40,24 +42,24 @@ def train(
     resume: Annotated[bool, _in(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
     overwrite: Annotated[bool, _in(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
     loss: Annotated[str, _in(_STEP, "item_softmax, in_batch, in_batch_logq, sampled or hard.")] = "item_softmax",
-    dim: Annotated[int, _in(_MODEL, "Width of the vectors.", min=1, max=256)] = 128,
+    dim: Annotated[int | None, _in(_MODEL, "Width of the vectors. \\[default: from the data]", min=1, max=256)] = None,
     hops: Annotated[int, _in(_MODEL, "How far a vector pools over training pairs; 0: own embeddings alone.", min=0)] = 3,
     own: Annotated[float, _in(_MODEL, "Weight of own embeddings beside pooled ones.", min=0)] = 0.0,
     bias: Annotated[bool, _in(_MODEL, "Give each item a learned number that is added to its scores.")] = True,
     leave_out: Annotated[bool, _in(_STEP, "Pool over all pairs but those of the step.")] = True,
-    lr: Annotated[float, _in(_STEP, "Learning rate of AdamW.")] = 1e-3,
+    lr: Annotated[float | None, _in(_STEP, "Learning rate of AdamW. \\[default: from the data]")] = None,
     weight_decay: Annotated[float, _in(_STEP, "Weight decay of AdamW.", min=0)] = 0.0,
-    batch_size: Annotated[int, _in(_STEP, "Pairs of a step.", min=1)] = 8192,
+    batch_size: Annotated[int | None, _in(_STEP, "Pairs of a step. \\[default: from the data]", min=1)] = None,
     scale: Annotated[float, _in(_STEP, "Factor of the cosines: one over the temperature.")] = 12.0,
     negatives: Annotated[int, _in(_STEP, "For --loss sampled: items drawn a step.", min=1)] = 4096,
     hard_after: Annotated[int, _in(_STEP, "For --loss hard: epochs with the items of the batch alone, before negatives are mined.", min=0)] = 10,
     hard_negatives: Annotated[int, _in(_STEP, "For --loss hard: items mined for each user at the beginning of an epoch.", min=1, max=1000)] = 16,
     hard_skip: Annotated[int, _in(_STEP, "For --loss hard: how many of a user's best items are left out, which may be right after all.", min=0, max=1000)] = 0,
-    epochs: Annotated[int, _in(_STEP, "Most passes over the pairs.", min=1)] = 100,
+    epochs: Annotated[int | None, _in(_STEP, "Most passes over the pairs. \\[default: from the data]", min=1)] = None,
     max_minutes: Annotated[float, _in(_STEP, "Most minutes of training for a seed.")] = 10.0,
-    val_fraction: Annotated[float, _in(_STEP, "Share of the training pairs that early stopping validates on; 0: train for --epochs.", min=0, max=0.9)] = 0.1,
+    val_fraction: Annotated[float | None, _in(_STEP, "Share of the training pairs that early stopping validates on; 0: train for --epochs. \\[default: from the data]", min=0, max=0.9)] = None,
     val_split: Annotated[str, _in(_STEP, "Which pairs are held out: random, or block: of each user, neighbours in the order of items' ids.")] = "random",
-    eval_every: Annotated[int, _in(_STEP, "Epochs between validations.", min=1)] = 2,
+    eval_every: Annotated[int | None, _in(_STEP, "Epochs between validations. \\[default: from the data]", min=1)] = None,
     patience: Annotated[int, _in(_STEP, "Validations without a better one before training stops.", min=1)] = 5,
     seed: Annotated[str, _in(_STEP, "Seeds, separated by commas: a model of each, and their mean and spread.")] = "0",
     k: Annotated[str, _in(_RUN, "Cut-offs of the test, separated by commas.", "-k")] = "20",
@@ -86,13 +88,19 @@ def train(
     from tigon.cli.retrieve.pairs import read_pairs
 
     test_path = None if given["test"] is None else Path(given["test"])
-    pairs = read_pairs(Path(given["data"]), test_path, given["user"], given["item"])
+    with working(screen(stderr=True), f"reading {given['data']}"):
+        pairs = read_pairs(Path(given["data"]), test_path, given["user"], given["item"])
     if resume:
         if record["data"] != pairs.digest:
             raise Problem(f"{NAME}: {given['data']} is not what the run in {output} was trained on")
     else:
         make_room(NAME, output, WRITTEN, overwrite)
-        record = {"kind": NAME, "options": given, "data": pairs.digest, "stages": {}}
+        from tigon.cli.retrieve.fitting import choose
+
+        chosen = choose(len(pairs.train), given)
+        given |= chosen
+        settings = dataclasses.replace(settings, **{k: v for k, v in chosen.items() if k != "val_fraction"})
+        record = {"kind": NAME, "options": given, "chosen": [*chosen], "data": pairs.digest, "stages": {}}
         write_json(output / RECORD, record)
     _Run(output, record, pairs, settings, seeds, cuts, (given["val_split"], given["val_fraction"]), place).go()
 
@@ -106,11 +114,11 @@ def _settings(given: dict[str, Any]) -> tuple[Any, list[int], list[int]]:
         if given[name] not in known:
             raise Problem(f"{NAME}: --{name.replace('_', '-')} must be one of {', '.join(known)}, got {given[name]}")
     for name in ("lr", "scale", "max_minutes"):
-        if not 0 < given[name] < float("inf"):
+        if given[name] is not None and not 0 < given[name] < float("inf"):
             raise Problem(f"{NAME}: --{name.replace('_', '-')} must be above 0, got {given[name]}")
     seeds = seeds_of(NAME, given["seed"])
     fields = {field.name for field in dataclasses.fields(Settings)}
-    settings = Settings(**{name: value for name, value in given.items() if name in fields})
+    settings = Settings(**{name: value for name, value in given.items() if name in fields and value is not None})
     return settings, seeds, sorted(set(integers(NAME, "-k", given["k"], 2048)))
 
 
@@ -122,8 +130,6 @@ class _Run:
         held: tuple[str, float], device: Any,
     ) -> None:  # fmt: skip
         import torch
-
-        from tigon.cli.screen import screen
 
         self.output, self.record, self.pairs, self.settings = output, record, pairs, settings
         self.seeds, self.cuts, self.device = seeds, cuts, device
@@ -138,6 +144,12 @@ class _Run:
 
         users, items = len(self.pairs.users), len(self.pairs.items)
         self.console.print(f"{users:,} users, {items:,} items, {len(self.train):,} training pairs on {self.device}")
+        if chosen := self.record.get("chosen"):
+            given = self.record["options"]
+            words = ", ".join(f"{name.replace('_', ' ')} {given[name]}" for name in chosen)
+            self.console.print(
+                f"chosen from {len(self.train):,} pairs: {words}; options of these names override them", soft_wrap=True
+            )
         stages: dict[str, Any] = self.record["stages"]
         settings = self.settings
         if self.share:
@@ -146,7 +158,10 @@ class _Run:
             if "validation" not in stages:
                 kept, held = map(torch.from_numpy, SPLITS[self.how](self.pairs.train, self.share, self.seeds[0]))
                 fitted = self._fit("validation", kept, held, settings, self.seeds[0])
-                self._done("validation", {"best": fitted.best, "history": fitted.history, **_times(fitted)})
+                self._done("validation", {
+                    "best": fitted.best, "history": fitted.history, **_times(fitted),
+                    "warnings": self._doubts(fitted, kept, held),
+                })  # fmt: skip
             settings = dataclasses.replace(settings, epochs=stages["validation"]["best"])
             self.console.print(f"the best epoch is {settings.epochs}; now on all pairs")
         for seed in self.seeds:
@@ -182,10 +197,12 @@ class _Run:
                 self.saved = time.monotonic()
             return bool(interrupts.signal)
 
-        with Interrupts() as interrupts:
+        batches = max(len(pairs) // min(settings.batch_size, len(pairs)), 1)
+        done = 0 if state is None else state["epoch"] * batches
+        with Interrupts() as interrupts, Steps(self.console, "steps", settings.epochs * batches, done) as steps:
             fitted = fit(
                 pairs, len(self.pairs.users), len(self.pairs.items), settings, seed, held, device=self.device,
-                state=state, after_epoch=after,
+                state=state, after_epoch=after, after_step=steps.show,
             )  # fmt: skip
         if fitted.stopped:
             command = f"tigon {NAME} --resume --output {shlex.quote(str(self.output))}"
@@ -194,6 +211,16 @@ class _Run:
                 code=128 + interrupts.signal,
             )
         return fitted
+
+    def _doubts(self, fitted: Any, kept: Any, held: Any) -> list[str]:
+        """Print what `find_doubts` says of the fit that validates."""
+        from tigon.cli.retrieve.fitting import find_doubts, popular
+
+        baseline = popular(kept, held, len(self.pairs.users), len(self.pairs.items), self.settings.metric)
+        found = find_doubts(fitted, self.settings, baseline)
+        for warning in found:
+            self.console.print(f"warning: {warning}", soft_wrap=True)
+        return found
 
     def _state(self, stage: str) -> dict[str, Any] | None:
         """What a fit of this stage goes on from: the newest whole checkpoint, if it is one of this stage."""
@@ -229,7 +256,7 @@ class _Run:
         import numpy as np
         from rich.table import Table
 
-        from tigon.cli.screen import screen, show
+        from tigon.cli.screen import show
 
         stages = self.record["stages"]
         rows = [{"seed": seed, **stages[f"seed {seed}"]} for seed in self.seeds]
@@ -238,7 +265,10 @@ class _Run:
             name: {"mean": float(np.mean(values)), "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None}
             for name in names for values in [[row[name] for row in rows]]
         }  # fmt: skip
-        self.record["results"] = {"seeds": rows, "summary": summary, **circumstances(self.device)}
+        warnings = stages.get("validation", {}).get("warnings", [])
+        self.record["results"] = {
+            "seeds": rows, "summary": summary, "warnings": warnings, **circumstances(self.device)
+        }  # fmt: skip
         _plot(self.output / PICTURE, stages)
         write_json(self.output / RESULTS, {**self.record["results"], "options": self.record["options"]})
         write_json(self.output / RECORD, self.record)
