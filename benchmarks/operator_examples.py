@@ -77,7 +77,7 @@ q, k = tigon.qk_norm_rope(q, k, torch.ones(64), torch.ones(64), cos, sin)
 """,
     "softmax": """\
 x = torch.randn(8, 1000, requires_grad=True)
-y = tigon.softmax(x)
+y = tigon.softmax(x, -1)
 """,
     "sparsemax": """\
 x = torch.randn(8, 1000, requires_grad=True)
@@ -178,7 +178,7 @@ y = tigon.embedding(ids, weight)
 """,
     "embedding_bag": """\
 weight, ids = torch.randn(1000, 64, requires_grad=True), torch.randint(1000, (32, 8))
-y = tigon.embedding_bag(weight, ids)  # (32, 64): the sum of each row's vectors
+y = tigon.embedding_bag(ids, weight)  # (32, 64): the mean of each row's vectors
 """,
     "quantized_embedding": """\
 table, ids = torch.randn(1000, 32), torch.randint(1000, (64, 8))

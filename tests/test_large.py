@@ -22,6 +22,9 @@ from torch import Tensor
 import tigon
 from tigon import retrieve
 
+# Two such tests at once do not fit one GPU.
+pytestmark = pytest.mark.xdist_group("2**31 elements")
+
 LIMIT = 2**31
 # Tensors of LIMIT bf16 numbers that may be there at once.
 TENSORS = 14

@@ -90,7 +90,7 @@ def test_what_is_shown_of_it(sft, recorded, tmp_path, monkeypatch, script):
 
     shown = pages.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri="how-to/lora.md")))
     pages.charts.cache_clear()
-    assert "## A whole fine-tuning, beside PEFT's" in shown
+    assert "## A whole fine-tuning, compared with PEFT's" in shown
     assert "| Tigon | 2 |" in shown
     assert study.sentences(content) in shown
     assert "<svg" in shown

@@ -121,7 +121,7 @@ PROBLEMS = [
     (("train", "--resume", "--output", "mistyped"), "not the record of a run of this version"),
     (("train", "--resume", "--output", "bytes"), "cannot be read"),
     (("train", "--resume", "--output", "deep"), "cannot be read"),
-    (("train", "--resume", "--output", "listed"), "is not a record of tigon train"),
+    (("train", "--resume", "--output", "listed"), "run.json must hold an object, got a list"),
     ((*TRAIN, "--seed", str(2**32)), "--seed must be at most 4294967295"),
     ((*TRAIN, "--steps", "9" * 30), "--steps must be at most"),
     ((*TRAIN, "--output", ""), "--output must be the name of a folder, got an empty one"),

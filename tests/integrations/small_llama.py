@@ -84,7 +84,8 @@ def absent(monkeypatch, *names):
 def import_anew(monkeypatch, name):
     """Import a module of Tigon while stand-ins are in place; it is forgotten at the test's end, and they with it."""
     package, _, last = name.rpartition(".")
-    monkeypatch.setitem(sys.modules, name, None)  # what undoing this removes
-    monkeypatch.setattr(importlib.import_module(package), last, None, raising=False)
+    # What undoing this removes. Attributes of the package are modules that are imported when they are asked for.
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(vars(importlib.import_module(package)), last, None)
     del sys.modules[name]
     return importlib.import_module(name)

@@ -36,7 +36,6 @@ TRIMMED = 5
 # short call, and changes nothing of their times: the calls that warm up have allocated before.
 ROOMY = 0.25
 LATE = "took longer than"
-NOISE = "noise: the forward alone took longer than forward + backward"
 REFERENCE = "the PyTorch reference: no kernels on this device"
 
 
@@ -492,9 +491,10 @@ class _Floor:
         return statistics.median(self.measured) if self.measured else None
 
 
-# The least share of the forward's time that forward + backward can take without one of the two being noise.
+# The least share of the forward's time that forward + backward can take without one of the two being noise. A loss that
+# computes its gradients in the forward pass has a backward pass of nearly nothing.
 PLAUSIBLE = 0.9
-NOISY = "NOISY: forward + backward took less time than forward alone, so other work disturbed the measurement"
+NOISE = "noise: the forward alone took longer than forward + backward"
 
 
 def fill_total(row: Row, totals: list[float]) -> None:
@@ -510,13 +510,10 @@ def _fill(row: Row, measured: list[tuple[float, float]], floor: _Floor) -> None:
     assert row.total_ms is not None
     if not any(math.isnan(forward) for forward, _ in measured):
         row.forward_ms = statistics.median(forward for forward, _ in measured)
-        if row.forward_ms > row.total_ms:
-            row.note = "; ".join(filter(None, [NOISE, row.note]))
+        if row.total_ms < PLAUSIBLE * row.forward_ms:
+            row.note = "; ".join(filter(None, [row.note, NOISE]))
         elif floor.inputs.wrt:
             row.backward_ms = max(0.0, statistics.median(total - forward for forward, total in measured))
-            # A loss that computes its gradients in the forward pass has a backward pass of nearly nothing.
-            if row.total_ms < PLAUSIBLE * row.forward_ms:
-                row.note = "; ".join(filter(None, [row.note, NOISY]))
     row.floor_ms = floor.ms
     row.times_floor = None if floor.ms is None else row.total_ms / floor.ms
     if floor.flops is not None:

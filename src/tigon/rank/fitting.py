@@ -134,7 +134,12 @@ class FitOptions:
         return Drawing(requests, self.batch_tokens, self.history_max, self.precision)
 
     def settings(self, ranker: Any, train: Batched) -> Settings:
-        """`lr`, `epochs`, `batch_size`, `eval_every` and `patience`, with numbers in place of None."""
+        """Choose `lr`, `epochs`, `batch_size`, `eval_every` and `patience` where they are None.
+
+        Args:
+            ranker, train: as `fit` takes them.
+        Returns: `Settings`, all of them numbers.
+        """
         width = ranker.config()["width"] if getattr(ranker, "kind", None) == "ligr" else None
         chosen = choose_settings(
             len(train), getattr(train, "rows", len(train)), width, batch_size=self.batch_size, epochs=self.epochs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -278,7 +277,7 @@ class _Run:
         if len(rows) > 1:
             for kind in ("mean", "sd"):
                 table.add_row(kind, *(_number(summary[name][kind]) for name in names))
-        show(screen(width=None if sys.stdout.isatty() else 10_000), table)
+        show(screen(), table)
         print(f"the index of the items is {self.output / INDEX}, vectors of the users {self.output / QUERIES}")
 
 

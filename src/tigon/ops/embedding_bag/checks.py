@@ -33,6 +33,10 @@ def check_bags(
     if offsets is not None:
         if values.dim() != 1:
             raise ValueError(f"{name}: values must be (M,) where offsets are given, got {tuple(values.shape)}.")
+        if offsets.shape[0] == 1 and values.numel():
+            raise ValueError(
+                f"{name}: offsets must ascend from 0 to {values.numel()}, got none for {values.numel()} values."
+            )
         if fields and (offsets.shape[0] - 1) % fields:
             raise ValueError(
                 f"{name}: offsets must have B · {fields} + 1 entries, {fields} bags a sample, got {offsets.shape[0]}."
