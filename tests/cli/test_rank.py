@@ -367,7 +367,7 @@ def test_the_next_item_among_all_and_programs_of_the_ranker(folder, tigon, tmp_p
         onnx.problem("tigon rank export --to onnx needs onnx, onnxscript")
     else:
         assert [file.rpartition("/")[2] for file in onnx.ok().out.split()] == ["encode.onnx", "score.onnx"]
-    sglang = tigon("rank", "export", out, "--to", "sglang", "-o", tmp_path)
+    sglang = tigon("rank", "export", out, "--to", "sglang", "-o", tmp_path / "sglang")
     sglang.problem("--to sglang is for rankers by prompts", "a LiGR goes to torch-export or onnx")
     wrong = tigon("rank", "export", out, "--to", "tflite")
     wrong.problem("--to must be one of torch-export, onnx, sglang, got tflite")

@@ -79,7 +79,7 @@ def test_tables_beside_listed_files_are_found(folder):
     [
         ({"item": "film"}, "rank inspect: there is no column 'film' .item. in the impressions; there are 'user_id'"),
         ({"history": "gone.csv"}, "rank inspect: there is no file gone.csv"),
-        ({"schema": "gone.json"}, "rank inspect: .*No such file"),
+        ({"schema": "gone.json"}, "rank inspect: gone.json is missing"),
     ],
 )
 def test_what_cannot_be_read_is_a_problem(folder, options, said):
