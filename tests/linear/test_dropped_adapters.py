@@ -129,7 +129,7 @@ def test_a_layer_whose_result_nobody_uses(backend, device):
     for got, expected in zip(*grads, strict=True):
         assert (got is None) == (expected is None)
         if got is not None:
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
 
 
 def test_the_adapter_s_mean_is_its_value_without_dropout(backend, device):

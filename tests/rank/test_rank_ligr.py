@@ -347,11 +347,11 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
     ):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_text(changed)
-        with pytest.raises(ValueError, match=r"must be of one ranker, as save_pre|does not fit the model|is damaged"):
+        with pytest.raises(ValueError, match=r"must be of one ranker, as save_pre|does not fit the model|is damaged|options that no LiGR"):
             LiGR.from_pretrained(tmp_path)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"kind must be one of \['ligr', 'lirank'\], got None"):
+    with pytest.raises(ValueError, match=r"config.json must hold an object, got a list"):
         LiGR.from_pretrained(tmp_path)
 
 

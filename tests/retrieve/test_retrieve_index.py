@@ -339,7 +339,7 @@ def test_a_table_without_a_schema_gets_a_sentence():
         (lambda: Index(5, 5, schema={"a": 1}), "schema must be a Schema, got dict"),
         (
             lambda: Index.over(torch.zeros(3)),
-            r"parameter must be a float tensor \(items, dim\) or an Embedding, got \(3,\)",
+            r"parameter must be a float tensor \(items, dim\), neither 0, or an Embedding, got \(3,\)",
         ),
         (lambda: Index.over(torch.zeros(3, 2), metric="cosine"), "metric must be 'ip' or 'l2', got 'cosine'"),
         (lambda: Index.over(torch.zeros(3, 2), ids=[1, 1, 2]), "ids must be 3 different ones"),
