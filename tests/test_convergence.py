@@ -15,8 +15,8 @@ from studies.convergence import Runs, judge
 FILE = Path(__file__).parents[1] / "benchmarks" / "converge.py"
 # A CPU multiplies bf16 slowly. Between them those of bf16 have every part that fuse replaces, and every kind of batch.
 # fp32 has every family: with packed lines those whose rotary embedding is their own, with accumulated batches those
-# whose loss is. A router that chooses another expert for a token moves a short run further than its few plain runs show:
-# of qwen3_moe packed lines are left to `make converge`, which trains all, with more plain runs.
+# whose loss is. A router that chooses another expert for a token moves a short run further than its few plain runs
+# show: packed lines of qwen3_moe are left to `make converge`, which trains all, with more plain runs.
 TRAINED = {
     "bf16": {
         "llama": ("rows", "packed", "accumulated"),

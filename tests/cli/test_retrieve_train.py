@@ -197,7 +197,10 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_vectors(folder, tigon, start
         (("{folder}", "--lr", "0"), ("--lr must be above 0, got 0",)),
         (("{folder}", "--seed", "a"), ("--seed must be integers", "got a")),
         (("{folder}", "--val-fraction", "1e-9"), ("leaves none to validate on",)),
-        (("{folder}/train.parquet", "--item", "thing"), ("--item must be a column of", "got 'thing'; there are 'user', 'item_id'")),
+        (
+            ("{folder}/train.parquet", "--item", "thing"),
+            ("--item must be a column of", "got 'thing'; there are 'user', 'item_id'"),
+        ),
         (("{folder}/train.txt", "--test", "far.txt"), ("pair 1: item 99 is not among the 48 items",)),
         (("bad.txt",), ("line 2: must be integers",)),
         (("empty.txt",), ("has no pairs",)),

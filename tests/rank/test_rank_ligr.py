@@ -336,8 +336,8 @@ def test_what_is_no_ranker_is_refused(tmp_path):
 
 def test_files_that_do_not_fit_together_are_refused(tmp_path):
     LiGR(SCHEMA, 16, 2, 2).save_pretrained(tmp_path)
+    (tmp_path / "schema.json").write_text((tmp_path / "schema.json").read_text() + " ")
     with pytest.raises(ValueError, match=r"schema.json is not what was written"):
-        (tmp_path / "schema.json").write_text((tmp_path / "schema.json").read_text() + " ")
         LiGR.from_pretrained(tmp_path)
     (tmp_path / "manifest.json").unlink()  # as of somebody who has changed files on purpose
     for name, changed in (
@@ -347,7 +347,10 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
     ):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_text(changed)
-        with pytest.raises(ValueError, match=r"must be of one ranker, as save_pre|does not fit the model|is damaged|options that no LiGR"):
+        with pytest.raises(
+            ValueError,
+            match=r"must be of one ranker, as save_pre|does not fit the model|is damaged|options that no LiGR",
+        ):
             LiGR.from_pretrained(tmp_path)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "config.json").write_text("[1]")
