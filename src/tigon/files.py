@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -27,7 +28,11 @@ class DamagedFileError(ValueError):
 
 
 def read_json(
-    path: str | Path, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = (), largest: int = LARGEST_JSON
+    path: str | os.PathLike[str],
+    *,
+    kind: type | tuple[type, ...] = dict,
+    required: Iterable[str] = (),
+    largest: int = LARGEST_JSON,
 ) -> Any:
     """Read a JSON file.
 
@@ -51,7 +56,11 @@ def parse_json(
 
 
 def read_yaml(
-    path: str | Path, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = (), largest: int = 1 << 22
+    path: str | os.PathLike[str],
+    *,
+    kind: type | tuple[type, ...] = dict,
+    required: Iterable[str] = (),
+    largest: int = 1 << 22,
 ) -> Any:
     """Read a YAML file by PyYAML's safe loader. Arguments and errors are those of `read_json`."""
     try:
@@ -69,7 +78,9 @@ def read_yaml(
     return _check(value, str(path), kind, required)
 
 
-def read_tensors(path: str | Path, *, required: Iterable[str] = (), sha256: str | None = None) -> dict[str, Tensor]:
+def read_tensors(
+    path: str | os.PathLike[str], *, required: Iterable[str] = (), sha256: str | None = None
+) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file, on the CPU.
 
     Args:
@@ -100,7 +111,7 @@ def read_tensors(path: str | Path, *, required: Iterable[str] = (), sha256: str 
     return tensors
 
 
-def read_array(path: str | Path, *, mapped: bool = False) -> npt.NDArray[Any]:
+def read_array(path: str | os.PathLike[str], *, mapped: bool = False) -> npt.NDArray[Any]:
     """Read the array of a .npy file.
 
     Args:
@@ -124,7 +135,7 @@ def read_array(path: str | Path, *, mapped: bool = False) -> npt.NDArray[Any]:
     return found
 
 
-def read_arrays(path: str | Path, *, required: Iterable[str] = ()) -> dict[str, npt.NDArray[Any]]:
+def read_arrays(path: str | os.PathLike[str], *, required: Iterable[str] = ()) -> dict[str, npt.NDArray[Any]]:
     """Read the arrays of a .npz file, by their names.
 
     Args:
@@ -156,7 +167,7 @@ def read_arrays(path: str | Path, *, required: Iterable[str] = ()) -> dict[str, 
     return arrays
 
 
-def check_memory(path: str | Path, needed: int) -> None:
+def check_memory(path: str | os.PathLike[str], needed: int) -> None:
     """Raise DamagedFileError if what a file holds needs more memory, in bytes, than there is."""
     available = available_memory()
     if available is not None and needed > available:
@@ -202,7 +213,11 @@ def _check_header(file: Any, name: str, mapped: bool) -> int:
 
 
 def load_state(
-    module: Any, tensors: Mapping[str, Tensor], path: str | Path, *, ignore: Callable[[str], bool] = lambda _: False
+    module: Any,
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    ignore: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Load tensors that were read from `path` into a module, all or none.
 
@@ -218,7 +233,11 @@ def load_state(
 
 
 def check_state(
-    module: Any, tensors: Mapping[str, Tensor], path: str | Path, *, ignore: Callable[[str], bool] = lambda _: False
+    module: Any,
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    *,
+    ignore: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Check that tensors fit a module, which may be on the device "meta". Arguments and errors are those of
     `load_state`.
@@ -237,13 +256,13 @@ def check_state(
             raise DamagedFileError(f"{path} does not fit the model: {name} must have shape {expected}, got {shape}.")
 
 
-def check_sha256(path: str | Path, expected: str) -> None:
+def check_sha256(path: str | os.PathLike[str], expected: str) -> None:
     """Raise DamagedFileError unless a file has this SHA-256, in hexadecimal."""
     if compute_sha256(path) != expected:
         raise DamagedFileError(f"{path} is damaged: its checksum is not the recorded one.")
 
 
-def compute_sha256(path: str | Path) -> str:
+def compute_sha256(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file, in hexadecimal.
 
     Raises: DamagedFileError if the file is missing or cannot be read.
@@ -267,7 +286,7 @@ def is_encodable(text: str) -> bool:
     return True
 
 
-def _read_bytes(path: str | Path, largest: int) -> bytes:
+def _read_bytes(path: str | os.PathLike[str], largest: int) -> bytes:
     try:
         with open(path, "rb") as file:
             content = file.read(largest + 1)
@@ -278,7 +297,7 @@ def _read_bytes(path: str | Path, largest: int) -> bytes:
     return content
 
 
-def _unreadable(path: str | Path, error: OSError) -> DamagedFileError:
+def _unreadable(path: str | os.PathLike[str], error: OSError) -> DamagedFileError:
     reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
     return DamagedFileError(f"{path} {reason}.")
 

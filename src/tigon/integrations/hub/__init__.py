@@ -23,7 +23,8 @@ from tigon.fusion.reasons import Reason
 from tigon.install import install
 from tigon.integrations.hub.layers import LAYERS
 from tigon.parts.mlp import Gated, recognize_mlp
-from tigon.parts.norm import Norm, recognize_norm
+from tigon.parts.norm import recognize_norm
+from tigon.parts.norm_formula import Norm
 from tigon.parts.rotary_formula import Rotary, Turn, recognize_rotary
 
 REPOSITORY = Path(__file__).parent
