@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tigon.tables.columns import columns_of
-from tigon.tables.values import BadValue, Bools, Ints, microseconds, read_times
+from tigon.tables.values import BadValue, Bools, Ints, have_room, microseconds, read_times
 
 # Of a number of units since 1970, in microseconds.
 UNITS = {"s": 1_000_000, "ms": 1000, "us": 1, "ns": 0.001}
@@ -58,9 +58,11 @@ def _in_known_units(column: Any) -> Any:
     if isinstance(column, np.ndarray) and column.dtype.kind in "mM":
         unit, count = np.datetime_data(column.dtype)
         if count != 1 or unit not in ("D", "s", "ms", "us", "ns"):
+            if not have_room(column, "s").all():
+                raise TypeError(f"a time of {column.dtype} is too far away")
             seconds = column.astype(f"{column.dtype.kind}8[s]")
             if (~np.isnat(column) & (seconds.astype(column.dtype) != column)).any():
-                raise TypeError(f"a time of {column.dtype} is too far away")
+                raise TypeError(f"a time of {column.dtype} is no whole second")
             return seconds
     return column
 

@@ -239,16 +239,23 @@ def microseconds(times: npt.NDArray[np.datetime64]) -> Ints:
 
     Raises: BadValue for a time that int64 does not hold as microseconds, some 290,000 years from now.
     """
-    converted = times.astype("datetime64[us]")
-    if np.datetime_data(times.dtype)[0] in ("Y", "M", "W", "D", "h", "m", "s", "ms"):
-        # A conversion to a finer unit that has wrapped around does not come back.
-        wrapped = ~np.isnat(times) & (converted.astype(times.dtype) != times)
-        if wrapped.any():
-            at = int(np.argmax(wrapped))
-            raise BadValue(
-                at, f"must be a time within 290,000 years from 1970, got {times.dtype} {times[at].astype(int)}"
-            )
-    return converted.astype(np.int64)
+    outside = ~have_room(times, "us")
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise BadValue(at, f"must be a time within 290,000 years from 1970, got {times.dtype} {times[at].astype(int)}")
+    return times.astype("datetime64[us]").astype(np.int64)
+
+
+def have_room(times: npt.NDArray[Any], unit: str) -> Bools:
+    """Which datetime64 or timedelta64 a conversion to `unit` keeps; others NumPy wraps around or refuses."""
+    units = ("as", "fs", "ps", "ns", "us", "ms", "s", "m", "h", "D", "W", "M", "Y")
+    own = np.datetime_data(times.dtype)[0]
+    if own not in units[units.index(unit) :]:  # a finer unit, or none, which NaT alone has
+        return np.ones(times.shape, dtype=bool)
+    # Bounds in the coarser unit of the times; next to int64's own, NumPy rounds to the other sign.
+    bounds = np.array([-(2**63 - 2**40), 2**63 - 2**40], f"{times.dtype.kind}8[{unit}]").astype(times.dtype)
+    inside: Bools = np.isnat(times) | ((times > bounds[0]) & (times < bounds[1]))
+    return inside
 
 
 def as_time(value: Any) -> int | None:
