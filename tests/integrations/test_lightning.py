@@ -145,7 +145,7 @@ def test_a_run_is_the_plain_run(lightning, late, capsys):
 def test_the_report_is_of_a_training_step_where_a_validation_ran_last(lightning, capsys):
     """The validation reads the logits, which would be an error in a training step."""
     module, callback = language_model(lightning), lightning.TigonCallback()
-    module.validation_step = lambda inputs, i: module.model(**inputs).logits.argmax(-1)
+    module.validation_step = lambda inputs, batch_idx: module.model(**inputs).logits.argmax(-1)
     fit(lightning, module, callback, validation=[batch(7)])
     printed = capsys.readouterr().out
     assert "Ran in the last step: head 1" in printed
