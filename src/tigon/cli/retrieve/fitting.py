@@ -251,7 +251,7 @@ def evaluated(towers: TwoTowers, right: Tensor, exclude: Tensor, k: tuple[int, .
 def popular(pairs: Tensor, held: Tensor, users: int, items: int, metric: str) -> float:
     """The metric of showing all users the items that most pairs have."""
     counts = pairs[:, 1].bincount(minlength=items).float().unsqueeze(1)
-    return metrics.evaluate(torch.ones(users, 1), counts, held, pairs, (20,))[metric]
+    return metrics.evaluate(counts.new_ones(users, 1), counts, held, pairs, (20,))[metric]
 
 
 def find_doubts(fitted: Fitted, settings: Settings, baseline: float) -> list[str]:
