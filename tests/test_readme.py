@@ -123,7 +123,9 @@ def test_the_gains_that_open_it_are_those_of_the_result_file():
         assert percent(memory) in text.split("```")[0]
     faster = sorted(100 * gain(by, "tigon", than="liger") for by in cases)
     less = sorted(-100 * gain(by, "tigon", "peak_gib", "liger") for by in cases)
-    assert f"{faster[0]:.1f} to {faster[-1]:.1f} % faster than Liger" in text
+    # The case of the least lead is a tie, by the measure of the table.
+    assert faster[0] < 2 < faster[1]
+    assert f"{faster[1]:.1f} to {faster[-1]:.1f} % faster on the other four" in text
     assert f"needs {less[0]:.0f} to {less[-1]:.0f} % less memory" in text
 
 
@@ -146,7 +148,7 @@ def test_what_is_left_of_the_lead_over_compile():
         assert f"{max(unmasked):.1f} % at most without masked labels" in said
         assert f"{less[0]:.0f} to {less[-1]:.0f} % less" in said
     whole = [by for by in rows_by_side("h200-models.json") if "compile" in by]
-    assert f"{100 * mean(gain(by, 'compile') for by in whole):.1f} %" in text
+    assert "{:.1f} and {:.1f} %".format(*sorted(100 * gain(by, "compile") for by in whole)) in text
     assert all(by["compile-causal"]["step_ms"] > by["compile-layers"]["step_ms"] for by in cases)
 
 
@@ -177,7 +179,8 @@ def test_the_classes_of_transformers_that_train_the_same():
     assert f"{statuses['not run']} of {statuses.total()} do not run" in text
     runs = report.load(RESULTS / "h200-converge.json")["rows"]
     assert {row["status"] for row in runs} == {"ok"}
-    assert f"{len(runs)} training runs" in text
+    fused = sum(run["side"] == "tigon" for row in runs for run in row["runs"])
+    assert f"all {fused} fused runs of {len(runs)} settings" in text
 
 
 def test_the_share_of_masked_labels_is_beside_each_table_of_models(readme):
@@ -198,7 +201,7 @@ def test_the_heads_whose_products_masks_save_are_those_of_the_presets(readme):
 
 
 def test_its_length():
-    assert len((ROOT / "README.md").read_text().split()) < 2500
+    assert len((ROOT / "README.md").read_text().split()) < 2600
 
 
 def prose():
