@@ -308,7 +308,7 @@ def _parse(parse: Callable[[str], Any], text: str | bytes, name: str, language: 
         value = parse(decoded)
         # \ud800 is an escape that json takes and that no file or answer can be written with.
         if "\\u" in decoded or "\\U" in decoded:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
+            json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
     except UnicodeError as error:
         raise DamagedFileError(f"{name} is not text in UTF-8.") from error
     except RecursionError as error:

@@ -48,12 +48,22 @@ def read_manifest(folder: Path) -> dict[str, Fingerprint]:
     return dict(files)
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder has a manifest of Tigon's; other programs write files of that name, too."""
+    if not (folder / MANIFEST).exists():
+        return False
+    content = read_json(folder / MANIFEST, kind=(dict, list))
+    return isinstance(content, dict) and "files" in content
+
+
 def write_manifest(folder: str | Path, names: Iterable[str], *, largest: int | None = None) -> None:
     """Record files of a folder in its manifest; the other entries stay. A file that is not there loses its entry.
 
     largest: bytes of the largest file that gets a checksum; None: every file does.
     """
     folder = Path(folder)
+    if (folder / MANIFEST).is_file() and not _is_ours(folder):
+        return
     files: dict[str, Any] = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
     for name in names:
         files.pop(name, None)
@@ -72,7 +82,7 @@ def check_manifest(folder: str | Path, names: Iterable[str] | None = None) -> No
     Raises: DamagedFileError for the first file that is not what was written. A missing file is left to its reader.
     """
     folder = Path(folder)
-    if not (folder / MANIFEST).exists():
+    if not _is_ours(folder):
         return
     recorded = read_manifest(folder)
     for name in recorded if names is None else names:

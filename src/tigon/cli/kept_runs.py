@@ -124,7 +124,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.signal = received()
+        self.signal = self.signal or received()
         return self
 
     def __exit__(self, *_: object) -> None:

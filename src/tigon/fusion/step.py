@@ -58,7 +58,11 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
             return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
-        if not ledger.active or (patch.inner and (torch.compiler.is_compiling() or ledger.is_running)):
+        if not ledger.active or (
+            # In the backward pass a checkpoint calls its function again, which is no step.
+            patch.inner
+            and (torch.compiler.is_compiling() or ledger.is_running or torch._C._current_graph_task_id() != -1)
+        ):
             return run(*args, **kwargs)
         if ledger.around is not None and not patch.inner:
             run = functools.partial(ledger.around, ledger, run)

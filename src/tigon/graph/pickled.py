@@ -63,7 +63,8 @@ class _Dtype:
 
     def __init__(self, spelled: Any, *_: Any) -> None:
         if not isinstance(spelled, str) or not _NUMERIC.fullmatch(spelled):
-            raise ValueError(f"dtype {spelled!r}, where numbers are all that is read")
+            name = repr(spelled[:40]) if isinstance(spelled, str) else "of another kind"
+            raise ValueError(f"dtype {name}, where numbers are all that is read")
         self.value = np.dtype(spelled)
 
     def set_state(self, state: Any) -> None:
@@ -92,7 +93,7 @@ class _Array:
 
 def _whole(size: Any) -> int:
     if type(size) is not int or not 0 <= size < 2**31:
-        raise ValueError(f"a size of {size!r}")
+        raise ValueError(f"a size of {size}" if type(size) is int else "a size that is no integer")
     return size
 
 
@@ -112,7 +113,10 @@ def _scalar(dtype: Any, content: Any) -> Any:
 
 def _bytes(text: Any, encoding: Any) -> bytes:
     """How Python 3 writes bytes for Python 2; the one encoding that there is is Latin 1."""
-    return str(text).encode("latin1")
+    # A list may hold itself many times over, and its text be of any size.
+    if not isinstance(text, str):
+        raise ValueError("bytes that are written as something else than text")
+    return text.encode("latin1")
 
 
 class _Name:

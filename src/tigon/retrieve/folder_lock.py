@@ -55,7 +55,7 @@ def check_free(name: str, folder: Path) -> None:
 def _acquire(name: str, folder: Path) -> BinaryIO:
     path = folder / LOCK
     while True:
-        file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115 - open as long as the lock is held
+        file = _open_lock(path)
         try:
             _flock(name, file, folder)
         except BaseException:
@@ -68,6 +68,16 @@ def _acquire(name: str, folder: Path) -> BinaryIO:
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()}\n".encode())
     return file
+
+
+def _open_lock(path: Path) -> BinaryIO:
+    """The file of the lock, which stays open as long as the lock is held."""
+    try:
+        return open(path, "a+b", buffering=0)
+    except PermissionError:  # made by another user, in a folder that both write to
+        if not path.exists() or not os.access(path.parent, os.W_OK):
+            raise
+        return open(path, "rb", buffering=0)
 
 
 def _flock(name: str, file: BinaryIO, folder: Path) -> None:

@@ -497,6 +497,7 @@ class Index(nn.Module):
             state = self._copy_state()
             state |= copy.deepcopy({name: state[name] for name in ("ids", "rows", "counts", "schema")})
             state["_buffers"] = {k: None if v is None else v.clone() for k, v in state["_buffers"].items()}
+            self._wait_for_copies()
             return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Index:
@@ -505,7 +506,13 @@ class Index(nn.Module):
         with self.turns.writing:
             self.turns.settle(self.device)
             copied.__setstate__(copy.deepcopy(self._copy_state(), memo))
+            self._wait_for_copies()
         return copied
+
+    def _wait_for_copies(self) -> None:
+        """Wait for copies on the GPU: an update in another stream would overtake them."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _copy_state(self) -> dict[str, Any]:
         """What a copy has of this index's attributes."""

@@ -159,7 +159,7 @@ def _records(path: Path) -> Iterator[tuple[str, bytes, int]]:
             first = file.read(SIZE)
             mark, kind, length, checksum = HEAD.unpack(first[:-4])
             if mark != MARK or struct.pack("<I", zlib.crc32(first[:-4])) != first[-4:] or kind >= len(KINDS):
-                if not any(first) and not any(iter(lambda: file.read(disk.PIECE).strip(b"\0"), b"")):
+                if not any(first) and not any(piece.strip(b"\0") for piece in iter(lambda: file.read(disk.PIECE), b"")):
                     return  # zeros to the end: what a lost power supply leaves of a file that was growing
                 raise _damaged(path, number, at, size)
             if at + SIZE + length > size:

@@ -142,7 +142,10 @@ def build(
 
 def _is_index(folder: Path) -> bool:
     """Whether `Index.save` has written into a folder; it leaves what else is there."""
-    return any(folder.glob("snapshot-*"))
+    from tigon.retrieve.folder_lock import LOCK
+
+    # A save that found no room leaves nothing but its lock.
+    return (folder / LOCK).is_file() or any(folder.glob("snapshot-*"))
 
 
 def _read_schema(path: Path) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Config(uvicorn.Config):
             date_header=False, timeout_keep_alive=IDLE, backlog=2048,
         )  # fmt: skip
         self.limits, self.grace = limits, grace
-        self.most = min(limits.connections, _open_files() - SPARE)
+        files = _open_files()
+        self.most = max(1, min(limits.connections, files - min(SPARE, files // 2)))
 
 
 def _open_files() -> int:
