@@ -129,9 +129,11 @@ def empty_logits(rows: int, V: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     if not _strided(V, dtype):
         return like.new_empty(rows, V, dtype=dtype)
     step = 64 if V >= 1024 else 16 // dtype.itemsize  # whole cache lines, where they are little beside the budget
-    # On CPUs with AMX, torch multiplies the number behind an odd number of columns by 0: NaN there becomes NaN in dX.
-    room = like.new_zeros if like.is_cpu else like.new_empty
-    return room(rows, -(-V // step) * step, dtype=dtype)[:, :V]
+    room = like.new_empty(rows, -(-V // step) * step, dtype=dtype)
+    if like.is_cpu:
+        # With AMX, torch multiplies the number behind an odd number of columns by 0: NaN there becomes NaN in dX.
+        room[:, V:].zero_()
+    return room[:, :V]
 
 
 def _strided(V: int, dtype: torch.dtype) -> bool:
