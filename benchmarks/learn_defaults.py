@@ -250,7 +250,7 @@ MODELS: dict[str, Callable[[str, int, int, torch.device], Row]] = {
 
 
 def short_name(device: torch.device) -> str:
-    """Of the result file: cpu, or the GPU's last word, such as h200."""
+    """The word for the hardware in the name of the result file: cpu, or the GPU's last word, such as h200."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).split()[-1].lower()
 
 

@@ -339,6 +339,9 @@ def test_files_that_are_wrong_further_down_get_a_sentence(tigon, tmp_path):
     (tmp_path / "damaged.parquet").write_bytes(content)
     status = tigon(*build, "damaged.parquet", "--overwrite", cwd=tmp_path)
     assert "Traceback" not in status.err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "tigon.lock").touch()  # what a save leaves that found no room
+    tigon("retrieve", "build", "whole.parquet", "-o", "full", "--overwrite", cwd=tmp_path).ok()
     tigon("retrieve", "build", "whole.parquet", "-o", ".", "--overwrite", cwd=tmp_path).problem(
         "holds whole.parquet, which is"
     )

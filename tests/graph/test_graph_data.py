@@ -131,6 +131,8 @@ def csr(**state):
     return b"\x80\x02cscipy.sparse.csr\ncsr_matrix\n)\x81}(" + items + b"ub"
 
 
+# Each of 40 lists holds the one before twice.
+DOUBLED = b"(lp100\n" + b"".join(b"(lp%d\ng%d\nag%d\na" % (n + 1, n, n) for n in range(100, 140))
 NESTED = b"(lp0\n" + b"".join(b"0(lp%d\n" % i + b"g%d\na" % (i - 1) * 50 for i in range(1, 9))
 TUPLES = b"I1\n\x85q\x00" + b"".join(b"0" + (b"h" + bytes([i])) * 2 + b"\x86q" + bytes([i + 1]) for i in range(60))
 
@@ -190,6 +192,10 @@ TUPLES = b"I1\n\x85q\x00" + b"".join(b"0" + (b"h" + bytes([i])) * 2 + b"\x86q" +
         TUPLES + b"p90\n0}g90\nI1\ns.",
         b"L" + b"9" * 50_000 + b"L\n.",
         b"(" * 200_000 + b"t" * 200_000 + b".",
+        # A list of 2^40 elements, of which text is asked: as bytes, as a size, as a dtype.
+        b"c_codecs\nencode\n(" + DOUBLED + b"S'latin1'\ntR.",
+        array(b"(" + DOUBLED + b"t") + b".",
+        b"cnumpy\ndtype\n(" + DOUBLED + b"tR.",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("part", ["y", "allx"])

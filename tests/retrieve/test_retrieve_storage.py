@@ -464,6 +464,21 @@ def test_half_a_record_is_cut_off_and_zeros_too(tmp_path):
         assert path.read_bytes() == good[:size]
 
 
+def test_zeros_before_a_record_are_no_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "PIECE", 64)
+    made(list).save(tmp_path / "a")
+    index = Index.open(tmp_path / "a")
+    index.delete([5])
+    size = index.journal.size
+    index.delete([6])
+    index.close()
+    path = tmp_path / "a" / "snapshot-000001" / "journal"
+    good = path.read_bytes()
+    path.write_bytes(good[:size] + b"\0" * 1000 + good[size:])
+    with pytest.raises(ValueError, match=r"of the journal .*repair=True"):
+        Index.open(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
