@@ -7,9 +7,18 @@ from typing import Annotated
 
 import typer
 
-COMMANDS = ("demo", "train", "inspect", "verify", "compress", "bench", "doctor")
-# Commands that have commands of their own.
-GROUPS = ("retrieve", "rank", "graph")
+# Each command's name and the module that holds a function of that name. A system brings its own module.
+COMMANDS = {
+    "demo": "tigon.cli.demo",
+    "train": "tigon.cli.train",
+    "inspect": "tigon.cli.inspect",
+    "verify": "tigon.cli.verify",
+    "compress": "tigon.compress.cli.command",
+    "bench": "tigon.cli.bench",
+    "doctor": "tigon.cli.doctor",
+}
+# Groups of commands: each module holds a typer application under the group's name.
+GROUPS = {"retrieve": "tigon.retrieve.cli", "rank": "tigon.rank.cli", "graph": "tigon.graph.cli"}
 
 app = typer.Typer(
     name="tigon",
@@ -39,8 +48,8 @@ def _tigon(
         typer.echo(context.get_help())
 
 
-for _name in COMMANDS:
-    app.command(_name)(getattr(importlib.import_module(f"tigon.cli.{_name}"), _name))
+for _name, _module in COMMANDS.items():
+    app.command(_name)(getattr(importlib.import_module(_module), _name))
 
-for _name in GROUPS:
-    app.add_typer(getattr(importlib.import_module(f"tigon.cli.{_name}"), _name))
+for _name, _module in GROUPS.items():
+    app.add_typer(getattr(importlib.import_module(_module), _name))

@@ -1,6 +1,7 @@
 # The modules of tigon.integrations: the one place that declares them (see tigon/lazy.py).
 from tigon.integrations import axolotl as axolotl
 from tigon.integrations import hub as hub
+from tigon.integrations import liger as liger
 from tigon.integrations import lightning as lightning
 from tigon.integrations import sam as sam
 from tigon.integrations import torchtitan as torchtitan

@@ -1,8 +1,4 @@
-"""One file per operator, from promise to silicon: formula, public op, reference, kernels, launches, autograd.
+"""Operators, one file each: formula, public function, reference, kernels, launches, autograd.
 
-`tigon.ops.NAME` is the module of an operator, `tigon.NAME` its function. Modules are imported on first use.
+The public names are `tigon.NAME`.
 """
-
-from tigon.lazy import attach
-
-__getattr__, __dir__, __all__ = attach(__name__)

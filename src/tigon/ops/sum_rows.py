@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.runtime import Plan, cdiv, jit, launch, multiprocessors, next_power_of_2, tl
+from tigon.kernels import Plan, cdiv, jit, launch, multiprocessors, next_power_of_2, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -51,20 +51,6 @@ def _sum_rows_kernel(
     # A launch without a second result has no program with which = 1: None lets the compiler drop the branch.
     elif second_ptr is not None:
         tl.store(second_ptr + cols, out.to(second_ptr.dtype.element_ty), mask=cols < N)
-
-
-@jit
-def part_of(W, rows_each, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's part of the rows and the first of them, as `cut` has it, its columns, and which there are.
-
-    W counts UNIT columns, which tells the compiler that the width is a multiple of it: rows of 1000 numbers of 16 bits
-    are then read 16 bytes a thread, as those of 1008 are.
-    """
-    blocks = tl.cdiv(W, BLOCK_N // UNIT)
-    part = tl.program_id(0) // blocks
-    cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    # int64: a batch may have more than 2**31 numbers.
-    return part, part.to(tl.int64) * rows_each, cols, cols < W * UNIT
 
 
 # --------------------------------------------------------------------------------------------------------- launches
