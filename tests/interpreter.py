@@ -22,6 +22,7 @@ def mend() -> None:
     _round_once_in_fma()
     _call_functions_cheaply()
     _launch_cheaply()
+    _count_by_arrays_of_one_element()
     _overflow_in_silence()
     _calculate_nothing_that_nobody_sees()
     _reduce_by_halves()
@@ -115,6 +116,16 @@ def _launch_cheaply() -> None:
         return scope
 
     interpreter._patch_lang = patch_lang
+
+
+def _count_by_arrays_of_one_element() -> None:
+    """NumPy 2.5 makes no number of an array that has dimensions, which Triton's interpreter asks for until 3.7."""
+    set_attr = interpreter._LangPatchScope.set_attr
+
+    def set_method(self, owner, name, value):
+        set_attr(self, owner, name, (lambda x: int(x.handle.data.item())) if name == "__index__" else value)
+
+    interpreter._LangPatchScope.set_attr = set_method
 
 
 def _overflow_in_silence() -> None:
