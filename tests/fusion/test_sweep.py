@@ -21,7 +21,8 @@ def test_a_class_of_the_sample_is_fused_or_says_why_not(name):
         pytest.skip(row["why"])
     assert row["status"] == "equal", row["why"]
     reasons = [kind for kind, *_ in row["left"] if kind == "head"] + list(row["logits_built_by"])
-    assert row["calls"].get("head") or reasons, one_line(name, row)
+    # Classifiers of sound have a few dozen classes and the CTC loss: there is no head of words to fuse.
+    assert row["calls"].get("head") or reasons or name.endswith("ForCTC"), one_line(name, row)
     ran = {kind for kind, *_ in row["fused"]} - {"head"} - OF_TOWERS.get(name, set())
     assert ran <= set(row["calls"]), "parts are fused that never run"
 
