@@ -17,12 +17,8 @@ HEADINGS = {
     "models": "Models",
     "auto": "",
     "modules": "Norms and other modules",
-    "mlp": "MLPs",
-    "rotary": "Rotary embeddings",
     "functional": "Functions",
     "cross_entropy": "Cross entropy",
-    "scaled_cross_entropy": "",
-    "causal_lm": "",
     "divergences": "Divergences",
     "chunked_loss": "Chunked losses",
 }
@@ -41,10 +37,10 @@ def names() -> str:
         for name in liger._NAMES[module].split():
             if name.isupper():
                 lines.append(f"| `{name}` | The function of each type of model, as a dictionary. |")
-            elif not name.startswith("apply_"):
+            else:
                 lines.append(f"| `{name}` | {first_sentence(getattr(liger, name))} |")
-            elif name == "apply_liger_kernel_to_llama":
-                lines.append(f"| `apply_liger_kernel_to_*`, {len(models.ARGUMENTS)} families | `tigon.fuse(model)`. |")
+        if module == "models":
+            lines.append(f"| `apply_liger_kernel_to_*`, {len(models.ARGUMENTS)} families | `tigon.fuse(model)`. |")
         if module == "chunked_loss":
             functions = [n for n in liger.chunked_loss.__all__ if n.startswith("liger_")]
             lines += [f"| `chunked_loss.{n}` | {first_sentence(getattr(liger.chunked_loss, n))} |" for n in functions]

@@ -325,37 +325,6 @@ def test_fused_linear_jsd(dtype, beta, temperature):
     torch.testing.assert_close(everything, loss(x, weight, teacher_x, teacher_weight, targets().abs() % V))
 
 
-@DTYPES
-@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum"])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_fused_linear_kl_div(dtype, reduction, temperature, monkeypatch):
-    monkeypatch.setenv("TIGON_CHUNK_BYTES", "1")
-    x, weight, _ = head(dtype, 1, rows=200)
-    labels, p = targets(rows=200), logits(torch.float32, 5, rows=200).softmax(-1)
-
-    def expected(x, weight):
-        log_q = plain.log_softmax(x, weight, None, temperature)[1]
-        target = p.to(log_q.dtype)
-        rows = (target * (target.log() - log_q)).sum(-1)[labels != -100]
-        return rows.sum() / {"sum": 1, "batchmean": len(rows), "mean": len(rows) * V}[reduction]
-
-    loss = liger.LigerFusedLinearKLDivLoss(reduction, temperature=temperature)
-    check(lambda x, w: loss(x, w, p, labels), expected, x, weight, roundings=8)
-    torch.testing.assert_close(loss(x, weight, p), loss(x, weight, p, labels.abs()))
-
-
-@DTYPES
-def test_fused_cross_entropy_and_distance(dtype):
-    def expected(student, teacher):
-        ce = plain.cross_entropy(student, targets(), reduction="none")[0]
-        p, q = plain.wide(student).softmax(-1), plain.wide(teacher).softmax(-1).detach()
-        return ce, (0.5 * (p - q).abs()).sum(-1) * (targets() != -100)
-
-    check(
-        lambda s, t: liger.LigerFusedCETVDLoss()(s, t, targets()), expected, logits(dtype), logits(dtype, 6), grad=[0]
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------- options
 
 
@@ -369,7 +338,6 @@ def test_fused_cross_entropy_and_distance(dtype):
             lambda x, w, t: liger.liger_fused_linear_cross_entropy(x, w, t, accum_dtype=torch.float16),
             "accum_dtype must be torch.float32 or the weight's",
         ),
-        (lambda x, w, t: liger.liger_fused_linear_kl_div(x, w, x @ w.t(), reduction="none"), "reduction must be"),
     ],
 )
 def test_options_without_an_equal_are_named(call, sentence):

@@ -296,7 +296,7 @@ def test_what_is_missing_says_so(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match=r"module 'tigon\.compat\.liger' has no attribute 'LigerTypo'"):
+    with pytest.raises(AttributeError, match=r"module 'tigon\.integrations\.liger' has no attribute 'LigerTypo'"):
         _ = liger.LigerTypo
     with pytest.raises(
         AttributeError, match=r"tigon.integrations.liger.functional has no liger_mhc_pre: Tigon has no kernel"

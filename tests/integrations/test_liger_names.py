@@ -123,8 +123,7 @@ def test_modules_have_the_same_parameters():
     theirs = importlib.import_module("liger_kernel.transformers")
     group_norm = importlib.import_module("liger_kernel.transformers.group_norm").LigerGroupNorm
     for name, arguments in {
-        "LigerRMSNorm": (8,), "LigerRMSNormForMuseGlimmer": (8,), "LigerRMSNormForMuseGlimmerTextCentered": (8,),
-        "LigerFusedAddRMSNorm": (8,), "LigerModulatedRMSNorm": (8,), "LigerLayerNorm": (8,), "LigerDyT": (8,),
+        "LigerRMSNorm": (8,), "LigerFusedAddRMSNorm": (8,), "LigerLayerNorm": (8,), "LigerDyT": (8,),
         "LigerPolyNorm": (), "LigerGroupNorm": (8, 2), "LigerSoftmax": (), "LigerReLUSquared": (),
     }.items():  # fmt: skip
         there = (group_norm if name == "LigerGroupNorm" else getattr(theirs, name))(*arguments).state_dict()

@@ -74,7 +74,6 @@ def test_rotary_with_angles_that_are_not_doubled():
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
     expected = rotated(q, cos, sin), rotated(k, cos, sin)
     for ours in (
-        liger.liger_rotary_pos_emb_gpt_oss(q, k, cos[..., :8], sin[..., :8]),
         liger.liger_rotary_pos_emb(q, k, cos[..., :8], sin[..., :8], rotary_dim=16),
         liger.liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=16),
     ):
@@ -83,43 +82,12 @@ def test_rotary_with_angles_that_are_not_doubled():
         liger.liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=12)
 
 
-def test_rotary_of_images():
-    cos, sin = angles(5, 8)
-    q, k = torch.randn(5, 4, 16), torch.randn(5, 4, 16)
-    expected = [rotated(x.unsqueeze(0), cos.unsqueeze(0), sin.unsqueeze(0), dim=2).squeeze(0) for x in (q, k)]
-    torch.testing.assert_close(list(liger.liger_rotary_pos_emb_vision(q, k, cos, sin)), expected)
-
-
 def test_rotary_of_three_planes():
     cos, sin = angles(3, 2, 5, 8)
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
     parts = [torch.cat([m[i % 3] for i, m in enumerate(a.split([2, 3, 3] * 2, dim=-1))], dim=-1) for a in (cos, sin)]
     for op in (liger.liger_multimodal_rotary_pos_emb, liger.liger_qwen2vl_mrope):
         torch.testing.assert_close(op(q, k, cos, sin, [2, 3, 3]), (rotated(q, *parts), rotated(k, *parts)))
-
-
-@pytest.mark.parametrize("shape", [(2, 5, 8), (1, 5, 8), (5, 8)], ids=["of each sequence", "of all", "flat"])
-def test_rotary_by_complex_numbers(shape):
-    a = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    turn = torch.polar(torch.ones_like(a), a)
-
-    def expected(x):
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turn.unsqueeze(-2)).flatten(-2)
-
-    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16)
-    torch.testing.assert_close(liger.liger_llama4_text_rotary_pos_emb(q, k, turn), (expected(q), expected(k)))
-    if shape[0] != 2:
-        vision = turn.reshape(5, 1, 8)
-        torch.testing.assert_close(liger.liger_llama4_vision_rotary_pos_emb(q, k, vision), (expected(q), expected(k)))
-
-
-def test_rotary_by_numbers_that_were_complex():
-    """A model cast to bf16 loses the imaginary part of such a buffer: what is left multiplies."""
-    real = torch.rand(5, 8)
-    q = torch.randn(2, 5, 4, 16)
-    expected = q * real.repeat_interleave(2, dim=-1).unsqueeze(-2)
-    torch.testing.assert_close(liger.liger_llama4_vision_rotary_pos_emb(q, q, real), (expected, expected))
 
 
 def test_positions_have_no_effect_and_that_is_said():

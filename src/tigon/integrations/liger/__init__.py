@@ -12,43 +12,20 @@ from typing import Any
 
 _NAMES = {
     "models": """MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel _apply_liger_kernel_to_instance
-        apply_liger_kernel_to_deepseek_v2
-        apply_liger_kernel_to_deepseek_v3 apply_liger_kernel_to_deepseek_v4 apply_liger_kernel_to_exaone4
-        apply_liger_kernel_to_falcon_h1 apply_liger_kernel_to_gemma apply_liger_kernel_to_gemma2
-        apply_liger_kernel_to_gemma3 apply_liger_kernel_to_gemma3_text apply_liger_kernel_to_gemma4
-        apply_liger_kernel_to_gemma4_text apply_liger_kernel_to_glm4 apply_liger_kernel_to_glm4v
-        apply_liger_kernel_to_glm4v_moe apply_liger_kernel_to_gpt_oss apply_liger_kernel_to_granite
-        apply_liger_kernel_to_hunyuan_v1_dense apply_liger_kernel_to_hunyuan_v1_moe apply_liger_kernel_to_internvl
-        apply_liger_kernel_to_llama apply_liger_kernel_to_llama4 apply_liger_kernel_to_llava
-        apply_liger_kernel_to_ministral apply_liger_kernel_to_mistral apply_liger_kernel_to_mixtral
-        apply_liger_kernel_to_mllama apply_liger_kernel_to_muse_glimmer apply_liger_kernel_to_nemotron
-        apply_liger_kernel_to_olmo2 apply_liger_kernel_to_olmo3 apply_liger_kernel_to_paligemma
-        apply_liger_kernel_to_phi3 apply_liger_kernel_to_pixtral apply_liger_kernel_to_qwen2
-        apply_liger_kernel_to_qwen2_5_vl apply_liger_kernel_to_qwen2_vl apply_liger_kernel_to_qwen3
-        apply_liger_kernel_to_qwen3_5 apply_liger_kernel_to_qwen3_5_moe apply_liger_kernel_to_qwen3_moe
-        apply_liger_kernel_to_qwen3_next apply_liger_kernel_to_qwen3_vl apply_liger_kernel_to_qwen3_vl_moe
-        apply_liger_kernel_to_smollm3 apply_liger_kernel_to_smolvlm is_transformers_available""",
+        is_transformers_available""",
     "auto": "AutoLigerKernelForCausalLM",
-    "modules": """LigerDyT LigerEmbedding LigerFusedAddRMSNorm LigerGroupNorm LigerLayerNorm LigerModulatedRMSNorm
-        LigerMultiTokenAttention LigerPolyNorm LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2
-        LigerRMSNormForGemma3 LigerRMSNormForGemma4 LigerRMSNormForGlm4 LigerRMSNormForMuseGlimmer
-        LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next LigerReLUSquared
-        LigerSoftmax LigerSparsemax""",
-    "mlp": """LigerBlockSparseTop2MLP LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP LigerGEGLUMLP
-        LigerGEGLUMLPForGemma4 LigerHunyuanV1SwiGLUMLP LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP
-        LigerSwiGLUMLPForMuseGlimmer LigerTiledGEGLUMLP LigerTiledSwiGLUMLP""",
-    "cross_entropy": """CrossEntropyOutput LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss liger_cross_entropy
-        liger_fused_linear_cross_entropy""",
-    "scaled_cross_entropy": """LigerFusedLinearScaledCrossEntropyFunction LigerFusedLinearScaledCrossEntropyTPFunction
-        fused_selective_log_softmax liger_fused_linear_scaled_cross_entropy_tp""",
-    "causal_lm": "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result",
-    "divergences": """LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearKLDivLoss LigerJSD LigerKLDIVLoss
-        LigerTVDLoss liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd liger_kl_div liger_tvd""",
+    "modules": """LigerDyT LigerEmbedding LigerFusedAddRMSNorm LigerGEGLUMLP LigerGroupNorm LigerLayerNorm LigerPolyNorm
+        LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4
+        LigerRMSNormForGlm4 LigerRMSNormForOlmo2 LigerRMSNormForQwen3Next LigerReLUSquared LigerSoftmax LigerSparsemax
+        LigerSwiGLUMLP""",
+    "cross_entropy": """CrossEntropyOutput LigerCrossEntropyLoss LigerForCausalLMLoss LigerFusedLinearCrossEntropyLoss
+        fixed_fused_linear_cross_entropy liger_cross_entropy liger_fused_linear_cross_entropy
+        unpack_cross_entropy_result""",
+    "divergences": """LigerFusedLinearJSD LigerJSD LigerKLDIVLoss LigerTVDLoss liger_fused_linear_jsd liger_jsd
+        liger_kl_div liger_tvd""",
     "functional": """liger_dyt liger_fused_add_rms_norm liger_geglu liger_group_norm liger_layer_norm
-        liger_modulated_rms_norm liger_multi_token_attention liger_poly_norm liger_relu_squared liger_rms_norm
-        liger_softmax liger_sparsemax liger_swiglu""",
-    "rotary": """liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_multimodal_rotary_pos_emb
-        liger_qwen2vl_mrope liger_rope liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision""",
+        liger_multimodal_rotary_pos_emb liger_poly_norm liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_rope
+        liger_rotary_pos_emb liger_softmax liger_sparsemax liger_swiglu""",
     "chunked_loss": """LigerFusedLinearCPOLoss LigerFusedLinearCosineSimilarityLoss LigerFusedLinearDPOLoss
         LigerFusedLinearGRPOLoss LigerFusedLinearJSDLoss LigerFusedLinearKTOLoss LigerFusedLinearORPOLoss
         LigerFusedLinearSimPOLoss""",
@@ -57,8 +34,24 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 _MODULES = ("chunked_loss", "functional")
 
 _NO_KERNEL = "Tigon has no kernel for it"
+_MODULES_OF_FAMILIES = """LigerBlockSparseTop2MLP LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP
+    LigerGEGLUMLPForGemma4 LigerHunyuanV1SwiGLUMLP LigerMLP LigerPhi3SwiGLUMLP LigerQwen3MoeSwiGLUMLP
+    LigerSwiGLUMLPForMuseGlimmer LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered
+    liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_rotary_pos_emb_gpt_oss
+    liger_rotary_pos_emb_vision"""
 # Names of Liger that Tigon lacks, with what you can use instead.
 MISSING = {
+    **dict.fromkeys(_MODULES_OF_FAMILIES.split(), "tigon.fuse(model) fuses the model's own module"),
+    "liger_fused_linear_scaled_cross_entropy_tp": "tigon.linear_logprob takes a head that is split over ranks (group=)",
+    "LigerFusedCETVDLoss": "tigon.cross_entropy and tigon.tvd give both terms",
+    "LigerFusedLinearKLDivLoss": "tigon.losses.distill takes the teacher's head, tigon.kl_div its probabilities",
+    "LigerModulatedRMSNorm": "tigon.rms_norm gives the norm, and the modulation is one line of PyTorch",
+    "LigerMultiTokenAttention": _NO_KERNEL,
+    "LigerTiledGEGLUMLP": "tigon.gated_mlp keeps neither gate nor up",
+    "LigerTiledSwiGLUMLP": "tigon.gated_mlp keeps neither gate nor up",
+    "liger_fused_linear_kl_div": "tigon.losses.distill takes the teacher's head, tigon.kl_div its probabilities",
+    "liger_modulated_rms_norm": "tigon.rms_norm gives the norm, and the modulation is one line of PyTorch",
+    "liger_multi_token_attention": _NO_KERNEL,
     "LigerExpertParallelFusedMoe": _NO_KERNEL,
     "LigerFusedNeighborhoodAttention": _NO_KERNEL,
     "LigerFusedNeighborhoodAttentionConfig": _NO_KERNEL,
@@ -75,9 +68,16 @@ MISSING = {
     "liger_mhc_forward": _NO_KERNEL,
     "liger_mhc_post_res": _NO_KERNEL,
     "liger_mhc_pre": _NO_KERNEL,
-    "triton_grpo_loss": "LigerFusedLinearGRPOLoss and tigon.losses.grpo do without the logits that it wants; for the "
-    "log-probabilities of given logits there is fused_selective_log_softmax",
+    "triton_grpo_loss": "LigerFusedLinearGRPOLoss and tigon.losses.grpo need no logits, and tigon.logprob computes the "
+    "log-probabilities of given logits",
 }
+
+# The functions apply_liger_kernel_to_* are in `models`, one for each of these families.
+_FAMILIES = """deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4
+    gemma4_text glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4
+    llava ministral mistral mixtral mllama muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral qwen2
+    qwen2_5_vl qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe smollm3 smolvlm"""
+_HOME |= {f"apply_liger_kernel_to_{family}": "models" for family in _FAMILIES.split()}
 
 __all__ = sorted([*_HOME, *_MODULES])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.integrations.liger import absent
-from tigon.integrations.liger.options import Options, without_effect
+from tigon.integrations.liger.options import make_loss_module, without_effect
 from tigon.integrations.liger.pairs import DPO_TYPES, pairwise, unpaired
 from tigon.integrations.liger.policy import LigerFusedLinearGRPOLoss, liger_fused_linear_grpo
 from tigon.losses.distillation import Distill, distill
@@ -144,6 +144,8 @@ def liger_fused_linear_kto(
     Returns: the loss, and sums over the chosen and over the rejected: of log-probabilities, of logits, of rewards.
     """
     name = "liger_fused_linear_kto"
+    if preference_labels is None:
+        raise ValueError(f"{name}: preference_labels must be (S,) bool, got None.")
     without_effect(name, chunk_size=(chunk_size, 1))
     if use_ref_model and (ref_input is None or ref_weight is None):
         raise ValueError(f"{name}: use_ref_model=True must come with ref_input and ref_weight.")
@@ -154,7 +156,7 @@ def liger_fused_linear_kto(
     )  # fmt: skip
 
 
-def _check_dpo(name: str, loss_type: str, label_smoothing: float) -> None:
+def _check_dpo(name: str, loss_type: str, label_smoothing: float, **_: Any) -> None:
     if loss_type not in DPO_TYPES:
         raise ValueError(
             f"{name}: loss_type must be one of {', '.join(DPO_TYPES)}, got {loss_type!r}; tigon.losses.dpo has more."
@@ -165,107 +167,29 @@ def _check_dpo(name: str, loss_type: str, label_smoothing: float) -> None:
         raise ValueError(f"{name}: label_smoothing must lie in [0, 0.5) for 'robust', got {label_smoothing}.")
 
 
-class LigerFusedLinearDPOLoss(Options):
-    """`liger_fused_linear_dpo`: forward(weight, x, target, bias, ref_x, ref_weight, ref_bias)."""
-
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False,
-        compiled: bool = True, use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-        loss_type: str = "sigmoid", label_smoothing: float = 0.0, discopop_tau: float = 0.05,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        _check_dpo("LigerFusedLinearDPOLoss", loss_type, label_smoothing)
-        self._keep(
-            ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss, compiled=compiled,
-            use_ref_model=use_ref_model, average_log_prob=average_log_prob, chunk_size=chunk_size,
-            loss_type=loss_type, label_smoothing=label_smoothing, discopop_tau=discopop_tau, alpha=alpha,
-        )  # fmt: skip
-
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None,
-    ) -> Result:  # fmt: skip
-        return liger_fused_linear_dpo(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **self.options)
-
-
-class LigerFusedLinearORPOLoss(Options):
-    """`liger_fused_linear_orpo`: forward(weight, x, target, bias, nll_target)."""
-
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compute_nll_loss: bool = True, compiled: bool = True,
-        chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(
-            ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss, compiled=compiled,
-            chunk_size=chunk_size,
-        )  # fmt: skip
-
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
-        nll_target: Tensor | None = None,
-    ) -> Result:  # fmt: skip
-        return liger_fused_linear_orpo(_input, lin_weight, target, bias, nll_target=nll_target, **self.options)
-
-
-class LigerFusedLinearCPOLoss(Options):
-    """`liger_fused_linear_cpo`: forward(weight, x, target, bias)."""
-
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True, compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(
-            ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss, compiled=compiled, average_log_prob=average_log_prob,
-            chunk_size=chunk_size,
-        )  # fmt: skip
-
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Result:
-        return liger_fused_linear_cpo(_input, lin_weight, target, bias, **self.options)
-
-
-class LigerFusedLinearSimPOLoss(Options):
-    """`liger_fused_linear_simpo`: forward(weight, x, target, bias)."""
-
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True, compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(
-            ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss, compiled=compiled, gamma=gamma, chunk_size=chunk_size,
-        )  # fmt: skip
-
-    def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Result:
-        return liger_fused_linear_simpo(_input, lin_weight, target, bias, **self.options)
-
-
-class LigerFusedLinearKTOLoss(Options):
-    """`liger_fused_linear_kto`: forward(x, weight, target, bias, preference_labels, ref_x, ref_weight, …, kl)."""
-
-    def __init__(
-        self, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True, use_ref_model: bool = False,
-        average_log_prob: bool = False, chunk_size: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(
-            ignore_index=ignore_index, beta=beta, compiled=compiled, use_ref_model=use_ref_model,
-            average_log_prob=average_log_prob, chunk_size=chunk_size,
-        )  # fmt: skip
-
-    def forward(
-        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
-        preference_labels: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, kl: Tensor | float | None = None,
-    ) -> Result:  # fmt: skip
-        if preference_labels is None:
-            raise ValueError("LigerFusedLinearKTOLoss: preference_labels must be (S,) bool, got None.")
-        return liger_fused_linear_kto(
-            _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, **self.options
-        )
+LigerFusedLinearDPOLoss = make_loss_module(
+    "LigerFusedLinearDPOLoss", liger_fused_linear_dpo,
+    "lin_weight=weight _input target bias ref_input ref_weight ref_bias",
+    "ignore_index beta alpha compute_nll_loss compiled use_ref_model average_log_prob chunk_size loss_type "
+    "label_smoothing discopop_tau", check=_check_dpo,
+)  # fmt: skip
+LigerFusedLinearORPOLoss = make_loss_module(
+    "LigerFusedLinearORPOLoss", liger_fused_linear_orpo, "lin_weight=weight _input target bias nll_target",
+    "ignore_index beta compute_nll_loss compiled chunk_size",
+)  # fmt: skip
+LigerFusedLinearCPOLoss = make_loss_module(
+    "LigerFusedLinearCPOLoss", liger_fused_linear_cpo, "lin_weight=weight _input target bias",
+    "ignore_index beta alpha label_smoothing compute_nll_loss compiled average_log_prob chunk_size",
+)  # fmt: skip
+LigerFusedLinearSimPOLoss = make_loss_module(
+    "LigerFusedLinearSimPOLoss", liger_fused_linear_simpo, "lin_weight=weight _input target bias",
+    "ignore_index beta alpha label_smoothing compute_nll_loss compiled gamma chunk_size", compute_nll_loss=True,
+)  # fmt: skip
+LigerFusedLinearKTOLoss = make_loss_module(
+    "LigerFusedLinearKTOLoss", liger_fused_linear_kto,
+    "_input lin_weight=weight target bias preference_labels ref_input ref_weight ref_bias kl",
+    "ignore_index beta compiled use_ref_model average_log_prob chunk_size", use_ref_model=False,
+)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- distillation
@@ -337,43 +261,16 @@ def _distill(
     return loss, found["soft_loss"] * of_soft, hard_loss
 
 
-class _Distillation(Options):
-    def __init__(
-        self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
-        ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if temperature == 0:
-            raise ValueError(f"{type(self).__name__}: temperature must not be 0.")
-        self._keep(
-            weight_hard_loss=weight_hard_loss, weight_soft_loss=weight_soft_loss, beta=beta,
-            ignore_index=ignore_index, temperature=temperature, compiled=compiled, chunk_size=chunk_size,
-            return_soft_hard_loss=return_soft_hard_loss,
-        )  # fmt: skip
+def _check_temperature(name: str, temperature: float, **_: Any) -> None:
+    if temperature == 0:
+        raise ValueError(f"{name}: temperature must not be 0.")
 
 
-class LigerFusedLinearJSDLoss(_Distillation):
-    """`liger_fused_linear_jsd` of this module: forward(x, weight, teacher's x, teacher's weight, labels, biases)."""
-
-    def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias,
-            **self.options,
-        )  # fmt: skip
-
-
-class LigerFusedLinearCosineSimilarityLoss(_Distillation):
-    """`liger_fused_linear_cosine`: forward(x, weight, teacher's x, teacher's weight, labels, biases)."""
-
-    def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        true_labels: Tensor, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return liger_fused_linear_cosine(
-            student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias, teacher_bias,
-            **self.options,
-        )  # fmt: skip
+_TENSORS = "student_input student_weight teacher_input teacher_weight true_labels student_bias teacher_bias"
+_OPTIONS = "weight_hard_loss weight_soft_loss beta ignore_index temperature compiled chunk_size return_soft_hard_loss"
+LigerFusedLinearJSDLoss = make_loss_module(
+    "LigerFusedLinearJSDLoss", liger_fused_linear_jsd, _TENSORS, _OPTIONS, check=_check_temperature
+)
+LigerFusedLinearCosineSimilarityLoss = make_loss_module(
+    "LigerFusedLinearCosineSimilarityLoss", liger_fused_linear_cosine, _TENSORS, _OPTIONS, check=_check_temperature
+)

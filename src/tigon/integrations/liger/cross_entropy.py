@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tigon.integrations.liger.options import Options, accumulate, without_effect
+from tigon.integrations.liger.options import accumulate, make_loss_module, without_effect
 from tigon.losses.head.chunks import chunk_budget, chunk_rows
 from tigon.losses.head.head import Head
 from tigon.losses.head.walk import Walk
@@ -181,46 +182,73 @@ def in_chunks(
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------- modules
+LigerCrossEntropyLoss = make_loss_module(
+    "LigerCrossEntropyLoss", liger_cross_entropy, "_input=input target",
+    "weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss return_token_accuracy "
+    "return_predicted_tokens",
+)  # fmt: skip
+LigerFusedLinearCrossEntropyLoss = make_loss_module(
+    "LigerFusedLinearCrossEntropyLoss", liger_fused_linear_cross_entropy,
+    "lin_weight=weight _input=input target bias",
+    "ce_weight ignore_index lse_square_scale label_smoothing reduction softcap return_z_loss accum_dtype "
+    "use_token_scaling return_token_accuracy return_predicted_tokens",
+)  # fmt: skip
 
 
-class LigerCrossEntropyLoss(Options):
-    """`liger_cross_entropy` with its options fixed: forward(logits, target)."""
-
-    def __init__(
-        self, weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(
-            weight=weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale,
-            label_smoothing=label_smoothing, reduction=reduction, softcap=softcap, return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
-        )  # fmt: skip
-
-    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        return liger_cross_entropy(_input, target, **self.options)
+# -------------------------------------------------------------------------- the loss of a causal language model
 
 
-class LigerFusedLinearCrossEntropyLoss(Options):
-    """`liger_fused_linear_cross_entropy` with its options fixed: forward(weight, x, target, bias)."""
+def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, z-loss, accuracy and predicted classes of a loss, of a `CrossEntropyOutput` or of a tuple of some."""
+    if isinstance(result, CrossEntropyOutput):
+        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
+    found = tuple(result) if isinstance(result, tuple) else (result,)
+    return (*found, None, None, None)[:4]
 
-    def __init__(
-        self, ce_weight: Tensor | None = None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-        label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-        return_z_loss: bool = False, accum_dtype: torch.dtype | None = None, use_token_scaling: bool = False,
-        return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(
-            ce_weight=ce_weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale,
-            label_smoothing=label_smoothing, reduction=reduction, softcap=softcap, return_z_loss=return_z_loss,
-            accum_dtype=accum_dtype, use_token_scaling=use_token_scaling, return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )  # fmt: skip
 
-    def forward(
-        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
-    ) -> Tensor | CrossEntropyOutput:
-        return liger_fused_linear_cross_entropy(_input, lin_weight, target, bias, **self.options)
+def fixed_fused_linear_cross_entropy(
+    hidden_states: Tensor, lm_head_weight: Tensor, target: Tensor, num_items_in_batch: int | Tensor | None = None,
+    ignore_index: int = -100, final_logit_softcapping: float | None = None, accum_dtype: torch.dtype | None = None,
+    return_token_accuracy: bool = False, return_predicted_tokens: bool = False, **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """`liger_fused_linear_cross_entropy`, whose mean is over num_items_in_batch if that is given.
+
+    Args:
+        kwargs: bias, ce_weight, lse_square_scale, label_smoothing, use_token_scaling.
+    Returns: the loss, or a `CrossEntropyOutput` if one of return_… is set.
+    """
+    name = "fixed_fused_linear_cross_entropy"
+    without_effect(name, chunk_mem_const=(kwargs.pop("chunk_mem_const", 1), 1))
+    options = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "use_token_scaling": False}
+    bias, ce_weight = kwargs.pop("bias", None), kwargs.pop("ce_weight", None)
+    unknown = set(kwargs) - set(options)
+    if unknown:
+        raise TypeError(f"{name}: got an unexpected keyword argument {min(unknown)!r}.")
+    return head_cross_entropy(
+        name, hidden_states, lm_head_weight, target, bias, ce_weight,
+        (False, return_token_accuracy, return_predicted_tokens), num_items_in_batch, ignore_index=ignore_index,
+        reduction="mean", softcap=final_logit_softcapping, accum_dtype=accum_dtype, **{**options, **kwargs},
+    )  # fmt: skip
+
+
+def LigerForCausalLMLoss(
+    hidden_states: Tensor, lm_head_weight: Tensor, labels: Tensor, hidden_size: int,
+    num_items_in_batch: int | Tensor | None = None, ignore_index: int = -100, shift_labels: Tensor | None = None,
+    final_logit_softcapping: float | None = None, return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False, **kwargs: Any,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
+    """`fixed_fused_linear_cross_entropy` of labels, which it shifts by one: position t predicts the label at t + 1.
+
+    Args:
+        hidden_states: (B, T, H). labels: (B, T), or shift_labels, shifted already. hidden_size: H.
+        kwargs: those of `fixed_fused_linear_cross_entropy`. Models hand on others too, which are for other parts.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    known = ("bias", "ce_weight", "lse_square_scale", "label_smoothing", "use_token_scaling", "accum_dtype")
+    return fixed_fused_linear_cross_entropy(
+        hidden_states.reshape(-1, hidden_size), lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device), num_items_in_batch, ignore_index, final_logit_softcapping,
+        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+        **{name: value for name, value in kwargs.items() if name in known},
+    )  # fmt: skip

@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.integrations.liger.cross_entropy import in_chunks
-from tigon.integrations.liger.options import Options, accumulate, without_effect
+from tigon.integrations.liger.options import accumulate, make_loss_module, without_effect
 from tigon.losses.distillation import Distill, distill
 from tigon.losses.head.head import Hidden
 from tigon.losses.head.walk import Walk
-from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.targets import as_labels
 
@@ -106,70 +104,15 @@ def liger_fused_linear_jsd(
     )[0]  # fmt: skip
 
 
-def liger_fused_linear_kl_div(
-    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None,
-    reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
-    accum_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """`tigon.kl_div` of a teacher's probabilities and a student's head, through chunks of logits.
-
-    Args:
-        student_input: (M, H). student_weight: (V, H). target: (M, V) probabilities.
-        reduction: "batchmean", "mean" or "sum".
-    """
-    name = "liger_fused_linear_kl_div"
-    without_effect(name, eps=(eps, 1e-10))
-    accumulate(name, accum_dtype, student_weight)
-    if reduction not in ("batchmean", "mean", "sum"):
-        raise ValueError(f"{name}: reduction must be 'batchmean', 'mean' or 'sum', got {reduction!r}.")
-    M, V = target.shape
-    labels = target.new_zeros(M, dtype=torch.int64) if shift_labels is None else shift_labels
-    ignored = ignore_index if shift_labels is not None else -1
-
-    def rows(logits: Tensor, target: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        log_q = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
-        return (kl_div(log_q, target, reduction="rows", log_target=False, mask=_mask(labels, ignored)),)
-
-    (loss,) = in_chunks(
-        rows, student_input, student_weight, None, target.detach(), labels, accum_dtype=accum_dtype
-    )  # fmt: skip
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / ((labels != ignored).sum().clamp(min=1) * (V if reduction == "mean" else 1))
-
-
-# ---------------------------------------------------------------------------------------------------------- modules
-
-
-class LigerFusedCETVDLoss(Options):
-    """Cross entropy and total variation distance from a teacher, one number a row each, of logits (M, V).
-
-    forward(student_logits, teacher_logits, target) → (cross entropy, distance), 0 where target is ignore_index.
-    """
-
-    def __init__(self, ignore_index: int = -100) -> None:
-        super().__init__()
-        self.ignore_index: int
-        self._keep(ignore_index=ignore_index)
-
-    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        ce = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
-        distance = tvd(
-            student_logits, teacher_logits.detach(), reduction="rows", temperature=1.0,
-            mask=_mask(target, self.ignore_index),
-        )  # fmt: skip
-        return ce, distance
-
-
-class LigerJSD(Options):
-    """`liger_jsd` with its options fixed: forward(log_q of the student, log_p of the teacher, shift_labels)."""
-
-    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
-        super().__init__()
-        self._keep(beta=beta, ignore_index=ignore_index)
-
-    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        return liger_jsd(log_q, log_p, shift_labels, **self.options)
+LigerJSD = make_loss_module("LigerJSD", liger_jsd, "log_q=input log_p=target shift_labels", "beta ignore_index")
+LigerTVDLoss = make_loss_module(
+    "LigerTVDLoss", liger_tvd, "p=input q=target shift_labels", "reduction ignore_index", reduction="batchmean"
+)
+LigerFusedLinearJSD = make_loss_module(
+    "LigerFusedLinearJSD", liger_fused_linear_jsd,
+    "student_input student_weight teacher_input teacher_weight shift_labels",
+    "jsd_beta ignore_index temperature accum_dtype",
+)  # fmt: skip
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -182,51 +125,3 @@ class LigerKLDIVLoss(nn.KLDivLoss):
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
         reduction = cast(Reduction, self.reduction)
         return liger_kl_div(y_pred, y_true, reduction=reduction, log_target=self.log_target, eps=self.eps)
-
-
-class LigerTVDLoss(Options):
-    """`liger_tvd` with its options fixed: forward(p of the student, q of the teacher, shift_labels)."""
-
-    def __init__(self, reduction: Reduction = "batchmean", ignore_index: int = -100) -> None:
-        super().__init__()
-        self._keep(reduction=reduction, ignore_index=ignore_index)
-
-    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        return liger_tvd(p, q, shift_labels, **self.options)
-
-
-class LigerFusedLinearJSD(Options):
-    """`liger_fused_linear_jsd` with its options fixed: forward(x, weight, teacher's x, teacher's weight, labels)."""
-
-    def __init__(
-        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(jsd_beta=jsd_beta, ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype)
-
-    def forward(
-        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
-        shift_labels: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        return liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, **self.options
-        )
-
-
-class LigerFusedLinearKLDivLoss(Options):
-    """`liger_fused_linear_kl_div` with its options fixed: forward(x, weight, probabilities, labels)."""
-
-    def __init__(
-        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
-        accum_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._keep(
-            reduction=reduction, ignore_index=ignore_index, temperature=temperature, eps=eps, accum_dtype=accum_dtype
-        )
-
-    def forward(
-        self, student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None
-    ) -> Tensor:
-        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)

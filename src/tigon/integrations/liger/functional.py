@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.integrations.liger import absent
@@ -16,13 +16,11 @@ from tigon.integrations.liger.cross_entropy import (
 )
 from tigon.integrations.liger.divergences import (
     liger_fused_linear_jsd,
-    liger_fused_linear_kl_div,
     liger_jsd,
     liger_kl_div,
     liger_tvd,
 )
-from tigon.integrations.liger.rotary import liger_qwen2vl_mrope, liger_rope
-from tigon.integrations.liger.scaled_cross_entropy import liger_fused_linear_scaled_cross_entropy_tp
+from tigon.integrations.liger.options import without_effect
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.dyt import dyt
 from tigon.ops.gated import geglu, swiglu
@@ -31,6 +29,7 @@ from tigon.ops.layer_norm import layer_norm
 from tigon.ops.poly_norm import poly_norm
 from tigon.ops.relu2 import relu2
 from tigon.ops.rms_norm import rms_norm
+from tigon.ops.rope import Rope, rope
 from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
 
@@ -41,15 +40,11 @@ __all__ = [
     "liger_fused_add_rms_norm",
     "liger_fused_linear_cross_entropy",
     "liger_fused_linear_jsd",
-    "liger_fused_linear_kl_div",
-    "liger_fused_linear_scaled_cross_entropy_tp",
     "liger_geglu",
     "liger_group_norm",
     "liger_jsd",
     "liger_kl_div",
     "liger_layer_norm",
-    "liger_modulated_rms_norm",
-    "liger_multi_token_attention",
     "liger_poly_norm",
     "liger_qwen2vl_mrope",
     "liger_relu_squared",
@@ -60,6 +55,9 @@ __all__ = [
     "liger_swiglu",
     "liger_tvd",
 ]
+
+
+Pair = tuple[Tensor, Tensor]
 
 
 def __getattr__(name: str) -> Any:
@@ -80,35 +78,6 @@ def liger_fused_add_rms_norm(
     """`tigon.add_rms_norm` of X and R (..., H): the norm of X + R, and X + R. in_place has no effect."""
     y, total = add_rms_norm(X, R, W, eps=eps, offset=offset, cast=casting_mode)  # type: ignore[arg-type]
     return y.to(X.dtype), total
-
-
-def liger_modulated_rms_norm(
-    X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
-    casting_mode: str = "llama", in_place: bool = True,
-) -> Tensor:  # fmt: skip
-    """(1 + scale) · `tigon.rms_norm` + shift; the modulation is plain PyTorch, in fp32, rounded once.
-
-    Args:
-        X: (..., H). scale, shift: (H,), (B, H) of X (B, T, H), or one row for each of X's.
-        in_place: has no effect; nothing is overwritten.
-    """
-    H = X.shape[-1]
-    groups = scale.numel() // max(1, H)
-    if scale.shape[-1:] != (H,) or (groups and X.numel() % (groups * H)):
-        raise ValueError(
-            f"liger_modulated_rms_norm: scale must hold rows of {H} whose number divides X's, {tuple(X.shape)}, got "
-            f"{tuple(scale.shape)}."
-        )
-    if shift is not None and shift.shape != scale.shape:
-        raise ValueError(
-            f"liger_modulated_rms_norm: shift must have scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}."
-        )
-    acc = torch.promote_types(X.dtype, torch.float32)
-    y = rms_norm(X, W, eps=eps, offset=offset, cast=casting_mode).to(acc).reshape(groups, -1, H)  # type: ignore[arg-type]
-    y = y * (1 + scale.to(acc).reshape(groups, 1, H))
-    if shift is not None:
-        y = y + shift.to(acc).reshape(groups, 1, H)
-    return y.to(X.dtype).reshape(X.shape)
 
 
 def liger_layer_norm(X: Tensor, W: Tensor | None, B: Tensor | None, eps: float) -> Tensor:
@@ -161,23 +130,42 @@ def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     return sparsemax(input, dim)
 
 
-def liger_multi_token_attention(
-    scores: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1,
-    groups: int = 1, sparse: bool = False,
-) -> Tensor:  # fmt: skip
-    """A convolution over the probabilities of causal attention; future positions are 0 before and after it.
+def liger_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None = None, unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
+) -> Pair:  # fmt: skip
+    """`tigon.rope`.
 
     Args:
-        scores: (B, C, L, L). weight: (C', C / groups, K, K). bias: (C',) or None. The result must be (L, L).
-        sparse: `tigon.sparsemax` in place of `tigon.softmax`.
-
-    Source: Golovneva et al. 2025, https://arxiv.org/abs/2504.00927
+        q, k: (B, H, T, D), or (B, T, H, D) with unsqueeze_dim=2, which Liger ignores.
+        cos, sin: (B, T, R), (1, T, R) or (T, R); or with a dimension of one for the heads, at unsqueeze_dim or first.
+        rotary_dim: how many entries of a head are rotated, where cos and sin hold half as many, as in GPT-OSS.
     """
-    if sparse:
-        L = scores.shape[-1]
-        future = torch.ones(L, L, dtype=torch.bool, device=scores.device).triu(1)
-        p = sparsemax(scores.to(torch.promote_types(scores.dtype, torch.float32)).masked_fill(future, -1e9))
-        p = p.to(scores.dtype)
-    else:
-        p = softmax(scores, -1, causal=True)
-    return F.conv2d(p, weight, bias, stride, padding, dilation, groups).tril()
+    without_effect("liger_rotary_pos_emb", position_ids=(None if position_ids is None else "…", None))
+    if cos.dim() == 4:
+        heads = unsqueeze_dim if cos.shape[unsqueeze_dim] == 1 else 1
+        cos, sin = cos.squeeze(heads), sin.squeeze(heads)
+    if rotary_dim is not None and cos.shape[-1] != rotary_dim:
+        if 2 * cos.shape[-1] != rotary_dim:
+            raise ValueError(
+                f"liger_rotary_pos_emb: rotary_dim must be the width of cos, {cos.shape[-1]}, or twice that, got "
+                f"{rotary_dim}."
+            )
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    return _as(q, k, rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim))
+
+
+def liger_multimodal_rotary_pos_emb(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> Pair:
+    """`tigon.rope` with mrope_section: cos, sin: (3, B, T, D), of time, height and width."""
+    return _as(q, k, rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, config=Rope(mrope_section=mrope_section)))
+
+
+def _as(q: Tensor, k: Tensor, rotated: tuple[Tensor, Tensor] | Tensor) -> Pair:
+    # rope gives the promoted dtype of q with cos, which is fp32 where the model keeps its angles so.
+    return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
+
+
+liger_rope = liger_rotary_pos_emb
+liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb

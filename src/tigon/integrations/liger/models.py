@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tigon.fusion.engine.model import Fusion, fuse
-from tigon.integrations.liger.forward import check_forward_arguments
 
 # Liger's flags, with the options of tigon.fuse that they stand for.
 FLAGS: dict[str, tuple[str, ...]] = {
@@ -64,7 +63,7 @@ def is_transformers_available() -> bool:
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> Fusion:
     """Raise: Liger patches all models of this type, and here there is none to fuse."""
-    return _fused("_apply_liger_kernel", None, {}, ())
+    return _fuse_by_flags("_apply_liger_kernel", None, {}, ())
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Fusion:
@@ -82,11 +81,13 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Fusion:
             stacklevel=2,
         )
     model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
-    names = _names(OTHER_TYPES.get(model_type, model_type))
-    return _fused("_apply_liger_kernel_to_instance", model, {k: v for k, v in kwargs.items() if k in names}, names)
+    names = _list_flags(OTHER_TYPES.get(model_type, model_type))
+    return _fuse_by_flags(
+        "_apply_liger_kernel_to_instance", model, {k: v for k, v in kwargs.items() if k in names}, names
+    )
 
 
-def _names(family: str) -> tuple[str, ...]:
+def _list_flags(family: str) -> tuple[str, ...]:
     arguments = ARGUMENTS.get(family, "**").split()
     return tuple(FLAGS if "**" in arguments else (name for name in arguments if name in FLAGS))
 
@@ -97,7 +98,7 @@ def _check_flags(name: str, given: Iterable[str]) -> None:
             raise TypeError(f"{name}: its flags are {', '.join(FLAGS)}, got {flag!r}.")
 
 
-def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Collection[str]) -> Fusion:
+def _fuse_by_flags(name: str, model: nn.Module | None, given: dict[str, Any], names: Collection[str]) -> Fusion:
     """Fuse the model. given: flags that were said; the others are on. names: those that the function has."""
     if model is None:
         raise ValueError(
@@ -129,7 +130,7 @@ def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Col
     return fusion
 
 
-def _function(family: str, arguments: str) -> Callable[..., Fusion]:
+def _make_function(family: str, arguments: str) -> Callable[..., Fusion]:
     name = f"apply_liger_kernel_to_{family}"
     defaults = {"model": None, "cross_entropy": False}
     kinds = inspect.Parameter
@@ -146,7 +147,7 @@ def _function(family: str, arguments: str) -> Callable[..., Fusion]:
         given |= given.pop("kwargs", {})
         model = given.pop("model", None)
         _check_flags(name, given)
-        return _fused(name, model, given, _names(family))
+        return _fuse_by_flags(name, model, given, _list_flags(family))
 
     apply.__name__ = apply.__qualname__ = name
     apply.__doc__ = f"`tigon.fuse(model)` for a model of {family}'s kind. A flag that is left out is on."
@@ -154,9 +155,45 @@ def _function(family: str, arguments: str) -> Callable[..., Fusion]:
     return apply
 
 
-globals().update({f"apply_liger_kernel_to_{family}": _function(family, ARGUMENTS[family]) for family in ARGUMENTS})
+globals().update({f"apply_liger_kernel_to_{family}": _make_function(family, ARGUMENTS[family]) for family in ARGUMENTS})
 # Other libraries import this table to see which model types have a function.
 MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Fusion]] = {
     model_type: globals()[f"apply_liger_kernel_to_{family}"]
     for model_type, family in ({family: family for family in ARGUMENTS} | OTHER_TYPES).items()
 }
+
+
+# ------------------------------------------------------------------ the keyword arguments of Liger's forwards of models
+
+_LOSS = "call LigerForCausalLMLoss or tigon.linear_cross_entropy with the hidden states and the head's weight"
+_ROWS = "tigon.linear_logprob has is_top1 for each token"
+# Each argument's default, and how you get the result that the argument asks for.
+FORWARD_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "lse_square_scale": (0.0, _LOSS),
+    "label_smoothing": (0.0, _LOSS),
+    "ce_weight": (None, _LOSS),
+    "use_token_scaling": (False, _LOSS),
+    "accum_dtype": (None, _LOSS),
+    "return_token_accuracy": (False, _ROWS),
+    "return_predicted_tokens": (False, _ROWS),
+}
+
+
+def check_forward_arguments(arguments: Mapping[str, Any]) -> None:
+    """Refuse what a fused model would not honour.
+
+    Args:
+        arguments: the keyword arguments of a call of the model.
+    Raises: ValueError for an argument of Liger's forwards that asks for another loss or another result, and for
+        skip_logits=True without labels, as Liger does. skip_logits=False is honoured as it is: whoever reads the
+        logits finds them.
+    """
+    for name, (default, instead) in FORWARD_ARGUMENTS.items():
+        value = arguments.get(name, default)
+        if value is not None and value is not default and (isinstance(value, Tensor) or value != default):
+            raise ValueError(
+                f"tigon.integrations.liger: the model's forward must not be given {name}={value!r}: the model computes "
+                f"its own loss, which has no such option, and would drop it in silence; {instead}."
+            )
+    if arguments.get("skip_logits") and arguments.get("labels") is None and arguments.get("shift_labels") is None:
+        raise ValueError("tigon.integrations.liger: skip_logits is True, but labels and shift_labels are None.")

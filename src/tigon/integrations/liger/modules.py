@@ -5,19 +5,17 @@ in_place is an attribute and nothing else: whichever, no gradient that a caller 
 
 from __future__ import annotations
 
-import math
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair
 
 from tigon.integrations.liger.functional import (
     liger_dyt,
     liger_fused_add_rms_norm,
     liger_group_norm,
     liger_layer_norm,
-    liger_modulated_rms_norm,
-    liger_multi_token_attention,
     liger_poly_norm,
     liger_relu_squared,
     liger_rms_norm,
@@ -25,7 +23,9 @@ from tigon.integrations.liger.functional import (
     liger_sparsemax,
 )
 from tigon.integrations.liger.options import without_effect
+from tigon.ops.acts import ACTS
 from tigon.ops.embedding import embedding
+from tigon.ops.gated import geglu, swiglu
 
 
 def _start(name: str, width: int, init_fn: str) -> nn.Parameter:
@@ -56,79 +56,38 @@ class LigerRMSNorm(nn.Module):
         return f"{shape}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
-class LigerRMSNormForGemma(LigerRMSNorm):
-    """`LigerRMSNorm` that multiplies by 1 + weight, with a weight that starts at zero, and rounds once."""
+def _make_norm(name: str, width: str, *, with_scale: bool = False, **defaults: Any) -> type[LigerRMSNorm]:
+    """A class of a family: `LigerRMSNorm` under the family's defaults, with the family's word for the width."""
+    own = inspect.signature(LigerRMSNorm).parameters
+    names = ["eps", "offset", "casting_mode", "init_fn", "in_place", *(["row_mode"] if width == "hidden_size" else [])]
+    parameters = [own["hidden_size"].replace(name=width)]
+    parameters += [own[option].replace(default=defaults.get(option, own[option].default)) for option in names]
+    parameters += [own["elementwise_affine"].replace(name="with_scale")] if with_scale else []
+    signature = inspect.Signature(parameters)
 
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
-        init_fn: str = "zeros", in_place: bool = True, row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+    def initialize(self: LigerRMSNorm, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {
+            {width: "hidden_size", "with_scale": "elementwise_affine"}.get(k, k): v for k, v in bound.arguments.items()
+        }
+        LigerRMSNorm.__init__(self, **given)
 
-
-class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`."""
-
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma",
-        init_fn: str = "zeros", in_place: bool = False, row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
-    """As `LigerRMSNormForGemma`."""
+    text = f"`LigerRMSNorm` with {', '.join(f'{k}={v!r}' for k, v in defaults.items())}."
+    body = {"__init__": initialize, "__doc__": text, "__module__": __name__, "__signature__": signature}
+    return type(name, (LigerRMSNorm,), body)
 
 
-class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
-    """As `LigerRMSNormForGemma`."""
-
-
-class LigerRMSNormForGemma3(LigerRMSNorm):
-    """As `LigerRMSNormForGemma`; the width is called `dim`, as in Gemma 3."""
-
-    def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 1.0, casting_mode: str = "gemma", init_fn: str = "zeros",
-        in_place: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
-
-
-class LigerRMSNormForGemma4(LigerRMSNorm):
-    """`LigerRMSNorm` that rounds once. with_scale=False leaves the weight out."""
-
-    def __init__(
-        self, dim: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma", init_fn: str = "ones",
-        in_place: bool = False, with_scale: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
-        self.with_scale = with_scale
-
-
-class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """As `LigerRMSNormForGemma4`; dim may be None with with_scale=False."""
-
-    def __init__(
-        self, dim: int | None = None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "gemma",
-        init_fn: str = "ones", in_place: bool = False, with_scale: bool = True,
-    ) -> None:  # fmt: skip
-        if dim is None and with_scale:
-            raise ValueError("LigerRMSNormForMuseGlimmer: dim must be the width of the weight, got None.")
-        super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
-
-
-class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """As `LigerRMSNorm`."""
-
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = False, row_mode: bool | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
-    """As `LigerRMSNorm`."""
+_GEMMA: dict[str, Any] = {"offset": 1.0, "casting_mode": "gemma", "init_fn": "zeros"}
+LigerRMSNormForGemma = _make_norm("LigerRMSNormForGemma", "hidden_size", **_GEMMA)
+LigerRMSNormForGemma2 = _make_norm("LigerRMSNormForGemma2", "hidden_size", **_GEMMA, in_place=False)
+LigerRMSNormForGemma3 = _make_norm("LigerRMSNormForGemma3", "dim", **_GEMMA, in_place=False)
+LigerRMSNormForGemma4 = _make_norm(
+    "LigerRMSNormForGemma4", "dim", with_scale=True, casting_mode="gemma", in_place=False
+)
+LigerRMSNormForQwen3Next = _make_norm("LigerRMSNormForQwen3Next", "hidden_size", **_GEMMA, in_place=False)
+LigerRMSNormForOlmo2 = _make_norm("LigerRMSNormForOlmo2", "hidden_size", in_place=False)
+LigerRMSNormForGlm4 = _make_norm("LigerRMSNormForGlm4", "hidden_size", in_place=False)
 
 
 class LigerFusedAddRMSNorm(nn.Module):
@@ -146,24 +105,6 @@ class LigerFusedAddRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return liger_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
-        )
-
-
-class LigerModulatedRMSNorm(nn.Module):
-    """`liger_modulated_rms_norm` with a learned weight: forward(x, scale, shift)."""
-
-    def __init__(
-        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama",
-        init_fn: str = "ones", in_place: bool = True, elementwise_affine: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.elementwise_affine = elementwise_affine
-        self.weight = _start("LigerModulatedRMSNorm", hidden_size, init_fn) if elementwise_affine else None
-        self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
-
-    def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
-        return liger_modulated_rms_norm(
-            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
         )
 
 
@@ -293,27 +234,38 @@ class LigerEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
 
 
-class LigerMultiTokenAttention(nn.Module):
-    """`liger_multi_token_attention` with a learned weight and bias: forward(scores)."""
+class LigerSwiGLUMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)), for x (..., D) of any width."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0,
-        dilation: int = 1, groups: int = 1, bias: bool = True, sparse: bool = False,
-    ) -> None:  # fmt: skip
+    acts: tuple[str, ...] = ACTS["silu"].aliases
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__()
-        self.in_channels, self.out_channels, self.groups, self.sparse = in_channels, out_channels, groups, sparse
-        self.kernel_size, self.stride = _pair(kernel_size), _pair(stride)
-        self.padding, self.dilation = _pair(padding), _pair(dilation)
-        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
-        self.reset_parameters()
+        if self.acts and config.hidden_act not in self.acts:
+            raise ValueError(
+                f"{type(self).__name__}: config.hidden_act must be one of {', '.join(self.acts)}, got "
+                f"{config.hidden_act!r}."
+            )
+        self.config, self.hidden_size = config, config.hidden_size
+        self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
-    def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    # The projections are called as modules, so that an adapter on one of them counts.
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return y
 
-    def forward(self, scores: Tensor) -> Tensor:
-        return liger_multi_token_attention(
-            scores, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, self.sparse
-        )
+
+class LigerGEGLUMLP(LigerSwiGLUMLP):
+    """down_proj(gelu(gate_proj(x)) · up_proj(x)), gelu by its tanh formula whatever the configuration says."""
+
+    acts = ()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+        return y

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,11 +18,9 @@ WITHOUT_EFFECT = {
     "eps": "a class of probability 0 contributes 0 without it",
     "impl": "TIGON_BACKEND and tigon.use_backend choose between Triton and PyTorch",
     "in_place": "nothing that a caller can see is overwritten",
-    "m_tiles_per_cluster": "there is one way for each kernel",
     "mode": "there is one way for each kernel",
     "position_ids": "cos and sin are those of the positions",
     "row_mode": "how many rows a program takes follows from the shape",
-    "tiles_per_reduce": "there is one way for each kernel",
 }
 
 
@@ -59,3 +59,52 @@ class Options(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+def make_loss_module(
+    name: str, loss: Callable[..., Any], forward: str, options: str, *, check: Callable[..., None] | None = None,
+    **defaults: Any,
+) -> type[Options]:  # fmt: skip
+    """The module of a loss: its constructor fixes the loss's options, and its forward takes the tensors.
+
+    Args:
+        loss: the function.
+        forward: the arguments of forward in Liger's order; `theirs=ours` where the loss has another name.
+        options: the arguments of the constructor in Liger's order.
+        check: called with the options when a module is made; raises ValueError.
+        defaults: of options that differ from those of the loss.
+    """
+    parameters = inspect.signature(loss).parameters
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    starts = {option: defaults.get(option, parameters[option].default) for option in options.split()}
+    names = dict(item.split("=") if "=" in item else (item, item) for item in forward.split())
+    tensors: list[inspect.Parameter] = []
+    absent: dict[str, None] = {}  # arguments that the loss needs, behind some that may be left out
+    for theirs, ours in names.items():
+        default = parameters[ours].default
+        if default is empty and tensors and tensors[-1].default is None:
+            default = absent[ours] = None
+        tensors.append(inspect.Parameter(theirs, kind, default=default))
+
+    def initialize(self: Options, *args: Any, **kwargs: Any) -> None:
+        super(module, self).__init__()  # torch.compile knows this call of nn.Module's
+        given = dict(zip(starts, args, strict=False)) | kwargs
+        if len(args) > len(starts) or given.keys() - starts.keys():
+            raise TypeError(f"{name}: its options are {', '.join(starts)}, got {len(args)} values and {list(kwargs)}.")
+        if check is not None:
+            check(name, **(starts | given))
+        self._keep(**(starts | given))
+
+    def apply(self: Options, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(names):
+            raise TypeError(f"{name}: forward takes {len(names)} arguments, got {len(args)}.")
+        given = dict(zip(names.values(), args, strict=False))
+        given |= {names.get(theirs, theirs): value for theirs, value in kwargs.items()}
+        return loss(**(absent | given), **self.options)
+
+    apply.__signature__ = inspect.Signature(tensors)  # type: ignore[attr-defined]
+    fixed = inspect.Signature([inspect.Parameter(option, kind, default=value) for option, value in starts.items()])
+    text = f"`{loss.__name__}` with its options fixed: forward({', '.join(names)})."
+    body = {"__init__": initialize, "forward": apply, "__doc__": text, "__module__": loss.__module__}
+    module = type(name, (Options,), body | {"__signature__": fixed})
+    return module

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.integrations.liger.options import Options, without_effect
+from tigon.integrations.liger.options import make_loss_module, without_effect
 from tigon.losses.head.head import Head, Hidden
 from tigon.losses.policy import GRPO, Rollout, Sampler, grpo
 
@@ -126,42 +127,17 @@ def _clipped(
     return (cut & mask).sum() / mask.sum().clamp(min=1)
 
 
-class LigerFusedLinearGRPOLoss(Options):
-    """`liger_fused_linear_grpo`: forward(x, weight, ids, mask, advantages, bias, ref_per_token_logps, …)."""
+def _check_positive(name: str, **options: Any) -> None:
+    for option in ("sapo_temperature_pos", "sapo_temperature_neg", "delta"):
+        if options[option] is not None and options[option] <= 0:
+            raise ValueError(f"{name}: {option} must be positive, got {options[option]}.")
 
-    def __init__(
-        self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
-        epsilon_low: float = 0.2, epsilon_high: float = 0.2, loss_type: str = "dapo",
-        max_completion_length: int | None = None, importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
-        delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        for option, value in (
-            ("sapo_temperature_pos", sapo_temperature_pos), ("sapo_temperature_neg", sapo_temperature_neg),
-            ("delta", delta),
-        ):  # fmt: skip
-            if value is not None and value <= 0:
-                raise ValueError(f"LigerFusedLinearGRPOLoss: {option} must be positive, got {value}.")
-        self._keep(
-            beta=beta, compiled=compiled, use_ref_model=use_ref_model, chunk_size=chunk_size, epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high, loss_type=loss_type, max_completion_length=max_completion_length,
-            importance_sampling_level=importance_sampling_level, sapo_temperature_pos=sapo_temperature_pos,
-            sapo_temperature_neg=sapo_temperature_neg, temperature=temperature, delta=delta,
-            use_bias_correction_kl=use_bias_correction_kl, vespo_k_pos=vespo_k_pos, vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
-        )  # fmt: skip
 
-    def forward(
-        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor,
-        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
-        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
-        num_items_in_batch: float | Tensor | None = None,
-    ) -> Result:  # fmt: skip
-        return liger_fused_linear_grpo(
-            _input, lin_weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
-            old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio=vllm_is_ratio,
-            num_items_in_batch=num_items_in_batch, **self.options,
-        )  # fmt: skip
+LigerFusedLinearGRPOLoss = make_loss_module(
+    "LigerFusedLinearGRPOLoss", liger_fused_linear_grpo,
+    "_input lin_weight=weight selected_token_ids attention_mask advantages bias ref_per_token_logps "
+    "old_per_token_logps ref_input ref_weight ref_bias vllm_is_ratio num_items_in_batch",
+    "beta compiled use_ref_model chunk_size epsilon_low epsilon_high loss_type max_completion_length "
+    "importance_sampling_level sapo_temperature_pos sapo_temperature_neg temperature delta use_bias_correction_kl "
+    "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", check=_check_positive,
+)  # fmt: skip
