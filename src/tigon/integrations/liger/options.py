@@ -77,7 +77,7 @@ def make_loss_module(
     parameters = inspect.signature(loss).parameters
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     starts = {option: defaults.get(option, parameters[option].default) for option in options.split()}
-    names = dict(item.split("=") if "=" in item else (item, item) for item in forward.split())
+    names = {item.partition("=")[0]: item.rpartition("=")[2] for item in forward.split()}
     tensors: list[inspect.Parameter] = []
     absent: dict[str, None] = {}  # arguments that the loss needs, behind some that may be left out
     for theirs, ours in names.items():
@@ -106,5 +106,5 @@ def make_loss_module(
     fixed = inspect.Signature([inspect.Parameter(option, kind, default=value) for option, value in starts.items()])
     text = f"`{loss.__name__}` with its options fixed: forward({', '.join(names)})."
     body = {"__init__": initialize, "forward": apply, "__doc__": text, "__module__": loss.__module__}
-    module = type(name, (Options,), body | {"__signature__": fixed})
+    module: type[Options] = type(name, (Options,), body | {"__signature__": fixed})
     return module
