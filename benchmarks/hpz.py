@@ -36,9 +36,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tigon.bench import report
-from tigon.distributed import apply_hpz, count_traffic, hpz
-from tigon.distributed.hpz import gather as gather_module
-from tigon.distributed.hpz.gather import NodeGather
+from tigon.training import apply_hpz, count_traffic, hpz
+from tigon.training.hpz import gather as gather_module
+from tigon.training.hpz.gather import NodeGather
 
 SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8,
          "vocab_size": 32000}  # fmt: skip

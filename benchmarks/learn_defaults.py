@@ -178,9 +178,9 @@ def ranked(model: str, rows: int, seed: int, device: torch.device) -> Row:
 def retrieved(model: str, rows: int, seed: int, device: torch.device) -> Row:
     from dataclasses import replace
 
-    from tigon.cli.retrieve.fitting import Settings, choose, evaluated, fit
-    from tigon.cli.retrieve.pairs import SPLITS
     from tigon.retrieve import metrics
+    from tigon.retrieve.cli.fitting import Settings, choose, evaluated, fit
+    from tigon.retrieve.cli.pairs import SPLITS
 
     users, items, train, later, kind = pairs(rows, seed)
     chosen = choose(len(train), dict.fromkeys(("dim", "lr", "batch_size", "epochs", "eval_every", "val_fraction")))
@@ -206,8 +206,8 @@ def retrieved(model: str, rows: int, seed: int, device: torch.device) -> Row:
 
 
 def embedded(model: str, rows: int, seed: int, device: torch.device) -> Row:
-    from tigon.cli.graph.shared import choose
     from tigon.graph import G2R
+    from tigon.graph.cli.shared import choose
 
     graph = linked(rows, seed)
     names = ("hidden", "out", "gamma", "eps", "epochs", "nodes")

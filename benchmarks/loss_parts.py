@@ -33,12 +33,12 @@ from torch import Tensor
 
 import tigon
 from tigon.bench import report
-from tigon.linear import chunks as walks
-from tigon.linear import head as heads
-from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunks, chunk_budget, chunk_rows, spared_by_one_chunk
-from tigon.linear.head import Projection, class_blocks, empty_logits, product_into
-from tigon.runtime import HAS_TRITON, INTERPRET, launches, multiprocessors
+from tigon.kernels import HAS_TRITON, INTERPRET, launches, multiprocessors
+from tigon.losses.head import chunks as walks
+from tigon.losses.head import head as heads
+from tigon.losses.head.chunks import Chunks, chunk_budget, chunk_rows, spared_by_one_chunk
+from tigon.losses.head.head import Projection, class_blocks, empty_logits, product_into
+from tigon.ops.linear import weight_gradient
 
 loss_module = importlib.import_module("tigon.losses.linear_cross_entropy")
 row_launches = importlib.import_module("tigon.ops.cross_entropy.launches")

@@ -34,8 +34,8 @@ from studies.sharpness import Cost, Run, chosen, table, verdict
 from torch import Tensor, nn
 
 from tigon.bench import report
-from tigon.optim import MicroBatchSAM
-from tigon.optim.perturb import perturb, restore, squared_norm
+from tigon.training import MicroBatchSAM
+from tigon.training.perturb import perturb, restore, squared_norm
 
 # Shakespeare's plays, in the public domain: the first third of tinyshakespeare, of github.com/karpathy/char-rnn (MIT).
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"

@@ -201,7 +201,7 @@ def data_of_run(folder: Path) -> Path:
 
 def of_run(folder: Path, seed: int) -> Iterator[Row]:
     """The filters on the vectors that `tigon retrieve train` left in a folder."""
-    from tigon.cli.retrieve.pairs import read_pairs
+    from tigon.retrieve.cli.pairs import read_pairs
 
     options, data = options_of_run(folder), data_of_run(folder)
     pairs = read_pairs(data, options["test"] and Path(options["test"]), options["user"], options["item"])

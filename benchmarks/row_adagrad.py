@@ -98,7 +98,7 @@ def expected(side: str, grad: Tensor) -> Tensor:
 
 def optimizer_of(side: str, table: torch.nn.Parameter) -> torch.optim.Optimizer:
     if side.startswith("tigon"):
-        return tigon.optim.RowAdagrad([table], lr=LR, eps=EPS)
+        return tigon.training.RowAdagrad([table], lr=LR, eps=EPS)
     return torch.optim.Adagrad([table], lr=LR, eps=EPS)
 
 

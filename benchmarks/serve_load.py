@@ -200,7 +200,7 @@ def served(items: int, dim: int, dtype: str, k: int, workers: list[int], where: 
     """The process of a server: an index, and one server after another, each until SIGTERM."""
     import torch
 
-    from tigon.cli.retrieve.latency import filled
+    from tigon.retrieve.cli.latency import filled
     from tigon.retrieve.serve.app import Limits, Service
     from tigon.retrieve.serve.running import serve
 

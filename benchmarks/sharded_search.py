@@ -32,7 +32,7 @@ from vocabulary_parallel import Clock, slowest
 
 from tigon import retrieve
 from tigon.bench import report
-from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
+from tigon.retrieve.scan.merge import merged_answers, packed_answer
 
 PIECE = 1 << 20
 WHERE = "chance < 11"

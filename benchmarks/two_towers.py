@@ -22,8 +22,8 @@ import torch
 from studies.retrieve import Row
 
 from tigon.bench import report
-from tigon.cli.retrieve.fitting import Settings, evaluated, fit
-from tigon.cli.retrieve.pairs import SPLITS, read_pairs
+from tigon.retrieve.cli.fitting import Settings, evaluated, fit
+from tigon.retrieve.cli.pairs import SPLITS, read_pairs
 
 Array = npt.NDArray[Any]
 # Settings that a row names.

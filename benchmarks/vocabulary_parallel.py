@@ -40,8 +40,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import tigon
 from tigon.bench import report
-from tigon.linear.vocabulary_parallel import Arriving, Shards
 from tigon.losses import Distill, Hidden, TopK, Walk, distill, distill_topk
+from tigon.losses.head.vocabulary_parallel import Arriving, Shards
 
 SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000))
 CHECKED_ROWS = 512  # of the batch, in fp64

@@ -37,17 +37,17 @@ from triton.runtime.driver import driver
 
 import tigon
 from tigon import retrieve
-from tigon.linear.lora_mlp import lora_mlp
-from tigon.ops.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
-from tigon.ops.filtered_topk import merge
-from tigon.ops.filtered_topk.sign import projection_of
-from tigon.ops.filtered_topk.sign_launches import encode
-from tigon.ops.relu_gradient import relu_gradient
-from tigon.ops.row_dot import _row_dot_bwd, _row_dot_fwd
-from tigon.optim.perturb import perturb, squared_norm
-from tigon.optim.row_adagrad import row_adagrad
-from tigon.runtime import device as device_facts
-from tigon.runtime import dispatch as backend
+from tigon.kernels import device as device_facts
+from tigon.kernels import dispatch as backend
+from tigon.ops.linear.lora_mlp import lora_mlp
+from tigon.rank.kernels.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
+from tigon.rank.kernels.relu_gradient import relu_gradient
+from tigon.rank.kernels.row_dot import _row_dot_bwd, _row_dot_fwd
+from tigon.retrieve.scan import merge
+from tigon.retrieve.scan.sign import projection_of
+from tigon.retrieve.scan.sign_launches import encode
+from tigon.training.perturb import perturb, squared_norm
+from tigon.training.row_adagrad import row_adagrad
 
 WARP = {"cuda": 32, "hip": 64}
 # Loads from global memory, into registers or, in a pipelined loop, into shared memory; and those of 16 bytes a thread.
@@ -493,7 +493,7 @@ def kernels() -> list[str]:
             found |= {f"{k.fn.__module__}.{k.fn.__name__}": k for k in members if isinstance(k, JITFunction)}
     called = {name for kernel in found.values() for name in kernel.fn.__code__.co_names}
     # Tile functions are inlined, also where a kernel gets one as an argument.
-    launched = {name: kernel for name, kernel in found.items() if not name.startswith("tigon.tiles.")}
+    launched = {name: kernel for name, kernel in found.items() if not name.startswith("tigon.kernels.tiles.")}
     return sorted(name for name, kernel in launched.items() if kernel.fn.__name__ not in called)
 
 

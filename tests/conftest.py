@@ -27,8 +27,8 @@ if not torch.cuda.is_available():
         kind.manual_seed_all = lambda seed: None
 
 from tigon import use_backend
-from tigon.memory import auto
-from tigon.runtime import dispatch as backend_module
+from tigon.fusion.memory import auto
+from tigon.kernels import dispatch as backend_module
 
 HAS_TRITON = backend_module.HAS_TRITON
 LEAST_WORK = auto.LEAST_WORK

@@ -11,10 +11,10 @@ from typing import Any
 
 import tigon
 from tigon import losses
-from tigon.linear.walk import Walk
 from tigon.losses.distillation import distill_reference as _distill_reference
 from tigon.losses.distillation import distill_topk_reference as _distill_topk_reference
 from tigon.losses.family import FAMILIES
+from tigon.losses.head.walk import Walk
 from tigon.losses.policy import grpo_reference as _grpo_reference
 from tigon.losses.token_loss import token_loss as _token_loss
 

@@ -28,8 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
-from tigon.runtime import dispatch as backend
-from tigon.runtime import launches
+from tigon.kernels import dispatch as backend
+from tigon.kernels import launches
 
 counts: collections.Counter[str] = collections.Counter()
 started: list[tuple[Any, ...]] = []

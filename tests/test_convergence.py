@@ -99,7 +99,7 @@ def test_fused_runs_are_among_the_plain_ones(converge, short, dtype):
 
 
 def eps_tenfold(monkeypatch):
-    from tigon.parts import norm, residual_norm
+    from tigon.fusion.parts import norm, residual_norm
 
     for module in (norm, residual_norm):
         for name in ("rms_norm", "add_rms_norm"):
@@ -109,7 +109,7 @@ def eps_tenfold(monkeypatch):
 
 
 def lost_token(monkeypatch):
-    from tigon.logits import recipe
+    from tigon.fusion.logits import recipe
 
     right = recipe.linear_cross_entropy
 
@@ -122,7 +122,7 @@ def lost_token(monkeypatch):
 
 
 def gradient_too_large(monkeypatch):
-    from tigon.parts import norm
+    from tigon.fusion.parts import norm
 
     right = norm.rms_norm
     scaled = lambda x, *a, **k: right(x * 1.05 - (x * 0.05).detach(), *a, **k)  # noqa: E731 (forward as it was)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 import tigon
 from tigon.lazy import homes_of
-from tigon.linear.adapters import gated_lora_linear
-from tigon.losses.over_items import item_softmax
 from tigon.ops.gated_linear import gated_linear
+from tigon.ops.linear.adapters import gated_lora_linear
+from tigon.retrieve.training.over_items import item_softmax
 
-ROOMS = ("tigon.ops.", "tigon.losses.", "tigon.linear.")
+ROOMS = ("tigon.ops.", "tigon.losses.", "tigon.ops.linear.")
 HOMES = {n: home for n, home in homes_of("tigon").items() if home.startswith(ROOMS)}
 FUNCTIONS = {name: getattr(tigon, name) for name in HOMES if not inspect.isclass(getattr(tigon, name))}
 OPERATORS = {

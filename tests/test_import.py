@@ -16,7 +16,7 @@ import torch
 SRC = str(Path(__file__).parent.parent / "src")
 OPTIONAL = (
     "transformers", "triton", "accelerate", "peft", "trl", "datasets", "tokenizers", "typer", "rich", "matplotlib",
-    "liger_kernel", "cut_cross_entropy", "pyarrow", "safetensors", "tigon.retrieve", "tigon.rank", "tigon.tables",
+    "liger_kernel", "cut_cross_entropy", "pyarrow", "safetensors", "tigon.retrieve", "tigon.rank", "tigon.data",
     "tigon.compress", "tigon.graph",
     "fastapi", "uvicorn", "prometheus_client",
 )  # fmt: skip
@@ -121,13 +121,13 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 from numerics import evaluate
 from ops_table import OPS
-from tigon.runtime import HAS_TRITON, why_not_triton
-import tigon.nn, tigon.fusion.model, tigon.linear.chunks, tigon.optim
+from tigon.kernels import HAS_TRITON, why_not_triton
+import tigon.nn, tigon.fusion.engine.model, tigon.losses.head.chunks, tigon.training
 for op in OPS:
     inputs = op.draw(op.typical, torch.float32, torch.device("cpu"))
     evaluate(op.public, inputs, op.typical.options, grad=op.differentiable(inputs))
 w = torch.nn.Parameter(torch.ones(3))
-tigon.optim.MicroBatchSAM(torch.optim.SGD([w], lr=1.0)).step(lambda: w.square().sum())
+tigon.training.MicroBatchSAM(torch.optim.SGD([w], lr=1.0)).step(lambda: w.square().sum())
 print(HAS_TRITON, why_not_triton(torch.ones(1)))
 """
 
@@ -142,7 +142,7 @@ def test_forcing_triton_where_it_is_not_installed_raises(python):
 
 
 def test_the_environment_variable_forces_a_backend(printed, python):
-    code = "import tigon.runtime as b, torch; print(b.use_triton(torch.ones(1)))"
+    code = "import tigon.kernels as b, torch; print(b.use_triton(torch.ones(1)))"
     assert printed(code, TIGON_BACKEND="torch") == "False"
     assert "the kernels run on CUDA and ROCm devices, not on 'cpu'" in python(code, TIGON_BACKEND="triton").stderr
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 import tigon.retrieve
+from tigon.kernels import dispatch as backend_module
 from tigon.lazy import homes_of
-from tigon.runtime import dispatch as backend_module
 
 CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.cases]
 EVERY_OP = pytest.mark.parametrize("op", OPS, ids=str)

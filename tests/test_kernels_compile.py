@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from ops_table import OPS, OVER_SHARDS
 
-from tigon.runtime import HAS_TRITON
+from tigon.kernels import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
@@ -166,9 +166,9 @@ def test_outer_softmax_takes_one_exponential_an_element():
     """Of one fma each, in the backward pass as in the forward: as many as a thread has elements in a step."""
     found = [x for x in compiled("cuda:90")["launches"] if x["op"] == "outer_softmax"]
     assert {x["kernel"] for x in found} == {
-        f"tigon.ops.outer_softmax._outer_softmax_{p}_kernel" for p in ("fwd", "bwd")
+        f"tigon.rank.kernels.outer_softmax._outer_softmax_{p}_kernel" for p in ("fwd", "bwd")
     }
-    module = importlib.import_module("tigon.ops.outer_softmax")
+    module = importlib.import_module("tigon.rank.kernels.outer_softmax")
     for launch in found:
         tile, _ = (module._fwd_tile if "fwd" in launch["kernel"] else module._bwd_tile)(launch["shape"][-1])
         elements = tile["STEP"] // tile["LANES_I"] * (tile["BLOCK"] // tile["LANES_J"])

@@ -9,20 +9,20 @@ import torch
 import tigon
 from tigon.graph import __all__ as graphs
 from tigon.lazy import homes_of
-from tigon.optim import __all__ as optimizers
+from tigon.training import __all__ as optimizers
 
 PUBLIC = (
     "tigon",
     "tigon.losses",
-    "tigon.distributed",
+    "tigon.training",
     "tigon.retrieve",
     "tigon.rank",
     "tigon.compress",
-    "tigon.tables",
+    "tigon.data",
     "tigon.rank.prompt",
 )
 PACKAGES = {package: homes_of(package) for package in PUBLIC}
-PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")
+PACKAGES["tigon.training"] = dict.fromkeys(optimizers, "tigon.training")
 PACKAGES["tigon.graph"] = dict.fromkeys(graphs, "tigon.graph")
 MOST = 6
 # Nine in ten, nearly: attention and bags have more options than that, which everybody knows by their names, and search

@@ -355,7 +355,7 @@ def serve(peer: str, ready: Path) -> int:
     import transformers.modeling_utils  # noqa: F401
 
     if peer == "peft":
-        import tigon.fusion.model  # noqa: F401
+        import tigon.fusion.engine.model  # noqa: F401
 
     ready.touch()
     for line in sys.stdin:

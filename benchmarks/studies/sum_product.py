@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.runtime import (
+from tigon.kernels import (
     INTERPRET,
     Plan,
     can_describe,

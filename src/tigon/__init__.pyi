@@ -1,23 +1,20 @@
 # The public names of tigon: the one place that declares them (see lazy.py).
-from tigon import compat as compat
+
 from tigon import compress as compress
-from tigon import distributed as distributed
 from tigon import graph as graph
 from tigon import integrations as integrations
+from tigon import kernels as kernels
 from tigon import losses as losses
 from tigon import nn as nn
 from tigon import ops as ops
-from tigon import optim as optim
 from tigon import rank as rank
 from tigon import retrieve as retrieve
-from tigon import runtime as runtime
-from tigon.capture import graph_step as graph_step
-from tigon.fusion.model import Fusion as Fusion
-from tigon.fusion.model import fuse as fuse
-from tigon.linear.adapters import lora_linear as lora_linear
-from tigon.linear.gated_mlp import gated_mlp as gated_mlp
-from tigon.linear.head import Head as Head
-from tigon.linear.lora import LoRA as LoRA
+from tigon import training as training
+from tigon.fusion.engine.model import Fusion as Fusion
+from tigon.fusion.engine.model import fuse as fuse
+from tigon.fusion.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch
+from tigon.kernels import use_backend as use_backend
+from tigon.losses.head.head import Head as Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob as linear_logprob
 from tigon.ops.add_rms_norm import add_rms_norm as add_rms_norm
@@ -33,12 +30,6 @@ from tigon.ops.embedding import embedding as embedding
 from tigon.ops.embedding_bag import embedding_bag as embedding_bag
 from tigon.ops.experts import moe_mlp as moe_mlp
 from tigon.ops.experts.options import Expert as Expert
-from tigon.ops.filtered_topk import filtered_topk as filtered_topk
-from tigon.ops.filtered_topk.bits import RowBits as RowBits
-from tigon.ops.filtered_topk.codes import CodedItems as CodedItems
-from tigon.ops.filtered_topk.codes import encode_items as encode_items
-from tigon.ops.filtered_topk.filters import RowFilter as RowFilter
-from tigon.ops.filtered_topk.tags import RowTags as RowTags
 from tigon.ops.gated import geglu as geglu
 from tigon.ops.gated import reglu as reglu
 from tigon.ops.gated import swiglu as swiglu
@@ -46,9 +37,11 @@ from tigon.ops.gated_linear import gated_linear as gated_linear
 from tigon.ops.gated_residual import gated_residual as gated_residual
 from tigon.ops.group_norm import group_norm as group_norm
 from tigon.ops.layer_norm import layer_norm as layer_norm
+from tigon.ops.linear.adapters import lora_linear as lora_linear
+from tigon.ops.linear.gated_mlp import gated_mlp as gated_mlp
+from tigon.ops.linear.lora import LoRA as LoRA
 from tigon.ops.logprob import LogProb as LogProb
 from tigon.ops.logprob import logprob as logprob
-from tigon.ops.outer_softmax import outer_softmax as outer_softmax
 from tigon.ops.poly_norm import poly_norm as poly_norm
 from tigon.ops.prefix_attention import PrefixLayout as PrefixLayout
 from tigon.ops.prefix_attention import prefix_attention as prefix_attention
@@ -61,7 +54,13 @@ from tigon.ops.rope import Rope as Rope
 from tigon.ops.rope import rope as rope
 from tigon.ops.softmax import softmax as softmax
 from tigon.ops.sparsemax import sparsemax as sparsemax
-from tigon.runtime import use_backend as use_backend
-from tigon.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch
+from tigon.rank.kernels.outer_softmax import outer_softmax as outer_softmax
+from tigon.retrieve.scan import filtered_topk as filtered_topk
+from tigon.retrieve.scan.bits import RowBits as RowBits
+from tigon.retrieve.scan.codes import CodedItems as CodedItems
+from tigon.retrieve.scan.codes import encode_items as encode_items
+from tigon.retrieve.scan.filters import RowFilter as RowFilter
+from tigon.retrieve.scan.tags import RowTags as RowTags
+from tigon.training.capture import graph_step as graph_step
 
 __version__: str

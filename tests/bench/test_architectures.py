@@ -39,7 +39,7 @@ def test_it_records_both_sides(architectures, tmp_path, monkeypatch):
 
 
 def test_a_wrong_gradient_is_named(architectures, tmp_path, monkeypatch):
-    from tigon.parts import norm
+    from tigon.fusion.parts import norm
 
     right = norm.rms_norm
     # Forward alike, gradients a tenth too large.

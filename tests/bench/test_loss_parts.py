@@ -12,8 +12,8 @@ from studies import sum_product
 from studies.sum_product import Tile, product, takes
 
 from tigon.bench import report
-from tigon.linear.head import empty_logits
-from tigon.runtime import HAS_TRITON
+from tigon.kernels import HAS_TRITON
+from tigon.losses.head.head import empty_logits
 
 # The interpreter takes seconds for a tile of 128 x 256.
 SMALL = Tile(v=32, h=64, step=16, group=3, parts=4, warps=4, stages=3)

@@ -12,7 +12,7 @@ import pytest
 griffe = pytest.importorskip("griffe")
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    "tigon", "tigon.losses", "tigon.distributed", "tigon.optim", "tigon.retrieve", "tigon.rank", "tigon.tables",
+    "tigon", "tigon.losses", "tigon.training", "tigon.training", "tigon.retrieve", "tigon.rank", "tigon.data",
     "tigon.rank.prompt",
 )  # fmt: skip
 # Public by being documented: their packages import what a host brings, and declare nothing.

@@ -10,7 +10,7 @@ import torch
 import tigon
 from tigon.bench import report, search_codes
 from tigon.bench.runner import Ceilings, Settings
-from tigon.ops.filtered_topk import coded, launches, plan
+from tigon.retrieve.scan import coded, launches, plan
 
 DTYPE = torch.float16
 QUICK = Settings(1, 0.0, 0.0, least=1)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tigon.capture import GraphStep
+from tigon.training.capture import GraphStep
 
 pytest.importorskip("transformers")
 

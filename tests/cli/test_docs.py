@@ -43,7 +43,7 @@ def test_every_option_stands_in_the_page(command):
 
 
 def test_the_table_of_estimates_shows_what_was_measured():
-    """Each measured peak is in a record; tests/memory/test_estimate.py makes such estimates anew."""
+    """Each measured peak is in a record; tests/fusion/test_estimate.py makes such estimates anew."""
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     rows = [row for file in results.glob("h200-*.json") for row in json.loads(file.read_text()).get("rows", [])]
     measured = {f"{row['peak_gib']:.2f}" for row in rows if row.get("peak_gib")}

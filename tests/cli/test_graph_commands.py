@@ -97,7 +97,7 @@ def test_a_graph_is_fitted_and_probed(file, here, tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_embeddings(file, here, tmp_path, monkeypatch):
-    from tigon.cli.graph import fitting
+    from tigon.graph.cli import fitting
 
     same = ("--data", file, *SMALL, "--epochs", 8, "--seed", "0,1")
     here("graph", "fit", *same, "-o", tmp_path / "whole").ok()

@@ -63,7 +63,7 @@ def test_inspect_takes_encoder_decoders(tigon, tmp_path, kind, layers):
 
 def test_checkpointing_is_switched_on_by_the_name_that_this_version_has(recwarn):
     from tigon.cli.model import random_model
-    from tigon.memory.checkpointing import checkpoint_activations
+    from tigon.fusion.memory.checkpointing import checkpoint_activations
     from tigon.presets import preset_config
 
     checkpoint_activations(model := random_model(preset_config("llama-tiny", num_hidden_layers=1)))

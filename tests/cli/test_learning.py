@@ -151,7 +151,7 @@ def test_a_fit_that_ends_at_chance_says_so(plant, tigon, tmp_path):
 
 
 def test_towers_no_better_than_what_is_popular_are_warned_of():
-    from tigon.cli.retrieve.fitting import Fitted, Settings, find_doubts
+    from tigon.retrieve.cli.fitting import Fitted, Settings, find_doubts
 
     rows = [{"epoch": n, "loss": 1.0, "ndcg@20": 0.01 * n} for n in range(1, 9)]
     fitted = Fitted(None, rows, 8, 8, 1.0, 1.0)
@@ -162,7 +162,7 @@ def test_towers_no_better_than_what_is_popular_are_warned_of():
 
 
 def test_embeddings_that_are_one_or_tell_nothing_are_warned_of():
-    from tigon.cli.graph.shared import find_doubts
+    from tigon.graph.cli.shared import find_doubts
 
     apart = torch.eye(8)
     told = {"most": 0.4, "error": 0.02, "val": 0.9, "before": 0.6}

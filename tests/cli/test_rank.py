@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from tigon.cli import Problem  # noqa: E402
-from tigon.cli.rank.score import score  # noqa: E402
+from tigon.rank.cli.score import score  # noqa: E402
 
 USERS, ITEMS, KINDS, SHOWN = 20, 48, 2, 20
 TINY = ("--device", "cpu", "--width", 16, "--layers", 2, "--heads", 2, "--batch-size", 8, "--lr", 0.02,
@@ -137,8 +137,8 @@ def test_eval_finds_what_the_run_found_and_parts_by_a_column(run, folder, tigon,
 
 
 def test_a_history_of_own_impressions_goes_on_with_those_that_have_labels(run, folder, tmp_path):
-    from tigon.cli.rank.fitting import read_tables
-    from tigon.cli.rank.opened import Opened
+    from tigon.rank.cli.fitting import read_tables
+    from tigon.rank.cli.opened import Opened
 
     shutil.copytree(run[0], tmp_path / "run")
     record = results(run[0], "run.json")
@@ -250,8 +250,8 @@ def ends_as(out, run):
 def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
     from tigon.cli.kept_runs import make_room
     from tigon.cli.problem import Problem, seeds_of
-    from tigon.cli.rank.opened import Opened
-    from tigon.cli.rank.seeds import folders_of
+    from tigon.rank.cli.opened import Opened
+    from tigon.rank.cli.seeds import folders_of
 
     out = tmp_path / "runs"
     data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
@@ -294,7 +294,7 @@ def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
 
 
 def test_impressions_by_row_groups(folder, tigon, tmp_path, monkeypatch):
-    from tigon.cli.rank import streaming
+    from tigon.rank.cli import streaming
 
     table = parquet.read_table(folder / "test.parquet")
     parquet.write_table(table, tmp_path / "shown.parquet", row_group_size=45)  # requests of 20: in the last none begins

@@ -15,8 +15,8 @@ import pyarrow.csv as csv  # noqa: E402
 
 from tigon import rank  # noqa: E402
 from tigon.cli.problem import Problem  # noqa: E402
-from tigon.cli.rank.interactions import interactions  # noqa: E402
-from tigon.cli.rank.opened import Opened  # noqa: E402
+from tigon.rank.cli.interactions import interactions  # noqa: E402
+from tigon.rank.cli.opened import Opened  # noqa: E402
 
 LABELS = ["score", "long = share >= 2"]
 FIELDS = {

@@ -12,7 +12,7 @@ import pyarrow.csv as csv  # noqa: E402
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tigon.bench import report, search_codes  # noqa: E402
-from tigon.cli.retrieve import latency  # noqa: E402
+from tigon.retrieve.cli import latency  # noqa: E402
 
 ITEMS, DIM = 300, 8
 FLOATS = pa.list_(pa.float32())

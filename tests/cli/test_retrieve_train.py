@@ -69,7 +69,7 @@ def test_a_run_finds_the_groups_and_its_index_is_searched(folder, tigon, tmp_pat
 
 
 def test_a_split_by_blocks_holds_out_neighbours_of_each_user():
-    from tigon.cli.retrieve.pairs import split_blocks
+    from tigon.retrieve.cli.pairs import split_blocks
 
     train = drawn()[0]
     kept, held = split_blocks(train, 0.3, 5)
@@ -89,7 +89,7 @@ def test_the_pairs_of_a_step_are_left_out_of_its_pooling(leave_out):
     import torch
 
     from tigon import retrieve
-    from tigon.cli.retrieve import fitting
+    from tigon.retrieve.cli import fitting
 
     pairs = torch.from_numpy(drawn()[0])
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_hard_negatives_are_mined_after_the_schedule_and_after_a_resume(monkeypa
 
     import torch
 
-    from tigon.cli.retrieve import fitting
+    from tigon.retrieve.cli import fitting
 
     pairs = torch.from_numpy(drawn()[0])
     settings = fitting.Settings(

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.overrides import TorchFunctionMode
 
 import tigon
-from tigon.distributed.tp import tensor_parallel
+from tigon.training.tp import tensor_parallel
 
 ROWS, TOKENS, VOCABULARY = 8, 20, 99  # 99 words are not the same number on two ranks
 

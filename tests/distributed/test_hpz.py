@@ -22,9 +22,9 @@ from world import world_of
 
 import tigon
 from tigon.bench import report
-from tigon.distributed import apply_hpz, count_traffic, hpz
-from tigon.distributed.hpz import gather as gather_module
-from tigon.distributed.hpz.gather import NodeGather
+from tigon.training import apply_hpz, count_traffic, hpz
+from tigon.training.hpz import gather as gather_module
+from tigon.training.hpz.gather import NodeGather
 
 pytestmark = pytest.mark.xdist_group("distributed")
 ranks = world_of(4, 2)

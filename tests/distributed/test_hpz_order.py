@@ -10,8 +10,8 @@ import pytest
 import torch
 from streams import Machine, Ranks
 
-from tigon.distributed.hpz import gather as module
-from tigon.distributed.hpz.gather import NodeGather
+from tigon.training.hpz import gather as module
+from tigon.training.hpz.gather import NodeGather
 
 WORLD, NODE, NUMEL = 4, 2, 6
 LATE = 100  # units of the model's clock, in which other work takes one

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.distributed import hpz
+from tigon.training import hpz
 
 
 class Two(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from world import world_of
 
-from tigon.optim import MicroBatchSAM
+from tigon.training import MicroBatchSAM
 
 pytestmark = pytest.mark.xdist_group("distributed")
 ranks = world_of(4, 2)

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from world import world_of
 
 import tigon
-from tigon.distributed import tensor_parallel, tensor_parallel_plan
+from tigon.training import tensor_parallel, tensor_parallel_plan
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.xdist_group("distributed")

@@ -24,8 +24,8 @@ from world import world_of
 
 import tigon
 import tigon.integrations.trl
-from tigon.linear.chunks import ValidCount
-from tigon.losses.over_items import item_softmax
+from tigon.losses.head.chunks import ValidCount
+from tigon.retrieve.training.over_items import item_softmax
 
 pytestmark = pytest.mark.xdist_group("distributed")
 ranks = world_of(4, 2)
@@ -493,7 +493,7 @@ def of_one_chunk_here(rank, world, device):
     own = weight.split(uneven(61, world))[rank].clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CPU_CHUNK_BYTES", "CHUNK_BYTES"):
-            patch.setattr(f"tigon.linear.chunks.{name}", 2**14)
+            patch.setattr(f"tigon.losses.head.chunks.{name}", 2**14)
         loss, _ = flat.distill(x, own, x.flip(-1), own, loss_type="kl", group=dist.group.WORLD)
     return loss.detach()
 
@@ -508,7 +508,7 @@ def test_as_many_chunks_on_all_devices(ranks):
 
 def of_halves(rank, world, device):
     """Groups of two, whose ranks are not those of the world; the sizes of a weight are asked for once."""
-    from tigon.linear import vocabulary_parallel as shards
+    from tigon.losses.head import vocabulary_parallel as shards
 
     groups = [dist.new_group([first + 1, first]) for first in range(0, world, 2)]
     x, weight, _, target = head(device)

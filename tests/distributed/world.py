@@ -225,7 +225,7 @@ def _alone(x: torch.Tensor) -> torch.Tensor:
 
 def _mend_interpreter() -> None:
     """As tests/conftest.py does in the process of the tests."""
-    from tigon.runtime import dispatch as backend
+    from tigon.kernels import dispatch as backend
 
     if backend.INTERPRET and backend.HAS_TRITON:
         import interpreter

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-import tigon.parts
-from tigon.fusion import part as registry
-from tigon.fusion.part import PARTS, ModulePart, Part, Stage, kinds, register
-from tigon.fusion.patch import Patch, plain_forward
-from tigon.fusion.probe import CASES, probe_of, recognition, run
-from tigon.fusion.reasons import Reason
+import tigon.fusion.parts
+from tigon.fusion.engine import part as registry
+from tigon.fusion.engine.part import PARTS, ModulePart, Part, Stage, kinds, register
+from tigon.fusion.engine.patch import Patch, plain_forward
+from tigon.fusion.engine.probe import CASES, probe_of, recognition, run
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.parts.mlp import recognize_mlp
 from tigon.ops import acts
-from tigon.parts.mlp import recognize_mlp
 
 ROOT = Path(__file__).parents[2]
 
@@ -228,14 +228,16 @@ def test_every_part_has_a_file_an_option_and_a_word_in_the_docs():
     options = set(inspect.signature(tigon.fuse).parameters)
     files = []
     for part in PARTS:
-        file = (part.recognize if isinstance(part, ModulePart) else type(part)).__module__.removeprefix("tigon.parts.")
+        file = (part.recognize if isinstance(part, ModulePart) else type(part)).__module__.removeprefix(
+            "tigon.fusion.parts."
+        )
         files.append(file)
         assert part.option in options
         assert f"| `{part.option}` | `{part.kind}` |" in page
         assert f"`parts/{file}.py`" in page
         assert not isinstance(part, ModulePart) or f"recognize_{file}(" in tests
         assert not isinstance(part, ModulePart) or part.stage is Stage.MODULE
-    assert tuple(files) == tigon.parts.FILES, "each file registers one part, in the order of the list"
+    assert tuple(files) == tigon.fusion.parts.FILES, "each file registers one part, in the order of the list"
     assert len({(part.kind, part.option) for part in PARTS}) == len(kinds()), "a kind has one option"
 
 
@@ -245,7 +247,7 @@ def test_fuse_knows_no_part_by_name():
         code = (ROOT / f"src/tigon/fusion/{name}.py").read_text()
         words = {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
         assert words.isdisjoint(kinds()), name
-        assert "from tigon.parts" not in code, name
+        assert "from tigon.fusion.parts" not in code, name
 
 
 def test_a_new_activation_is_recognised(monkeypatch):
@@ -269,5 +271,5 @@ def test_a_new_activation_is_recognised(monkeypatch):
 def test_recognition_reads_the_code(name):
     """Each registered recognition is behind the reading of the forward's code."""
     parts = (part for part in PARTS if isinstance(part, ModulePart))
-    part = next(part for part in parts if part.recognize.__module__ == f"tigon.parts.{name}")
+    part = next(part for part in parts if part.recognize.__module__ == f"tigon.fusion.parts.{name}")
     assert part.recognize.__wrapped__.__name__ == f"recognize_{name}"

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.fusion.probe import signature_of
-from tigon.fusion.reading import reading_of
-from tigon.fusion.reasons import Reason
-from tigon.parts.experts import recognize_experts
-from tigon.parts.mlp import recognize_mlp
-from tigon.parts.norm import Norm, recognize_norm
-from tigon.parts.relu2 import recognize_relu2
-from tigon.parts.rotary_formula import recognize_rotary
+from tigon.fusion.engine.probe import signature_of
+from tigon.fusion.engine.reading import reading_of
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.parts.experts import recognize_experts
+from tigon.fusion.parts.mlp import recognize_mlp
+from tigon.fusion.parts.norm import Norm, recognize_norm
+from tigon.fusion.parts.relu2 import recognize_relu2
+from tigon.fusion.parts.rotary_formula import recognize_rotary
 
 N = 48
 
@@ -460,11 +460,13 @@ def test_what_the_code_does_not_read_does_not_tell_modules_apart():
 def test_many_layers_are_probed_once(family, monkeypatch):
     """A layer of its own index costs no probe: 24 layers take as many as two."""
     transformers = pytest.importorskip("transformers")
-    from tigon.fusion import probe
+    from tigon.fusion.engine import probe
 
     runs, run = [], probe.run
     for name in ("norm_formula", "norm_eps", "mlp", "relu2", "experts", "rotary_formula"):
-        monkeypatch.setattr(f"tigon.parts.{name}.run", lambda *args, **options: runs.append(1) or run(*args, **options))
+        monkeypatch.setattr(
+            f"tigon.fusion.parts.{name}.run", lambda *args, **options: runs.append(1) or run(*args, **options)
+        )
     counts = []
     for layers in (2, 24):
         sizes = {"vocab_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "hidden_size": 32}

@@ -340,7 +340,7 @@ def test_fuse_knows_a_rotary_function_that_is_marked(kernels):
     """Where kernels is installed, that is the case for most families of transformers."""
     from transformers.models.llama.modeling_llama import rotate_half
 
-    from tigon.parts.rotary_formula import recognize_rotary
+    from tigon.fusion.parts.rotary_formula import recognize_rotary
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)

@@ -16,8 +16,8 @@ from small_llama import batch, llama
 from test_peft_fused import ALL, adapted, assert_as_right, assert_same_loss, gpt2, ran, rows_of, settled, step
 
 import tigon
-from tigon.parts import bases
-from tigon.runtime.dispatch import meta_as_gpu
+from tigon.fusion.parts import bases
+from tigon.kernels.dispatch import meta_as_gpu
 
 
 class Product(torch.autograd.Function):

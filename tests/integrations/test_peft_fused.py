@@ -16,9 +16,9 @@ import transformers
 from small_llama import batch, llama
 
 import tigon
-from tigon.linear import lora_mlp
-from tigon.memory.recompute import LEVELS
+from tigon.fusion.memory.recompute import LEVELS
 from tigon.ops.adapted_sum import adapted_sum
+from tigon.ops.linear import lora_mlp
 from tigon.ops.lora_dropout import draw_masks, keep_mask
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -170,7 +170,7 @@ def test_the_report_says_which_layers_run_together():
 
 def products(monkeypatch):
     """The groups that are computed, by their number of layers."""
-    from tigon.parts import adapters, mlp
+    from tigon.fusion.parts import adapters, mlp
 
     seen = []
     for module in (adapters, mlp):

@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from tigon.integrations.sam import MicroBatchSAMCallback
 from tigon.integrations.trainer import TigonCallback
-from tigon.optim import MicroBatchSAM
+from tigon.training import MicroBatchSAM
 
 RHO = 0.2
 # Rows in their order; no part of a batch is lost.

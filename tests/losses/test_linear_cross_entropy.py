@@ -7,8 +7,8 @@ from flat import linear_cross_entropy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.linear import chunks
-from tigon.linear.chunks import ValidCount
+from tigon.losses.head import chunks
+from tigon.losses.head.chunks import ValidCount
 
 
 def head(device, rows=300, H=16, V=60, dtype=torch.float32, ignored=0.25):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-from tigon.linear.chunks import ValidCount
+from tigon.losses.head.chunks import ValidCount
 from tigon.losses.linear_logprob import linear_logprob_reference
 
 # torch's word for a buffer that is too small.

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tigon
-from tigon.linear import chunks
-from tigon.memory.estimate import _Books
-from tigon.runtime.dispatch import meta_as_gpu
+from tigon.fusion.memory.estimate import _Books
+from tigon.kernels.dispatch import meta_as_gpu
+from tigon.losses.head import chunks
 
 GIB = 2**30
 

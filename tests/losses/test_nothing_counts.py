@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from flat import cpo, distill, distill_topk, dpo, grpo, kto, linear_cross_entropy, orpo, rloo, simpo
 
 import tigon
-from tigon.compat import liger
+from tigon.integrations import liger
 from tigon.losses.policy import LOSS_TYPES
 from tigon.losses.preference.families import CPO_TYPES, DPO_LOSSES
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+from tigon.kernels import dispatch
 from tigon.losses import GRPO, RLOO, Rollout, ValidLengths, token_loss
 from tigon.losses.family import Part, Whole
 from tigon.losses.policy import LOSS_TYPES, MODES, kernels
@@ -21,7 +22,6 @@ from tigon.losses.policy import grpo_reference as policy_reference
 from tigon.losses.policy.batch import Objective
 from tigon.losses.policy.family import Policy, Prepared, Sides
 from tigon.nn import GRPOLoss, RLOOLoss
-from tigon.runtime import dispatch
 
 S, T, H, V = 6, 40, 8, 30
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

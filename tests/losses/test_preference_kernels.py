@@ -6,6 +6,7 @@ from test_preference import KINDS, LOSSES, B, arguments, batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
+from tigon.kernels import dispatch
 from tigon.losses import token_loss as walk
 from tigon.losses.family import Nothing, Part, Term, Whole
 from tigon.losses.preference import families, kernels
@@ -21,7 +22,6 @@ from tigon.losses.preference.families import (
     ORPOFamily,
     ORPOTensors,
 )
-from tigon.runtime import dispatch
 
 BY_KERNELS = [
     *((name, options, "none") for name, options in KINDS if name in ("orpo", "simpo")),

@@ -9,10 +9,10 @@ from flat import token_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tigon.linear.chunks import Chunks
-from tigon.linear.head import Projection
 from tigon.losses import ValidLengths
 from tigon.losses.family import BATCH, FAMILIES, Family, Takes
+from tigon.losses.head.chunks import Chunks
+from tigon.losses.head.head import Projection
 from tigon.losses.parts import split
 
 # torch's word for a buffer that is too small.

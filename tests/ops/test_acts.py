@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.linear.gated_mlp import gated_mlp
+from tigon.fusion.parts.experts import recognize_experts
+from tigon.fusion.parts.mlp import recognize_mlp
+from tigon.kernels import HAS_TRITON, jit
+from tigon.kernels.tiles.act import silu
 from tigon.ops.acts import ACTS, Act, Activation
 from tigon.ops.gated import gated_unit
 from tigon.ops.gated_linear import gated_linear
-from tigon.parts.experts import recognize_experts
-from tigon.parts.mlp import recognize_mlp
-from tigon.runtime import HAS_TRITON, jit
-from tigon.tiles.act import silu
+from tigon.ops.linear.gated_mlp import gated_mlp
 
 FUNCTIONS = {
     "silu": F.silu,

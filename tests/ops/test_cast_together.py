@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tigon.linear.adapter_products import stacked
 from tigon.ops.cast_together import MOST, cast_together
+from tigon.ops.linear.adapter_products import stacked
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 import tigon.ops.cross_entropy
 import tigon.ops.cross_entropy.launches as launches_module
+from tigon.kernels import HAS_TRITON, parts
 from tigon.ops.cross_entropy.reference import rows_reference
-from tigon.runtime import HAS_TRITON, parts
 
 
 def logits_and_target(device, rows=6, classes=50):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tigon.runtime import parts
+from tigon.kernels import parts
 
 
 def kl_div(input, target, **options):

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from test_kernels_compile import compiled
 
+from tigon.kernels import HAS_TRITON
 from tigon.ops import embedding as embedding_module
 from tigon.ops.embedding import PIECE, embedding, sorted_ids
 from tigon.ops.embedding_bag import embedding_bag
-from tigon.runtime import HAS_TRITON
 
 
 def lookup(device, ids, V=9, H=40):

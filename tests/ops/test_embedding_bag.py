@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from test_kernels_compile import compiled
 
+from tigon.kernels import HAS_TRITON, use_backend
 from tigon.ops.embedding import PIECE
 from tigon.ops.embedding_bag import embedding_bag, embedding_bag_reference
 from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
-from tigon.runtime import HAS_TRITON, use_backend
 
 FIRST = [0, 10, 15, 30]
 EVERY = pytest.mark.parametrize(

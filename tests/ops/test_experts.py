@@ -12,9 +12,9 @@ from ops_table.row import Case
 from torch import Tensor
 
 import tigon
+from tigon.kernels import HAS_TRITON
 from tigon.ops.experts import launches, moe_mlp, routing
 from tigon.ops.experts.options import Expert
-from tigon.runtime import HAS_TRITON
 
 
 def weights_of(E: int, D: int, inner: int, dtype=torch.float32) -> tuple[Tensor, Tensor]:

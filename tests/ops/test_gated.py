@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon.kernels import HAS_TRITON
 from tigon.ops.gated import gated_unit
 from tigon.ops.gated_linear import gated_linear
-from tigon.runtime import HAS_TRITON
 
 ACTS = {
     "silu": (lambda g, u: tigon.swiglu(g, u), lambda g, u: F.silu(g) * u),

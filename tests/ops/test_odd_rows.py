@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 import tigon
+from tigon.kernels import HAS_TRITON, INTERPRET, jit, tl, uneven
+from tigon.kernels import rows as row_module
+from tigon.kernels.tiles.edges import aligned, edges, split
 from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.reference import rows_reference
 from tigon.ops.shard_statistics import columns, shard_statistics
-from tigon.runtime import HAS_TRITON, INTERPRET, jit, tl, uneven
-from tigon.runtime import rows as row_module
-from tigon.tiles.edges import aligned, edges, split
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 

@@ -6,13 +6,13 @@ from numerics import check
 from ops_table.divergence import JSD, KL_DIV, TVD
 
 import tigon
+from tigon.kernels import parts as parts_module
+from tigon.kernels import rows as row_module
+from tigon.kernels import summed_in_parts
 from tigon.ops.cross_entropy import cross_entropy_rows
 from tigon.ops.cross_entropy import launches as of_cross_entropy
 from tigon.ops.cross_entropy.reference import rows_reference
 from tigon.ops.logprob import logprob_reference
-from tigon.runtime import parts as parts_module
-from tigon.runtime import rows as row_module
-from tigon.runtime import summed_in_parts
 
 PART, ROWS = 256, 4
 INF, NAN, LEAST = float("inf"), float("nan"), torch.finfo(torch.float32).min

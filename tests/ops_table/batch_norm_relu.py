@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_table.row import Bad, Case, Op
-from tigon.ops.batch_norm_relu import batch_norm_relu, batch_norm_relu_reference
+from tigon.rank.kernels.batch_norm_relu import batch_norm_relu, batch_norm_relu_reference
 
 
 def _make(shape, dtype, generator, behind=0, mean=0.0):

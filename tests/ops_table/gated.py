@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 import tigon
 from ops_table.row import Bad, Case, Inputs, Op, randn
-from tigon.linear.gated_mlp import gated_mlp, gated_mlp_reference
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import GELU, gated_reference
 from tigon.ops.gated_linear import gated_linear, gated_linear_reference
 from tigon.ops.gated_residual import gated_residual_reference
+from tigon.ops.linear.gated_mlp import gated_mlp, gated_mlp_reference
 from tigon.ops.relu2 import relu2_reference
 
 

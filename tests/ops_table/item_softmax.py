@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ops_table.row import Bad, Case, Op, randn
-from tigon.losses.over_items import item_softmax, item_softmax_reference
+from tigon.retrieve.training.over_items import item_softmax, item_softmax_reference
 
 
 def _make(shape, dtype, generator, bias=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ops_table.row import Bad, Case, Op, randn
-from tigon.ops.outer_softmax import outer_softmax, outer_softmax_reference
+from tigon.rank.kernels.outer_softmax import outer_softmax, outer_softmax_reference
 
 
 def _make(shape, dtype, generator, around=0.0, spread=1.0):

@@ -19,7 +19,7 @@ from ops_table.distillation import _EVERY_OPTION as _OF_DISTILLATION
 from ops_table.distillation import _TEACHER, DISTILL, DISTILL_TOPK
 from ops_table.logprob import GRPO, LINEAR_LOGPROB
 from ops_table.row import Case, Op
-from tigon.linear.vocabulary_parallel import Arriving, Shards
+from tigon.losses.head.vocabulary_parallel import Arriving, Shards
 
 DEVICES = 4
 

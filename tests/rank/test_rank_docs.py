@@ -14,8 +14,8 @@ NAMES = [(module, name) for module in (rank.losses, rank.metrics) for name in mo
 
 
 def test_the_page_on_tables_lists_fields_and_endings():
+    from tigon.data.formats import COMPRESSED, FORMATS
     from tigon.rank.fields import KINDS
-    from tigon.tables.formats import COMPRESSED, FORMATS
 
     text = (PAGE.parent / "data.md").read_text()
     assert set(re.findall(r"^\| `([A-Z]\w+)", text, re.MULTILINE)) == set(KINDS)
@@ -25,7 +25,7 @@ def test_the_page_on_tables_lists_fields_and_endings():
 
 def test_the_page_on_fitting_names_what_the_library_has():
     pytest.importorskip("accelerate")
-    from tigon.cli.rank.fitting import WRITTEN
+    from tigon.rank.cli.fitting import WRITTEN
     from tigon.rank.fitting import LOSSES
 
     text = (PAGE.parent / "fit.md").read_text()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 pa = pytest.importorskip("pyarrow")
 
+from tigon.data.values import BadValue  # noqa: E402
 from tigon.rank import Batch, Id, Ids, Impressions, Number, Ragged, Roles, Schema, Text, Time  # noqa: E402
 from tigon.rank.labels import Label  # noqa: E402
-from tigon.tables.values import BadValue  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCHEMA = Schema(

@@ -8,8 +8,8 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 
 from tigon.cli.problem import Problem
-from tigon.cli.rank.inspect_data import inspect_data
 from tigon.rank import Impressions, Schema
+from tigon.rank.cli.inspect_data import inspect_data
 from tigon.rank.summary import summary
 
 INTER = """user_id:token\titem_id:token\trating:float\ttimestamp:float

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from requests_made import SCHEMA, batch, chosen, of_request, randomly
 
+from tigon.kernels import use_backend
 from tigon.rank.fields import Id
 from tigon.rank.ranker import Ranker
 from tigon.rank.schema import Schema
 from tigon.rank.sequence.model import THETA, LiGR
-from tigon.runtime import use_backend
 
 HISTORIES, CANDIDATES = [4, 0, 7, 1], [3, 2, 1, 5]
 

@@ -11,14 +11,14 @@ from requests_made import SCHEMA, batch, of_request, randomly
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tigon import rank
-from tigon.ops.batch_norm_relu import batch_norm_relu
+from tigon.kernels import use_backend
+from tigon.kernels.dispatch import meta_as_gpu
 from tigon.rank.compress_tables import compared, sizes
 from tigon.rank.features import aligned, towers
 from tigon.rank.features.cross import CrossLayers
 from tigon.rank.fields import Id, Ids, Number, Text, Time
+from tigon.rank.kernels.batch_norm_relu import batch_norm_relu
 from tigon.rank.schema import Schema
-from tigon.runtime import use_backend
-from tigon.runtime.dispatch import meta_as_gpu
 
 QR = SCHEMA.replace(
     {"hashed": Id(hash_rows=5, hash="qr", side="row"), "wide": Id(hash_rows=7, dim=4, side="context"), "note": Text()}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tigon
-from tigon.ops.filtered_topk import coded as launches_coded
-from tigon.ops.filtered_topk import plan
 from tigon.retrieve import Index, coded, plan_memory
+from tigon.retrieve.scan import coded as launches_coded
+from tigon.retrieve.scan import plan
 
 D = 24
 

@@ -329,7 +329,7 @@ def test_times_of_every_unit_are_read(unit):
 )  # fmt: skip
 def test_a_column_of_times_that_is_described_holds_them(times, unit):
     pa = pytest.importorskip("pyarrow")
-    from tigon.cli.retrieve import describe
+    from tigon.retrieve.cli import describe
 
     values = np.array(times, "datetime64[us]")
     column = describe._times(pa.chunked_array([pa.array(values)]), describe.TIMES)
@@ -339,7 +339,7 @@ def test_a_column_of_times_that_is_described_holds_them(times, unit):
 
 def test_times_that_no_column_holds_are_left_out():
     pa = pytest.importorskip("pyarrow")
-    from tigon.cli.retrieve import describe
+    from tigon.retrieve.cli import describe
 
     for value, reason in ((18448479763309, "290,000 years"), (2**40, "outside the years 1 to 9999")):
         column = pa.chunked_array([pa.array([0, value], pa.timestamp("s"))])

@@ -251,7 +251,7 @@ def test_of_a_frame_that_fails_only_those_fail_that_fail_alone(monkeypatch):
 
 
 def test_what_a_front_knows_of_the_operator_is_so():
-    from tigon.ops.filtered_topk import MOST
+    from tigon.retrieve.scan import MOST
 
     assert application.MOST_K == MOST
     assert searching.KEPT >= application.MOST_FILTERS

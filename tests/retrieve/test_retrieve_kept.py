@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tigon.ops.filtered_topk import RowBits
 from tigon.retrieve import Category, Index, Number, Schema, col, kept, rates, searching
+from tigon.retrieve.scan import RowBits
 
 DIM = 8
 FILTERS = ["kind == 'a'", "kind == 'b' and price <= 50", "price is null", "not kind == 'a' or price > 90", "price < 0"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from numerics import check
 
-from tigon.losses.over_items import own
 from tigon.retrieve import (
     FrequencyEstimator,
     Negatives,
@@ -17,6 +16,7 @@ from tigon.retrieve import (
     sampled_softmax,
     similarity_softmax,
 )  # fmt: skip
+from tigon.retrieve.training.over_items import own
 
 
 def slow_in_batch(query, positive, ids, log_q, scale, allowed=None):

@@ -556,7 +556,7 @@ def test_without_the_extra_the_command_names_it(monkeypatch):
     import importlib.util
 
     from tigon.cli import Problem
-    from tigon.cli.retrieve.serve import serve
+    from tigon.retrieve.cli.serve import serve
 
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -590,8 +590,8 @@ class Encoders:
 
 def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monkeypatch, capsys):
     from tigon.cli import Problem
-    from tigon.cli.retrieve.serve import serve
     from tigon.retrieve import Retriever
+    from tigon.retrieve.cli.serve import serve
     from tigon.retrieve.serve import running
 
     torch.manual_seed(0)
@@ -637,7 +637,7 @@ def test_a_retriever_is_served_with_the_encoder_that_is_imported(tmp_path, monke
 
 def test_options_that_are_wrong(tmp_path, monkeypatch):
     from tigon.cli import Problem
-    from tigon.cli.retrieve.serve import serve
+    from tigon.retrieve.cli.serve import serve
 
     made().save(tmp_path / "index")
     monkeypatch.delenv("TIGON_API_KEY", raising=False)

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tigon.ops.filtered_topk import sign
 from tigon.retrieve import Category, Index, Schema, coded, plan_memory
+from tigon.retrieve.scan import sign
 
 D = 24
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from studies.clicks.data import LABEL, TRAIN, Clicks, Rows
 from studies.clicks.methods import columns, fuxictr_model
 from tigon import rank
-from tigon.optim import RowAdagrad
+from tigon.kernels import cdiv
 from tigon.rank.optimizing import groups
-from tigon.runtime import cdiv
+from tigon.training import RowAdagrad
 
 
 class Sizes(NamedTuple):

@@ -296,7 +296,7 @@ def _serve() -> int:
         import liger_kernel.transformers.monkey_patch  # noqa: F401
     import transformers.modeling_utils  # noqa: F401
 
-    import tigon.fusion.model  # noqa: F401
+    import tigon.fusion.engine.model  # noqa: F401
 
     text = sys.stdin.read()
     if not text:  # nothing is wanted any more

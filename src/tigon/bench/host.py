@@ -21,7 +21,7 @@ from torch import Tensor
 from tigon.bench.cases import Implementation, Op
 from tigon.bench.inputs import Shape
 from tigon.bench.runner import choose, one_line, run_once, synchronize
-from tigon.runtime import jit, launch, tl, use_triton
+from tigon.kernels import jit, launch, tl, use_triton
 
 FLOOR = "floor"
 # Share of a batch's time that the device may still need when its last call is issued.

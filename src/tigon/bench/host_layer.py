@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tigon.bench.host import HELD_UP, HostRow, HostSettings, Timed, take_turns
 from tigon.bench.runner import one_line
 from tigon.bench.training import SIDES, build
-from tigon.runtime import use_triton
+from tigon.kernels import use_triton
 
 LAYER = "layer"
 LAYERS = 8

@@ -157,7 +157,7 @@ def _serve() -> int:
     """The child: imports, waits for one request, and writes its rows to a file."""
     import transformers.modeling_utils  # noqa: F401
 
-    import tigon.fusion.model  # noqa: F401
+    import tigon.fusion.engine.model  # noqa: F401
 
     line = sys.stdin.readline()
     if not line:  # the parent needs nothing more

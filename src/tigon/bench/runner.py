@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tigon.bench.cases import Implementation, Op
 from tigon.bench.inputs import TOLERANCE, Expected, Inputs, Shape
-from tigon.runtime.dispatch import use_triton
+from tigon.kernels.dispatch import use_triton
 
 # For longer calls a cold cache does not matter, and do_bench's warm-up calls would cost minutes.
 LONG_MS = 20.0

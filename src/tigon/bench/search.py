@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tigon.bench import report
 from tigon.bench.runner import Ceilings, Settings, free, measure_ceilings, one_line, peak_mib, time_ms
-from tigon.ops.filtered_topk import RowFilter, filtered_topk
+from tigon.retrieve.scan import RowFilter, filtered_topk
 
 # Rows of scores that a check holds at once, and queries that it compares.
 CHECKED_ROWS, CHECKED = 1 << 20, 16

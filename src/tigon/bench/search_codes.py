@@ -19,12 +19,12 @@ from torch import Tensor
 
 from tigon.bench.runner import Ceilings, Settings, free, one_line, peak_mib, time_ms
 from tigon.bench.search import CHECKED, CHECKED_ROWS, Items, SearchRow, expected, milliseconds_of_graph
-from tigon.ops.filtered_topk import CodedItems, encode_items, filtered_topk
-from tigon.ops.filtered_topk.coded import _coded_topk
-from tigon.ops.filtered_topk.plan import CODED_TERMS, coded_plan_of
-from tigon.ops.filtered_topk.sign import candidates_of, pays, projection_of
-from tigon.runtime import device as facts
-from tigon.runtime import use_triton
+from tigon.kernels import device as facts
+from tigon.kernels import use_triton
+from tigon.retrieve.scan import CodedItems, encode_items, filtered_topk
+from tigon.retrieve.scan.coded import _coded_topk
+from tigon.retrieve.scan.plan import CODED_TERMS, coded_plan_of
+from tigon.retrieve.scan.sign import candidates_of, pays, projection_of
 
 CLUSTER, SPREAD, LENGTHS = 1000, 0.6, 0.1
 # Signs of the searches that are timed for every number of queries.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tigon.bench.clocks import Clocks
 from tigon.bench.kernels import profile_step, recorded
-from tigon.memory.checkpointing import checkpoint_activations
+from tigon.fusion.memory.checkpointing import checkpoint_activations
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

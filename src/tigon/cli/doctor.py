@@ -98,7 +98,7 @@ def _compiler() -> dict[str, Any]:
 def _paths() -> list[dict[str, Any]]:
     import torch
 
-    from tigon import runtime
+    from tigon import kernels as runtime
     from tigon.bench.cases import OPS
     from tigon.bench.inputs import DTYPES
 

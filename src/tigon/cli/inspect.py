@@ -14,9 +14,15 @@ from tigon.cli.options import QUANTIZE, RECOMPUTE
 from tigon.cli.problem import Problem, needs
 
 if TYPE_CHECKING:
-    from tigon.memory.estimate import StepMemory
+    from tigon.fusion.memory.estimate import StepMemory
 
-OPTIMIZERS = ("adamw", "adamw-fp32", "adamw-8bit", "sgd-momentum", "sgd")  # tigon.memory.estimate's, which needs torch
+OPTIMIZERS = (
+    "adamw",
+    "adamw-fp32",
+    "adamw-8bit",
+    "sgd-momentum",
+    "sgd",
+)  # tigon.fusion.memory.estimate's, which needs torch
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
 BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
@@ -103,7 +109,7 @@ def inspect(
         lora_targets, quantize or quantized_to(source.config), attention, gpus, lora_dropout,
         found_adapters,
     )  # fmt: skip
-    from tigon.memory.estimate import CannotEstimate
+    from tigon.fusion.memory.estimate import CannotEstimate
 
     console = screen(quiet=json)
     if why is not None:
@@ -188,7 +194,7 @@ def _table(sides: dict[str, StepMemory]) -> Any:
     from rich.text import Text
 
     from tigon.cli.memory import gib
-    from tigon.memory.estimate import PARTS
+    from tigon.fusion.memory.estimate import PARTS
 
     table = Table(title="Memory of a GPU at the peak of the step", title_justify="left")
     table.add_column("")

@@ -16,7 +16,7 @@ from tigon.cli.problem import Problem, one_line
 if TYPE_CHECKING:
     from tigon.cli.adapters import Adapters
     from tigon.cli.model import Source
-    from tigon.memory.estimate import StepMemory
+    from tigon.fusion.memory.estimate import StepMemory
 
 GIB = 2**30
 # GiB that the drivers report, by the makers' names of the cards, in the order in which messages list them.
@@ -76,7 +76,7 @@ class Sides:
 
         from tigon.cli.adapters import adapted, new_adapters
         from tigon.cli.model import attention_options, frozen_dtype, random_model
-        from tigon.memory.checkpointing import checkpoint_activations
+        from tigon.fusion.memory.checkpointing import checkpoint_activations
 
         self.setup = setup
         weights = torch.bfloat16 if setup.precision == "bf16-pure" or setup.gpus > 1 else torch.float32
@@ -105,10 +105,10 @@ class Sides:
         self.fusion: Any = None
 
     def memory(self) -> StepMemory:
-        """The memory of a step of the model as it is now. Raises tigon.memory.estimate.CannotEstimate."""
+        """The memory of a step of the model as it is now. Raises tigon.fusion.memory.estimate.CannotEstimate."""
         import torch
 
-        from tigon.memory.estimate import step_memory
+        from tigon.fusion.memory.estimate import step_memory
 
         setup = self.setup
         ids = torch.zeros(setup.batch_size, setup.seq_len, dtype=torch.long, device="meta")
@@ -226,7 +226,7 @@ def standing(source: Source, setup: Setup, copies: int = 1) -> float:
     The configuration suffices to count these bytes: the model is not built.
     """
     sides = Sides(source, setup)
-    from tigon.memory.estimate import OPTIMIZERS
+    from tigon.fusion.memory.estimate import OPTIMIZERS
 
     trained = [p for p in sides.model.parameters() if p.requires_grad]
     weights = sum(p.numel() * p.element_size() for p in sides.model.parameters())
@@ -249,7 +249,7 @@ def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) ->
     batch size needs counts.
     """
     from tigon.cli.model import quantized_to
-    from tigon.memory.estimate import CannotEstimate
+    from tigon.fusion.memory.estimate import CannotEstimate
 
     kind = options.parallel.partition("=")[0]
     gpus = 1 if kind == "ddp" else processes

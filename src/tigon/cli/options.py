@@ -22,7 +22,7 @@ DEVICES = ("auto", "cpu", "cuda")
 TASKS = ("sft", "dpo", "grpo", "rank")
 CALIBRATE = ("platt", "isotonic", "none")
 QUANTIZE = ("nf4", "fp4", "int8")
-# Repeats tigon.memory.recompute.LEVELS, whose import needs torch.
+# Repeats tigon.fusion.memory.recompute.LEVELS, whose import needs torch.
 RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")
 PARALLEL = ("ddp", "fsdp", "hsdp", "hpz", "tp", "zero3")
 SHARDED = ("fsdp", "hsdp")  # those that train adapters too

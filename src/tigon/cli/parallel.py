@@ -3,7 +3,7 @@
 ddp     each process has the whole model
 fsdp    weights, gradients and optimizer sharded over all processes (FSDP2, a group for each layer)
 hsdp    sharded inside a host or a group of N neighbours, with a copy in each such group
-hpz     as fsdp, with a second shard of the weights inside a host or N neighbours (tigon.distributed.hpz)
+hpz     as fsdp, with a second shard of the weights inside a host or N neighbours (tigon.training.hpz)
 tp=N    products split over N neighbours, and each part of the weights sharded over such groups
 zero3   DeepSpeed's ZeRO-3
 """
@@ -90,7 +90,7 @@ class Layout:
     def check(self, model: Any) -> None:
         """Raise a Problem for a model that cannot be spread like this, before anything is written, deleted or sent."""
         if self.kind == "tp":
-            from tigon.distributed.tp import check_heads, tensor_parallel_plan
+            from tigon.training.tp import check_heads, tensor_parallel_plan
 
             try:
                 tensor_parallel_plan(model)
@@ -111,7 +111,7 @@ class Layout:
             mesh = init_device_mesh(device.type, (across, self.group), mesh_dim_names=("dp_replicate", "dp_shard"))
             options["mesh"] = mesh
         elif self.kind == "tp":
-            from tigon.distributed.tp import tensor_parallel
+            from tigon.training.tp import tensor_parallel
 
             mesh = init_device_mesh(device.type, (across, self.group), mesh_dim_names=("dp_shard", "tp"))
             tensor_parallel(model, mesh["tp"])
@@ -125,7 +125,7 @@ class Layout:
 
 
 def _spread_hpz(model: nn.Module, mesh: DeviceMesh, group: int, options: dict[str, Any]) -> DeviceMesh:
-    from tigon.distributed.hpz import apply_hpz
+    from tigon.training.hpz import apply_hpz
 
     try:
         apply_hpz(model, mesh, group, units=_layers(model), **options)

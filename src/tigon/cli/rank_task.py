@@ -18,10 +18,10 @@ from tigon.cli.folder import move_in, record
 from tigon.cli.model import Source, with_adapters
 from tigon.cli.options import TrainOptions
 from tigon.cli.problem import Problem, one_line
-from tigon.cli.rank.shared import as_options
 from tigon.cli.tasks import TaskTrainer
 from tigon.cli.trainer import Checkpointed
 from tigon.rank.chance import find_doubts
+from tigon.rank.cli.shared import as_options
 from tigon.rank.metrics import auc, log_loss
 from tigon.rank.prompt.distil import check_teacher
 from tigon.rank.prompt.model import PromptRanker, default_prefix_len
@@ -236,7 +236,7 @@ class RankTask(TaskTrainer):
         return trainer
 
     def fuse(self, trainer: Any, shared_prefix: bool | None, **options: Any) -> Any:
-        from tigon.fusion.model import fuse
+        from tigon.fusion.engine.model import fuse
 
         if self.run.plain:  # which leaves out all of Tigon but what a batch of shared prefixes needs
             parts = ("head", "norms", "mlp", "rotary", "experts", "adapters", "projections")

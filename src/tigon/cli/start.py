@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from tigon.cli.model import stored_form
-from tigon.runtime import why_not_triton
+from tigon.kernels import why_not_triton
 
 if TYPE_CHECKING:
     from tigon.cli.options import TrainOptions

@@ -135,7 +135,7 @@ def _no_kernels(ids: Any, dtype: torch.dtype) -> str | None:
     """Why no Triton kernel ran on the device of ids; None where they did."""
     import torch
 
-    from tigon.runtime import use_triton, why_not_triton
+    from tigon.kernels import use_triton, why_not_triton
 
     sample = torch.empty(1, dtype=dtype, device=ids.device)
     return None if use_triton(sample) else why_not_triton(sample) or "the interpreter serves only when it is forced"

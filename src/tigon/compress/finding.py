@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.compress.layers import SplitLinear
-from tigon.fusion.patch import is_hooked
-from tigon.fusion.probe import linear_widths
+from tigon.fusion.engine.patch import is_hooked
+from tigon.fusion.engine.probe import linear_widths
 from tigon.ops.acts import ACTS
 
 ROWS = 16  # of each layer's input and result, which tell the formula

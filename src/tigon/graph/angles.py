@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tigon.kernels import check_tensors
 from tigon.losses.options import check_positive
-from tigon.runtime import check_tensors
 
 
 def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:

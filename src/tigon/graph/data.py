@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.files import read_arrays, read_tensors
 from tigon.graph.g2r import check_features, edges_of
-from tigon.runtime import check_tensors
+from tigon.kernels import check_tensors
 
 NAMES = ("x", "edge_index", "y", "train", "val", "test")
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from tigon.files import DamagedFileError, load_state, read_json, read_tensors
+from tigon.kernels import check_tensors
 from tigon.losses.coding import RowGroups, coding_rate
 from tigon.losses.options import check_choice, check_positive
 from tigon.manifest import check_manifest, write_manifest
-from tigon.runtime import check_tensors
 
 __all__ = ["G2R", "groups_of"]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tigon.graph.data import Graph
+from tigon.kernels import check_tensors
 from tigon.losses.options import check_positive
-from tigon.runtime import check_tensors
 
 
 def probe(z: Tensor, graph: Graph, *, c: float = 1.0) -> dict[str, float]:

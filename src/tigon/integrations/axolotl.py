@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError(f"tigon.integrations.axolotl needs Axolotl, pip install axolotl: {error}.") from None
 
-from tigon.fusion.model import Fusion, fuse
+from tigon.fusion.engine.model import Fusion, fuse
 
 PARTS = ("head", "norms", "mlp", "rotary", "experts", "adapters", "projections")
 MEMORY = ("recompute", "offload")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tigon.fusion.model import Fusion, fuse
-from tigon.fusion.report import Report
+from tigon.fusion.engine.model import Fusion, fuse
+from tigon.fusion.engine.report import Report
 
 try:
     from lightning.pytorch.callbacks import Callback

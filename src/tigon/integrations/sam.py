@@ -14,8 +14,8 @@ import types
 from typing import Any
 
 from tigon.install import install
-from tigon.optim.micro_batch_sam import checked, refuse_fsdp1
-from tigon.optim.passes import two_passes
+from tigon.training.micro_batch_sam import checked, refuse_fsdp1
+from tigon.training.passes import two_passes
 
 try:
     from transformers import TrainerCallback
@@ -28,7 +28,7 @@ class MicroBatchSAMCallback(TrainerCallback):
 
     Args:
         trainer: whose `training_step` is put in two passes from the beginning of training to its end, on this instance.
-        rho, adaptive, eta: of `tigon.optim.MicroBatchSAM`.
+        rho, adaptive, eta: of `tigon.training.MicroBatchSAM`.
     Raises: TypeError for what is no trainer, one that generates its own batches in training_step (GRPO, RLOO), and a
         model under DeepSpeed or FSDP1; ValueError for a rho or an eta that is negative or not finite.
 

@@ -29,8 +29,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.fusion.model import fuse
-from tigon.linear.head import Head
+from tigon.fusion.engine.model import fuse
+from tigon.losses.head.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 
 try:

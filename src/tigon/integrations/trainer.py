@@ -11,11 +11,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from tigon.fusion.model import Fusion, fuse
-from tigon.fusion.report import Report
+from tigon.fusion.engine.model import Fusion, fuse
+from tigon.fusion.engine.report import Report
+from tigon.fusion.parts.head import HEAD
 from tigon.install import install
 from tigon.integrations.trl.logprobs import loss_is_left_to_trl
-from tigon.parts.head import HEAD
 
 try:
     from transformers import TrainerCallback

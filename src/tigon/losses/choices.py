@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.linear.head import Head, check_head, head_of
+from tigon.kernels import can_look, check_tensors
+from tigon.losses.head.head import Head, check_head, head_of
 from tigon.ops.cross_entropy import Reduction, check_options
 from tigon.ops.targets import CHECKS, checked_target
-from tigon.runtime import can_look, check_tensors
 
 # The target of a row that does not count, as in torch.
 IGNORED = -100

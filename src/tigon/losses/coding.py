@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import can_look, check_tensors, first_order, next_power_of_2
+from tigon.kernels.dispatch import torch_is_forced
 from tigon.losses.options import check_positive
-from tigon.runtime import can_look, check_tensors, first_order, next_power_of_2
-from tigon.runtime.dispatch import torch_is_forced
 
 # Bytes of the rows, Gram matrices and gradients that are in memory for one piece of a size.
 PIECE_BYTES = 2**28

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunk, Chunks, Gradients, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
-from tigon.linear.head import Head, Projection, check_head, head_of
-from tigon.linear.upstream import scaled_gradients
-from tigon.linear.vocabulary_parallel import Shards, shards_of
-from tigon.linear.walk import Walk
+from tigon.kernels import differentiable, differentiable_directly, first_order, launcher, way_back
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_budget, nan_if_more, scalar, spared_by_one_chunk
+from tigon.losses.head.head import Head, Projection, check_head, head_of
+from tigon.losses.head.upstream import scaled_gradients
+from tigon.losses.head.vocabulary_parallel import Shards, shards_of
+from tigon.losses.head.walk import Walk
 from tigon.ops.cross_entropy import (
     Reduction,
     check_options,
@@ -28,9 +28,9 @@ from tigon.ops.cross_entropy import (
     inverse_divisor,
 )
 from tigon.ops.cross_entropy.launches import gradient_rows
+from tigon.ops.linear import weight_gradient
 from tigon.ops.shard_statistics import IGNORED, merge_cross_entropy
 from tigon.ops.targets import checked_target
-from tigon.runtime import differentiable, differentiable_directly, first_order, launcher, way_back
 
 
 class MainGrad(NamedTuple):

@@ -17,11 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunk, Chunks, Gradients, chunk_budget, chunk_rows, nan_if_more
-from tigon.linear.head import Head, Projection, check_head, class_blocks, empty_logits, head_of
-from tigon.linear.vocabulary_parallel import Shards, adapter_of, is_sharded, shards_of
-from tigon.linear.walk import Walk
+from tigon.kernels import (
+    can_look,
+    differentiable,
+    differentiable_directly,
+    graph_is_kept,
+    is_traced,
+    launcher,
+    use_triton,
+)
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_budget, chunk_rows, nan_if_more
+from tigon.losses.head.head import Head, Projection, check_head, class_blocks, empty_logits, head_of
+from tigon.losses.head.vocabulary_parallel import Shards, adapter_of, is_sharded, shards_of
+from tigon.losses.head.walk import Walk
+from tigon.ops.linear import weight_gradient
 from tigon.ops.logprob import (
     LogProb,
     check_transform,
@@ -31,15 +40,6 @@ from tigon.ops.logprob import (
 )
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
 from tigon.ops.targets import checked_target
-from tigon.runtime import (
-    can_look,
-    differentiable,
-    differentiable_directly,
-    graph_is_kept,
-    is_traced,
-    launcher,
-    use_triton,
-)
 
 
 def linear_logprob(

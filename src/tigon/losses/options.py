@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tigon.linear.head import Head
-from tigon.linear.walk import Walk
-from tigon.runtime import unknown_keyword
+from tigon.kernels import unknown_keyword
+from tigon.losses.head.head import Head
+from tigon.losses.head.walk import Walk
 
 
 def check_choice(name: str, argument: str, value: Any, choices: Sequence[Any]) -> None:

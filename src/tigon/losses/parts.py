@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tigon.linear.chunks import Chunks
 from tigon.losses.family import ALONE, BATCH
+from tigon.losses.head.chunks import Chunks
 
 
 @dataclass

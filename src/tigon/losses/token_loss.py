@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunk, Chunks, Gradients, chunk_budget, spared_by_one_chunk
-from tigon.linear.head import Head, Hidden, Projection, check_head, empty_logits, head_of
-from tigon.linear.upstream import scaled_gradients
-from tigon.linear.vocabulary_parallel import Shards, shards_of
-from tigon.linear.walk import Walk
+from tigon.kernels import can_look, differentiable, differentiable_directly, launcher, use_triton
 from tigon.losses.family import ALONE, Family, Part, Whole, family_of
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_budget, spared_by_one_chunk
+from tigon.losses.head.head import Head, Hidden, Projection, check_head, empty_logits, head_of
+from tigon.losses.head.upstream import scaled_gradients
+from tigon.losses.head.vocabulary_parallel import Shards, shards_of
+from tigon.losses.head.walk import Walk
 from tigon.losses.parts import Rows, split
+from tigon.ops.linear import weight_gradient
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
 from tigon.ops.targets import checked_target
-from tigon.runtime import can_look, differentiable, differentiable_directly, launcher, use_triton
 
 # ----------------------------------------------------------------------------------------------------------- public
 

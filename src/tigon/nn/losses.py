@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Generic, Literal, SupportsInt, TypeVar
 import torch
 from torch import Tensor
 
-from tigon.linear.head import Head, Hidden
-from tigon.linear.walk import Walk
 from tigon.losses.distillation import Distill, DistillTopK, TopK, distill, distill_topk
+from tigon.losses.head.head import Head, Hidden
+from tigon.losses.head.walk import Walk
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.options import check_choice, check_positive, check_share
 from tigon.losses.policy import GRPO, RLOO, Rollout, grpo, rloo

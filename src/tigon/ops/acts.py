@@ -2,7 +2,7 @@
 
 Read by the gated units, `gated_linear`, `gated_mlp`, `moe_mlp`, what `tigon.fuse` recognises and runs, the layers for
 Hugging Face `kernels`, Liger's names, the benchmark and the tests. To add an activation, write its tile function beside
-the others in `tigon/tiles/act.py`, add a row here and its name to `Act`.
+the others in `tigon/kernels/tiles/act.py`, add a row here and its name to `Act`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.tiles import act as tiles
+from tigon.kernels.tiles import act as tiles
 
 Act = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "sigmoid"]
 

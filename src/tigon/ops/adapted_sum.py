@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
+from tigon.kernels import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
 
 
 def adapted_sum(residual: Tensor, y: Tensor, t: Tensor, b: Tensor, scale: float) -> Tensor:

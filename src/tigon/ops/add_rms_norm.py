@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels import differentiable, empty_rows, in_order, launcher, use_triton
 from tigon.ops.rms_norm import (
     Cast,
     _check,
@@ -22,7 +23,6 @@ from tigon.ops.rms_norm import (
     default_eps,
     rms_norm_reference,
 )
-from tigon.runtime import differentiable, empty_rows, in_order, launcher, use_triton
 
 
 def add_rms_norm(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, jit, launch, tl, use_triton
+from tigon.kernels import cdiv, jit, launch, tl, use_triton
 
 # A Triton kernel has a fixed list of pointers. Eight pointers cover the six factors of an attention layer's q, k and v.
 MOST = 8  # tensors of one launch

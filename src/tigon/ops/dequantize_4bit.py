@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, jit, launch, launcher, tl, use_triton
+from tigon.kernels import cdiv, jit, launch, launcher, tl, use_triton
 
 
 # eq=False: weights are compared by identity, as `==` of tensors is a tensor.

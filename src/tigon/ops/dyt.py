@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import shares, sum_rows
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     check_tensors,
@@ -28,7 +27,8 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
-from tigon.tiles.tanh import tanh
+from tigon.kernels.tiles.tanh import tanh
+from tigon.ops.sum_rows import shares, sum_rows
 
 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.targets import CHECKS
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     can_look,
     cdiv,
@@ -30,7 +29,8 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
-from tigon.tiles.ids import key_of_id
+from tigon.kernels.tiles.ids import key_of_id
+from tigon.ops.targets import CHECKS
 
 # It bounds how long the program of one row of dW runs: longer runs are cut into pieces of it.
 PIECE = 64  # tokens

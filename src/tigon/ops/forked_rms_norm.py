@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels import applied, first_order, is_traced, use_triton
 from tigon.ops.rms_norm import Cast, _check, _rms_norm_bwd, _rms_norm_fwd, default_eps, rms_norm
-from tigon.runtime import applied, first_order, is_traced, use_triton
 
 
 def forked_rms_norm(

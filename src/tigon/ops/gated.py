@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tigon.ops.acts import ACTS, Act, checked_act
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     differentiable,
@@ -26,6 +25,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.ops.acts import ACTS, Act, checked_act
 
 # torch's word for the variant, and the row of `tigon.ops.acts` that computes it.
 GELU = {"tanh": "gelu_tanh", "none": "gelu"}

@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.acts import Act, checked_act
-from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
-from tigon.runtime import (
+from tigon.kernels import (
     autocast_device,
     autocast_dtype,
     check_tensors,
@@ -33,6 +31,8 @@ from tigon.runtime import (
     unknown_keyword,
     use_triton,
 )
+from tigon.ops.acts import Act, checked_act
+from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 
 
 def gated_linear(

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.gated import laid_out, unit_of
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     check_tensors,
@@ -24,6 +23,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.ops.gated import laid_out, unit_of
 
 
 def gated_residual(x: Tensor | None, gate: Tensor, f: Tensor) -> Tensor:

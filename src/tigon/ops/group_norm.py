@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import sum_rows
-from tigon.runtime import (
+from tigon.kernels import (
     cdiv,
     check_tensors,
     differentiable,
@@ -31,6 +30,7 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
+from tigon.ops.sum_rows import sum_rows
 
 
 def group_norm(

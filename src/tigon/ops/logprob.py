@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.targets import checked_target
-from tigon.runtime import (
+from tigon.kernels import (
     Parts,
     Plan,
     cdiv,
@@ -35,11 +34,12 @@ from tigon.runtime import (
     uneven,
     use_triton,
 )
-from tigon.tiles.cap import cap
-from tigon.tiles.constants import LN2
-from tigon.tiles.edges import aligned, edges, split
-from tigon.tiles.moments import moments_of_parts, row_moments
-from tigon.tiles.parts import part_of_row
+from tigon.kernels.tiles.cap import cap
+from tigon.kernels.tiles.constants import LN2
+from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.moments import moments_of_parts, row_moments
+from tigon.kernels.tiles.parts import part_of_row
+from tigon.ops.targets import checked_target
 
 
 class LogProb(NamedTuple):
@@ -242,7 +242,7 @@ def _logprob_fwd_kernel(
 ):  # fmt: skip
     """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2.
 
-    EDGES, here and below: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it.
+    EDGES, here and below: rows begin or end between 16-byte boundaries, as `tigon.kernels.tiles.edges` has it.
     """
     row = tl.program_id(0).to(tl.int64)
     # int64 for the row's offset, int32 for columns: a single row stays below 2**31 elements.
@@ -271,7 +271,7 @@ def _logprob_parts_kernel(
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Few wide rows: one program a part of a row, as `tigon.runtime.parts` cuts it. partial: (M, 4, P)."""
+    """Few wide rows: one program a part of a row, as `tigon.kernels.parts` cuts it. partial: (M, 4, P)."""
     row, start, columns = part_of_row(P, width, V)
     # An ignored row's moments stay unwritten: nobody reads them.
     if tl.load(target_ptr + row) == ignore_index:

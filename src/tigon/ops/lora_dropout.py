@@ -28,8 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import sum_rows
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     do_not_specialize,
@@ -40,6 +39,7 @@ from tigon.runtime import (
     next_power_of_2,
     tl,
 )
+from tigon.ops.sum_rows import sum_rows
 
 # Thresholds are numbers of 16 bits, as the random fields are. 32 bits an element would give p more digits, and double
 # the integer arithmetic, which bounds the kernels.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     check_tensors,

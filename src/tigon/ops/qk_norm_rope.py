@@ -14,22 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tigon.ops.rms_norm import CASTS, Cast
-from tigon.ops.rope import (
-    DEFAULT,
-    HOMES,
-    NEIGHBOURS,
-    Rope,
-    angle_strides,
-    check_rotary,
-    far_apart,
-    like,
-    rope_reference,
-    unit_stride,
-    unit_strides_alike,
-)
-from tigon.ops.sum_rows import sum_rows
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     check_tensors,
@@ -45,7 +30,22 @@ from tigon.runtime import (
     unknown_keyword,
     use_triton,
 )
-from tigon.tiles.pairs import load_pairs, store_pairs, turn
+from tigon.kernels.tiles.pairs import load_pairs, store_pairs, turn
+from tigon.ops.rms_norm import CASTS, Cast
+from tigon.ops.rope import (
+    DEFAULT,
+    HOMES,
+    NEIGHBOURS,
+    Rope,
+    angle_strides,
+    check_rotary,
+    far_apart,
+    like,
+    rope_reference,
+    unit_stride,
+    unit_strides_alike,
+)
+from tigon.ops.sum_rows import sum_rows
 
 
 def qk_norm_rope(

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tigon.kernels import check_tensors, launcher, use_triton
 from tigon.ops.embedding_bag import embedding_bag_reference
 from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
 from tigon.ops.embedding_bag.launches import bag_sums, bags_of
-from tigon.runtime import check_tensors, launcher, use_triton
 
 LARGEST = 65504.0  # of fp16
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels import differentiable, launcher, use_triton
 from tigon.ops.gated import _gated_bwd_kernel, _gated_fwd_kernel, launch_gated
-from tigon.runtime import differentiable, launcher, use_triton
 
 
 def relu2(x: Tensor, *, multiplier: float = 1.0) -> Tensor:

@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from tigon.ops.sum_rows import shares, spread, sum_rows
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     check_no_shape,
@@ -34,7 +33,8 @@ from tigon.runtime import (
     tl,
     use_triton,
 )
-from tigon.tiles.reduce import sum2
+from tigon.kernels.tiles.reduce import sum2
+from tigon.ops.sum_rows import shares, spread, sum_rows
 
 Cast = Literal["llama", "gemma", "none"]
 CASTS = get_args(Cast)

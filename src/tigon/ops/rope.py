@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     differentiable,
@@ -30,7 +30,7 @@ from tigon.runtime import (
     unknown_keyword,
     use_triton,
 )
-from tigon.tiles.pairs import load_pairs, store_pairs, turn
+from tigon.kernels.tiles.pairs import load_pairs, store_pairs, turn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,15 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, uneven, use_triton
+from tigon.kernels.tiles.cap import cap
+from tigon.kernels.tiles.constants import LN2, LOWEST
+from tigon.kernels.tiles.loss import row_loss
+from tigon.kernels.tiles.moments import row_moments
 from tigon.ops.cross_entropy.kernels import HEAD
 from tigon.ops.cross_entropy.launches import _cache_sized
 from tigon.ops.cross_entropy.reference import _cap_reference
 from tigon.ops.logprob import _units
-from tigon.runtime import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, uneven, use_triton
-from tigon.tiles.cap import cap
-from tigon.tiles.constants import LN2, LOWEST
-from tigon.tiles.loss import row_loss
-from tigon.tiles.moments import row_moments
 
 # Labels of a device count from its own first class. Negative ones mean: another device's class, an ignored target, a
 # target out of range.
@@ -120,7 +120,7 @@ def _shard_statistics_kernel(
     SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, IGNORED: tl.constexpr, EDGES: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
+    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.kernels.tiles.edges` has it."""
     # int64: row times the stride of logits may pass 2**31. Columns stay int32.
     row = tl.program_id(0).to(tl.int64)
     # Three numbers, and one for each further sum that is wanted: what is sent is as small as the call allows.
@@ -326,7 +326,7 @@ def merge_cross_entropy(
         return
     if not use_triton(parts):
         merged = _merge_reference(parts, labels, k, False, label_smoothing != 0.0)
-        # `tigon.tiles.loss.row_loss` in PyTorch, without weights.
+        # `tigon.kernels.tiles.loss.row_loss` in PyTorch, without weights.
         unit = 1.0 if softcap else scale
         log_sum = merged.log2_sum * LN_2
         found = (merged.top - merged.of_target) * unit + log_sum

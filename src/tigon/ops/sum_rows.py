@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.runtime import Plan, cdiv, jit, launch, multiprocessors, next_power_of_2, tl
+from tigon.kernels import Plan, cdiv, jit, launch, multiprocessors, next_power_of_2, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 

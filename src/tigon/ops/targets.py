@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from tigon.runtime import can_look
+from tigon.kernels import can_look
 
 CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
 

@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tigon.data.arrow import hashes, keys, kinds_agree, numbers, times
+from tigon.data.values import BadValue
 from tigon.rank.ragged import Ragged
-from tigon.tables.arrow import hashes, keys, kinds_agree, numbers, times
-from tigon.tables.values import BadValue
 
 Side = Literal["context", "item", "row", "action"]
 Scale = Literal["quantile", "log", "none"]

@@ -48,7 +48,7 @@ class FitOptions:
             that have one, such as `rank.LiGR`.
         lr: peak of the learning rate; None: 3e-3, less for `rank.LiGR` above a width of 64.
         weight_decay: of the weights of linear layers.
-        table_optimizer: of tables of embeddings, "adamw" as of the rest, or "row-adagrad" for `tigon.optim.RowAdagrad`:
+        table_optimizer: of tables of embeddings, "adamw" as of the rest, or "row-adagrad" for `tigon.training.RowAdagrad`:
             a step then touches the rows in its batch alone. For rankers with such tables, as `rank.LiRank`.
         table_lr: peak of the rate of "row-adagrad", which falls with `lr`.
         warmup: the share of the run in which the rate rises to `lr`.

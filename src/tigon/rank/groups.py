@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import can_look, check_tensors
 from tigon.ops.targets import CHECKS
-from tigon.runtime import can_look, check_tensors
 
 
 class Groups(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.data.arrow import nearest
 from tigon.rank.batch import Batch
 from tigon.rank.held import Held
 from tigon.rank.infer import fitted
@@ -18,7 +19,6 @@ from tigon.rank.reading import hold
 from tigon.rank.schema import Schema
 from tigon.rank.splitting import By, held_out
 from tigon.rank.tables import Tables
-from tigon.tables.arrow import nearest
 
 
 class Source(NamedTuple):

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from tigon.data.arrow import keys
+from tigon.data.values import BadValue, Ints
 from tigon.rank.fields import Field, Id, Ids, Number, Side, Text, Time
 from tigon.rank.labels import Label
 from tigon.rank.schema import Roles, Schema
 from tigon.rank.tables import ACTIONS, NAME, SPOKEN, Tables
-from tigon.tables.arrow import keys
-from tigon.tables.values import BadValue, Ints
 
 # Integers with at most so many values are classes, not amounts.
 FEW = 32
@@ -23,7 +23,7 @@ MANY = 1_000_000
 # Spaces in an average string from which it is a text.
 SPACES = 3.0
 ID_ENDINGS = ("id", "_code", "_type", "category", "class")
-# What `tigon.tables.libsvm` calls one-hot fields.
+# What `tigon.data.libsvm` calls one-hot fields.
 ONE_HOT = re.compile(r"field_\d+")
 # What pandas calls the index of a DataFrame in parquet, in csv, and where it has read such a csv.
 INDEX = re.compile(r"__index_level_\d+__||Unnamed: \d+")

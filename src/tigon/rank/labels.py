@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.tables.arrow import is_numeric, keys, numbers
-from tigon.tables.values import BadValue
+from tigon.data.arrow import is_numeric, keys, numbers
+from tigon.data.values import BadValue
 
 COMPARED = re.compile(r"^\s*(?:([\w.-]+)\s*=\s*(?!=))?\s*([\w.-]+)\s*(>=|<=|==|!=|>|<)\s*(\S.*?)\s*$")
 RENAMED = re.compile(r"^\s*([\w.-]+)\s*=\s*([\w.-]+)\s*$")

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tigon.data.arrow import kinds_agree
 from tigon.rank.schema import Schema
 from tigon.rank.tables import Tables
-from tigon.tables.arrow import kinds_agree
 
 
 class Shown(NamedTuple):

@@ -34,10 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tigon.kernels import can_look
 from tigon.ops.cross_entropy import REDUCTIONS, Reduction
 from tigon.ops.targets import CHECKS
 from tigon.rank.groups import Groups, discounts, grouped
-from tigon.runtime import can_look
 
 __all__ = ["approx_ndcg", "bce", "lambda_loss", "pairwise", "softmax"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.optim.row_adagrad import RowAdagrad
 from tigon.rank.evaluating import better
+from tigon.training.row_adagrad import RowAdagrad
 
 TABLE_OPTIMIZERS = ("adamw", "row-adagrad")
 SCHEDULES = ("cosine", "linear", "constant", "plateau")

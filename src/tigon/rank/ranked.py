@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import check_tensors
 from tigon.rank.groups import Groups, grouped
-from tigon.runtime import check_tensors
 
 
 class Ranked(NamedTuple):

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.arrow import is_numeric, kinds_agree, numbers
+from tigon.data.values import BadValue, Ints
 from tigon.rank.crossed import crossed
 from tigon.rank.fields import Cross, Field, Id, Time
 from tigon.rank.held import Held, Stored
@@ -15,8 +17,6 @@ from tigon.rank.history import ordered, windows
 from tigon.rank.labels import Label
 from tigon.rank.schema import Roles, Schema
 from tigon.rank.tables import NAME, SPOKEN, Tables
-from tigon.tables.arrow import is_numeric, kinds_agree, numbers
-from tigon.tables.values import BadValue, Ints
 
 # What `Time` takes to be of the next smaller unit, in microseconds.
 LATEST = 10**17

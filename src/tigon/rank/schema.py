@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tigon.data.arrow import nearest
 from tigon.files import parse_json, read_json
 from tigon.rank.fields import KINDS, Cross, Field, Id, Number, Time
 from tigon.rank.labels import Label
-from tigon.tables.arrow import nearest
 
 # What columns are usually called, the likeliest first.
 USUAL: dict[str, tuple[str, ...]] = {

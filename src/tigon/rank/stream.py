@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.arrow import kinds_agree
+from tigon.data.lazily import ParquetColumns
 from tigon.rank.batch import Batch
 from tigon.rank.held import Held
 from tigon.rank.impressions import Impressions, Source
@@ -31,8 +33,6 @@ from tigon.rank.reading import earliest, hold, requests_of, times_of
 from tigon.rank.schema import Schema
 from tigon.rank.splitting import By, held_out
 from tigon.rank.tables import OWN, Tables
-from tigon.tables.arrow import kinds_agree
-from tigon.tables.lazily import ParquetColumns
 
 NAME = "rank.Stream"
 MIB = 1 << 20

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tigon.data.arrow import arrow_columns, keys, nearest
+from tigon.data.formats import read
+from tigon.data.lazily import ParquetColumns
+from tigon.data.recbole import beside
+from tigon.data.values import BadValue
 from tigon.rank.fields import Field
 from tigon.rank.labels import Label
 from tigon.rank.schema import USUAL, Roles, Schema
-from tigon.tables.arrow import arrow_columns, keys, nearest
-from tigon.tables.formats import read
-from tigon.tables.lazily import ParquetColumns
-from tigon.tables.recbole import beside
-from tigon.tables.values import BadValue
 
 NAME = "rank.Impressions"
 Columns = Mapping[str, Any]

@@ -1,5 +1,4 @@
 # The public names of tigon.retrieve: the one place that declares them (see tigon/lazy.py).
-from tigon.losses.over_items import item_softmax as item_softmax
 from tigon.retrieve import clusters as clusters
 from tigon.retrieve import metrics as metrics
 from tigon.retrieve import negatives as negatives
@@ -32,5 +31,6 @@ from tigon.retrieve.searching import Explanation as Explanation
 from tigon.retrieve.sharded import ShardedIndex as ShardedIndex
 from tigon.retrieve.text import parse as parse
 from tigon.retrieve.towers import TwoTowers as TwoTowers
+from tigon.retrieve.training.over_items import item_softmax as item_softmax
 from tigon.retrieve.where import Expression as Expression
 from tigon.retrieve.where import col as col

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tigon.runtime import check_tensors
-from tigon.tables.values import describe, shorten
+from tigon.data.values import describe, shorten
+from tigon.kernels import check_tensors
 
 
 def as_int(value: Any) -> int | None:

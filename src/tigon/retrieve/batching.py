@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import MOST as MOST_K
+from tigon.data.values import shorten
 from tigon.retrieve import searching
 from tigon.retrieve.arguments import as_number, read_int
 from tigon.retrieve.fork import Forkable
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index, Where
-from tigon.tables.values import shorten
+from tigon.retrieve.scan import MOST as MOST_K
 
 
 class Overloaded(RuntimeError):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import CodedItems, filtered_topk
-from tigon.ops.filtered_topk.codes import signs_of
-from tigon.ops.filtered_topk.sign import GROUP_BYTES, check_bits, projection_of
-from tigon.ops.filtered_topk.signed import MOST_CANDIDATES
 from tigon.retrieve import searching
 from tigon.retrieve.arguments import read_int, read_ints
+from tigon.retrieve.scan import CodedItems, filtered_topk
+from tigon.retrieve.scan.codes import signs_of
+from tigon.retrieve.scan.sign import GROUP_BYTES, check_bits, projection_of
+from tigon.retrieve.scan.signed import MOST_CANDIDATES
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

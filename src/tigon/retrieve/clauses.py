@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from itertools import product
 from typing import NamedTuple
 
-from tigon.ops.filtered_topk.filters import Literal, RowFilter
 from tigon.retrieve.columns import Coded, Ranges, Tags, common, is_within, joined, without
+from tigon.retrieve.scan.filters import Literal, RowFilter
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.where import All, Comparison, Either, Expression, Not
 

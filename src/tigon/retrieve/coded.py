@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import CodedItems, encode_items
-from tigon.ops.filtered_topk.codes import signs_of
-from tigon.ops.filtered_topk.sign import check_bits, projection_of
-from tigon.tables.values import shorten
+from tigon.data.values import shorten
+from tigon.retrieve.scan import CodedItems, encode_items
+from tigon.retrieve.scan.codes import signs_of
+from tigon.retrieve.scan.sign import check_bits, projection_of
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from tigon.data.values import BadValue, Ints, Value, as_value, is_writable, read_categories, read_lists, shorten
 from tigon.retrieve.arguments import as_int, as_list
-from tigon.tables.values import BadValue, Ints, Value, as_value, is_writable, read_categories, read_lists, shorten
 
 # Inclusive ranges of codes, in their order, with gaps between them.
 Ranges = tuple[tuple[int, int], ...]

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tigon.data.values import Ints
 from tigon.retrieve.clauses import Clauses, TagTest
 from tigon.retrieve.columns import Category, Ranges, Tags
 from tigon.retrieve.schema import Schema
-from tigon.tables.values import Ints
 
 # Numbers and times are counted by the highest bits of their codes. Of float32 those are sign, exponent and three more.
 BITS = 12

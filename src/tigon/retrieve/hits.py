@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from tigon.data.values import shorten
 from tigon.retrieve.ids import Ids, IntIds, read_ids
 from tigon.retrieve.links import Edge
-from tigon.tables.values import shorten
 
 if TYPE_CHECKING:
     from tigon.retrieve.linking import HitLinks

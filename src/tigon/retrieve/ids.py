@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tigon.data.values import Ints, describe
 from tigon.files import is_encodable
 from tigon.retrieve.arguments import as_int
-from tigon.tables.values import Ints, describe
 
 EMPTY, GONE = -2, -1
 LEAST = 64

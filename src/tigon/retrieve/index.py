@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tigon.data.values import shorten
 from tigon.retrieve import calibrating, coded, gathering, linking, over, searching, storage, writing
 from tigon.retrieve.arguments import read_int, read_path
 from tigon.retrieve.calibrating import Calibration
@@ -29,7 +30,6 @@ from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Compiled, Explanation
 from tigon.retrieve.updates import Rows, Turns, spare_rows
 from tigon.retrieve.where import Expression
-from tigon.tables.values import shorten
 
 Metric = Literal["ip", "cosine", "l2"]
 Where = Expression | str | None

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.values import Ints, Value
 from tigon.files import parse_json
 from tigon.retrieve import disk, writing
 from tigon.retrieve.ids import split_texts
 from tigon.retrieve.writing import Prepared
-from tigon.tables.values import Ints, Value
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

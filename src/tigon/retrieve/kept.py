@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import RowBits, RowFilter
-from tigon.ops.filtered_topk.bits import write_bits
-from tigon.ops.filtered_topk.filters import EVERY
 from tigon.retrieve.fork import Forkable
+from tigon.retrieve.scan import RowBits, RowFilter
+from tigon.retrieve.scan.bits import write_bits
+from tigon.retrieve.scan.filters import EVERY
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

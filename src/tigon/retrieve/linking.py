@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import RowTags
 from tigon.retrieve.columns import Category, Tags
 from tigon.retrieve.links import LinkWeights
+from tigon.retrieve.scan import RowTags
 from tigon.retrieve.sides import Attribute
 from tigon.retrieve.writing import moved
 

@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tigon.data.columns import columns_of
+from tigon.data.values import Ints, Value, shorten
 from tigon.files import parse_json, read_tensors
 from tigon.retrieve import disk
 from tigon.retrieve.arguments import read_int, read_path
@@ -30,8 +32,6 @@ from tigon.retrieve.logistic import fit
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.sides import Attribute, Held, Side, rows_of
 from tigon.retrieve.where import Comparison, Either, Expression
-from tigon.tables.columns import columns_of
-from tigon.tables.values import Ints, Value, shorten
 
 FORMAT = 1
 # Up to so many values of items all are columns of the weights, whatever the queries: one kind of search.

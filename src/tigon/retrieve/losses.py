@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tigon.losses.over_items import check_bias, check_pair, contrast
-from tigon.losses.over_items.own import among, joined, own_contrast
+from tigon.kernels import check_tensors
 from tigon.ops.cross_entropy import check_options
 from tigon.ops.targets import checked_target
 from tigon.retrieve.arguments import as_int, as_number, require_tensors
-from tigon.runtime import check_tensors
+from tigon.retrieve.training.over_items import check_bias, check_pair, contrast
+from tigon.retrieve.training.over_items.own import among, joined, own_contrast
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 # No target has it: every query of a batch counts.

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tigon.data.values import shorten
 from tigon.files import parse_json
 from tigon.retrieve import coded, disk
 from tigon.retrieve.ids import KINDS
 from tigon.retrieve.memory import DTYPES
 from tigon.retrieve.schema import Schema
-from tigon.tables.values import shorten
 
 FORMAT = 3
 MANIFEST, ITEMS = "manifest.json", "items.safetensors"

@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tigon.data.values import shorten
 from tigon.retrieve.arguments import as_number, read_int
 from tigon.retrieve.coded import checked, code_bytes
 from tigon.retrieve.ids import slots_for
 from tigon.retrieve.kept import default_bytes
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.updates import spare_rows
-from tigon.tables.values import shorten
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float8_e4m3fn") if hasattr(torch, name)

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import RowBits, filtered_topk
+from tigon.data.values import describe, shorten
+from tigon.kernels import check_tensors
 from tigon.retrieve.arguments import as_int, as_list, read_int, require_tensors
-from tigon.runtime import check_tensors
-from tigon.tables.values import describe, shorten
+from tigon.retrieve.scan import RowBits, filtered_topk
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

@@ -16,15 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import RowBits
-from tigon.ops.filtered_topk.bits import write_bits
-from tigon.ops.filtered_topk.filters import EVERY, RowFilter
+from tigon.kernels import next_power_of_2
 from tigon.retrieve import metrics, searching
 from tigon.retrieve.arguments import read_int
 from tigon.retrieve.index import Index
+from tigon.retrieve.scan import RowBits
+from tigon.retrieve.scan.bits import write_bits
+from tigon.retrieve.scan.filters import EVERY, RowFilter
 from tigon.retrieve.where import Expression
 from tigon.retrieve.writing import sent
-from tigon.runtime import next_power_of_2
 
 # Rows of one search, at least and at most, and how many queries are searched at once where positives are more.
 LEAST, MOST, PIECE = 16, 2048, 256

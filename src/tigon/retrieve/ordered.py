@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tigon.data.values import BadValue, Ints, Value, as_time, is_missing, read_numbers, read_times, shorten
 from tigon.retrieve.arguments import as_int
 from tigon.retrieve.columns import Coded, Ranges, without
-from tigon.tables.values import BadValue, Ints, Value, as_time, is_missing, read_numbers, read_times, shorten
 
 ORDERED = ("<", "<=", ">", ">=")
 

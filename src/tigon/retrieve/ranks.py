@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.linear.vocabulary_parallel import all_gather, process_group
+from tigon.data.columns import columns_of
+from tigon.losses.head.vocabulary_parallel import all_gather, process_group
 from tigon.ops.targets import CHECKS
 from tigon.retrieve.links import LinkWeights
-from tigon.tables.columns import columns_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist

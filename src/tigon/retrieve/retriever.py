@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tigon.data.values import shorten
 from tigon.files import DamagedFileError, compute_sha256, load_state, read_json, read_tensors
 from tigon.retrieve import disk, searching
 from tigon.retrieve.arguments import as_int, read_path
@@ -18,7 +19,6 @@ from tigon.retrieve.folder_lock import FolderLock
 from tigon.retrieve.hits import Hits
 from tigon.retrieve.index import Index
 from tigon.retrieve.sharded import ShardedIndex
-from tigon.tables.values import shorten
 
 FORMAT = 2
 CONFIG, INDEX = "config.json", "index"

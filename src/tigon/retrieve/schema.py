@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tigon.data.columns import columns_of
+from tigon.data.values import BadValue, Ints, Value, as_value, describe
 from tigon.files import parse_json
 from tigon.retrieve.columns import Category, Coded, Column, Tags, Vocabulary
 from tigon.retrieve.ordered import Number, Timestamp
-from tigon.tables.columns import columns_of
-from tigon.tables.values import BadValue, Ints, Value, as_value, describe
 
 KINDS: dict[str, type[Column]] = {kind.kind: kind for kind in (Category, Tags, Number, Timestamp)}
 WORD = 63

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import CodedItems, RowBits, RowFilter, filtered_topk
-from tigon.ops.filtered_topk.plan import Plan, coded_plan_of, plan_of
-from tigon.ops.filtered_topk.signed import MOST_CANDIDATES, by_signs
+from tigon.data.values import describe, shorten
 from tigon.retrieve import coded, linking
 from tigon.retrieve.arguments import as_int, read_int, read_ints
 from tigon.retrieve.clauses import Clauses, clauses_of, row_filter
 from tigon.retrieve.columns import Coded, Vocabulary
 from tigon.retrieve.memory import dtype_of
 from tigon.retrieve.rates import rates_of
+from tigon.retrieve.scan import CodedItems, RowBits, RowFilter, filtered_topk
+from tigon.retrieve.scan.plan import Plan, coded_plan_of, plan_of
+from tigon.retrieve.scan.signed import MOST_CANDIDATES, by_signs
 from tigon.retrieve.text import parse
 from tigon.retrieve.where import Expression
 from tigon.retrieve.writing import distance_bias, moved, sent
-from tigon.tables.values import describe, shorten
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

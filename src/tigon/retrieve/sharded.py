@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
+from tigon.data.values import Ints
 from tigon.retrieve import coded, linking, searching, sharded_storage, writing
 from tigon.retrieve.arguments import read_int, read_ints, read_path
 from tigon.retrieve.counts import Counts
@@ -29,10 +29,10 @@ from tigon.retrieve.index import Index, Metric, Where
 from tigon.retrieve.links import LinkWeights
 from tigon.retrieve.memory import MemoryPlan, dtype_of, plan_memory
 from tigon.retrieve.ranks import Ranks
+from tigon.retrieve.scan.merge import merged_answers, packed_answer
 from tigon.retrieve.schema import Schema
 from tigon.retrieve.searching import Explanation
 from tigon.retrieve.updates import Rows, spare_rows
-from tigon.tables.values import Ints
 
 if TYPE_CHECKING:
     import torch.distributed as dist

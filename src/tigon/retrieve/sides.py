@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tigon.data.columns import columns_of
+from tigon.data.values import BadValue, Ints, Value, read_categories, read_lists
 from tigon.retrieve.columns import Column, Tags
 from tigon.retrieve.ids import read_ids
-from tigon.tables.columns import columns_of
-from tigon.tables.values import BadValue, Ints, Value, read_categories, read_lists
 
 Attribute = tuple[str, Value]
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.values import Ints
 from tigon.retrieve import coded, disk
 from tigon.retrieve.folder_lock import FolderLock
 from tigon.retrieve.ids import KINDS, StringIds, split_texts
@@ -37,7 +38,6 @@ from tigon.retrieve.manifest import (
     write_manifest,
 )
 from tigon.retrieve.writing import at_rows, distance_bias, put
-from tigon.tables.values import Ints
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

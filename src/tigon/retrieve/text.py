@@ -11,9 +11,9 @@ import io
 import tokenize
 from typing import Any
 
+from tigon.data.values import shorten
 from tigon.files import is_encodable
 from tigon.retrieve.where import All, Comparison, Either, Expression, Named, Not, Scalar, combine
-from tigon.tables.values import shorten
 
 # An operator each that binds closer than comparisons and `not`.
 WORDS = {"has": "@", "has_any": "//", "has_all": "%", "between": "<< ("}

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.kernels.sparse import make_csr_matrix
 from tigon.retrieve.arguments import as_int, as_number, require_tensors
-from tigon.runtime.sparse import make_csr_matrix
 
 
 class TwoTowers(nn.Module):

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tigon.data.values import Ints
 from tigon.retrieve.fork import Forkable
-from tigon.tables.values import Ints
 
 # What capacity is short of the rows there are, so that items can be replaced in a full index: in pieces of as many.
 SPARE = 4096

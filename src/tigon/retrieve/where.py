@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from tigon.data.values import describe, is_missing
 from tigon.retrieve.arguments import as_list
-from tigon.tables.values import describe, is_missing
 
 Scalar = str | int | float
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.values import Ints, Value
 from tigon.retrieve import coded
 from tigon.retrieve.ids import KINDS, last_of_each, read_ids
 from tigon.retrieve.memory import spoken_bytes
 from tigon.retrieve.schema import named_rows
 from tigon.retrieve.updates import spare_rows, words_of
-from tigon.tables.values import Ints, Value
 
 if TYPE_CHECKING:
     from tigon.retrieve.index import Index

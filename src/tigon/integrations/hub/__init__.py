@@ -18,14 +18,14 @@ from typing import Any
 
 from torch import nn
 
-from tigon.fusion.probe import signature_of
-from tigon.fusion.reasons import Reason
+from tigon.fusion.engine.probe import signature_of
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.parts.mlp import Gated, recognize_mlp
+from tigon.fusion.parts.norm import recognize_norm
+from tigon.fusion.parts.norm_formula import Norm
+from tigon.fusion.parts.rotary_formula import Rotary, Turn, recognize_rotary
 from tigon.install import install
 from tigon.integrations.hub.layers import LAYERS
-from tigon.parts.mlp import Gated, recognize_mlp
-from tigon.parts.norm import recognize_norm
-from tigon.parts.norm_formula import Norm
-from tigon.parts.rotary_formula import Rotary, Turn, recognize_rotary
 
 REPOSITORY = Path(__file__).parent
 

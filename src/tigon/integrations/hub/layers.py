@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.fusion.patch import transformed
-from tigon.logits.recipe import DTYPES
+from tigon.fusion.engine.patch import transformed
+from tigon.fusion.logits.recipe import DTYPES
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import gated_unit, swiglu
 from tigon.ops.rms_norm import rms_norm

@@ -28,9 +28,9 @@ from typing import Any
 
 from torch import nn
 
-from tigon.fusion.model import Fusion
-from tigon.fusion.model import fuse as fuse_model
-from tigon.fusion.report import Report, Row
+from tigon.fusion.engine.model import Fusion
+from tigon.fusion.engine.model import fuse as fuse_model
+from tigon.fusion.engine.report import Report, Row
 from tigon.integrations.trl.distillation import DIVERGENCE, replace_divergence, replace_jsd
 from tigon.integrations.trl.logprobs import replace_projection, whole_logits_of
 from tigon.integrations.trl.odds_ratio import replace_odds_ratio

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.fusion.logits.split import is_split
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone
-from tigon.linear.head import Head
-from tigon.logits.split import is_split
 from tigon.losses.distillation import Distill, distill
+from tigon.losses.head.head import Head
 from tigon.losses.linear_logprob import linear_logprob
 
 DIVERGENCE = "_chunked_divergence_loss"

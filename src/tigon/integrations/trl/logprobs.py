@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.patch import Bound
+from tigon.fusion.engine.patch import Bound
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone, global_names
-from tigon.linear.head import Head
-from tigon.linear.walk import Walk
+from tigon.losses.head.head import Head
+from tigon.losses.head.walk import Walk
 from tigon.losses.linear_logprob import linear_logprob
 
 ARGUMENTS = {

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.fusion.logits.split import is_split
 from tigon.integrations.trl.swap import Side, Swaps
-from tigon.linear.head import Head
-from tigon.logits.split import is_split
+from tigon.losses.head.head import Head
 from tigon.losses.linear_logprob import linear_logprob
 from tigon.losses.preference import ORPO, orpo
 

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.fusion.shared_prefix.attention import ARGUMENT, Around, all_rows
+from tigon.fusion.shared_prefix.batch import SharedPrefixBatch
 from tigon.integrations.trl.swap import Swaps, clone, global_names, trls_own
-from tigon.shared_prefix.attention import ARGUMENT, Around, all_rows
-from tigon.shared_prefix.batch import SharedPrefixBatch
 
 Share = Literal["auto"] | bool
 LEAST_SHARE = 0.25  # of the tokens, that "auto" wants to be tokens of prompts

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.clones import rebuilt
-from tigon.fusion.ledger import Ledger
-from tigon.fusion.report import Row
-from tigon.linear.head import Head, Hidden
-from tigon.logits.lazy import LazyLogits
-from tigon.logits.split import is_split
+from tigon.fusion.engine.clones import rebuilt
+from tigon.fusion.engine.ledger import Ledger
+from tigon.fusion.engine.report import Row
+from tigon.fusion.logits.lazy import LazyLogits
+from tigon.fusion.logits.split import is_split
+from tigon.losses.head.head import Head, Hidden
 
 
 class Swaps:

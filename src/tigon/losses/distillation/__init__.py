@@ -25,18 +25,18 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tigon.linear.chunks import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
-from tigon.linear.head import Head, Hidden, check_head, head_of, logit_bytes, logits_dtype_of
-from tigon.linear.vocabulary_parallel import Shards, shards_of
-from tigon.linear.walk import Walk
+from tigon.kernels import can_look
 from tigon.losses.distillation.formula import Rest, Transform, kind_of
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference
 from tigon.losses.distillation.rows import TopK
 from tigon.losses.distillation.walk import Call, classes_of, distilled, distilled_over_shards
+from tigon.losses.head.chunks import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
+from tigon.losses.head.head import Head, Hidden, check_head, head_of, logit_bytes, logits_dtype_of
+from tigon.losses.head.vocabulary_parallel import Shards, shards_of
+from tigon.losses.head.walk import Walk
 from tigon.losses.options import check_choice, check_positive, check_share
 from tigon.ops.shard_statistics import IGNORED
 from tigon.ops.targets import checked_target
-from tigon.runtime import can_look
 
 __all__ = ["Distill", "DistillTopK", "TopK", "distill", "distill_reference", "distill_topk", "distill_topk_reference"]
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from tigon.kernels import launch, next_power_of_2
 from tigon.losses.distillation.formula import Formula, Hard
-from tigon.runtime import launch, next_power_of_2
 
 
 class TopK(NamedTuple):

@@ -1,7 +1,7 @@
 """What the kernels of distillation are made of, whether a device has all classes of a row (`whole`) or some (`split`).
 
 Kernels take logarithms to the base 2: k = log2(e) / temperature turns differences of logits into them. The formulas are
-those of tigon.tiles.divergence. Functions are inlined, so sharing them changes no instruction. Kernels are not shared:
+those of tigon.kernels.tiles.divergence. Functions are inlined, so sharing them changes no instruction. Kernels are not shared:
 one that stops for an exchange between devices has other numbers in registers than one that goes on.
 
 HARD is `formula.Hard`: 0 without cross entropy; 1 with cross entropy at temperature 1, which shares the softmax of the
@@ -10,12 +10,12 @@ soft loss; 2 with cross entropy beside a soft loss at another temperature, which
 
 from __future__ import annotations
 
+from tigon.kernels import jit, tl
+from tigon.kernels.tiles.cap import cap
+from tigon.kernels.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.kernels.tiles.divergence import sides
+from tigon.kernels.tiles.fold import fold
 from tigon.losses.distillation import formula
-from tigon.runtime import jit, tl
-from tigon.tiles.cap import cap
-from tigon.tiles.constants import LN2, LOG2E, LOWEST
-from tigon.tiles.divergence import sides
-from tigon.tiles.fold import fold
 
 # Smaller norms are raised to this one, as in torch.nn.functional.cosine_similarity.
 LEAST_NORM = tl.constexpr(1e-8)

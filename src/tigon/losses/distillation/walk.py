@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunk, Chunks, Gradients
-from tigon.linear.head import Projection, empty_logits, logit_bytes
-from tigon.linear.upstream import scaled_gradients
-from tigon.linear.vocabulary_parallel import Shards
+from tigon.kernels import differentiable, differentiable_directly, launcher
 from tigon.losses.distillation.formula import Formula, Kind, Rest, Transform, Weights
 from tigon.losses.distillation.rows import Classes, Rows, TopK
 from tigon.losses.distillation.split import Split
 from tigon.losses.distillation.whole import Whole
-from tigon.runtime import differentiable, differentiable_directly, launcher
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients
+from tigon.losses.head.head import Projection, empty_logits, logit_bytes
+from tigon.losses.head.upstream import scaled_gradients
+from tigon.losses.head.vocabulary_parallel import Shards
+from tigon.ops.linear import weight_gradient
 
 
 class Call(NamedTuple):

@@ -27,8 +27,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tigon.linear.head import Head
-from tigon.linear.walk import Walk
+from tigon.losses.head.head import Head
+from tigon.losses.head.walk import Walk
 from tigon.losses.options import misplaced
 from tigon.losses.policy.batch import Objective, policy_loss
 from tigon.losses.policy.options import GRPO, LOSS_TYPES, MODES, RLOO, Rollout, Sampler, rollout_of

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.linear.head import Head, Hidden
-from tigon.linear.walk import Walk
+from tigon.losses.head.head import Head, Hidden
+from tigon.losses.head.walk import Walk
 from tigon.losses.policy.family import COUNTED, Numbers, Policy, Sides, Words
 from tigon.losses.policy.options import GRPO, RLOO, Rollout, Sampler
 from tigon.losses.token_loss import token_loss

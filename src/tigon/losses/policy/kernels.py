@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
 from tigon.losses.family import Whole
-from tigon.runtime import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
 
 # The sums of a sequence, one column each.
 COUNT, LOSS, ENTROPY, KL, BONUS, LOW, HIGH, PHI, RATIO, LEAST, MOST = (tl.constexpr(i) for i in range(11))

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from tigon.linear.head import Hidden
+from tigon.losses.head.head import Hidden
 from tigon.losses.options import check_choice
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.linear.head import Head, Hidden, head_of
+from tigon.losses.head.head import Head, Hidden, head_of
 from tigon.losses.policy.options import GRPO, Rollout, Sampler, rollout_of
 from tigon.ops.logprob import logprob_reference
 

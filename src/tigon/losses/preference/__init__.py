@@ -29,10 +29,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tigon.linear.chunks import scalar
-from tigon.linear.head import Head, Hidden
-from tigon.linear.walk import Walk
 from tigon.losses.family import Nothing, Term
+from tigon.losses.head.chunks import scalar
+from tigon.losses.head.head import Head, Hidden
+from tigon.losses.head.walk import Walk
 from tigon.losses.options import misplaced
 from tigon.losses.preference.families import (
     AVERAGED,

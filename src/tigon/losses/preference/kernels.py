@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
 from tigon.losses.family import Whole
-from tigon.runtime import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
 
 # The terms of a pair, one column each: those of `PAIR_METRICS`, three that differ by family, the loss, the counts.
 COLUMNS = 14

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from tigon.linear.head import Hidden
+from tigon.losses.head.head import Hidden
 from tigon.losses.options import check_choice, check_positive, check_share, check_smoothing
 from tigon.losses.preference.families import DPO_LOSSES, CPOType, Divergence, DPOType, KTOType
 

@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple, get_args, overload
 import torch
 from torch import Tensor
 
+from tigon.kernels import check_tensors, use_triton
 from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.launches import loss_and_details as _loss_and_details
 from tigon.ops.cross_entropy.launches import loss_of_logits as _loss_of_logits
 from tigon.ops.cross_entropy.reference import cross_entropy_reference, loss_and_z_reference
 from tigon.ops.targets import checked_target
-from tigon.runtime import check_tensors, use_triton
 
 __all__ = [
     "CrossEntropyDetails",

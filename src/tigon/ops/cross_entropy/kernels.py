@@ -5,11 +5,11 @@ Options that a call does not use cost nothing: the compiler drops their branches
 
 from __future__ import annotations
 
-from tigon.runtime import do_not_specialize, jit, tl
-from tigon.tiles.cap import cap
-from tigon.tiles.constants import LN2, LOG2E, LOWEST
-from tigon.tiles.edges import aligned, edges, split
-from tigon.tiles.loss import row_loss
+from tigon.kernels import do_not_specialize, jit, tl
+from tigon.kernels.tiles.cap import cap
+from tigon.kernels.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.loss import row_loss
 
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
 # fp32 numbers at the head of the statistics, which the reduction leaves for the backward pass. 16 bytes keep the rows
@@ -226,7 +226,7 @@ def _cross_entropy_fwd_kernel(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
+    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.kernels.tiles.edges` has it."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)

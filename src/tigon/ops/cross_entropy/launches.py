@@ -7,16 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.cross_entropy.kernels import (
-    _cross_entropy_bwd_kernel,
-    _cross_entropy_fwd_kernel,
-    _cross_entropy_grad_kernel,
-    _cross_entropy_narrow_fwd_kernel,
-    _reduce_kernel,
-)
-from tigon.ops.cross_entropy.parts import launch_parts
-from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     differentiable,
@@ -30,6 +21,15 @@ from tigon.runtime import (
     uneven,
     use_triton,
 )
+from tigon.ops.cross_entropy.kernels import (
+    _cross_entropy_bwd_kernel,
+    _cross_entropy_fwd_kernel,
+    _cross_entropy_grad_kernel,
+    _cross_entropy_narrow_fwd_kernel,
+    _reduce_kernel,
+)
+from tigon.ops.cross_entropy.parts import launch_parts
+from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 
 NARROW = 512  # classes up to which several rows share a program
 ONE_PROGRAM = 65536  # up to so many rows one program takes about as long as a second launch would

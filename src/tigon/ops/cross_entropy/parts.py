@@ -1,4 +1,4 @@
-"""Cross entropy of few wide rows, each in parts for several programs; `tigon.runtime.parts` says when."""
+"""Cross entropy of few wide rows, each in parts for several programs; `tigon.kernels.parts` says when."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels import Parts, do_not_specialize, fold_warps, jit, launch, part_tile, tl
+from tigon.kernels.tiles.constants import LOG2E, LOWEST
+from tigon.kernels.tiles.parts import numbers_of_parts, part_of_row
 from tigon.ops.cross_entropy.kernels import NOWHERE, row_sums, store_ignored, store_row
-from tigon.runtime import Parts, do_not_specialize, fold_warps, jit, launch, part_tile, tl
-from tigon.tiles.constants import LOG2E, LOWEST
-from tigon.tiles.parts import numbers_of_parts, part_of_row
 
 # Numbers of a part: its maximum, Σ exp, Σ w·z, Σ w, the largest logit and its column.
 SUMS = tl.constexpr(6)
@@ -23,7 +23,7 @@ def _cross_entropy_parts_kernel(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Few wide rows: one program a part of a row, as `tigon.runtime.parts` cuts it. partial: (M, SUMS, P)."""
+    """Few wide rows: one program a part of a row, as `tigon.kernels.parts` cuts it. partial: (M, SUMS, P)."""
     row, start, columns = part_of_row(P, width, V)
     # An ignored row's sums stay unwritten: nobody reads them.
     if tl.load(target_ptr + row) == ignore_index:

@@ -21,9 +21,9 @@ from typing import Literal, NoReturn, get_args
 import torch
 from torch import Tensor
 
+from tigon.kernels import unknown_keyword, use_triton
 from tigon.ops.divergence.launches import divergence_rows as _rows
 from tigon.ops.divergence.launches import in_planes
-from tigon.runtime import unknown_keyword, use_triton
 
 __all__ = ["HOMES", "REDUCTIONS", "divergence_reference", "jsd", "kl_div", "tvd"]
 

@@ -6,12 +6,12 @@ temperature turns logits into log2. The slope of the loss with respect to lq is 
 
 from __future__ import annotations
 
+from tigon.kernels import jit, tl
+from tigon.kernels.tiles.constants import LN2, LOWEST
+from tigon.kernels.tiles.divergence import half_sign, sides
+from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.fold import fold
 from tigon.ops.divergence.signs import store_signs
-from tigon.runtime import jit, tl
-from tigon.tiles.constants import LN2, LOWEST
-from tigon.tiles.divergence import half_sign, sides
-from tigon.tiles.edges import aligned, edges, split
-from tigon.tiles.fold import fold
 
 # KL's sums are taken in units of 2⁴⁰, which changes no digit: a lane that has seen nothing but a mask of the least fp32
 # number adds several of them, and ∞ would still be there, as 0 · ∞, when a greater logit leaves the mask no weight.
@@ -281,7 +281,7 @@ def _divergence_fwd_kernel(
     input_ptr, target_ptr, mask_ptr, rows_ptr, stats_ptr, signs_ptr, V, stride_im, stride_tm, beta, k, plane,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.tiles.edges` has it."""
+    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.kernels.tiles.edges` has it."""
     row = tl.program_id(0).to(tl.int64)
     if mask_ptr is not None:
         # One branch for the whole program, before either row is touched.

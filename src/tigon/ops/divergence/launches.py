@@ -7,16 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.divergence.kernels import _divergence_bwd_kernel, _divergence_fwd_kernel
-from tigon.ops.divergence.parts import (
-    STATISTICS,
-    TERMS,
-    _fold_parts_kernel,
-    _part_statistics_kernel,
-    _part_terms_kernel,
-)
-from tigon.ops.divergence.signs import _signed_bwd_kernel
-from tigon.runtime import (
+from tigon.kernels import (
     Parts,
     Plan,
     cdiv,
@@ -31,7 +22,16 @@ from tigon.runtime import (
     summed_in_parts,
     uneven,
 )
-from tigon.tiles.constants import LOG2E
+from tigon.kernels.tiles.constants import LOG2E
+from tigon.ops.divergence.kernels import _divergence_bwd_kernel, _divergence_fwd_kernel
+from tigon.ops.divergence.parts import (
+    STATISTICS,
+    TERMS,
+    _fold_parts_kernel,
+    _part_statistics_kernel,
+    _part_terms_kernel,
+)
+from tigon.ops.divergence.signs import _signed_bwd_kernel
 
 # Warps of a row that has a multiprocessor to itself, at least.
 ALONE = 4

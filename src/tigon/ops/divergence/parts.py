@@ -1,4 +1,4 @@
-"""The kernels of few wide rows, each in parts for several programs; `tigon.runtime.parts` says when.
+"""The kernels of few wide rows, each in parts for several programs; `tigon.kernels.parts` says when.
 
     KL of logits              statistics of each part → the row
     other kinds of logits     statistics of each part → the row's, and each part's terms → the row
@@ -10,6 +10,9 @@ statistics adds up those of its parts by itself, all programs of the row by the 
 
 from __future__ import annotations
 
+from tigon.kernels import do_not_specialize, jit, tl
+from tigon.kernels.tiles.constants import LOWEST
+from tigon.kernels.tiles.parts import numbers_of_parts, part_of_row
 from tigon.ops.divergence.kernels import (
     first_difference,
     kl_of,
@@ -20,9 +23,6 @@ from tigon.ops.divergence.kernels import (
     store_terms,
     terms_of,
 )
-from tigon.runtime import do_not_specialize, jit, tl
-from tigon.tiles.constants import LOWEST
-from tigon.tiles.parts import numbers_of_parts, part_of_row
 
 # Numbers of a part: both maxima and both Σ exp, and KL's Σ e · (b − a). Of terms: their sum, and Σ q · u.
 STATISTICS, TERMS = tl.constexpr(5), tl.constexpr(2)

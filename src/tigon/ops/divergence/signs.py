@@ -5,8 +5,8 @@ A row's bytes are as many as its quarters have columns, a multiple of 16: byte j
 
 from __future__ import annotations
 
-from tigon.runtime import jit, tl
-from tigon.tiles.constants import LN2
+from tigon.kernels import jit, tl
+from tigon.kernels.tiles.constants import LN2
 
 
 @jit

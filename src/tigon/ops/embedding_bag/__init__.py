@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tigon.kernels import check_tensors, differentiable, use_triton
 from tigon.ops.embedding import SORTED
 from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
 from tigon.ops.embedding_bag.launches import embedding_bag_bwd, embedding_bag_factors, embedding_bag_fwd
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
 from tigon.ops.embedding_bag.rows import bag_of_rows, save_bags
-from tigon.runtime import check_tensors, differentiable, use_triton
 
 __all__ = ["embedding_bag", "embedding_bag_reference"]
 
@@ -45,7 +45,7 @@ def embedding_bag(
         field_offsets: (F + 1,) int64, ascending: the table of field f is weight[field_offsets[f]:field_offsets[f + 1]],
             and ids of that field count from its first row.
         grad: of the weight. "dense": (V, D), rows that no bag holds as zeros. "rows": a coalesced torch.sparse_coo
-            tensor of the rows that occur, sorted, for `tigon.optim.RowAdagrad`, or SparseAdam and Adagrad of torch.
+            tensor of the rows that occur, sorted, for `tigon.training.RowAdagrad`, or SparseAdam and Adagrad of torch.
         dtype: of the result, such as autocast's: any float dtype; None: the weight's. The gradient has the weight's.
     Returns: (B, D), with field_offsets (B, F, D), in that dtype.
     Raises: ValueError for shapes, dtypes and options that do not fit. A bag with an id that its table does not have is

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels import can_look
 from tigon.ops.targets import CHECKS
-from tigon.runtime import can_look
 
 
 def check_bags(

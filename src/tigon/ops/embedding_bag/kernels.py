@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tigon.runtime import do_not_specialize, jit, tl
-from tigon.tiles.ids import key_of_id
+from tigon.kernels import do_not_specialize, jit, tl
+from tigon.kernels.tiles.ids import key_of_id
 
 
 @jit

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import Plan, cdiv, launch, launcher, next_power_of_2, rows_of
 from tigon.ops.embedding import sum_by_id
 from tigon.ops.embedding_bag.kernels import (
     _embedding_bag_factors_kernel,
     _embedding_bag_fwd_kernel,
     _embedding_bag_tokens_kernel,
 )
-from tigon.runtime import Plan, cdiv, launch, launcher, next_power_of_2, rows_of
 
 
 class BagTile(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels import differentiable_directly
 from tigon.ops.embedding import SORTED, sorted_ids, sums_of_runs
 from tigon.ops.embedding_bag.launches import bags_of, embedding_bag_factors, embedding_bag_fwd, tokens_of
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
-from tigon.runtime import differentiable_directly
 
 
 class Sorted(NamedTuple):

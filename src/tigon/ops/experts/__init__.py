@@ -23,10 +23,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tigon.ops.experts.launches import _moe_mlp
-from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
-from tigon.ops.experts.reference import moe_mlp_reference
-from tigon.runtime import (
+from tigon.kernels import (
     autocast_device,
     autocast_dtype,
     check_tensors,
@@ -34,6 +31,9 @@ from tigon.runtime import (
     use_triton,
     weight_and_bias,
 )
+from tigon.ops.experts.launches import _moe_mlp
+from tigon.ops.experts.options import DEFAULT, HOMES, Expert, Options
+from tigon.ops.experts.reference import moe_mlp_reference
 
 # The stacked weights of all experts alone, or with their biases.
 Experts = Tensor | tuple[Tensor, Tensor | None]

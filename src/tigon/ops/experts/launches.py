@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.experts.options import Options
-from tigon.ops.experts.products import _rows_kernel, _weight_bwd_kernel
-from tigon.ops.experts.routing import Routing, empty_routing, route, rows_of_a_tile, tiles_at_most
-from tigon.ops.experts.rows import expert_sum, take, token_sum, weight_sum
-from tigon.ops.experts.units import unit, unit_bwd
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     can_describe,
     cdiv,
@@ -26,6 +21,11 @@ from tigon.runtime import (
     rows_of,
     shared_memory,
 )
+from tigon.ops.experts.options import Options
+from tigon.ops.experts.products import _rows_kernel, _weight_bwd_kernel
+from tigon.ops.experts.routing import Routing, empty_routing, route, rows_of_a_tile, tiles_at_most
+from tigon.ops.experts.rows import expert_sum, take, token_sum, weight_sum
+from tigon.ops.experts.units import unit, unit_bwd
 
 # ------------------------------------------------------------------------------------------------------------- tiles
 

@@ -10,7 +10,7 @@ Otherwise, where there is no such engine or rows do not begin at multiples of 16
 
 from __future__ import annotations
 
-from tigon.runtime import do_not_specialize, jit, tl
+from tigon.kernels import do_not_specialize, jit, tl
 
 
 @jit

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl
+from tigon.kernels import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl
 
 LEAST_ROWS = 16  # the fewest rows of a tile: room for the list of tiles is made for that size
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tigon.kernels import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl
 from tigon.ops.experts.routing import Routing
-from tigon.runtime import cdiv, do_not_specialize, jit, launch, next_power_of_2, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from tigon.kernels import cdiv, do_not_specialize, jit, launch, tl
 from tigon.ops.acts import ACTS
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.routing import Routing
-from tigon.runtime import cdiv, do_not_specialize, jit, launch, tl
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 

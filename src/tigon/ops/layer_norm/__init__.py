@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tigon.kernels import check_no_shape, check_tensors, use_triton
 from tigon.ops.layer_norm.launches import norm_of_rows
-from tigon.runtime import check_no_shape, check_tensors, use_triton
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:

@@ -5,8 +5,8 @@ Statistics are (M, 2) fp32, each row's mean and 1/std side by side. Row addresse
 
 from __future__ import annotations
 
-from tigon.runtime import do_not_specialize, jit, tl
-from tigon.tiles.reduce import sum2
+from tigon.kernels import do_not_specialize, jit, tl
+from tigon.kernels.tiles.reduce import sum2
 
 
 @jit

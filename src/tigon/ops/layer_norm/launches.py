@@ -7,17 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.layer_norm.kernels import (
-    _layer_norm_bwd_kernel,
-    _layer_norm_fwd_kernel,
-    _layer_norm_row_bwd_kernel,
-    _layer_norm_row_fwd_kernel,
-    _layer_norm_wide_dw_kernel,
-    _layer_norm_wide_dx_kernel,
-    _layer_norm_wide_fwd_kernel,
-)
-from tigon.ops.sum_rows import shares, spread, sum_rows
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     differentiable,
@@ -28,6 +18,16 @@ from tigon.runtime import (
     row_groups,
     shared_memory,
 )
+from tigon.ops.layer_norm.kernels import (
+    _layer_norm_bwd_kernel,
+    _layer_norm_fwd_kernel,
+    _layer_norm_row_bwd_kernel,
+    _layer_norm_row_fwd_kernel,
+    _layer_norm_wide_dw_kernel,
+    _layer_norm_wide_dx_kernel,
+    _layer_norm_wide_fwd_kernel,
+)
+from tigon.ops.sum_rows import shares, spread, sum_rows
 
 # One program holds a row up to this width; wider rows are read twice, block by block.
 MAX_TILE = 16384

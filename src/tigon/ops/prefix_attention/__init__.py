@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tigon.kernels import autocast_device, autocast_dtype, check_tensors, use_triton
 from tigon.ops.prefix_attention.launches import _prefix_attention, tables_of
 from tigon.ops.prefix_attention.layout import PrefixLayout
 from tigon.ops.prefix_attention.reference import prefix_attention_reference
-from tigon.runtime import autocast_device, autocast_dtype, check_tensors, use_triton
 
 __all__ = ["PrefixLayout", "prefix_attention", "prefix_attention_reference"]
 

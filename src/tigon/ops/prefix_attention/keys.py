@@ -6,8 +6,8 @@ the part of the prefix's own attention and that of the suffixes are one sum, in 
 
 from __future__ import annotations
 
+from tigon.kernels import do_not_specialize, jit, tl
 from tigon.ops.prefix_attention.queries import block_of, scores_of
-from tigon.runtime import do_not_specialize, jit, tl
 
 
 @jit

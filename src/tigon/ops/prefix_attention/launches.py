@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.prefix_attention.keys import _keys_kernel, _single_keys_kernel
-from tigon.ops.prefix_attention.layout import PrefixLayout
-from tigon.ops.prefix_attention.queries import _attend_kernel, _delta_kernel
-from tigon.runtime import (
+from tigon.kernels import (
     Plan,
     cdiv,
     differentiable,
@@ -22,7 +19,10 @@ from tigon.runtime import (
     next_power_of_2,
     shared_memory,
 )
-from tigon.runtime import device as facts
+from tigon.kernels import device as facts
+from tigon.ops.prefix_attention.keys import _keys_kernel, _single_keys_kernel
+from tigon.ops.prefix_attention.layout import PrefixLayout
+from tigon.ops.prefix_attention.queries import _attend_kernel, _delta_kernel
 
 # ------------------------------------------------------------------------------------------------------------ tiles
 

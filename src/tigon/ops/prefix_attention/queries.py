@@ -8,9 +8,9 @@ depends on its own suffix and prefix alone, whatever its neighbours in the tile:
 
 from __future__ import annotations
 
-from tigon.runtime import do_not_specialize, jit, tl
-from tigon.tiles.cap import cap
-from tigon.tiles.constants import LOG2E, LOWEST
+from tigon.kernels import do_not_specialize, jit, tl
+from tigon.kernels.tiles.cap import cap
+from tigon.kernels.tiles.constants import LOG2E, LOWEST
 
 
 @jit

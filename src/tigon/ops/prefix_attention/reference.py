@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tigon.kernels import is_traced
 from tigon.ops.prefix_attention.layout import PrefixLayout
-from tigon.runtime import is_traced
 
 
 def prefix_attention_reference(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tigon.kernels import use_triton
 from tigon.ops.softmax.launches import softmax_of_last as _softmax
-from tigon.runtime import use_triton
 
 __all__ = ["softmax", "softmax_reference"]
 

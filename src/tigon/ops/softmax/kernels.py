@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tigon.runtime import do_not_specialize, jit, tl
-from tigon.tiles.constants import LOG2E, LOWEST
-from tigon.tiles.edges import aligned, edges, split
+from tigon.kernels import do_not_specialize, jit, tl
+from tigon.kernels.tiles.constants import LOG2E, LOWEST
+from tigon.kernels.tiles.edges import aligned, edges, split
 
 
 @jit

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.ops.softmax.kernels import (
-    _softmax_bwd_kernel,
-    _softmax_fwd_kernel,
-    _softmax_wide_bwd_kernel,
-    _softmax_wide_fwd_kernel,
-)
-from tigon.runtime import (
+from tigon.kernels import (
     Parts,
     Plan,
     cdiv,
@@ -27,6 +21,12 @@ from tigon.runtime import (
     rows_of,
     shared_memory,
     uneven,
+)
+from tigon.ops.softmax.kernels import (
+    _softmax_bwd_kernel,
+    _softmax_fwd_kernel,
+    _softmax_wide_bwd_kernel,
+    _softmax_wide_fwd_kernel,
 )
 
 # A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.

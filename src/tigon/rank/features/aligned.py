@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.fusion.patch import is_hooked
-from tigon.ops.relu_gradient import relu_gradient
-from tigon.runtime import applied, cdiv, first_order, is_traced, use_triton
+from tigon.fusion.engine.patch import is_hooked
+from tigon.kernels import applied, cdiv, first_order, is_traced, use_triton
+from tigon.rank.kernels.relu_gradient import relu_gradient
 
 COLUMNS = 8  # numbers of 16 bits in 16 bytes
 # rows · inputs · outputs from which a product saves more than the launches that put zeros beside its weights cost.

@@ -25,10 +25,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.outer_softmax import outer_softmax
+from tigon.data.arrow import nearest
 from tigon.rank.features.cross import CrossLayer
 from tigon.rank.features.towers import Hidden, Normed, check_norm
-from tigon.tables.arrow import nearest
+from tigon.rank.kernels.outer_softmax import outer_softmax
 
 Kind = Literal["mlp", "fm", "dot", "cross", "residual-cross", "gate"]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.crossed_sum import crossed_sum
-from tigon.ops.outer_softmax import outer_softmax
 from tigon.rank.features.aligned import is_plain
+from tigon.rank.kernels.crossed_sum import crossed_sum
+from tigon.rank.kernels.outer_softmax import outer_softmax
 
 Cross = Literal["residual", "dcn", "none"]
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tigon.kernels import use_backend
 from tigon.rank.features.inputs import SIDES
 from tigon.rank.fields import Ids, Number
-from tigon.runtime import use_backend
 
 if TYPE_CHECKING:
     from tigon.rank.features.model import LiRank

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tigon.kernels import autocast_dtype
 from tigon.ops.embedding import embedding
 from tigon.rank.features.tables import Bits, Tables
 from tigon.rank.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.ragged import Ragged
 from tigon.rank.schema import Schema
 from tigon.rank.sequence.tokens import DAY, HOUR, attended, attended_padded
-from tigon.runtime import autocast_dtype
 
 STD = 0.01
 SIDES = ("context", "rows")

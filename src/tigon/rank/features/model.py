@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.patch import is_hooked
+from tigon.fusion.engine.patch import is_hooked
 from tigon.rank.batch import Batch
 from tigon.rank.features import aligned
 from tigon.rank.features.blocks import Block, Blocks, blocks_of
@@ -207,7 +207,7 @@ class LiRank(Ranker):
         return self.inputs.tables()
 
     def table_gradients(self, grad: Grad) -> list[nn.Parameter]:
-        """Choose how gradients of tables come: "rows" for those that occur, as `tigon.optim.RowAdagrad` takes them.
+        """Choose how gradients of tables come: "rows" for those that occur, as `tigon.training.RowAdagrad` takes them.
 
         Args:
             grad: "dense" or "rows".
@@ -279,7 +279,7 @@ def _begun(module: nn.Module) -> None:
 
 
 def _segments(schema: Schema, name: str) -> int:
-    from tigon.tables.arrow import nearest
+    from tigon.data.arrow import nearest
 
     readable = {**schema.context, **schema.items, **schema.rows}
     field = readable.get(name)

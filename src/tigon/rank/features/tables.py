@@ -30,7 +30,7 @@ class Tables(nn.Module):
 
     Attributes:
         weight: (rows of all columns, width), or codes (rows, width) uint8 and scale_offset (rows, 2) fp16.
-        grad: "rows" for gradients of the rows that occur, which `tigon.optim.RowAdagrad` takes.
+        grad: "rows" for gradients of the rows that occur, which `tigon.training.RowAdagrad` takes.
     """
 
     starts: Tensor

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.fusion.patch import is_hooked
-from tigon.ops.batch_norm_relu import batch_norm_relu
+from tigon.fusion.engine.patch import is_hooked
+from tigon.kernels import is_traced, use_triton
 from tigon.ops.gated_residual import gated_residual
-from tigon.ops.row_dot import row_dot
 from tigon.rank.features import aligned
-from tigon.runtime import is_traced, use_triton
+from tigon.rank.kernels.batch_norm_relu import batch_norm_relu
+from tigon.rank.kernels.row_dot import row_dot
 
 Normed = Literal["none", "batch", "layer"]
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tigon.data.arrow import nearest
 from tigon.rank.features.model import LiRank, request_of
 from tigon.rank.features.towers import BatchNorm, Hidden
 from tigon.rank.interacting.reading import factor_of, weights_in
 from tigon.rank.interacting.strengths import Array, Network
 from tigon.rank.scoring import Batched, Drawing, check_schema, evaluating
-from tigon.tables.arrow import nearest
 
 NAME = "mlp_of"
 MOST_ROWS = 100_000

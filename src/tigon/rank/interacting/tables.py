@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.arrow import is_numeric, nearest, numbers
+from tigon.data.values import BadValue
 from tigon.rank.fields import Id, Number
 from tigon.rank.infer import kind_of
 from tigon.rank.interacting.networks import Inputs, Loss, Networks, Training, losses
 from tigon.rank.interacting.strengths import Network
 from tigon.rank.labels import Label
 from tigon.rank.tables import load
-from tigon.tables.arrow import is_numeric, nearest, numbers
-from tigon.tables.values import BadValue
 
 NAME = "fit_mlp"
 HELD = 0.2  # of the rows, to choose the epoch by

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.files import DamagedFileError, read_json
+from tigon.fusion.shared_prefix.batch import fusion_of
 from tigon.losses.choices import IGNORED
 from tigon.manifest import MANIFEST, check_manifest, write_manifest
 from tigon.rank.prompt.calibrate import Calibration, Kind, calibration
@@ -23,7 +24,6 @@ from tigon.rank.prompt.distil import soft_target
 from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, Request, joined, pieces
 from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import FILE, Prompt
-from tigon.shared_prefix.batch import fusion_of
 
 if TYPE_CHECKING:
     from tigon.rank.impressions import Impressions
@@ -286,7 +286,7 @@ class PromptRanker(nn.Module):
         try:
             fusion_of(self.model)
         except ValueError:
-            from tigon.fusion.model import fuse
+            from tigon.fusion.engine.model import fuse
 
             fuse(self.model, shared_prefix=True)
 

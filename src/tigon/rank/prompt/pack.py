@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.fusion.shared_prefix.batch import SharedPrefixBatch
 from tigon.losses.choices import IGNORED
 from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import Prompt
-from tigon.shared_prefix.batch import SharedPrefixBatch
 
 # Stands for the user's turn in a chat template.
 MARK = "\u2402content\u2403"

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.arrow import numbers
+from tigon.data.values import BadValue
 from tigon.rank.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.impressions import Impressions
 from tigon.rank.prompt.pack import Request
@@ -19,8 +21,6 @@ from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import AGO, Prompt, ago
 from tigon.rank.schema import Roles, Schema
 from tigon.rank.tables import Own, Tables, gather, load, own_or_loaded, roles_of, sides
-from tigon.tables.arrow import numbers
-from tigon.tables.values import BadValue
 
 # A column of this name with a task's behind it holds a teacher's score of each row.
 TEACHER = "teacher_"

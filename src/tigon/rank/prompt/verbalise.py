@@ -21,9 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tigon.data.arrow import nearest
 from tigon.files import read_yaml
 from tigon.rank.prompt.task import NAME, Task, is_missing
-from tigon.tables.arrow import nearest
 
 FILE = "prompt.yaml"
 PARTS = ("instruction", "profile", "event", "candidate")

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from tigon.data.arrow import nearest
 from tigon.rank.features.blocks import KINDS
 from tigon.rank.fitting import FitOptions
 from tigon.rank.searching.evolve import Sampler
 from tigon.rank.searching.space import MOST, Space
-from tigon.tables.arrow import nearest
 
 Model = dict[str, Any]
 # Of LiRank's arguments: what the blocks stand in place of, and what else a search passes on.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from tigon.data.arrow import nearest
 from tigon.rank.features.blocks import KINDS, Block
-from tigon.tables.arrow import nearest
 
 Graph = tuple[Block, ...]
 MOST = 7

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.kernels import use_backend
 from tigon.ops.rope import rope
 from tigon.rank.fields import Ids, Number
 from tigon.rank.schema import Schema
-from tigon.runtime import use_backend
 
 if TYPE_CHECKING:
     from tigon.rank.sequence.model import LiGR

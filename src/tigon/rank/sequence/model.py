@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tigon.kernels import autocast_dtype
 from tigon.ops.prefix_attention import PrefixLayout, prefix_attention
 from tigon.ops.rope import rope
 from tigon.rank.batch import Batch
@@ -27,7 +28,6 @@ from tigon.rank.sequence import next_item
 from tigon.rank.sequence.cache import Cache
 from tigon.rank.sequence.layer import LiGRLayer, Norm
 from tigon.rank.sequence.tokens import STD, Tokens, events_of
-from tigon.runtime import autocast_dtype
 
 THETA = 10_000.0
 

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.linear.vocabulary_parallel import Shards
 from tigon.losses.distillation.formula import Formula
 from tigon.losses.distillation.rows import Rows, TopK
 from tigon.losses.distillation.split import gradients, statistics, topk
+from tigon.losses.head.vocabulary_parallel import Shards
 
 
 class Split(NamedTuple):

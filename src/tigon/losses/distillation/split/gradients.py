@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tigon.kernels import do_not_specialize, jit, tl, use_triton
+from tigon.kernels.tiles.constants import LN2
 from tigon.losses.distillation import tiles
 from tigon.losses.distillation.formula import Formula
 from tigon.losses.distillation.reference import terms_and_slopes
@@ -24,8 +26,6 @@ from tigon.losses.distillation.split.statistics import (
     of_valid,
 )
 from tigon.ops.cross_entropy.launches import _cache_sized
-from tigon.runtime import do_not_specialize, jit, tl, use_triton
-from tigon.tiles.constants import LN2
 
 # -------------------------------------------------------------------------------------------------------- reference
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tigon.kernels import cdiv, do_not_specialize, jit, launch, tl, use_triton
+from tigon.kernels.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.kernels.tiles.fold import fold
 from tigon.losses.distillation import tiles
 from tigon.losses.distillation.formula import Formula, Hard
 from tigon.losses.distillation.rows import Rows, launch_rows
 from tigon.ops import shard_statistics
 from tigon.ops.cross_entropy.launches import _cache_sized
-from tigon.runtime import cdiv, do_not_specialize, jit, launch, tl, use_triton
-from tigon.tiles.constants import LN2, LOG2E, LOWEST
-from tigon.tiles.fold import fold
 
 # The columns of a device's statistics of a row. Of two softmaxes: the maximum of z over the student's classes here, and
 # Σ exp((z − maximum) / τ); the teacher's; for a cross entropy the target's z, and the student's sum at temperature 1.

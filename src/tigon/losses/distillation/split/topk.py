@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tigon.linear.vocabulary_parallel import Shards
+from tigon.kernels import do_not_specialize, jit, next_power_of_2, tl, use_triton
+from tigon.kernels.tiles.constants import LN2, LOG2E, LOWEST
 from tigon.losses.distillation import tiles
 from tigon.losses.distillation.formula import Formula
 from tigon.losses.distillation.reference import given_slopes
 from tigon.losses.distillation.rows import Rows, TopK, launch_rows
 from tigon.losses.distillation.split.gradients import one_hot
 from tigon.losses.distillation.split.statistics import IGNORED, OUTSIDE, log_sum, of_target, of_valid
+from tigon.losses.head.vocabulary_parallel import Shards
 from tigon.ops import shard_statistics
 from tigon.ops.cross_entropy.launches import _cache_sized
-from tigon.runtime import do_not_specialize, jit, next_power_of_2, tl, use_triton
-from tigon.tiles.constants import LN2, LOG2E, LOWEST
 
 # The columns before those of the given classes' logits.
 TOP, SUM, TARGET, SUM_AT_ONE = map(tl.constexpr, range(4))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tigon.kernels import do_not_specialize, jit, tl, use_triton
+from tigon.kernels.tiles.constants import LN2, LOG2E, LOWEST
+from tigon.kernels.tiles.fold import fold
 from tigon.losses.distillation import tiles
 from tigon.losses.distillation.formula import Formula
 from tigon.losses.distillation.reference import terms_and_slopes, write_with_hard
 from tigon.losses.distillation.rows import Rows, launch_rows
 from tigon.ops.cross_entropy.launches import _cache_sized
-from tigon.runtime import do_not_specialize, jit, tl, use_triton
-from tigon.tiles.constants import LN2, LOG2E, LOWEST
-from tigon.tiles.fold import fold
 
 
 def rows_reference(rows: Rows, teacher: Tensor, formula: Formula) -> None:

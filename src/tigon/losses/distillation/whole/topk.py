@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from tigon.kernels import do_not_specialize, jit, next_power_of_2, tl, use_triton
+from tigon.kernels.tiles.constants import LOG2E
 from tigon.losses.distillation import tiles
 from tigon.losses.distillation.formula import Formula
 from tigon.losses.distillation.reference import given_slopes, write_with_hard
 from tigon.losses.distillation.rows import Rows, TopK, launch_rows
 from tigon.ops.cross_entropy.launches import _cache_sized
-from tigon.runtime import do_not_specialize, jit, next_power_of_2, tl, use_triton
-from tigon.tiles.constants import LOG2E
 
 
 def rows_reference(rows: Rows, teacher: TopK, formula: Formula) -> None:

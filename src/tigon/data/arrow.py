@@ -1,0 +1,239 @@
+"""Columns as pyarrow arrays, and their values without a loop in Python: keys, numbers, times and hashes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tigon.data.columns import columns_of
+from tigon.data.values import BadValue, Bools, Ints, have_room, microseconds, read_times
+
+# Of a number of units since 1970, in microseconds.
+UNITS = {"s": 1_000_000, "ms": 1000, "us": 1, "ns": 0.001}
+
+
+def arrow_columns(name: str, table: Any) -> dict[str, Any]:
+    """The columns of a table as pyarrow arrays.
+
+    name: what errors begin with.
+    Raises: ValueError as `columns_of`, and for a column whose values are of several kinds.
+    """
+    import pyarrow as pa
+
+    if not isinstance(table, Mapping):
+        try:
+            table = _whole(table)
+        except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
+            said = str(error).splitlines()[0].rstrip(".")
+            raise ValueError(f"{name}: each column must hold values of one kind: {said}.") from None
+    columns, _ = columns_of(name, table)
+    found = {}
+    for key, column in columns.items():
+        if not isinstance(column, (pa.Array, pa.ChunkedArray)):
+            try:
+                column = pa.array(_in_known_units(column))
+            except OverflowError:
+                raise ValueError(f"{name}: column {key!r} must hold integers of 64 bits, got a larger one.") from None
+            except UnicodeEncodeError:
+                raise ValueError(
+                    f"{name}: column {key!r} must hold UTF-8 text, got half of a surrogate pair."
+                ) from None
+            except (pa.ArrowException, TypeError) as error:
+                said = str(error).splitlines()[0].rstrip(".")
+                raise ValueError(f"{name}: column {key!r} must hold values of one kind: {said}.") from None
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode() if isinstance(column, pa.Array) else column.cast(column.type.value_type)
+        if pa.types.is_string_view(column.type) or isinstance(column, pa.ChunkedArray):
+            column = column.cast(pa.large_string())  # a chunked one is more text than 32 bits count
+        found[key] = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return found
+
+
+def _in_known_units(column: Any) -> Any:
+    """Times of NumPy in a unit that Arrow has."""
+    if isinstance(column, np.ndarray) and column.dtype.kind in "mM":
+        unit, count = np.datetime_data(column.dtype)
+        if count != 1 or unit not in ("D", "s", "ms", "us", "ns"):
+            if not have_room(column, "s").all():
+                raise TypeError(f"a time of {column.dtype} is too far away")
+            seconds = column.astype(f"{column.dtype.kind}8[s]")
+            if (~np.isnat(column) & (seconds.astype(column.dtype) != column)).any():
+                raise TypeError(f"a time of {column.dtype} is no whole second")
+            return seconds
+    return column
+
+
+def _whole(table: Any) -> Any:
+    """A DataFrame as a pyarrow.Table; another table as it is."""
+    import pyarrow as pa
+
+    kind = type(table).__module__.split(".")[0]
+    if kind == "pandas" and hasattr(table, "columns"):
+        return pa.Table.from_pandas(table, preserve_index=False)
+    return table.to_arrow() if kind == "polars" and hasattr(table, "columns") else table
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence on a name that no column has."""
+    listed = list(names)
+    near = difflib.get_close_matches(name, listed, 1) or difflib.get_close_matches(
+        name.lower(), [one.lower() for one in listed], 1, cutoff=0.5
+    )
+    if near:
+        return f"did you mean {next(one for one in listed if one.lower() == near[0].lower())!r}?"
+    return f"there are {', '.join(map(repr, listed))}." if listed else "there are no columns."
+
+
+def keys(column: Any) -> Any:
+    """Values that name something, as int64 or large_string; null where a value is missing or an empty string.
+
+    Raises: BadValue for values that are neither strings nor integers.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.types as types
+
+    kind = column.type
+    if types.is_null(kind):
+        return pa.nulls(len(column), pa.int64())
+    if types.is_boolean(kind):
+        return column.cast(pa.int8()).cast(pa.int64())
+    if types.is_integer(kind):
+        if types.is_uint64(kind) and len(column) and (pc.max(column).as_py() or 0) >= 2**63:
+            return column.cast(pa.large_string())
+        return column.cast(pa.int64())
+    if types.is_floating(kind):
+        values = np.array(column.cast(pa.float64()).fill_null(np.nan))
+        missing = np.isnan(values)
+        with np.errstate(invalid="ignore"):
+            wrong = ~missing & ((values != np.floor(values)) | (np.abs(values) >= 2.0**63))
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise BadValue(at, f"must be a string or an integer, got {values[at].item()!r}")
+        return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
+    if types.is_string(kind) or types.is_large_string(kind):
+        column = column.cast(pa.large_string())
+        return pc.if_else(pc.equal(column, ""), None, column)
+    if types.is_temporal(kind) or types.is_decimal(kind):
+        return column.cast(pa.large_string())
+    raise BadValue(0, f"must be a string or an integer, got {kind}")
+
+
+def kinds_agree(columns: Sequence[Any]) -> list[Any]:
+    """Arrays that `keys` returned, all as integers if all are (or are empty), else all as strings."""
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    empty = [column.null_count == len(column) for column in columns]
+    whole = all(none or types.is_integer(column.type) for column, none in zip(columns, empty, strict=True))
+    kind = pa.int64() if whole else pa.large_string()
+    return [pa.nulls(len(c), kind) if none else c.cast(kind) for c, none in zip(columns, empty, strict=True)]
+
+
+def is_numeric(column: Any) -> bool:
+    """Whether `numbers` reads a column's type."""
+    import pyarrow.types as types
+
+    kind = column.type
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
+def numbers(column: Any) -> npt.NDArray[np.float64]:
+    """Numbers as float64, NaN where one is missing.
+
+    Raises: BadValue for values that are no numbers, and for infinities.
+    """
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    kind = column.type
+    if types.is_null(kind):
+        return np.full(len(column), np.nan)
+    if types.is_boolean(kind):
+        column = column.cast(pa.int8())
+    elif not is_numeric(column):
+        first = next((value for value in column.to_pylist() if value is not None), None)
+        raise BadValue(0, f"must be a number, got {kind} {first!r}")
+    values = np.array(column.cast(pa.float64(), safe=False).fill_null(np.nan))
+    if (wrong := np.isinf(values)).any():
+        at = int(wrong.argmax())
+        raise BadValue(at, f"must be finite or missing, got {values[at].item()!r}")
+    return values
+
+
+def times(column: Any, unit: str) -> tuple[Ints, Bools]:
+    """Times as microseconds since 1970 in UTC, and where one is missing.
+
+    unit: of times that are plain numbers, a key of UNITS.
+    Raises: BadValue for values that are no times.
+    """
+    import pyarrow.types as types
+
+    kind = column.type
+    if types.is_integer(kind) and unit == "us":
+        return np.array(column.cast("int64").fill_null(0)), np.array(column.is_null())
+    if types.is_integer(kind) or types.is_floating(kind):
+        values = numbers(column)
+        missing = np.isnan(values)
+        wrong = np.abs(values) * UNITS[unit] >= 2.0**63
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise BadValue(at, f"must be a time in {unit} since 1970, got {values[at].item()!r}")
+        if types.is_integer(kind):
+            whole = np.array(column.cast("int64").fill_null(0))
+            return (whole // 1000 if unit == "ns" else whole * int(UNITS[unit])), missing
+        return np.rint(np.where(missing, 0, values) * UNITS[unit]).astype(np.int64), missing
+    if types.is_string(kind) or types.is_large_string(kind):
+        return _texts(column)
+    return read_times(column)
+
+
+def _texts(column: Any) -> tuple[Ints, Bools]:
+    """ISO texts: by pyarrow if it can read all of them, else one by one."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = pc.if_else(pc.equal(column, ""), None, column)
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # of texts without and with a zone
+        try:
+            found = column.cast(kind)
+            break
+        except pa.ArrowInvalid:
+            continue
+    else:
+        return read_times(column.to_pylist())
+    stamps = np.array(found.to_numpy(zero_copy_only=False))
+    missing = np.isnat(stamps)
+    return np.where(missing, 0, microseconds(stamps)), missing
+
+
+def hashes(column: Any) -> tuple[npt.NDArray[np.uint64], Bools]:
+    """64-bit hashes of the texts of what `keys` returned, and where a value is missing; the same on every machine.
+
+    h = Σ byte_i · p^i mod 2⁶⁴ over the UTF-8 bytes and the length, with its bits mixed as splitmix64 does.
+    """
+    import pyarrow as pa
+
+    coded = column.cast(pa.large_string()).dictionary_encode()
+    texts, missing = coded.dictionary, np.array(coded.is_null())
+    indices = np.array(coded.indices.fill_null(0).cast("int64"))
+    if not len(texts):
+        return np.zeros(len(column), np.uint64), missing
+    starts = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    held = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[starts[0] : starts[-1]]
+    starts = starts - starts[0]
+    lengths = np.diff(starts)
+    place = np.arange(len(held)) - np.repeat(starts[:-1], lengths)
+    powers = np.cumprod(np.full(max(int(lengths.max()), 1), 0x9E3779B97F4A7C15, np.uint64))
+    terms = (held.astype(np.uint64) + np.uint64(1)) * powers[place]
+    # A running sum, since reduceat takes empty texts for texts of one byte. It wraps, as the hash does.
+    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)))
+    h = sums[starts[1:]] - sums[starts[:-1]] + lengths.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        h = (h ^ (h >> np.uint64(shift))) * np.uint64(factor)
+    h ^= h >> np.uint64(31)
+    return h[indices], missing

@@ -1,0 +1,182 @@
+"""The state that all replaced forwards of one model share, written while the model runs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.fusion.memory.recompute import Recompute
+
+
+class Call:
+    """One call of a fused model, or of a model around it, on the thread that makes it.
+
+    lazy: the call has labels, so the head may leave the logits unbuilt.
+    outer: the call that this call is part of.
+    """
+
+    def __init__(self, lazy: bool, outer: Call | None) -> None:
+        self.lazy, self.outer, self.over = lazy, outer, False
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.innermost: Call | None = None
+        # Of layers that share an input: the results that the first of them computed for the others.
+        self.waiting: dict[Any, Any] = {}
+
+
+class Ledger:
+    """The state that all replaced forwards of one model share.
+
+    owner: the model whose replaced forwards share this ledger, by weak reference.
+    active: False after remove(), for replaced forwards that other code wrapped before, and still calls.
+    check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
+    around: calls the model's forward in its place: around(ledger, forward, *args, **kwargs).
+    plain: why replaced forwards ran their module's own code in the last step, by the key of `count`.
+    outside: how often parts ran outside of the model's forward, since the last step began.
+    has_entrance: whether a forward begins steps. None does where the model itself is a part: all its calls count.
+    adviser: asked once, at the first step with gradients and without labels, for a warning about who computes the loss.
+    recompute: which activations the backward pass recomputes instead of keeping them.
+
+    A `Call`, the state of one call of the model, belongs to its thread: threads may run one model at the same time, as
+    the threads of torch.nn.DataParallel do.
+    """
+
+    def __init__(self, owner: nn.Module, recompute: Recompute | None = None) -> None:
+        self.owner = weakref.ref(owner)
+        self.active = True
+        self.recompute = recompute or Recompute("none")
+        self.check_arguments: Callable[[Mapping[str, Any]], None] | None = None
+        self.around: Callable[..., Any] | None = None
+        self.steps = 0
+        self.calls: Counter[tuple[str, Any]] = Counter()
+        self.built_by: Counter[str] = Counter()
+        self.plain_heads: Counter[str] = Counter()
+        self.plain_adapters: Counter[str] = Counter()
+        self.plain: dict[tuple[str, Any], Counter[str]] = {}
+        self.outside = 0
+        self.has_entrance = False
+        self.adviser: Callable[[], str] | None = None
+        self.adapters_off = 0
+        self.adapters_before = 0
+        self._calls = _Calls()
+        self.lock = threading.RLock()
+        self._running = 0
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the head that runs on this thread now may leave its logits unbuilt."""
+        call = self._calls.innermost
+        return call is not None and call.lazy
+
+    @property
+    def waiting(self) -> dict[Any, Any]:
+        """Results that wait on this thread for the layers they belong to; gone when the call of the model ends."""
+        return self._calls.waiting
+
+    def enter(self, lazy: bool) -> Call:
+        """A call of the model begins. Calls inside this call, and concurrent calls, belong to the same step."""
+        outer = self._calls.innermost
+        call = self._calls.innermost = Call(lazy, outer)
+        if outer is None and not torch.compiler.is_compiling():
+            with self.lock:
+                self._running += 1
+                alone = self._running == 1
+            if alone:
+                self.new_step()
+        return call
+
+    def leave(self, call: Call) -> None:
+        """The call has ended. Calls that generators run end in any order."""
+        call.over = True
+        innermost = self._calls.innermost
+        while innermost is not None and innermost.over:
+            innermost = innermost.outer
+        self._calls.innermost = innermost
+        if innermost is None:
+            self._calls.waiting.clear()
+        if call.outer is None and not torch.compiler.is_compiling():
+            with self.lock:
+                self._running -= 1
+
+    @contextlib.contextmanager
+    def lazily(self) -> Iterator[None]:
+        """Inside, heads leave their logits unbuilt even without labels."""
+        call = self.enter(lazy=True)
+        try:
+            yield
+        finally:
+            self.leave(call)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of the model runs on this thread."""
+        return self._calls.innermost is not None
+
+    def count(self, kind: str, key: Any = None, *, outside: bool = False) -> None:
+        """Count one call of a part. key: tells which row of the report, among those of this kind.
+
+        outside: the call belongs to the step although the model's forward does not run, as a loss of another library.
+        The backward pass, in which checkpoints run parts again, belongs to the step as well.
+        """
+        if torch.compiler.is_compiling():  # a counter in compiled code would cause a recompilation at every step
+            return
+        if outside or not self.has_entrance or self.is_running or torch._C._current_graph_task_id() != -1:
+            self.calls[kind, key] += 1
+        else:
+            self.outside += 1
+
+    def ran_plain(self, kind: str, key: Any, why: str) -> None:
+        """Note that a replaced forward ran its module's own code, and why: a clause."""
+        if not torch.compiler.is_compiling():
+            self.plain.setdefault((kind, key), Counter())[why] += 1
+
+    def built(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.built_by[why] += 1
+
+    def plain_head(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.plain_heads[why] += 1
+
+    def plain_adapter(self, why: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.plain_adapters[why] += 1
+
+    def adapter_off(self) -> None:
+        """Count a layer whose adapters are switched off or merged, as in the forward pass of a reference."""
+        if not torch.compiler.is_compiling():
+            self.adapters_off += 1
+
+    def new_step(self) -> None:
+        if not torch.compiler.is_compiling():
+            ran = sum(count for (kind, _), count in self.calls.items() if kind == "adapters")
+            self.adapters_before = ran or self.adapters_before
+            self.adapters_off = 0
+            self.steps += 1
+            self.calls.clear()
+            self.built_by.clear()
+            self.plain_heads.clear()
+            self.plain_adapters.clear()
+            self.plain.clear()
+            self.outside = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        owner = memo.get(id(self.owner()))
+        if owner is None:  # PEFT's modules_to_save copies a module inside the model: the copy shares the ledger
+            return self
+        copied = Ledger(owner, copy.deepcopy(self.recompute, memo))
+        copied.active, copied.check_arguments = self.active, self.check_arguments
+        copied.has_entrance, copied.adviser = self.has_entrance, self.adviser
+        memo[id(self)] = copied
+        copied.around = copy.deepcopy(self.around, memo)
+        return copied

@@ -1,0 +1,324 @@
+"""The recipe of logits: hidden states, weight, bias, the elementwise steps since; and the logits' cross entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.fusion.logits.freed import Regather, is_released
+from tigon.fusion.logits.labels import plain, valid_count
+from tigon.fusion.logits.split import gathered_linear, here, is_split, on_any_device, whole_input
+from tigon.kernels import autocast_dtype
+from tigon.kernels.autocast import autocast_as
+from tigon.losses.choices import choice_logits
+from tigon.losses.head.head import Head
+from tigon.losses.head.walk import Walk
+from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.losses.linear_logprob import linear_logprob
+from tigon.ops.logprob import LogProb
+
+# Not fp64: there `logits.float()`, which models call, narrows the logits, so the plain head runs.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Waiting:
+    """The code that waits for the gradient of logits, and of every tensor derived from these logits.
+
+    hooks: backward hooks of an engine (FSDP, DeepSpeed), which the loss takes over. in_vain: a loss was computed
+    without the logits, so that no gradient will reach them.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[Callable[[Tensor], Tensor]] = []
+        self.in_vain = False
+
+
+class Recipe:
+    """steps(hidden Wᵀ + bias): how to build the logits, and how to take their cross entropy without building them."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ledger: Any,
+        *,
+        steps: tuple[tuple[str, Any], ...] = (),
+        dtype: torch.dtype,
+        autocast: torch.dtype | None,
+        sample: Tensor | None = None,
+        regather: Regather | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self.waiting = Waiting() if waiting is None else waiting
+        self.hidden, self.weight, self.bias, self.ledger = hidden, weight, bias, ledger
+        self.regather = regather
+        self.steps, self.dtype, self.autocast = steps, dtype, autocast
+        # Optimizers with fused=True do not bump version counters, so the recipe keeps a sample of the weight as well.
+        self.sample = _sample(weight) if sample is None else sample
+        self.split = is_split(weight)
+        self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, self._tensors()))
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any, regather: Regather | None = None
+    ) -> Recipe | None:
+        """The recipe of F.linear(hidden, weight, bias), or None where only the plain head can run.
+
+        regather: gathers a weight that is freed before the logits or the loss are computed.
+        """
+        device = hidden.device.type
+        autocast = autocast_dtype(device)
+        tensors: tuple[Any, ...] = (hidden, weight) if bias is None else (hidden, weight, bias)
+        if is_split(weight):  # `head_forward` asks for a recipe only where the logits are gathered next
+            whole = whole_input(hidden, weight, bias)
+            if whole is None:
+                return None
+            hidden, tensors = whole, (whole, *map(here, tensors[1:]))
+        for t in tensors:
+            # A DTensor, a ZeRO-3 shard or a tensor of another subclass brings its own F.linear.
+            if type(t) not in (Tensor, torch.nn.Parameter) or hasattr(t, "ds_id") or t.dtype not in DTYPES:
+                return None
+            if t.device != hidden.device or (autocast is None and t.dtype != hidden.dtype):
+                return None
+        if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1] or autocast not in (None, *DTYPES):
+            return None
+        dtype = autocast or hidden.dtype
+        return cls(hidden, weight, bias, ledger, dtype=dtype, autocast=autocast, regather=regather)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.regather is None else self.regather.gathered(self.weight)
+
+    def then(self, step: str, value: Any = None) -> Recipe:
+        dtype = value if step == "cast" else self.dtype
+        return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors that the recipe reads. Of a split head: this device's part."""
+        return self.hidden, here(self.weight), here(self.bias), *(v for step, v in self.steps if step == "add")
+
+    def plus(self, other: Any) -> Recipe | None:
+        """The recipe with a vector added, as in Bart and Marian; None if `other` is no vector or a step came before."""
+        V = self.weight.shape[0]
+        if self.split:
+            return None
+        if type(other) not in (Tensor, torch.nn.Parameter) or other.numel() != V or other.shape[-1:] != (V,):
+            return None
+        if other.dim() > self.hidden.dim() or other.device != self.hidden.device or self.steps:
+            return None
+        if other.requires_grad and torch.is_grad_enabled():
+            return None
+        if other.dtype == self.dtype:
+            return self.then("add", other.detach().reshape(V))
+        # Under autocast a buffer is wider than the logits. The loss narrows the buffer, as F.linear narrows a bias.
+        wider = other.dtype == torch.float32 and self.autocast is not None
+        return self.then("cast", torch.float32).then("add", other.detach().reshape(V)) if wider else None
+
+    def rows(self, take: Callable[[Tensor], Tensor]) -> Recipe:
+        """The same logits for other rows: `take` maps hidden states as the caller mapped the logits."""
+        return self._with(hidden=take(self.hidden))
+
+    def columns(self, count: int) -> Recipe:
+        """The logits of the first `count` words. A head that is split has no such recipe."""
+        bias = None if self.bias is None else self.bias[:count]
+        steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
+        with self.gathered():
+            sample = _sample(self.weight[:count])
+        return self._with(weight=self.weight[:count], bias=bias, sample=sample, steps=steps)
+
+    def _with(self, **changes: Any) -> Recipe:
+        if not torch.compiler.is_compiling():
+            self.check()
+        names = "steps", "dtype", "autocast", "sample", "regather", "waiting"
+        kept = {name: getattr(self, name) for name in names}
+        hidden, weight, bias = (changes.pop(k, getattr(self, k)) for k in ("hidden", "weight", "bias"))
+        return Recipe(hidden, weight, bias, self.ledger, **{**kept, **changes})
+
+    def check(self, *, use: bool = False, sample: bool = False) -> None:
+        """Raise if this recipe would no longer give the logits that the plain head computed in its forward.
+
+        use: the logits or the loss are computed next, so that a weight that is gathered for them must be in memory.
+        sample: compare values of the weight as well. Where a head is split, either all devices raise or none does: an
+            optimizer step may change one device's part only, and the other devices would wait for that device's logits.
+        """
+        reason = self._stale(use)
+        if sample and (reason is None or self.split):
+            changed = torch.ones((), dtype=torch.bool, device=self.hidden.device)
+            if reason is None:
+                now = _sample(self.weight)
+                changed = ((now != self.sample) & (now == now)).any()
+            if self.split:
+                changed = on_any_device(changed, self.weight)
+            if reason is None and bool(changed):
+                reason = "the head's weight changed in place"
+        if reason is not None:
+            raise RuntimeError(_STALE.format(reason))
+
+    def _stale(self, use: bool) -> str | None:
+        tensors = self._tensors()
+        names = ("hidden states", "weight", "bias", "second bias")[: len(tensors)]
+        for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
+            if version_of(t) != version:
+                return f"the head's {name} changed in place"
+        for name, t in zip(names, tensors, strict=True):
+            if t is not None and (use or self.regather is None) and is_released(t):
+                return f"the memory of the head's {name} was released"
+        return None
+
+    def logits(self) -> Tensor:
+        """Build the logits: the operations of the plain model, in its order, under the autocast of its forward."""
+        with self.gathered(), autocast_as(self.hidden.device.type, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True, sample=True)
+            linear = gathered_linear if self.split else F.linear
+            z = linear(self.hidden, self.weight, self.bias)
+            for step, value in self.steps:
+                if step == "mul":
+                    z = z * value
+                elif step == "div":
+                    z = z / value
+                elif step == "add":
+                    z = z + value
+                elif step == "tanh":
+                    z = torch.tanh(z)
+                else:
+                    z = z.to(value)
+        return z
+
+    def scale_and_softcap(self) -> tuple[float, float | None] | None:
+        """The steps as softcap · tanh(scale · z / softcap), or None where they have another form."""
+        before, after, tanh = 1.0, 1.0, False
+        for step, value in self.steps:
+            if step == "add":
+                continue  # always the first step: `cross_entropy` adds the vector to the bias
+            if step == "tanh":
+                if tanh:
+                    return None
+                tanh = True
+            elif step != "cast":
+                factor = value if step == "mul" else (1.0 / value if value else math.inf)
+                before, after = (before, after * factor) if tanh else (before * factor, after)
+        if not (math.isfinite(before) and math.isfinite(after) and before != 0):
+            return None
+        if not tanh:
+            return before, None
+        return (before * after, after) if after > 0 else None
+
+    def cross_entropy(self, target: Tensor, ignore_index: int, reduction: Any, label_smoothing: float) -> Tensor:
+        form = self.scale_and_softcap()
+        assert form is not None  # callers check `scale_and_softcap` first
+        scale, softcap = form
+        device = self.hidden.device.type
+        # The dtype that F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
+        dtype = self.dtype if autocast_dtype(device) is None else torch.float32
+        valid, target = valid_count(target, ignore_index), plain(target)
+        # Tigon's losses define the mean over no label as 0. A fused model must agree with torch's F.cross_entropy,
+        # which returns NaN.
+        count = (target != ignore_index).sum() if reduction == "mean" else None
+        with self.gathered(), autocast_as(device, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True)
+            loss = linear_cross_entropy(
+                self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), target, ignore_index=ignore_index,
+                reduction=reduction, label_smoothing=label_smoothing, divisor=count, walk=Walk(valid=valid),
+            )  # fmt: skip
+        self.ledger.count("head", outside=True)
+        self.waiting.in_vain = True
+        return self.hand_on(loss.to(dtype))
+
+    def logprob(self, target: Tensor, temperature: float) -> LogProb:
+        """The targets' log-probabilities, and what `linear_logprob` finds with them, of a weight that stays."""
+        form = self.scale_and_softcap()
+        assert form is not None  # callers check `scale_and_softcap` first
+        scale, softcap = form
+        with autocast_as(self.hidden.device.type, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True)
+            head = Head(self.weight, self._whole_bias(), softcap, scale)
+            found = linear_logprob(self.hidden, head, target, temperature=temperature)
+        self.ledger.count("head", outside=True)
+        self.waiting.in_vain = True
+        return found._replace(logprob=self.hand_on(found.logprob), entropy=self.hand_on(found.entropy))
+
+    def choices(self, tokens: Any) -> Tensor:
+        """The logits of a few classes, (…, K), of a weight that stays."""
+        form = self.scale_and_softcap()
+        assert form is not None  # callers check `scale_and_softcap` first
+        scale, softcap = form
+        with autocast_as(self.hidden.device.type, self.autocast):
+            if not torch.compiler.is_compiling():
+                self.check(use=True)
+            found = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
+        self.ledger.count("head", outside=True)
+        self.waiting.in_vain = True
+        return self.hand_on(found)
+
+    def _whole_bias(self) -> Tensor | None:
+        """The bias, with the vector that was added to the logits."""
+        bias = self.bias
+        for step, value in self.steps:
+            if step == "add":
+                bias = value if bias is None else bias + value
+        return bias
+
+    def hand_on(self, result: Tensor) -> Tensor:
+        """Put the hooks that the logits have so far on `result`, which was computed in their place."""
+        if result.requires_grad:
+            for hook in self.waiting.hooks:
+                result.register_hook(hook)
+        return result
+
+
+_STALE = (
+    "tigon: these logits were never built, and {} after the model's forward, so they can no longer be. Read "
+    "outputs.logits before optimizer.step(), or call the model without labels, or fusion.remove() first."
+)
+
+
+def version_of(t: Tensor | None) -> int:
+    return -1 if t is None or t.is_inference() else t._version
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """About two thousand elements all over the weight, copied."""
+    weight = here(weight)
+    rows, columns = weight.shape
+    return weight.detach()[:: max(1, rows // 64), :: max(1, columns // 32)].clone()
+
+
+def is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def fusable(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Any, ...] | None:
+    """The arguments of `Recipe.cross_entropy`, from F.cross_entropy's; None for a use that the fused loss lacks.
+
+    Only two dimensions: in (N, C, d) the classes are not the last dimension. Probabilities as targets, class weights
+    and the deprecated flags go to PyTorch. So do arguments that PyTorch refuses, so that you see PyTorch's message.
+    """
+    if weight is not None or size_average is not None or reduce is not None:
+        return None
+    if reduction not in ("mean", "sum", "none") or not 0.0 <= label_smoothing <= 1.0:
+        return None
+    if not isinstance(target, Tensor) or target.dtype != torch.int64:  # logits are floats: no lazy target passes
+        return None
+    if len(logits.shape) != 2 or tuple(target.shape) != tuple(logits.shape[:1]) or target.device != logits.device:
+        return None
+    if logits.recipe.scale_and_softcap() is None:
+        return None
+    return target, ignore_index, reduction, label_smoothing

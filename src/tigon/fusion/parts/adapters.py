@@ -1,0 +1,273 @@
+"""LoRA adapters on linear layers, as PEFT puts them: all layers of one input run together by `tigon.lora_linear`.
+
+Attention calls its projections of one input one after the other. The first of them computes for all, and the others
+find their result. Which layers these are is read in the source of the forward that calls them: calls of one local name,
+`self.q_proj(hidden_states)` and so on, that all happen at every call. At run time the input has to be the same tensor,
+else each layer computes for itself. Nothing is learnt from calls: a checkpoint has to save the same tensors when it
+computes again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.engine.part import Part, Stage, register
+from tigon.fusion.engine.patch import Patch, plain_forward, transformed
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.engine.site import Site
+from tigon.fusion.engine.source import calls_together
+from tigon.fusion.parts.adapted import SWITCHED_OFF, is_adapted, lasting_reason, lora_of
+from tigon.fusion.parts.bases import multiplies_itself, source
+from tigon.kernels import autocast_dtype
+from tigon.ops.linear.adapters import lora_linear
+from tigon.ops.linear.lora import LoRA
+from tigon.ops.linear.opaque import Opaque, opaque_lora_linear
+
+
+def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    ledger = patch.ledger
+    # PEFT passes keyword arguments where a batch mixes adapters.
+    if not ledger.active or kwargs or len(args) != 1 or torch.compiler.is_compiling() or transformed():
+        if ledger.active and kwargs:
+            ledger.plain_adapter("it was called with " + ", ".join(kwargs))
+        return plain_forward(self, *args, **kwargs)
+    x = args[0]
+    own = lora_of(self, x)
+    if isinstance(own, Reason):
+        ledger.adapter_off() if own is SWITCHED_OFF else ledger.plain_adapter(str(own))
+        return plain_forward(self, x)
+    siblings: Siblings = patch.formula
+    held = ledger.waiting.get(siblings)
+    if held is not None:
+        y = held.take(self, x, own)
+        if not held.results:
+            del ledger.waiting[siblings]
+        if y is not None:
+            ledger.count("adapters", patch.key)
+            return y
+    layers, loras = [self], [own]
+    for sibling in siblings.behind(self):
+        found = lora_of(sibling, x)
+        if isinstance(found, LoRA):
+            layers.append(sibling)
+            loras.append(found)
+    ys = run(x, loras, ledger.recompute.checkpoint_hooks())
+    if len(ys) > 1:
+        ledger.waiting[siblings] = _Held(x, zip(layers[1:], loras[1:], ys[1:], strict=True))
+    ledger.count("adapters", patch.key)
+    return ys[0]
+
+
+def run(x: Tensor, layers: list[LoRA], saved_by: Any) -> tuple[Tensor, ...]:
+    apart = [_is_apart(x, layer) for layer in layers]
+    own = [layer for layer, alone in zip(layers, apart, strict=True) if alone]
+    joined = [layer for layer, alone in zip(layers, apart, strict=True) if not alone]
+    beside = iter(opaque_lora_linear(x, own, saved_by=saved_by) if own else ())
+    ys = iter(lora_linear(x, joined, saved_by=saved_by) if joined else ())
+    return tuple(
+        next(beside) if alone else _as_came(x, layer, next(ys)) for layer, alone in zip(layers, apart, strict=True)
+    )
+
+
+def _is_apart(x: Tensor, layer: LoRA) -> bool:
+    """Whether the base layer runs under autograd, and `lora_linear` cannot take it."""
+    if not isinstance(layer.weight, Opaque):
+        return False
+    # A layer that is given x in another dtype than the adapters multiply in makes casts of its own.
+    return layer.weight.own_product is None or (autocast_dtype(x.device.type) or x.dtype) != x.dtype
+
+
+def _as_came(x: Tensor, layer: LoRA, y: Tensor) -> Tensor:
+    """Layers of bitsandbytes give back the input's dtype, also where autocast chose another."""
+    return y if isinstance(layer.weight, Tensor) else y.to(x.dtype)
+
+
+def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
+    """The layer as `tigon.LoRA`, where calling it would do no more than `adapter_forward` does: for a fused MLP."""
+    patch = vars(layer).get("_tigon")
+    if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_all_of(layer):
+        return None
+    found = lora_of(layer, x)
+    if isinstance(found, Reason) or _is_apart(x, found):
+        return None
+    # What bitsandbytes would widen again is left to the module.
+    return found if isinstance(found.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
+
+
+def may_be_adapted(layer: Any) -> bool:
+    """Whether `adapter_here` has anything to look at: it is asked of every MLP, and most have no adapters."""
+    patch = vars(layer).get("_tigon")
+    return patch is not None and patch.part is ADAPTERS
+
+
+def count_here(layer: Any) -> None:
+    patch: Patch = vars(layer)["_tigon"]
+    patch.ledger.count("adapters", patch.key)
+
+
+class _Held:
+    """Results that wait for the layers that they belong to, and the state under which they were computed."""
+
+    def __init__(self, x: Tensor, results: Any) -> None:
+        self.x, self.version, self.state = x, _version(x), _state_of_torch(x)
+        self.results: dict[int, tuple[LoRA, Tensor]] = {id(layer): (lora, y) for layer, lora, y in results}
+
+    def take(self, layer: Any, x: Any, lora: LoRA) -> Tensor | None:
+        if x is not self.x or _version(x) != self.version or _state_of_torch(x) != self.state:
+            return None
+        found = self.results.pop(id(layer), None)
+        return found[1] if found is not None and _same(found[0], lora) else None
+
+
+def _same(one: LoRA, other: LoRA) -> bool:
+    parameters = one.a is other.a and one.b is other.b and one.bias is other.bias
+    numbers = (one.scale, one.dropout) == (other.scale, other.dropout)
+    return parameters and numbers and source(one.weight) is source(other.weight)
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _state_of_torch(x: Tensor) -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), autocast_dtype(x.device.type)
+
+
+# ---------------------------------------------------------------------------------------------------------- finding
+
+
+class Siblings:
+    """Layers of one module that get the same input, in the order of their calls."""
+
+    def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
+        self.parent, self.names = weakref.ref(parent), names
+
+    def __str__(self) -> str:
+        return "LoRA: " + (f"{', '.join(self.names)} in one" if len(self.names) > 1 else self.names[0])
+
+    def copied(self, memo: dict[int, Any]) -> Siblings:
+        """The siblings in a copy of the model; a layer that is copied alone has none."""
+        if id(self) not in memo:
+            parent = memo.get(id(self.parent()))
+            memo[id(self)] = (
+                Siblings(parent, self.names) if parent is not None else Siblings(nn.Module(), self.names[:1])
+            )
+        found: Siblings = memo[id(self)]
+        return found
+
+    def behind(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """The layers that are called after the first, where `layer` is the first and they are as they were found."""
+        parent = self.parent()
+        if parent is None or len(self.names) == 1 or parent._modules.get(self.names[0]) is not layer:
+            return
+        for name in self.names[1:]:
+            sibling = parent._modules.get(name)
+            patch = None if sibling is None else vars(sibling).get("_tigon")
+            if sibling is not None and patch is not None and patch.formula is self and patch.is_all_of(sibling):
+                yield sibling
+
+
+class Adapters(Part):
+    """The layers with adapters in a model. They may come after fuse, and more of them later."""
+
+    kind, option, stage = "adapters", "adapters", Stage.MODEL
+    compiled = "Under torch.compile adapters run in PEFT's own code."
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        site.kept(_Names).seen = _names(site.model)
+        modules = site.modules()
+        # A model around one that is fused: the Fusion inside takes the adapters.
+        if any(p is not None and p.ledger.active and p.ledger is not site.ledger for p in map(_patch_of, modules)):
+            return
+        heads = {id(head) for m in modules if (head := _head_of(m)) is not None}
+        for parent in modules:
+            children = {n: m for n, m in parent.named_children() if is_adapted(m) and id(m) not in heads}
+            if children:
+                self._fuse_children(site, parent, children)
+
+    def _fuse_children(self, site: Site, parent: nn.Module, children: dict[str, nn.Module]) -> None:
+        ours = []
+        for name, layer in children.items():
+            patch = site.patch_of(layer)
+            there = patch is not None and patch.part is self and patch.installed_on(layer)  # it looks again
+            reason = lasting_reason(layer) or (None if there else site.why_not(layer))
+            if reason is None or there:
+                ours.append(name)
+            else:
+                site.left(self, layer, reason)
+        for names in _groups(parent, ours):
+            siblings = Siblings(parent, names)
+            for name in names:
+                layer = children[name]
+                patch = site.patch_of(layer)
+                if patch is None:
+                    patch = Patch(self, site.ledger, siblings)
+                    site.install(layer, adapter_forward, patch)
+                patch.formula = siblings  # one for the group, also where fuse looks at it again
+                site.fused(self, layer, _what(layer, siblings), patch)
+
+    def is_stale(self, site: Site) -> bool:
+        return site.kept(_Names).seen != _names(site.model)
+
+
+def _what(layer: Any, siblings: Siblings) -> str:
+    base = layer.base_layer
+    if not multiplies_itself(base):
+        return str(siblings)
+    kind = type(base.weight) if type(base) is nn.Linear else type(base)
+    return f"{siblings}, beside the product of {kind.__name__}"
+
+
+class _Names:
+    """The names of the adapters that a model had when fuse looked at it."""
+
+    seen: tuple[str, ...] = ()
+
+
+def _names(model: Any) -> tuple[str, ...]:
+    return tuple(getattr(model, "peft_config", None) or ())
+
+
+def _patch_of(module: nn.Module) -> Patch | None:
+    return vars(module).get("_tigon")
+
+
+def _head_of(module: Any) -> Any:
+    if not callable(getattr(type(module), "get_output_embeddings", None)):
+        return None
+    try:
+        return module.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _groups(parent: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
+    """The names, in groups of layers that get the same input."""
+    groups = [g for found in _together(type(parent).forward) if (g := tuple(n for n in found if n in names))]
+    return groups + [(n,) for n in names if not any(n in g for g in groups)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _together(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
+    """Names of children that a forward always calls, once and with the same local name as their only argument."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    function = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+    if function is None:
+        return []
+    return [tuple(call.name for call in calls) for calls in calls_together(function)]
+
+
+ADAPTERS = register(Adapters())

@@ -1,0 +1,346 @@
+"""Experts of a mixture, stacked in one module: recognised by their numbers, and run by `moe_mlp`.
+
+transformers has a registry of experts' implementations, by name. This file does not use the registry: it belongs to
+the process, and models choose from it by a field of a configuration that several models may share. Instead fuse
+replaces the forward of one module, so that nothing outside of the instance changes. A module that is set to an
+implementation other than transformers' general ones keeps that implementation. An implementation that
+`set_experts_implementation` chooses after fuse runs instead of Tigon's.
+
+The router, its auxiliary loss and shared experts are other modules, and stay the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.engine.part import ModulePart, register
+from tigon.fusion.engine.patch import Patch, plain_forward, transformed
+from tigon.fusion.engine.probe import CASES, Case, inputs_of, probe_of, recognition, run, same_gradients, same_numbers
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.logits.recipe import DTYPES
+from tigon.fusion.parts.mlp import has_state
+from tigon.kernels import autocast_dtype, use_triton
+from tigon.ops.acts import ACTS, Act
+from tigon.ops.experts import moe_mlp
+from tigon.ops.experts.options import Expert
+from tigon.ops.experts.reference import moe_mlp_reference
+
+GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, of the same formula
+ROUNDINGS = 32  # in fp32, relative to a row's largest result: both sides sum products, in different orders
+
+
+@dataclass(frozen=True)
+class Experts:
+    """y = Σ_k w_k · down(act(gate) · up) of stacked experts, as `moe_mlp` computes it.
+
+    gate_up, down, gate_up_bias, down_bias: names of the module's parameters.
+    by_columns: gate_up is stored as (E, D, 2I).
+    inputs: the names of the forward's arguments.
+    alpha, limit: attributes that hold these options of `tigon.Expert`, or None.
+    act_module: the child that computes the activation.
+    held: attributes that may have an effect the formula lacks, with the values for which they have none.
+    implementation: transformers' implementation that the module was set to. If another one is set later, that one runs.
+    """
+
+    gate_up: str
+    down: str
+    gate_up_bias: str | None
+    down_bias: str | None
+    by_columns: bool
+    inputs: tuple[str, str, str]
+    act_module: str | None
+    act: Act = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: str | None = None
+    limit: str | None = None
+    up_offset: float = 0.0
+    held: tuple[tuple[str, float], ...] = ()
+    implementation: str | None = None
+
+    @property
+    def live(self) -> tuple[str | None, ...]:
+        """Attributes that the fused forward reads at each call."""
+        return self.alpha, self.limit
+
+    def __str__(self) -> str:
+        up = " · up" if not self.up_offset else " · (up + 1)"
+        limits = ", held to a limit" if self.limit else ""
+        return f"{self.act}({'gate' if self.gated else 'up'}){up if self.gated else ''} of experts in one pass{limits}"
+
+    def expert(self, module: nn.Module) -> Expert:
+        return Expert(
+            act=self.act,
+            gated=self.gated,
+            interleaved=self.interleaved,
+            alpha=1.0 if self.alpha is None else getattr(module, self.alpha),
+            limit=None if self.limit is None else getattr(module, self.limit),
+            up_offset=self.up_offset,
+        )
+
+    def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        first, second = getattr(module, self.gate_up), getattr(module, self.down)
+        if self.by_columns:
+            first, second = first.transpose(1, 2), second.transpose(1, 2)
+        biases = (None if n is None else getattr(module, n) for n in (self.gate_up_bias, self.down_bias))
+        return first, second, next(biases), next(biases)
+
+
+@recognition
+def recognize_experts(module: nn.Module) -> Experts | Reason | None:
+    """The formula of stacked experts; a Reason if a module is called experts and Tigon lacks its formula; else None."""
+    parameters = {k: p for k, p in module._parameters.items() if p is not None}
+    if sum(p.dim() == 3 for p in parameters.values()) == 0:
+        return None
+    named = "expert" in type(module).__name__.lower()  # decides only if the report mentions it
+
+    def left(reason: str) -> Reason | None:
+        return Reason(reason) if named else None
+
+    inputs: Any = tuple(inputs_of(module))
+    if len(inputs) != 3:
+        return left("its forward takes something else than tokens, their experts and weights")
+    if any(not p.is_floating_point() or p.element_size() == 1 for p in parameters.values()):
+        return left("its weights are quantised")
+    layouts = list(_layouts({k: tuple(p.shape) for k, p in parameters.items()}))
+    if not layouts:
+        return left("its parameters are not two stacked matrices, with or without biases")
+    children = dict(module.named_children())
+    if len(children) > 1 or any(has_state(c) for c in children.values()) or any(module.buffers()):
+        return left(f"it has other modules: {', '.join(children)}")
+    implementation = _implementation(module)
+    if implementation not in GENERAL:
+        return left(f"it is set to run by {implementation!r}")
+    for layout in layouts:
+        formula = _of_layout(module, layout, inputs, next(iter(children), None))
+        if formula is not None:
+            return replace(formula, implementation=implementation)
+    return left("its numbers fit no formula of moe_mlp")
+
+
+def _implementation(module: Any) -> Any:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    gate_up: str
+    down: str
+    gate_up_bias: str | None
+    down_bias: str | None
+    by_columns: bool
+    gated: bool
+    experts: int
+
+
+def _layouts(shapes: dict[str, tuple[int, ...]]) -> Iterator[_Layout]:
+    """The possible roles of the parameters, by their shapes."""
+    matrices = [k for k, s in shapes.items() if len(s) == 3]
+    vectors = [k for k, s in shapes.items() if len(s) == 2]
+    if len(matrices) != 2 or len(vectors) not in (0, 2) or len(matrices) + len(vectors) != len(shapes):
+        return
+    for gate_up, down in (matrices, matrices[::-1]):
+        for by_columns, factor in itertools.product((False, True), (2, 1)):
+            E, *first = shapes[gate_up]
+            E_down, *second = shapes[down]
+            if by_columns:
+                first, second = first[::-1], second[::-1]
+            (width, D), (D_down, inner) = first, second
+            if E_down != E or D_down != D or width != factor * inner or min(E, D, inner) < 1:
+                continue
+            if not vectors:
+                yield _Layout(gate_up, down, None, None, by_columns, factor == 2, E)
+            for first_bias, second_bias in (vectors, vectors[::-1]) if vectors else ():
+                if shapes[first_bias] == (E, width) and shapes[second_bias] == (E, D):
+                    yield _Layout(gate_up, down, first_bias, second_bias, by_columns, factor == 2, E)
+
+
+def _of_layout(
+    module: nn.Module, layout: _Layout, inputs: tuple[str, str, str], act_module: str | None
+) -> Experts | None:
+    numbers = [k for k, v in vars(module).items() if type(v) is float]
+    # A number may be an option of the formula. Or it may change what the module computes: then the formula holds only
+    # while the number keeps its value.
+    for attributes in [numbers, []] if numbers else [[]]:
+        probes = _Probes(module, layout, attributes)
+        held = tuple((k, getattr(module, k)) for k in numbers) if not attributes else ()
+        for changes in _formulas(layout.gated, attributes):
+            formula = Experts(
+                layout.gate_up, layout.down, layout.gate_up_bias, layout.down_bias, layout.by_columns, inputs,
+                act_module, held=held, **changes,
+            )  # fmt: skip
+            if probes.fit(formula):
+                return formula
+    return None
+
+
+def _formulas(gated: bool, attributes: list[str]) -> Iterator[dict[str, Any]]:
+    if not gated:
+        yield from ({"act": act, "gated": False} for act in ACTS)
+        return
+    choices = [None, *attributes]
+    for interleaved, up_offset in itertools.product((False, True), (0.0, 1.0)):
+        for act, limit, alpha in itertools.product(ACTS, choices, choices):
+            if alpha is None or (act == "silu" and alpha != limit):
+                yield {"act": act, "interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
+
+
+class _Probes:
+    """Copies of a module with small random weights, run once in each dtype, in training and in evaluation."""
+
+    D, INNER, TOKENS = 12, 20, 12
+
+    def __init__(self, module: nn.Module, layout: _Layout, attributes: list[str]) -> None:
+        E, K = layout.experts, min(2, layout.experts)
+        width = self.INNER * (2 if layout.gated else 1)
+        generator = torch.Generator().manual_seed(0)
+        shapes: dict[str, tuple[int, ...]] = {
+            layout.gate_up: (E, width, self.D),
+            layout.down: (E, self.D, self.INNER),
+        }
+        shapes |= {n: s for n, s in ((layout.gate_up_bias, (E, width)), (layout.down_bias, (E, self.D))) if n}
+        drawn = {k: torch.randn(s, generator=generator) / (3.0 if len(s) == 3 else 1.0) for k, s in shapes.items()}
+        # The first, middle and last experts; each token goes to different ones.
+        some = torch.tensor([0, 1, 2, E // 2, E - 2, E - 1]).clamp(0, E - 1).unique()
+        order = torch.rand(self.TOKENS, len(some), generator=generator).argsort(-1)[:, :K]
+        self.index = some[order]
+        # Router weights that show whether they multiply result or input; tokens of all sizes, to reach any limit.
+        self.weights = torch.rand(self.TOKENS, K, generator=generator) + 0.5
+        x = torch.randn(self.TOKENS, self.D, generator=generator)
+        self.inputs = {torch.float32: x * torch.logspace(-2, 1, self.TOKENS)[:, None], torch.bfloat16: x}
+        self.module, self.layout, self.attributes, self.drawn = module, layout, attributes, drawn
+        self.probes: dict[torch.dtype, nn.Module] = {}
+        self.results: list[tuple[torch.dtype, bool, Any]] = []
+        for dtype, training in itertools.product(self.inputs, (True, False)):
+            probe = self.probes[dtype] = self._probe(dtype, training)
+            self.results.append((dtype, False, run(probe, *self._arguments(dtype, self.index))))
+        # An index past the last expert marks another rank's experts: they add nothing, or the module raises.
+        self.beyond = self.index.clone()
+        self.beyond[::3, 0] = E
+        self.results.append(
+            (torch.float32, True, run(self.probes[torch.float32], *self._arguments(torch.float32, self.beyond)))
+        )
+
+    def _probe(self, dtype: torch.dtype, training: bool) -> nn.Module:
+        stored = {
+            k: (w.transpose(1, 2).contiguous() if self.layout.by_columns and w.dim() == 3 else w).to(dtype)
+            for k, w in self.drawn.items()
+        }
+        probe = probe_of(self.module, stored)
+        vars(probe).update({k: 0.75 + 0.5 * i for i, k in enumerate(self.attributes)})
+        config = vars(probe).get("config")
+        if config is not None:  # "eager" runs each expert by itself, whatever implementation the model is set to
+            vars(probe)["config"] = config = copy.copy(config)
+            vars(config)["_experts_implementation_internal"] = "eager"
+        for part in (probe, *probe.children()):
+            part.training = training
+        return probe
+
+    def _holds(self, formula: Experts, case: Case) -> bool:
+        """Whether the module computes its formula in another case, with the gradients of its inputs and parameters."""
+        probe = self._probe(case.dtype, case.training)
+        x = case.input(self.D).detach().flatten(0, 1).requires_grad_(case.gradients)
+        places = torch.arange(len(x)) % self.TOKENS
+        index, weights = self.index[places], self.weights[places].to(case.dtype).requires_grad_(case.gradients)
+        with torch.set_grad_enabled(case.gradients):
+            y = run(probe, x, index, weights)
+            ours = moe_mlp_reference(  # type: ignore[misc]
+                *_of_used_experts(x, index, weights, *formula.weights(probe)), options=formula.expert(probe).options()
+            )
+        if y is None:
+            return case.dtype == torch.float16  # some torch functions lack fp16 on a CPU
+        if not isinstance(y, Tensor) or y.shape != ours.shape or y.dtype != ours.dtype:
+            return False
+        if case.broken:
+            return case.agrees(y[None], ours[None])
+        with torch.no_grad():
+            unit = ROUNDINGS * torch.finfo(case.dtype).eps
+            if not bool(((y - ours).abs() <= unit * ours.abs().amax(-1, keepdim=True)).all()):
+                return False
+        leaves = [x, weights, *(p for p in probe.parameters() if p is not None)]
+        return not case.gradients or same_gradients(y, ours, leaves)
+
+    def _arguments(self, dtype: torch.dtype, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inputs[dtype].to(dtype), index, self.weights.to(dtype)
+
+    def fit(self, formula: Experts) -> bool:
+        """Whether the module computes this formula: equal in fp32; Tigon's bf16 error at most twice the module's."""
+        for dtype, beyond, y in self.results:
+            if beyond and y is None:
+                continue
+            probe = self.probes[dtype]
+            x, index, weights = self._arguments(dtype, self.beyond if beyond else self.index)
+            arguments = _of_used_experts(x, index, weights, *formula.weights(probe))
+            options = formula.expert(probe).options()
+            ours = moe_mlp_reference(*arguments, options=options)  # type: ignore[misc]
+            if dtype == torch.float32:
+                size = ours.abs().amax(-1, keepdim=True).expand_as(ours) * (ROUNDINGS / 8)
+                if not same_numbers(y, ours, size=size):
+                    return False
+                continue
+            if not isinstance(y, Tensor) or y.dtype != dtype or y.shape != ours.shape:
+                return False
+            wide = (t if t is None or not t.is_floating_point() else t.double() for t in arguments)
+            exact = moe_mlp_reference(*wide, options=options)  # type: ignore[misc]
+            their_error, our_error = ((t.double() - exact).abs().mean() for t in (y, ours))
+            if not (our_error <= 2 * their_error and their_error <= 0.05 * exact.abs().mean()):
+                return False
+        # Eager code runs one expert after another: as many tokens as a step has would take seconds, so 300 stand in.
+        cases = [replace(case, shape=(1, min(case.shape[1], 300))) if case.shape[1] > 8 else case for case in CASES]
+        # Eager code sums the gradient of a bias in bf16 in its own order, so bf16 gradients cannot be compared.
+        cases = [replace(case, gradients=case.gradients and case.dtype == torch.float32) for case in cases]
+        return all(self._holds(formula, case) for case in cases)
+
+
+def _of_used_experts(x: Tensor, index: Tensor, weights: Tensor, *experts: Tensor | None) -> tuple[Any, ...]:
+    """The same arguments without the experts that no token chose: the reference runs one expert after another."""
+    used = index[index < experts[0].shape[0]].unique()  # type: ignore[union-attr]
+    return x, torch.searchsorted(used, index), weights, *(None if t is None else t[used] for t in experts)
+
+
+# ----------------------------------------------------------------------------------------------------------- forward
+
+
+def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Experts = patch.formula
+    if not patch.ledger.active or transformed() or not patch.still_holds(self):
+        return plain_forward(self, *args, **kwargs)
+    inputs = dict(zip(formula.inputs, args, strict=False)) | kwargs
+    if len(args) > 3 or len(inputs) != len(args) + len(kwargs) or inputs.keys() != set(formula.inputs):
+        return plain_forward(self, *args, **kwargs)
+    x, index, weights = (inputs[name] for name in formula.inputs)
+    if _implementation(self) != formula.implementation:  # set_experts_implementation chose another one since
+        return plain_forward(self, *args, **kwargs)
+    experts = formula.weights(self)
+    if not _fits(x, index, weights, experts):
+        return plain_forward(self, *args, **kwargs)
+    # In a compiled graph the reference would have to run every token through every expert.
+    if torch.compiler.is_compiling() and not use_triton(x, weights, *experts):
+        return plain_forward(self, *args, **kwargs)
+    patch.ledger.count("experts", patch.key)
+    gate_up, down, gate_up_bias, down_bias = experts
+    return moe_mlp(x, index, weights, (gate_up, gate_up_bias), (down, down_bias), config=formula.expert(self))
+
+
+def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) -> bool:
+    """Whether all are plain tensors of one device, and the weights have x's dtype or get it from autocast."""
+    floats = (x, weights, *(t for t in experts if t is not None))
+    if any(not isinstance(t, Tensor) or hasattr(t, "device_mesh") or hasattr(t, "ds_id") for t in (index, *floats)):
+        return False
+    if x.dim() != 2 or index.dim() != 2 or weights.shape != index.shape or index.shape[0] != x.shape[0]:
+        return False
+    if index.dtype not in (torch.int64, torch.int32) or any(t.device != x.device for t in (index, *floats)):
+        return False
+    same = autocast_dtype(x.device.type) is not None or all(t.dtype == x.dtype for t in experts if t is not None)
+    return same and all(t.dtype in DTYPES for t in floats)
+
+
+register(ModulePart("experts", "experts", recognize_experts, experts_forward, owns_activation=True))

@@ -1,0 +1,564 @@
+"""Gated feed-forward units, act(gate(x)) · up(x) through down: recognised by their numbers, run fused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from tigon.fusion.engine.part import ModulePart, register
+from tigon.fusion.engine.patch import Patch, is_hooked, plain_forward, transformed
+from tigon.fusion.engine.probe import (
+    CASES,
+    Case,
+    attempted,
+    linear_widths,
+    probe_of,
+    recognition,
+    run,
+    same_gradients,
+    same_numbers,
+    takes_one_argument,
+)
+from tigon.fusion.engine.reading import reading_of
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.parts.adapters import adapter_here, count_here, may_be_adapted
+from tigon.fusion.parts.plain import plain_layers
+from tigon.kernels import autocast_dtype, use_triton
+from tigon.ops.acts import ACTS, Act
+from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
+from tigon.ops.gated_linear import gated_linear_saved_by
+from tigon.ops.linear.adapters import gated_lora_linear, lora_linear
+from tigon.ops.linear.dense_mlp import dense_mlp
+from tigon.ops.linear.gated_mlp import gated_mlp, is_one_tile
+from tigon.ops.linear.lora_mlp import lora_mlp
+from tigon.ops.linear.tiled_lora_mlp import tiled_lora_mlp
+
+
+def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Gated = patch.formula
+    if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not patch.still_holds(self):
+        return plain_forward(self, *args, **kwargs)
+    x = args[0]
+    if (formula.between is not None or formula.same_dtypes) and not _same_dtype(
+        getattr(self, formula.gate), getattr(self, formula.down)
+    ):
+        return plain_forward(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts the product
+    recompute = patch.ledger.recompute
+    if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        tiled = _tiled_mlp(self, patch, x)
+        if tiled is None:
+            tiled = _adapted_mlp(self, patch, x, tiled=True)
+        if tiled is not None:
+            return _after_mlp(self, formula, tiled)
+        if recompute.is_running():  # a layer with an adapter or a hook: recipes replace the tensors that it saves, too
+            run = functools.partial(_mlp, self, patch)
+            return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    return _mlp(self, patch, x)
+
+
+def add_mlp(module: Any, residual: Any, x: Any) -> Tensor | None:
+    """residual + module(x), where all three layers of an MLP have adapters and one pass adds; None elsewhere."""
+    patch: Patch = module._tigon
+    formula: Gated = patch.formula
+    if torch.compiler.is_compiling() or not _may_be_adapted(module, formula):
+        return None
+    if not patch.ledger.active or transformed():
+        return None
+    # Hooks on the module see its result, which is not computed here.
+    if not isinstance(residual, Tensor) or not patch.is_all_of(module) or not patch.still_holds(module):
+        return None
+    if formula.same_dtypes or any(f is not None for f in (formula.scale, formula.dropout, formula.after)):
+        return None
+    if patch.ledger.recompute.mlp and torch.is_grad_enabled():
+        return None  # in tiles
+    return _adapted_mlp(module, patch, x, residual=residual)
+
+
+def _tiled_mlp(self: Any, patch: Patch, x: Tensor) -> Tensor | None:
+    formula: Gated = patch.formula
+    gate, down = getattr(self, formula.gate), getattr(self, formula.down)
+    up = None if formula.up is None else getattr(self, formula.up)
+    if not formula.is_bare or not isinstance(x, Tensor):
+        return None
+    if not all(_is_plain_linear(layer, x) for layer in (gate, up, down) if layer is not None):
+        return None
+    width = gate.out_features if up is not None else gate.out_features // 2
+    if patch.ledger.recompute.is_elsewhere() and is_one_tile(x, width):
+        return None  # a checkpoint recomputes the whole unit anyway; only a unit too wide for that is cut into tiles
+    patch.ledger.count("mlp", patch.key)
+    return gated_mlp(x, gate, up, down, act=formula.act)
+
+
+def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
+    formula: Gated = patch.formula
+    ours = None
+    if formula.is_bare:
+        dense = _dense_mlp(self, patch, x)
+        if dense is not None:
+            return _after_mlp(self, formula, dense)
+    # The partitioner of torch.compile decides what is kept of adapted layers, which are called as they are.
+    adapters = not torch.compiler.is_compiling() and _may_be_adapted(self, formula)
+    if adapters:
+        whole = _adapted_mlp(self, patch, x)
+        if whole is not None:
+            return _after_mlp(self, formula, whole)
+        ours = _adapted_gate_and_up(self, patch, x)
+    # Other layers are called as modules, so that hooks and quantisation on them keep working.
+    if ours is not None:
+        gate, up = ours
+    elif formula.up is None:
+        gate, up = getattr(self, formula.gate)(x), None
+        if formula.up_first:
+            up, gate = gate.chunk(2, dim=-1)
+    elif formula.up_first:
+        up = getattr(self, formula.up)(x)
+        gate = getattr(self, formula.gate)(x)
+    else:
+        gate = getattr(self, formula.gate)(x)
+        up = getattr(self, formula.up)(x)
+    down = getattr(self, formula.down)
+    plain = formula.between is None and formula.gate_scale is None
+    recompute = patch.ledger.recompute
+    adapted = None
+    if adapters and plain and recompute.product and fit_each_other(gate, up):
+        # Without kernels nothing computes the product again, and a recipe stands for it.
+        adapted = adapter_here(down, gate) if use_triton(gate, up) else None
+    if adapted is not None:
+        patch.ledger.count("mlp", patch.key)
+        count_here(down)
+        y = gated_lora_linear(
+            gate, up, adapted, act=formula.act, inplace=ours is not None, saved_by=recompute.checkpoint_hooks()
+        )
+    elif plain and recompute.product and fit_each_other(gate, up) and _is_plain_linear(down, gate):
+        patch.ledger.count("mlp", patch.key)
+        # No other code sees the results of two plain layers, so the backward pass may overwrite them.
+        makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
+        # Of two halves of one result the kernel overwrites neither.
+        unseen = ours is not None or (isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers))
+        unseen = unseen and not (formula.up is None and formula.up_first)
+        hooks = recompute.checkpoint_hooks()
+        y = gated_linear_saved_by(hooks, gate, up, down.weight, down.bias, formula.act, unseen)
+    else:
+        product = _gated_product(self, patch, gate, up)
+        if formula.between is not None:
+            product = getattr(self, formula.between)(product)
+        y = down(product)
+    return _after_mlp(self, formula, y)
+
+
+def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
+    """The whole unit of layers that are plain; None if one of them is another layer."""
+    formula: Gated = patch.formula
+    recompute = patch.ledger.recompute
+    # Of tensors that a Function makes itself offloading cannot tell which are activations.
+    if torch.compiler.is_compiling() or recompute.offload is not None:
+        return None
+    layers = self._modules
+    names = (formula.gate, formula.down) if formula.up is None else (formula.gate, formula.up, formula.down)
+    operands = plain_layers([layers.get(name) for name in names], x)
+    if operands is None or not use_triton(operands.x, *operands.weights):
+        return None
+    x, (gate, *ups, down), biases = operands
+    up = ups[0] if ups else None
+    if up is None:
+        biases.insert(1, None)
+    inner = down.shape[1]
+    fits = gate.shape[0] == 2 * inner if up is None else gate.shape == up.shape and gate.shape[0] == inner
+    if not fits:
+        return None
+    patch.ledger.count("mlp", patch.key)
+    hooks = recompute.checkpoint_hooks()
+    return dense_mlp(x, (gate, up, down), tuple(biases), act=formula.act, product=recompute.product, saved_by=hooks)
+
+
+def _may_be_adapted(self: Any, formula: Gated) -> bool:
+    """Whether a layer of the unit may have an adapter; most units have none, and nothing more is asked about them."""
+    layers = self._modules
+    for name in (formula.gate, formula.up, formula.down):
+        layer = layers.get(name) if name is not None else None
+        if layer is not None and may_be_adapted(layer):
+            return True
+    return False
+
+
+def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual: Tensor | None = None) -> Tensor | None:
+    """The whole unit of three layers with adapters, in tiles or at once; None if one of them is another layer.
+
+    residual: what the unit adds its result to, not in tiles.
+    """
+    formula: Gated = patch.formula
+    recompute = patch.ledger.recompute
+    plain = formula.is_bare and recompute.product
+    # Without kernels nothing computes the product again, and a recipe stands for it.
+    if not plain or formula.up is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return None
+    if not use_triton(x):
+        return None
+    layers = [getattr(self, name) for name in (formula.gate, formula.up, formula.down)]
+    gate, up = (adapter_here(layer, x) for layer in layers[:2])
+    if gate is None or up is None or gate.b.shape[0] != up.b.shape[0]:
+        return None
+    dtype = autocast_dtype(x.device.type) or x.dtype
+    down = adapter_here(layers[2], x.new_empty((0, gate.b.shape[0]), dtype=dtype))  # stands for the unit's product
+    if down is None:
+        return None
+    if not tiled:
+        y = lora_mlp(x, (gate, up, down), act=formula.act, saved_by=recompute.checkpoint_hooks(), residual=residual)
+    else:
+        if recompute.is_elsewhere() and is_one_tile(x, gate.b.shape[0]):
+            return None  # a checkpoint recomputes the whole unit anyway
+        found = tiled_lora_mlp(x, (gate, up, down), act=formula.act)
+        if found is None:
+            return None
+        y = found
+    patch.ledger.count("mlp", patch.key)
+    for layer in layers:
+        count_here(layer)
+    return y
+
+
+def _adapted_gate_and_up(self: Any, patch: Patch, x: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Gate and up of layers with adapters, in one call; None if one of them is another layer."""
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return None
+    layers = [getattr(self, name) for name in (patch.formula.gate, patch.formula.up) if name is not None]
+    found = [lora for layer in layers if (lora := adapter_here(layer, x)) is not None]
+    if len(found) != len(layers):
+        return None
+    gate, *up = lora_linear(x, found, saved_by=patch.ledger.recompute.checkpoint_hooks())
+    for layer in layers:
+        count_here(layer)
+    return gate, up[0] if up else None
+
+
+def _after_mlp(self: Any, formula: Gated, y: Tensor) -> Any:
+    if formula.scale is not None:
+        y = y * getattr(self, formula.scale)
+    if formula.dropout is not None:
+        y = F.dropout(y, getattr(self, formula.dropout), self.training)
+    return y if formula.after is None else getattr(self, formula.after)(y)
+
+
+def _is_plain_linear(layer: Any, x: Tensor) -> bool:
+    """Whether calling the layer does no more than F.linear, so that its backward pass need not keep its input.
+
+    An adapter, a hook, another forward or a sharded weight needs the call of the module. So does torch.compile, whose
+    partitioner decides which tensors are kept.
+    """
+    if type(layer) is not nn.Linear or torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
+        return False
+    state = vars(layer)
+    if "forward" in state or is_hooked(layer):
+        return False
+    weight = layer.weight
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.device == x.device
+    return plain and (weight.dtype == x.dtype or autocast_dtype(x.device.type) is not None)
+
+
+def _same_dtype(one: Any, other: Any) -> bool:
+    return getattr(getattr(one, "weight", None), "dtype", None) == getattr(
+        getattr(other, "weight", None), "dtype", None
+    )
+
+
+def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> Tensor:
+    formula: Gated = patch.formula
+    scale = 1.0 if formula.gate_scale is None else getattr(self, formula.gate_scale)
+    if fit_each_other(gate, up):
+        patch.ledger.count("mlp", patch.key)
+        unit = functools.partial(gated_unit, act=formula.act, gate_multiplier=scale)
+        product = unit(gate, up)
+        patch.ledger.recompute.note(product, unit, gate, up)
+        return product
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return ACTS[formula.act].value(gate if scale == 1.0 else gate * scale) * up
+
+
+@dataclass(frozen=True)
+class Gated:
+    """y = down(act(gate(x)) · up(x)).
+
+    gate, up, down: names of the child modules; up is None where gate holds both matrices, side by side.
+    act: a name in `tigon.ops.acts`. act_module: the child that computes the activation.
+    up_first: the module calls up before gate. Random numbers and hooks can tell the order. Where gate holds both
+        matrices: up's is the first.
+    between, after: children that the product and the result go through: dropout, a norm.
+    gate_scale, scale: attributes that multiply gate(x) and the result.
+    dropout: an attribute, the probability with which elements of the result are dropped in training.
+    held: attributes that may have an effect the formula lacks, with the values for which they have none.
+    same_dtypes: the formula holds only while all layers have one dtype, since the module's code compares dtypes.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    act: Act
+    act_module: str | None
+    up_first: bool = False
+    between: str | None = None
+    after: str | None = None
+    gate_scale: str | None = None
+    scale: str | None = None
+    dropout: str | None = None
+    held: tuple[tuple[str, float], ...] = ()
+    same_dtypes: bool = False
+
+    @property
+    def live(self) -> tuple[str | None, ...]:
+        """Attributes that the fused forward reads at each call."""
+        return self.gate_scale, self.scale, self.dropout
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing but the product lies between the layers, with gate first where one layer holds both."""
+        packed_otherwise = self.up is None and self.up_first
+        return self.between is None and self.gate_scale is None and not packed_otherwise
+
+    def __str__(self) -> str:
+        gate = "gate" if self.gate_scale is None else "s · gate"
+        packed = ", one projection" + (", up first" if self.up_first else "")
+        return f"{self.act}({gate}) · up" + (packed if self.up is None else "")
+
+
+@recognition
+def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
+    """The formula of a gated MLP; a Reason if a module is built like one and computes something else; else None."""
+    children = dict(module.named_children())
+    widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
+    others = [k for k in children if k not in widths]
+    roles = list(_roles(widths)) if len(widths) in (2, 3) else []
+    if not roles:
+        return None
+    # Every attention has three square layers too, so the report does not mention such modules.
+    silent = all(before == after for before, after in widths.values())
+    mixer = silent or len(widths) == 2  # attentions and state spaces also have two layers whose widths fit
+    if module._parameters or module._buffers:
+        return None if mixer else Reason("it has parameters of its own")
+    if len(others) > 3:
+        return None if mixer else Reason(f"it has other modules: {', '.join(others)}")
+    if not takes_one_argument(module):
+        return None if mixer else Reason("its forward takes more than one input")
+    none: list[str | None] = [None]
+    acts: list[str | None] = [
+        k for k in others if not isinstance(children[k], nn.Dropout) and not has_state(children[k])
+    ]
+    for act_module in acts or none:
+        rest = [k for k in others if k != act_module]
+        for gate, up, down in roles:
+            for act, up_first in itertools.product(ACTS, (False, True) if up is None else (False,)):
+                formula = Gated(gate, up, down, act, act_module, up_first)  # type: ignore[arg-type]
+                # A number among the attributes may be a scale, or may change what the module computes.
+                numbers = {k: v for k, v in vars(module).items() if type(v) is float}
+                gated = _gated(module, formula, rest, list(numbers))
+                if gated is not None:
+                    return gated
+                # A probability of 0, or a factor of 1, that has no place in the formula: it holds while they stay.
+                gated = _gated(module, formula, rest, []) if numbers else None
+                if gated is not None:
+                    return replace(gated, held=tuple(numbers.items()))
+    if silent:
+        return None
+    if len(others) > 1:
+        return Reason(f"it has other modules: {', '.join(others)}")
+    name = type(children[others[0]]).__name__ if others else "its own activation"
+    # Two layers whose widths fit are often no gated unit.
+    advice = "" if len(widths) == 2 else f"down(act(gate(x)) · up(x)) is fused, act being one of {', '.join(ACTS)}"
+    return Reason(f"its numbers fit neither swiglu, geglu nor reglu ({name})", advice)
+
+
+def has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
+    """(gate, up, down) whose widths fit; up is None for two layers of which the first is twice as wide."""
+    if len(widths) == 2:
+        for gate in widths:
+            down = next(k for k in widths if k != gate)
+            if widths[gate] == (widths[down][1], 2 * widths[down][0]):
+                yield gate, None, down
+        return
+    for gate in widths:
+        for up in widths:
+            for down in widths:
+                if len({gate, up, down}) == 3 and widths[gate] == widths[up] == widths[down][::-1]:
+                    yield gate, up, down
+
+
+class _Recorder(nn.Linear):
+    """A linear layer that records its inputs, and when it was called."""
+
+    name: str
+    seen: list[Tensor]
+    order: list[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        self.order.append(self.name)
+        return F.linear(x, self.weight, self.bias)
+
+
+class _Mark(nn.Module):
+    """Stands in for a dropout or a norm. It multiplies by a power of two, which shows its place and rounds nothing."""
+
+    factor: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
+    """The formula with the places of the other children and of the scales filled in; None if the numbers differ."""
+    factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
+    scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
+    found: set[Gated] = set()
+    dropouts: set[str | None] = set()
+    generator = torch.Generator().manual_seed(0)
+    up, down = formula.up, formula.down
+    for dtype in (torch.float32, torch.bfloat16):
+        for training in (True, False):
+            probe, layers, order = _probe(module, formula, factors, scales, dtype, training, generator)
+            # Small and large numbers, so that a limit on gate or up shows.
+            x = torch.randn(16, NARROW, generator=generator) * torch.logspace(-2, 2, 16)[:, None]
+            x = x.view(2, 8, NARROW).to(dtype)
+            y = run(probe, x)
+            inputs = layers[down].seen
+            if not isinstance(y, Tensor) or len(inputs) != 1 or any(len(m.seen) != 1 for m in layers.values()):
+                return None
+            last = F.linear(inputs[0], layers[down].weight, layers[down].bias)
+            after = next((k for k, f in {"": 1.0, **factors, **scales}.items() if torch.equal(y, last * f)), None)
+            dropout = next(
+                (k for k, p in scales.items() if after is None and training and _is_dropout(y, last, p)), None
+            )
+            if after is None and dropout is None:
+                return None  # the module does more after the last layer
+            dropouts |= {dropout} if training else set()
+            g, u = _gate_and_up(formula, layers, x)
+            here = None
+            for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
+                expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
+                # gelu is a difference of numbers as large as gate, so fp32 rounding is relative to gate; so is bf16
+                # rounding where the module writes gelu out. Modules round act(gate) and the product, Tigon only the
+                # product.
+                written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
+                share = 0.5 if dtype == torch.float32 or written_out else 2**-15
+                terms, roundings = expected.abs() + share * rounded_product(g, u), 6 if written_out else 2
+                product = inputs[0] / factors.get(between, 1.0)
+                agrees = same_numbers(product, expected, roundings=roundings, size=terms)
+                attempted(formula, f"{str(dtype)[6:]}, the input of {down}", product, expected, agrees)
+                if agrees:
+                    here = between or None, gate_scale or None
+                    break
+            if here is None:
+                return None
+            places = here[0], after if after in factors else None, here[1], after if after in scales else None
+            up_first = formula.up_first if up is None else order[0] == up
+            found.add(replace(formula, up_first=up_first, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
+    placed = {k for f in found for k in (f.between, f.after) if k is not None}
+    if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
+        return None
+    same_dtypes = getattr(reading_of(module), "compares_dtypes", False)
+    whole = replace(found.pop(), dropout=dropouts.pop(), same_dtypes=same_dtypes)
+    return whole if all(_holds(module, whole, factors, scales, case) for case in CASES) else None
+
+
+def _gate_and_up(formula: Gated, layers: dict[str, _Recorder], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    gate, *others = (F.linear(x, layers[n].weight, layers[n].bias) for n in (formula.gate, formula.up) if n is not None)
+    if others:
+        return gate, others[0]
+    if formula.up_first:
+        up, gate = gate.chunk(2, dim=-1)
+        return gate, up
+    return gate, None
+
+
+def _probe(
+    module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], dtype: torch.dtype,
+    training: bool, generator: torch.Generator,
+) -> tuple[nn.Module, dict[str, _Recorder], list[str]]:  # fmt: skip
+    """A copy of the module with small layers that record their inputs, and the order in which they are called."""
+    layers: dict[str, _Recorder] = {}
+    order: list[str] = []
+    for name in (formula.gate, formula.up, formula.down):
+        if name is None:
+            continue
+        size = (WIDE, NARROW) if name == formula.down else (NARROW, 2 * WIDE if formula.up is None else WIDE)
+        layer = layers[name] = _Recorder(*size, device="meta")  # "meta" draws no numbers from the global generator
+        for k, p in layer.named_parameters():
+            setattr(layer, k, nn.Parameter(torch.randn(p.shape, generator=generator).to(dtype)))
+        layer.name, layer.seen, layer.order = name, [], order
+    marks = {k: _Mark() for k in factors}
+    for k, mark in marks.items():
+        mark.factor = factors[k]
+    probe = probe_of(module, {}, {**layers, **marks})
+    vars(probe).update(scales)
+    probe.training = training
+    for child in probe.children():
+        child.training = training
+    return probe, layers, order
+
+
+def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], case: Case) -> bool:
+    """Whether the module computes its formula in another case: the result for x, and the gradients."""
+    training = case.training and formula.dropout is None  # a dropout gives another result at every call
+    generator = torch.Generator().manual_seed(1)
+    probe, layers, _ = _probe(module, formula, factors, scales, case.dtype, training, generator)
+    x = case.input(NARROW)
+    if case.dtype == torch.float16:
+        x = x / 8  # the marks multiply a product of two layers, of which fp16 holds no more than 65504
+    numbers: dict[Any, float] = {None: 1.0, **factors, **scales}
+    down = layers[formula.down]
+    with torch.set_grad_enabled(case.gradients):
+        y = run(probe, x)
+        if y is None:
+            return case.dtype == torch.float16  # which some of torch does not do on a CPU
+        if len(down.seen) != 1:
+            return False
+        hidden = down.seen[0]
+        g, u = _gate_and_up(formula, layers, x)
+        expected = gated_reference(g, u, formula.act, numbers[formula.gate_scale])
+        result = F.linear(expected * numbers[formula.between], down.weight, down.bias)
+        result = result * numbers[formula.after] * numbers[formula.scale]
+    with torch.no_grad():
+        written_out = case.dtype != torch.float32 and formula.act == "gelu_tanh"
+        share = 0.5 if case.dtype == torch.float32 or written_out else 2**-15
+        terms = (expected.abs() + share * rounded_product(g, u)) * (4 if case.dtype == torch.float32 else 1)
+        roundings = 6 if written_out else 2
+        last = F.linear(hidden, down.weight, down.bias) * (numbers[formula.after] * numbers[formula.scale])
+        if not case.broken:
+            agrees = same_numbers(hidden / numbers[formula.between], expected, roundings=roundings, size=terms)
+            agrees = agrees and torch.equal(y, last)
+            if agrees and case.gradients:
+                agrees = same_gradients(y, result, [x, *(p for m in layers.values() for p in m.parameters())])
+        else:
+            agrees = case.agrees(y, result)
+    attempted(formula, case, y, result, agrees)
+    return agrees
+
+
+NARROW, WIDE = 12, 40  # the probe's sizes, not the module's: a layer of a 70B model would take a gigabyte
+_PLACES = ("between", "after", "gate_scale", "scale")
+
+
+def _is_dropout(y: Tensor, last: Tensor, p: float) -> bool:
+    kept = y != 0
+    return bool(kept.any() and not kept.all()) and torch.allclose(y[kept], last[kept] / (1 - p), rtol=0.02)
+
+
+def rounded_product(gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return (gate * up).abs()
+
+
+register(ModulePart("mlp", "mlp", recognize_mlp, mlp_forward, add=add_mlp))

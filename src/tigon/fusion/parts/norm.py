@@ -1,0 +1,109 @@
+"""RMS and layer norms: recognised by their numbers, run as one kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from tigon.fusion.engine.part import ModulePart, register
+from tigon.fusion.engine.patch import Patch, child_of, plain_forward, transformed
+from tigon.fusion.engine.probe import recognition
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.logits.recipe import DTYPES
+from tigon.fusion.parts.head_norm import HeadNorm
+from tigon.fusion.parts.norm_formula import Norm, find_formula
+from tigon.fusion.parts.sharded_rows import is_dtensor, on_own_rows, rows_are_whole
+from tigon.kernels import autocast_dtype
+from tigon.ops.gated import fit_each_other, swiglu
+from tigon.ops.layer_norm import layer_norm
+from tigon.ops.rms_norm import rms_norm
+
+
+@recognition
+def recognize_norm(module: nn.Module) -> Norm | Reason | None:
+    """The formula of a norm over the last dimension; a Reason if a module normalises and Tigon lacks its formula."""
+    return find_formula(module)
+
+
+def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    patch: Patch = self._tigon
+    formula: Norm = patch.formula
+    if (
+        not patch.ledger.active
+        or kwargs
+        or len(args) != 1 + formula.gated
+        or transformed()
+        or not patch.still_holds(self)
+    ):
+        return plain_forward(self, *args, **kwargs)
+    x = args[0]
+    weight = None if formula.weight is None else child_of(self, formula.weight)
+    bias = None if formula.bias is None else getattr(self, formula.bias)
+    if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
+        patch.ledger.ran_plain("norm", patch.key, _why_unfit(x, weight, formula))
+        return plain_forward(self, *args)
+    if formula.gated and not (isinstance(args[1], Tensor) and fit_each_other(args[1], x)):
+        return plain_forward(self, *args)
+    if patch.heads and weight is not None and x.dim() == 4 and patch.is_all_of(self):
+        return HeadNorm(x, weight, formula.form(self), patch)
+    split = is_dtensor(x) or is_dtensor(weight)
+    if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
+        return plain_forward(self, *args)
+    patch.ledger.count("norm", patch.key)
+    if formula.centered:
+        if formula.offset and weight is not None:
+            weight = weight + formula.offset
+        norm: Callable[..., Tensor] = functools.partial(layer_norm, eps=formula.form(self).eps)
+        inputs: tuple[Tensor | None, ...] = x, weight, bias
+    else:
+        norm = functools.partial(rms_norm, **formula.form(self).options)
+        inputs = x, weight
+        if bias is not None:
+            norm, inputs = functools.partial(_with_bias, norm), (x, weight, bias)
+    y = on_own_rows(norm, *inputs) if split else norm(*inputs)
+    if not split and patch.is_all_of(self):  # hooks on the norm may gather its weight, and free it afterwards
+        patch.ledger.recompute.note(y, norm, *inputs)
+    return swiglu(args[1], y) if formula.gated else y
+
+
+def _with_bias(norm: Callable[..., Tensor], x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
+    return norm(x, weight) + bias
+
+
+def _why_unfit(x: Any, weight: Tensor | None, formula: Norm) -> str:
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+        return "its input was no tensor of fp32, bf16 or fp16"
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in (x, weight) if t is not None]
+    if formula.native and autocast_dtype(x.device.type) is not None:
+        return f"autocast runs it in fp32 on {dtypes[0]} inputs"
+    return f"its input and weight were {' and '.join(dtypes)}, of shapes or devices that no probe showed"
+
+
+def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype | None = None) -> bool:
+    """Whether probes showed the formula for inputs like x. dtype: taken instead of x's own."""
+    if not isinstance(x, Tensor) or x.dim() not in formula.ranks or x.dtype not in DTYPES:
+        return False
+    if formula.native and x.dtype != torch.float32 and autocast_dtype(x.device.type) is not None:
+        return False
+    if weight is None:
+        return formula.width in (None, x.shape[-1])
+    if weight.dtype != (dtype or x.dtype) and not (formula.mixed and weight.dtype == torch.float32):
+        return False
+    return weight.device == x.device and weight.shape == x.shape[-1:]
+
+
+def is_rms_norm(norm: Any) -> bool:
+    """Whether a module's attribute is a fused RMS norm, one that `add_rms_norm` and `qk_norm_rope` can compute."""
+    patch = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
+    formula = getattr(patch, "formula", None)
+    if not isinstance(formula, Norm) or formula.centered or formula.bias is not None:
+        return False
+    return not formula.gated and not formula.stepwise  # stepwise: under autocast its result is fp32
+
+
+register(ModulePart("norm", "norms", recognize_norm, norm_forward))

@@ -1,0 +1,92 @@
+"""Whether a module normalises its rows, and by which eps: both are read off its results, wherever the code has eps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.engine.probe import probe_of, run, shape_of
+
+# Sizes of the rows from which eps is read: one of them is near the root of any eps from 1e-24 to 1.
+_SIZES = torch.logspace(-12, 0, 25, dtype=torch.float64)
+_CLOSE = 2e-6  # how near, relatively, an eps read off fp32 results lies to the eps of the code
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the results of a norm show.
+
+    eps: what is added to the mean square, about; 0 if rows of any size give the same result. centered: a number added
+        to all elements of a row changes nothing.
+    """
+
+    eps: float
+    centered: bool
+
+    def is_near(self, eps: float) -> bool:
+        return abs(eps - self.eps) <= 100 * _CLOSE * self.eps
+
+    def numbers(self) -> Iterator[float]:
+        """The numbers that eps may be in the code, the likeliest first."""
+        machine = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float16, torch.bfloat16))
+        short = (float(f"{self.eps:.{digits}e}") for digits in range(8))
+        near = [n for n in (*machine, *short) if abs(n - self.eps) <= _CLOSE * self.eps]
+        yield from dict.fromkeys(near[:2])
+
+
+@functools.lru_cache(maxsize=16)
+def _rows(width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(width, generator=generator, dtype=torch.float64)
+    u = (u - u.mean()) / (u - u.mean()).square().mean().sqrt()
+    other = torch.cat([u[: width // 2], 3 * u[width // 2 :]])
+    rows = torch.stack([10 * u, 100 * u, -100 * u, 100 * other, -100 * other, 100 * (u + 1), *(s * u for s in _SIZES)])
+    return rows.float()[None]
+
+
+def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | None:
+    """The Look of a module that normalises the rows of its input; None for any other module.
+
+    The results of a norm are odd in the row, apart from a bias, do not depend on the size of a large row, and each
+    element depends on the others.
+    """
+    x = _rows(width)
+    probe = probe_of(module, {k: torch.ones(shape_of(p)) for k, p in module._parameters.items() if p is not None})
+    probe.training = False
+    # A clone: the module may write into its input.
+    y = run(probe, x.clone(), torch.ones_like(x)) if gated else run(probe, x.clone())
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not bool(torch.isfinite(y).all()):
+        return None
+    bias = (y[0, 1] + y[0, 2]).double() / 2
+    ten, large, _, changed, negative, shifted, *small = (y[0].double() - bias).unbind()
+    scale = float(large.abs().max())
+    if not scale > 0:
+        return None
+
+    def is_same(one: Tensor, two: Tensor) -> bool:
+        return bool(((one - two).abs() <= 1e-3 * scale).all())
+
+    half = width // 2
+    if not is_same(ten, large) or not is_same(changed, -negative) or is_same(changed[:half], large[:half]):
+        return None
+    # What eps leaves of the row: size / sqrt(size² + eps), as the mean square of u is 1.
+    shares = torch.stack(small) @ large / large.square().sum()
+    at = int((shares - 0.7).abs().argmin())
+    share = float(shares[at])
+    if not 0 < share < 1.01:
+        return None
+    eps = 0.0 if share > 1 - 1e-5 else float(_SIZES[at]) ** 2 * (share**-2 - 1)
+    return Look(eps, is_same(shifted, large))
+
+
+def epsilons_of(module: nn.Module, look: Look) -> list[str | float]:
+    """Where eps may be: the attributes that have this value, of the module or its class, then the number itself."""
+    names = [*vars(module), *(k for base in type(module).__mro__ for k in vars(base) if base not in nn.Module.__mro__)]
+    values: dict[str, Any] = {k: vars(module).get(k, getattr(type(module), k, None)) for k in names}
+    attributes = [k for k, v in values.items() if type(v) is float and look.is_near(v)]
+    return [*attributes, *look.numbers()]

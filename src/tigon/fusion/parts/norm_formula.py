@@ -1,0 +1,325 @@
+"""Recognises RMS and layer norms by their numbers, whatever they are called and wherever their eps is."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.engine.probe import (
+    CASES,
+    Case,
+    attempted,
+    probe_of,
+    run,
+    same_numbers,
+    shape_of,
+    takes_one_argument,
+    whole_numbers_of,
+)
+from tigon.fusion.engine.reading import reading_of
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.parts.norm_eps import Look, epsilons_of, look_at
+from tigon.fusion.parts.rms_form import RMSForm
+from tigon.ops.gated import gated_reference
+from tigon.ops.layer_norm import layer_norm_reference
+from tigon.ops.rms_norm import rms_norm_reference
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it. If `centered`: the same for
+    x − mean(x), plus bias, as `tigon.layer_norm` computes it. If `gated`: the result times silu(gate), a second input.
+
+    weight, bias, eps: names of the module's attributes; None for a norm without them. eps is a number if no attribute
+        holds it.
+    mixed: the formula also holds for an fp32 weight beside a narrower x.
+    native: the module calls operations that autocast runs in fp32, so that under autocast its result is fp32.
+    width: the only width that a norm without weight accepts.
+    ranks: the numbers of dimensions of x that probes showed the formula for.
+    stepwise: the module rounds the result of every step to x's dtype. Tigon's result, rounded once, is nearer to the
+        formula's, and differs from the module's by these roundings.
+    """
+
+    weight: str | None
+    eps: str | float
+    offset: float
+    cast: str
+    mixed: bool
+    native: bool
+    width: int | None = None
+    centered: bool = False
+    bias: str | None = None
+    gated: bool = False
+    ranks: tuple[int, ...] = ()
+    stepwise: bool = False
+    # How many results of the model's width `Recompute.note` hears of at each call.
+    noted_widths: ClassVar[int] = 1
+
+    def width_of(self, module: nn.Module) -> int | None:
+        """The width of a module with this formula; None if it accepts any."""
+        return self.width if self.weight is None else shape_of(getattr(module, self.weight)).numel()
+
+    def form(self, module: Any) -> RMSForm:
+        """The RMSForm of a module, with its eps as it is now."""
+        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        return RMSForm(eps, self.offset, self.cast)
+
+    @property
+    def live(self) -> tuple[str | float | None, ...]:
+        """Attributes that the fused forward reads at each call."""
+        return (self.eps,)
+
+    def __str__(self) -> str:
+        if self.stepwise:
+            return f"{self.equation()}, rounded once instead of at every step"
+        if self.centered:
+            return f"{self.equation()}, rounded once"
+        rounds = {"llama": "rounded before w", "gemma": "rounded once", "none": "not rounded to x's dtype"}[self.cast]
+        return f"{self.equation()}, {rounds}"
+
+    def equation(self) -> str:
+        weight = "" if self.weight is None else " · (1 + w)" if self.offset else " · w"
+        bias = "" if self.bias is None else " + b"
+        gate = " · silu(gate)" if self.gated else ""
+        return f"{'(x − mean) / std' if self.centered else 'x / rms(x)'}{weight}{bias}{gate}"
+
+
+# Ranks of x to probe. A norm over another dimension than the last, or one counted from the first, differs in one rank.
+RANKS = (2, 3, 4)
+FREE_WIDTH = 96  # the probe's width for a norm without a weight
+# Square, mean, sum with eps, root, product, weight and bias, and the subtraction of the mean.
+STEPS = 8
+
+ADVICE = "x · rsqrt(mean(x²) + eps) · w of x.float(), rounded to x's dtype, is fused; so is torch.nn.RMSNorm"
+NO_FORMULA = Reason("its numbers fit no formula of tigon.rms_norm or tigon.layer_norm", ADVICE)
+ANOTHER_IN_16_BITS = Reason(
+    "in fp32 it computes {formula}, but with other inputs or gradients something else",
+    "compute it of x.float(), and round the result once, .to(x.dtype)",
+)
+GATE_FORMULA = Reason("its second input does not multiply the normed rows by silu(gate), the one such formula of Tigon")
+
+
+def find_formula(module: nn.Module) -> Norm | Reason | None:
+    """The formula of a norm over the last dimension.
+
+    Returns a Reason if a module normalises and Tigon lacks its formula, and None for any other module. A module that
+    no probe can run gets a Reason if its class is called a norm.
+    """
+    named = "norm" in type(module).__name__.lower()  # decides whether a module that cannot be probed has a row
+    if next(module.children(), None) is not None:
+        small = sum(1 for _ in module.modules()) <= 3  # larger ones are layers that contain a norm
+        return Reason("it has modules or buffers of its own") if named and small else None
+    parameters = {k: p for k, p in module._parameters.items() if p is not None}
+    shapes = [shape_of(p) for p in parameters.values()]
+    if any(n.numel() > max(n, default=1) for n in shapes):  # matrices
+        return Reason("its weight is not a vector") if named else None
+    gated = _takes_two_arguments(module)
+    if not gated and not takes_one_argument(module):
+        return Reason("it is no norm over one input") if named else None
+    # A norm without a weight may still accept only one width.
+    vectors = [n for t in (*parameters.values(), *module.buffers()) if (n := shape_of(t).numel()) > 1]
+    widths = sorted(set(vectors)) or [FREE_WIDTH, *whole_numbers_of(module)]
+    looks = ((width, look) for width in widths if (look := look_at(module, width, gated=gated)) is not None)
+    width, look = next(looks, (0, None))
+    if look is None and gated and takes_one_argument(module):
+        gated, look = False, look_at(module, widths[0])
+        width = widths[0]
+    if look is None:
+        buffers = next(module.buffers(), None) is not None
+        text = "it has modules or buffers of its own" if buffers else "it does not norm each row by itself"
+        return Reason(text) if named else None
+    if next(module.buffers(), None) is not None:
+        return Reason("it has buffers of its own", "make its weight a parameter, and its eps a number")
+    if len(shapes) > 2:
+        return Reason("it has more parameters than a weight and a bias")
+    if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in parameters.values()):
+        return Reason("its weight is not a vector", "give it a weight with one dimension, that of the rows")
+    return _norm_that_holds(module, look, list(parameters), width, gated)
+
+
+def _takes_two_arguments(module: nn.Module) -> bool:
+    try:
+        forward = inspect.signature(type(module).forward)
+        forward.bind(module, None, None)
+    except (TypeError, ValueError):
+        return False
+    return len(forward.parameters) == 3
+
+
+def _norm_that_holds(module: nn.Module, look: Look, names: list[str], width: int, gated: bool) -> Norm | Reason:
+    """The first formula that agrees with the module in all cases, or the Reason why there is none."""
+    best = fits_fp32 = None
+    fixed = None if names or width == FREE_WIDTH else width
+    for eps in epsilons_of(module, look):
+        for formula in _norms_of(module, names, eps, fixed, look.centered):
+            formula = replace(formula, gated=gated)
+            if not _is_norm(module, formula, width, dtypes=FP32):
+                continue
+            fits_fp32 = fits_fp32 or formula
+            if not _is_norm(module, formula, width, dtypes=BF16):
+                continue
+            others = {rank: _is_norm(module, formula, width, rank=rank) for rank in RANKS if rank != 3}
+            if False in others.values():
+                continue
+            formula = replace(formula, ranks=tuple(rank for rank in RANKS if others.get(rank, True)))
+            if not all(_is_norm(module, formula, width, case=case) for case in CASES):
+                continue
+            # On a GPU torch's layer norm refuses an fp32 weight beside a narrower x, and swiglu refuses an fp32 factor.
+            one_dtype = gated or formula.stepwise or (formula.centered and formula.native)
+            mixed = not one_dtype and (not names or bool(_is_norm(module, formula, width, dtypes=MIXED)))
+            best = replace(formula, mixed=mixed)
+            # "gemma" and "none" differ only for unlike dtypes.
+            if mixed or formula.centered or gated or formula.stepwise:
+                return best
+        if best is not None:
+            return best
+    if gated and fits_fp32 is None:
+        if takes_one_argument(module) and _ignores_nothing_else(module, width):
+            look_alone = look_at(module, width)
+            if look_alone is not None:
+                return _norm_that_holds(module, look_alone, names, width, gated=False)
+        return GATE_FORMULA
+    if fits_fp32 is None:
+        return NO_FORMULA
+    return replace(ANOTHER_IN_16_BITS, text=ANOTHER_IN_16_BITS.text.format(formula=fits_fp32.equation()))
+
+
+def _ignores_nothing_else(module: nn.Module, width: int) -> bool:
+    """Whether a second input of zeros changes nothing: a residual, which is added, and no gate, which multiplies."""
+    x = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0))
+    probe = probe_of(module, {k: torch.ones(shape_of(p)) for k, p in module._parameters.items() if p is not None})
+    alone, beside = run(probe, x), run(probe, x, torch.zeros_like(x))
+    return isinstance(alone, Tensor) and isinstance(beside, Tensor) and torch.equal(alone, beside)
+
+
+def _norms_of(
+    module: nn.Module, vectors: list[str], eps: str | float, width: int | None, centered: bool
+) -> Iterator[Norm]:
+    """All formulas that fit these parameters: the exact ones, then the ones of which the module rounds every step."""
+    called = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
+    reading = reading_of(module)
+    native = "rms_norm" in called or "layer_norm" in called or getattr(reading, "asks_autocast", False)
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        native = native or "forward" in called  # calls its base class's forward, by super()
+    for stepwise in (False, True):
+        if len(vectors) == 2:
+            pairs: list[tuple[str | None, str | None]] = [(vectors[0], vectors[1]), (vectors[1], vectors[0])]
+        elif vectors:
+            pairs = [(vectors[0], None), *([(None, vectors[0])] if centered else [])]
+        else:
+            pairs = [(None, None)]
+        casts = ("llama", "gemma", "none") if vectors and not centered else ("gemma",)
+        for (weight, bias), offset, cast in itertools.product(pairs, (0.0, 1.0), ("gemma",) if stepwise else casts):
+            if offset and weight is None:
+                continue
+            yield Norm(weight, eps, offset, cast, False, native or stepwise, width, centered, bias, stepwise=stepwise)
+
+
+FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2  # of x, and of weight and bias
+MIXED = (torch.bfloat16, torch.float32)
+
+
+def _is_norm(
+    module: nn.Module,
+    formula: Norm,
+    width: int,
+    *,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    rank: int = 3,
+    case: Case | None = None,
+) -> bool | None:
+    """Whether the module computes this formula for inputs of this rank; None if it refuses such inputs."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 4 * max(2, 512 // width)  # many numbers: formulas differ in how often their bf16 roundings differ
+    x = torch.randn(rows, width, generator=generator) + 0.5
+    eps = formula.eps
+    added = getattr(module, eps) if isinstance(eps, str) else eps
+    # Some rows are so small that eps is most of what is under the root.
+    least = min(-6.0, math.log10(added) / 2 - 1 if added > 0 else -6.0)
+    x = (x * torch.logspace(least, 2, rows)[:, None]).view(*(2,) * (rank - 2), -1, width)
+    w, b = torch.randn(2, width, generator=generator) * 0.5 + 0.3
+    pairs = [FP32, BF16] if dtypes is None else [dtypes]
+    # A second value of eps shows that the forward adds this attribute to the mean square, and reads it at each call.
+    values = (None, 0.05) if isinstance(eps, str) else (None,)
+    trainings: tuple[bool, ...] = (True, False)
+    if case is not None:
+        pairs, values, trainings, x = [(case.dtype, case.dtype)], (None,), (case.training,), case.input(width)
+        if case.broken and not added:
+            x[:, 3] = 0.0  # without eps a row of zeros is 0 / 0, where a limit on the root would give zeros
+    for (x_dtype, w_dtype), value, training in itertools.product(pairs, values, trainings):
+        typed = x.to(x_dtype)
+        weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
+        weights = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
+        probe = probe_of(module, weights)
+        if case is not None:  # module and formula are differentiated by the same tensors
+            weight, bias = (None if n is None else probe._parameters[n] for n in (formula.weight, formula.bias))
+        probe.training = training
+        if value is not None and isinstance(eps, str):
+            vars(probe)[eps] = value
+        added = getattr(probe, eps) if isinstance(eps, str) else eps
+        gate = torch.randn(typed.shape, generator=torch.Generator().manual_seed(1)).to(x_dtype)
+        gate.requires_grad_(typed.requires_grad)
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            y = run(probe, typed, gate) if formula.gated else run(probe, typed)
+        if y is None:
+            return x_dtype == torch.float16 or None  # some torch functions lack fp16 on a CPU
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            expected, size = _expected(formula, typed, weight, bias, added)
+            if formula.gated:
+                expected = gated_reference(gate, expected, "silu")
+        # Without a weight there is one formula, and the module may round 1 / rms(x) first. Other dtypes have told the
+        # formula by its roundings already; in fp16 the size of the difference decides.
+        roundings = 0 if weights and x_dtype != torch.float16 else 2
+        roundings = STEPS if formula.stepwise else roundings
+        leaves = [t for t in (typed, weight, bias, *((gate,) if formula.gated else ())) if t is not None]
+        if case is None:
+            agrees = same_numbers(y, expected, roundings=roundings, size=size)
+            agrees = agrees and (
+                not formula.stepwise or _is_no_worse(formula, y, expected, (typed, weight, bias), added)
+            )
+        else:
+            agrees = case.agrees(y, expected, leaves, roundings=roundings, size=size)
+        attempted(formula, case or f"{str(x_dtype)[6:]}, {rank} dimensions", y, expected, agrees)
+        if not agrees:
+            return False
+    return True
+
+
+def _is_no_worse(
+    formula: Norm, y: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor | None], eps: float
+) -> bool:
+    """Whether Tigon's result is as near to the exact one as y is, which the module has rounded at every step."""
+    if formula.gated or y.dtype == torch.float32:
+        return True
+    x, weight, bias = (t if t is None else t.float() for t in inputs)
+    exact = _expected(formula, x, weight, bias, eps)[0]  # type: ignore[arg-type]  # x is there
+    theirs, ours = (float((t.float() - exact).abs().div(exact.abs() + 1e-30).mean()) for t in (y, expected))
+    return ours <= theirs
+
+
+def _expected(
+    formula: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """The formula's result, and the numbers that its roundings are relative to (None: the result itself)."""
+    if not formula.centered:
+        y = rms_norm_reference(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
+        if bias is None:
+            return y, None
+        with torch.no_grad():
+            size = y.float().abs() + bias.float().abs()
+        return y + bias, size
+    scale = weight if weight is None or not formula.offset else weight + formula.offset
+    with torch.no_grad():
+        # The mean is subtracted and the bias added: their roundings are relative to the largest of these terms.
+        wide = x.float()
+        size = wide.abs() + wide.mean(-1, keepdim=True).abs()
+        size = size * torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + eps)
+        size = size * (1.0 if scale is None else scale.float().abs()) + (0.0 if bias is None else bias.float().abs())
+    return layer_norm_reference(x, scale, bias, eps=eps), size

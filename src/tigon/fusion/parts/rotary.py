@@ -1,0 +1,203 @@
+"""Attention forwards that call tigon.rope: clones of the original code whose globals name tigon.rope's wrapper."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tigon.fusion.engine.clones import clone, name_of, rebuilt
+from tigon.fusion.engine.ledger import Ledger
+from tigon.fusion.engine.part import Part, register
+from tigon.fusion.engine.patch import transformed
+from tigon.fusion.engine.reading import writes_globals
+from tigon.fusion.engine.reasons import WRITES_GLOBALS, Reason
+from tigon.fusion.engine.site import Site
+from tigon.fusion.logits.recipe import DTYPES, version_of
+from tigon.fusion.parts.head_norm import as_tensor, bare, rope_of
+from tigon.fusion.parts.rotary_formula import Rotary, arguments_of, recognize_rotary
+from tigon.kernels.capturing import is_captured
+from tigon.ops.rope import rope
+
+
+class RotaryPart(Part):
+    """Modules whose forward calls a rotary function by a global name: attention."""
+
+    kind, option = "rotary", "rotary"
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        clones, forward = site.kept(Clones), type(module).forward
+        for name, formula in clones.found(forward).items():
+            if isinstance(formula, Reason):
+                site.left(self, module, replace(formula, text=f"{name}: {formula}"))
+            elif site.patch_of(module) is None:  # one clone serves all rotary functions that a forward calls
+                clone = clones.of(forward, site.ledger)
+                site.replace(self, module, clone, formula, str(formula), key=name_of(forward))
+
+    def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
+        clone: Callable[..., Any] = site.kept(Clones).of(type(module).forward, site.ledger)
+        return clone
+
+
+class Clones:
+    """Clones of attention forwards that see tigon.rope in place of their module's rotary function, one per forward.
+
+    A clone's globals hold the ledger that it counts by, so the clones of one model serve no other.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, dict[str, Rotary | Reason]] = {}
+        self._clones: dict[Any, Any] = {}
+
+    def found(self, forward: Any) -> dict[str, Rotary | Reason]:
+        """The rotary functions that a forward calls by a global name."""
+        if forward not in self._found:
+            inner = inspect.unwrap(forward) if callable(forward) else None
+            names = getattr(getattr(inner, "__code__", None), "co_names", ())
+            candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
+            # The name decides whether the report mentions a function, never whether it is replaced.
+            self._found[forward] = {
+                n: recognize_rotary(g) for n, g in candidates.items() if arguments_of(g) or _sounds_rotary(g)
+            }
+        return self._found[forward]
+
+    def before(self, forward: Any) -> tuple[str, ...]:
+        """The names that a forward reads before it calls its rotary function."""
+        names: tuple[str, ...] = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
+        first = min((names.index(n) for n, f in self.found(forward).items() if isinstance(f, Rotary)), default=0)
+        return names[:first]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clones:
+        return Clones()
+
+    def of(self, forward: Any, ledger: Ledger) -> Any:
+        if writes_globals(forward):
+            return WRITES_GLOBALS
+        if forward not in self._clones:
+            self._clones[forward] = clone(forward, functools.partial(self._with_rope, ledger))
+        return self._clones[forward]
+
+    def _with_rope(self, ledger: Ledger, fn: types.FunctionType) -> types.FunctionType:
+        scope = dict(fn.__globals__)
+        # Dynamo guards a global through the module `__name__`, which still has the plain function.
+        scope.pop("__name__", None)
+        for name, formula in self.found(fn).items():
+            if isinstance(formula, Rotary):
+                scope[name] = _rotary(fn.__globals__, name, formula, ledger, name_of(fn))
+        return rebuilt(fn, scope, fn.__closure__)
+
+
+def _sounds_rotary(fn: Any) -> bool:
+    name = getattr(fn, "__name__", "").lower()
+    return not isinstance(fn, type) and ("rotary" in name or "rope" in name.split("_"))
+
+
+def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
+    """The function that a clone's globals have under this name. key: by which the ledger counts the clone's calls."""
+    recognised = scope[name]
+    turn = formula.turn
+    # All layers of a model get the same cos and sin, so they are spread once.
+    spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+
+    def spread_of(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
+        if turn.angles == "whole" and not turn.back:
+            return cos, sin
+        # From complex angles each call makes new views cos and sin: the complex tensor itself is the key.
+        first, second = (cos, sin) if freqs is None else (freqs, freqs)
+        if not _may_keep(first, second):
+            return turn.spread(cos, sin)
+        kept = spread.get(first)
+        if kept is None or kept[0]() is not second or kept[1] != (version_of(first), version_of(second)):
+            # A value that holds its own key would keep the key alive, so unchanged tensors are left out.
+            made = tuple(None if t is s else t for t, s in zip(turn.spread(cos, sin), (cos, sin), strict=True))
+            kept = ref(second), (version_of(first), version_of(second)), made
+            spread[first] = kept
+        wide_cos, wide_sin = kept[2]
+        return cos if wide_cos is None else wide_cos, sin if wide_sin is None else wide_sin
+
+    def plain_rope(*tensors: Tensor, **options: Any) -> Any:
+        run = functools.partial(rope, **options)
+        turned = run(*tensors)
+        # `rope` keeps only the angles, but heads that a norm made can be recomputed.
+        ledger.recompute.note(turned, run, *tensors, where_known=True)
+        return turned
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        plain = recognised if torch.compiler.is_compiling() else scope.get(name, recognised)
+        fits = plain is recognised and ledger.active and not transformed()  # else it was replaced since
+        bound = formula.bind(args, kwargs) if fits else None
+        heads = () if bound is None else tuple([bare(x) for x in bound[0]])
+        if bound is None or not _tensors_fit(*heads, *bound[1:3]):
+            return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
+        waiting, cos, sin, dim = bound
+        flat = formula.flat and cos.dim() == 2 and "unsqueeze_dim" not in kwargs and all(x.dim() == 3 for x in heads)
+        four, angles = heads, (cos, sin)
+        if flat:
+            four, angles, dim = tuple(x[None] for x in heads), (cos[None], sin[None]), 2
+        if not _shapes_fit(four, *angles, dim, formula):
+            return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
+        rotate = (
+            rope_of(*waiting) if len(waiting) == 2 and turn.whole_heads(cos.shape[-1], heads[0].shape[-1]) else None
+        )
+        ledger.count("rotary", key)
+        if rotate is not None:
+            ledger.count("qk_norm", key)
+        if rotate is None and any(x is not y for x, y in zip(heads, waiting, strict=True)):
+            heads = as_tensor(waiting)
+            four = tuple(x[None] for x in heads) if flat else heads
+        wide = spread_of(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
+        if flat:
+            wide = wide[0][None], wide[1][None]
+        # Not `rotate or`: Dynamo before torch 2.13 takes no truth value of a function.
+        turned = turn.of(plain_rope if rotate is None else rotate, four, *wide, dim)
+        if flat:
+            turned = tuple(y[0] for y in turned)
+        if formula.keeps:
+            turned = tuple([y if y.dtype == x.dtype else y.to(x.dtype) for x, y in zip(waiting, turned, strict=True)])
+        return turned if len(heads) == 2 else turned[0]
+
+    return apply
+
+
+def _may_keep(*angles: Tensor) -> bool:
+    """Whether tensors made from these angles now may serve later calls."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False  # a backward pass cannot use an inference tensor
+    if any(t.is_inference() for t in angles):
+        return False  # inference tensors have no version counter
+    return not is_captured(angles[0])  # the replay of a CUDA graph must spread the angles of its own step
+
+
+def _tensors_fit(*tensors: Any) -> bool:
+    for t in tensors:
+        if not isinstance(t, Tensor) or t.dtype not in DTYPES:
+            return False
+    cos, sin = tensors[-2:]
+    return not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())
+
+
+def _shapes_fit(heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int, formula: Rotary) -> bool:
+    q = heads[0]
+    if q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    shape = q.shape
+    batch, time, width = shape[0], shape[3 - dim], shape[3]
+    for x in heads[1:]:
+        shape = x.shape
+        if len(shape) != 4 or (shape[0], shape[3 - dim], shape[3]) != (batch, time, width):
+            return False
+    rotated = cos.shape[2] * (2 if formula.turn.angles == "half" else 1)
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != time or not formula.turn.fits(rotated, width):
+        return False
+    return formula.full if rotated == width else formula.partial
+
+
+register(RotaryPart())

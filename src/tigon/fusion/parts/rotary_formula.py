@@ -1,0 +1,298 @@
+"""Probes of rotary functions: running one tells what it computes, as probe.py does for modules.
+
+Functions differ in the form of their angles, in the dimensions of a head that they pair, and in their arguments. A
+`Turn` is one such variant, and `Turn.of` computes it by `tigon.rope`, for the probe and for the model alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.fusion.engine.probe import CASES, Case, probing, run, same_numbers
+from tigon.fusion.engine.reading import reading_of_function
+from tigon.fusion.engine.reasons import Reason
+from tigon.ops.rope import DEFAULT, NEIGHBOURS, rope_reference
+
+# The names of a function's leading arguments; freqs are complex numbers, cos + i sin.
+ARGUMENTS = ("q k cos sin", "x cos sin", "x sin cos", "q k freqs")
+HEAD, WIDTHS = 16, (16, 8)  # the probe's head, and the widths it rotates: the whole head, and half
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One way to write a rotation.
+
+    angles: "whole" if cos has an entry for each rotated dimension; "half" if cos has an entry for each pair; "first
+        half" if cos is as wide as in "whole" and its second half is ignored.
+    pairs: "halves" pairs the first half of the dimensions with the second; "neighbours" pairs neighbours; "parted"
+        pairs neighbours, rotates them and then sorts them into two halves.
+    back: rotate by the negative angle. tail: the rotated dimensions are the last ones of a head.
+    """
+
+    angles: str = "whole"
+    pairs: str = "halves"
+    back: bool = False
+    tail: bool = False
+
+    def spread(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin in the form that tigon.rope takes."""
+        sin = -sin if self.back else sin
+        if self.angles == "whole":
+            return cos, sin
+        if self.angles == "first half":
+            cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+        if self.pairs == "neighbours":
+            return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+    def of(self, rope: Callable[..., Any], heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
+        """The heads (q and k, or one of them) rotated by the cos and sin that `spread` returned."""
+        R = cos.shape[-1]
+        passed = [x[..., :-R] for x in heads] if self.tail and heads[0].shape[-1] > R else None
+        if passed is not None:
+            heads = tuple(x[..., -R:] for x in heads)
+        if self.pairs == "parted":
+            heads = tuple(x.unflatten(-1, (R // 2, 2)).transpose(-1, -2).flatten(-2) for x in heads)
+        q, k = heads if len(heads) == 2 else (heads[0], None)
+        turned = rope(q, k, cos, sin, unsqueeze_dim=dim, config=NEIGHBOURS if self.pairs == "neighbours" else DEFAULT)
+        turned = turned if isinstance(turned, tuple) else (turned,)
+        if passed is not None:
+            turned = tuple(torch.cat((x.to(y.dtype), y), dim=-1) for x, y in zip(passed, turned, strict=True))
+        return turned
+
+    def whole_heads(self, given: int, head: int) -> bool:
+        """Whether `of` hands the heads to `rope` unchanged. given: the width of the model's cos."""
+        rotated = 2 * given if self.angles == "half" else given
+        return self.pairs != "parted" and not (self.tail and head > rotated)
+
+    def fits(self, width: int, head: int) -> bool:
+        return width % 2 == 0 and (width == head or (width < head and self.pairs != "parted"))
+
+    def __str__(self) -> str:
+        text = {"halves": "rotate halves", "neighbours": "rotate neighbours", "parted": "part and rotate halves"}
+        return text[self.pairs] + (", backwards" if self.back else "")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotary function that `tigon.rope` can replace.
+
+    names: its leading arguments. complex: the arguments are q, k and cos + i sin.
+    full, partial: probes showed the formula for a rotation of the whole head, and of a part of the head.
+    flat: probes showed the formula for q (T, H, D) and cos (T, R) too.
+    keeps: results have the dtypes of q and k, whatever dtype cos has.
+    unsqueeze: the function honours its parameter unsqueeze_dim.
+    default: the dimension of the heads without that parameter. alone: k may be None.
+    """
+
+    turn: Turn
+    names: tuple[str, ...]
+    complex: bool
+    full: bool
+    partial: bool
+    flat: bool
+    keeps: bool
+    unsqueeze: bool
+    default: int
+    alone: bool
+
+    def __str__(self) -> str:
+        width = "full or partial" if self.full and self.partial else "full" if self.full else "partial"
+        return f"{self.turn}, {width}"
+
+    @property
+    def pair(self) -> bool:
+        """Whether the function takes q and k."""
+        return len(self.names) == 4 or self.complex
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any, Any, int] | None:
+        """Heads, cos and sin, and the dimension of the heads; None for a call that no probe covers."""
+        if len(args) > len(self.names):
+            return None
+        # As most models call it: nothing is looked up by name.
+        if not kwargs and len(args) == len(self.names) == 4 and not self.complex and self.default in (1, 2):
+            q, k, cos, sin = args
+            if self.names[2].startswith("sin"):
+                cos, sin = sin, cos
+            return (q,) if k is None and self.alone else (q, k), cos, sin, self.default
+        given = dict(zip(self.names, args, strict=False))
+        dim = self.default
+        for name, value in kwargs.items():
+            if name in self.names:
+                given[name] = value
+            elif name == "unsqueeze_dim" and self.unsqueeze:
+                dim = value
+            elif value is not None:
+                return None
+        if dim not in (1, 2):
+            return None
+        heads: tuple[Any, ...] = (given.get(self.names[0]),)
+        if self.pair:
+            k = given.get(self.names[1])
+            if k is not None or not self.alone:
+                heads = (*heads, k)
+        if self.complex:
+            freqs = given.get(self.names[2])
+            if not isinstance(freqs, Tensor) or freqs.dtype != torch.complex64:
+                return None
+            return heads, freqs.real, freqs.imag, dim
+        cos, sin = self.names[-2:]
+        if cos.startswith("sin"):
+            cos, sin = sin, cos
+        return heads, given.get(cos), given.get(sin), dim
+
+
+def arguments_of(fn: Any) -> tuple[str, ...] | None:
+    """The names of a function's leading arguments if they suggest a rotary function, which is then probed."""
+    try:
+        parameters = list(_signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = tuple(p.name for p in positional)
+    required = sum(p.default is p.empty for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    if names[:4] == ("q", "k", "cos", "sin") and required <= 4:
+        return names[:4]
+    if names[1:3] in (("cos", "sin"), ("sin", "cos")) and required <= 3:
+        return names[:3]
+    return names[:3] if len(names) >= 3 and names[2].startswith("freqs") and required == 3 else None
+
+
+def _signature(fn: Any) -> inspect.Signature:
+    # If Hugging Face kernels is installed, transformers turns the function into a module, whose `forward` has the
+    # signature.
+    return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+
+
+@probing()
+def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
+    names = arguments_of(fn)
+    if names is None:
+        return Reason(f"it takes other arguments than {', '.join(f'({a})' for a in ARGUMENTS)}")
+    complex_ = len(names) == 3 and names[2].startswith("freqs")
+    for default, turn in itertools.product((1, 2), _turns(complex_)):  # heads at (B, H, T, D) or (B, T, H, D)
+        shown = {width: keeps for width in WIDTHS if (keeps := _is_rope(fn, turn, names, default, width)) is not None}
+        if (
+            HEAD in shown and len(shown) == 1
+        ):  # a rotation of the whole head does not show which end a partial one rotates
+            tail = Turn(turn.angles, turn.pairs, turn.back, tail=True)
+            if (keeps := _is_rope(fn, tail, names, default, WIDTHS[1])) is not None:
+                turn, shown[WIDTHS[1]] = tail, keeps
+        if shown:
+            break
+    else:
+        return Reason("its numbers fit no formula of tigon.rope")
+    reading = reading_of_function(fn)
+    reason = reading if isinstance(reading, Reason) else reading.reason
+    if reason is not None:
+        return reason
+    if not all(_is_rope(fn, turn, names, default, width, case=case) is not None for width in shown for case in CASES):
+        return Reason("its numbers fit no formula of tigon.rope")
+    if len(set(shown.values())) > 1:
+        return Reason("its results have another dtype for partial than for full rotation")
+
+    def holds(dim: int, **options: Any) -> bool:
+        return all(_is_rope(fn, turn, names, dim, width, **options) == keeps for width, keeps in shown.items())
+
+    parameters = _signature(fn).parameters
+    named = "unsqueeze_dim" in parameters and all(holds(dim, unsqueeze_dim=dim) for dim in (1, 2))
+    alone = len(names) == 4 and parameters[names[1]].default is None and holds(default, alone=True)
+    return Rotary(
+        turn, names, complex_, HEAD in shown, WIDTHS[1] in shown, holds(2, flat=True), shown.popitem()[1], named,
+        default, alone,
+    )  # fmt: skip
+
+
+def _turns(complex_: bool) -> Iterator[Turn]:
+    for back, pairs, angles in itertools.product(
+        (False, True), ("halves", "neighbours", "parted"), ("whole", "first half", "half")
+    ):
+        if not complex_ or angles == "half":
+            yield Turn(angles, pairs, back)
+
+
+def _is_rope(
+    fn: Callable[..., Any], turn: Turn, names: tuple[str, ...], dim: int, width: int, *, flat: bool = False,
+    alone: bool = False, case: Case | None = None, **options: Any,
+) -> bool | None:  # fmt: skip
+    """Whether the heads keep their dtype beside a cos of fp32; None if the numbers differ."""
+    if not turn.fits(width, HEAD):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    keeps = None
+    complex_ = len(names) == 3 and names[2].startswith("freqs")
+    dtypes = [
+        (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)
+    ]  # fmt: skip
+    for x_dtype, cos_dtype in dtypes if case is None else [(case.dtype, case.dtype)]:
+        if complex_ and cos_dtype != torch.float32:
+            if case is None:
+                continue
+            cos_dtype = torch.float32
+        batch, time = (1 if flat else 2), 5
+        q, k = (
+            torch.randn(batch, *((heads, time) if dim == 1 else (time, heads)), HEAD, generator=generator).to(x_dtype)
+            for heads in (4, 3)
+        )
+        if case is not None:
+            q, k = (case.input(heads, HEAD).detach() for heads in (4, 3))
+            batch, time = q.shape[:2]
+            q, k = (x.transpose(1, 2).contiguous() if dim == 1 else x for x in (q, k))
+            q, k = (x.requires_grad_(case.gradients) for x in (q, k))
+        given = width // 2 if turn.angles == "half" else width
+        cos, sin = (torch.randn(batch, time, given, generator=generator).to(cos_dtype) for _ in range(2))
+        angles = (torch.complex(cos, sin),) if complex_ else (sin, cos) if names[-1] == "cos" else (cos, sin)
+        heads = (q,) if alone or names[1] in ("cos", "sin") else (q, k)
+        inputs = (*heads, *angles)
+        if flat:
+            inputs = tuple(t[0] for t in inputs)
+        if alone:
+            inputs = (inputs[0], None, *inputs[1:])
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            result = run(fn, *inputs, **options)
+        if result is None and x_dtype == torch.float16:
+            return True  # some torch functions lack fp16 on a CPU
+        turned = (result,) if isinstance(result, Tensor) else result
+        if not isinstance(turned, tuple) or len(turned) != len(heads) or not all(isinstance(t, Tensor) for t in turned):
+            return None
+        wide = turn.spread(cos, sin)
+        with torch.set_grad_enabled(case is not None and case.gradients):
+            rotated = turn.of(rope_reference, heads, *wide, dim)
+        for x, y, z in zip(heads, turned, rotated, strict=True):
+            y = y[None] if flat else y
+            if case is not None:
+                size = _terms(turn, x.detach(), *(t.unsqueeze(dim) for t in wide))
+                with torch.set_grad_enabled(case.gradients):
+                    z = z.to(y.dtype)
+                if not case.agrees(y, z, [x], roundings=3, size=size):
+                    return None
+                keeps = y.dtype == x.dtype
+                continue
+            if x_dtype == cos_dtype:
+                if y.dtype != x.dtype:
+                    return None
+            else:
+                kept = y.dtype == x.dtype
+                if keeps not in (None, kept):
+                    return None
+                keeps = kept
+                z = z.to(x.dtype) if kept else z
+            # x·cos and rotated·sin may each be rounded before the sum: the error is relative to these terms.
+            if not same_numbers(y, z, roundings=3, size=_terms(turn, x, *(t.unsqueeze(dim) for t in wide))):
+                return None
+    return keeps
+
+
+def _terms(turn: Turn, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, cos, sin = x.float().abs(), cos.float().abs(), sin.float().abs()
+    R, D = cos.shape[-1], x.shape[-1]
+    largest = x.amax(-1, keepdim=True) * (cos.amax(-1, keepdim=True) + sin.amax(-1, keepdim=True))
+    largest = largest.expand(*x.shape[:-1], R)
+    return torch.cat((x[..., : D - R], largest) if turn.tail else (largest, x[..., R:]), -1)

@@ -1,0 +1,42 @@
+"""Attention that computes what several continuations have in common once, where a call brings a layout of prefixes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tigon.fusion.engine.part import Part, Stage, register
+from tigon.fusion.engine.site import Site
+
+
+class SharedPrefix(Part):
+    """Sets the name of the attention function in the configurations of a decoder's attention."""
+
+    kind, option, stage = "prefix", "shared_prefix", Stage.MODEL
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        # Only here: without transformers there is nothing to share, and its import is not that of tigon.fuse.
+        from tigon.fusion.shared_prefix import attention
+        from tigon.fusion.shared_prefix.recognize import shared_attention
+
+        found: list[Any] = list(shared_attention(module))
+        attention.register()
+        for layer in found:
+            name = layer.config._attn_implementation
+            if not isinstance(name, attention.Shared):
+                site.set(layer.config, "_attn_implementation_internal", attention.Shared(name))
+            before = layer.config._attn_implementation.previous
+            kind = type(layer).__name__
+            site.fused(self, layer, f"once for all suffixes of a prefix; {before} without a layout", key=kind)
+        site.ledger.around = attention.Around(list({id(m.config): m.config for m in found}.values()))
+        if not site.entrances:  # no head is fused, where a call begins
+            site.entrances.append(_outermost(module))
+
+
+def _outermost(model: nn.Module) -> nn.Module:
+    """The model of transformers inside a wrapper, or the model itself."""
+    return next((m for m in model.modules() if hasattr(m, "get_input_embeddings") and hasattr(m, "config")), model)
+
+
+register(SharedPrefix())

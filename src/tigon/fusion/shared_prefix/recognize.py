@@ -1,0 +1,129 @@
+"""Which attention of a model can share prefixes, and by name what in the model cannot."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from typing import Any, NoReturn
+
+from torch import nn
+
+from tigon.fusion.shared_prefix.attention import registry_of
+from tigon.ops.prefix_attention import WIDEST
+
+CAUSAL = {"full_attention", "sliding_attention"}  # of `layer_types` in a configuration
+MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+# Keyword arguments of an attention function that change what it computes, and that the shared one lacks.
+EXTRAS = {"s_aux": "attention sinks", "position_bias": "a bias of positions"}
+# Methods by which a model counts positions from its own first number, as RoBERTa does.
+OWN_POSITIONS = "create_position_ids_from_input_ids"
+CAPACITY = ("expert_capacity", "capacity_factor")  # a token's expert then depends on the tokens before it
+
+
+def shared_attention(model: nn.Module) -> list[nn.Module]:
+    """The attention modules that share prefixes: all of a decoder's.
+
+    Raises: ValueError if tokens of the model meet elsewhere, or in another way, than in causal attention.
+    """
+    name = type(model).__name__
+    asking = [module for module in model.modules() if registry_of(type(module))[0] is not None]
+    found = [m for m in asking if getattr(m, "is_causal", True) and not getattr(m, "is_cross_attention", False)]
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+            _refuse(f"{type(module).__name__} is an encoder-decoder; its tokens read those of an encoder, too.")
+    if not found:
+        if asking:
+            _refuse(f"{name} is an encoder: {_names(asking)} read tokens in both directions.")
+        _refuse(f"no attention of {name} asks transformers' registry of attention functions, where it could be shared.")
+    for layers in _lists_of_layers(model, set(found)):
+        _check_layers(layers, set(found))
+        for module in {*found, *layers} & {*layers.modules()}:
+            _check_forward(module)
+    for module in found:
+        _check_attention(module)
+    for module in model.modules():
+        if any(getattr(module, attribute, None) for attribute in CAPACITY):
+            _refuse(f"{type(module).__name__} limits the tokens of an expert, so that tokens meet in the routing.")
+        if hasattr(type(module), OWN_POSITIONS):
+            _refuse(f"{type(module).__name__} counts positions by itself, and suffixes continue those of their prefix.")
+    decoder = _around(model, found)
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        _refuse(f"{type(decoder).__name__} takes no position_ids, and suffixes continue the positions of their prefix.")
+    return found
+
+
+def _check_layers(layers: nn.ModuleList, found: set[nn.Module]) -> None:
+    """Raise unless every layer has attention, and nothing else in which tokens meet."""
+    with_attention = [layer for layer in layers if any(m in found for m in layer.modules())]
+    usual = {type(child) for layer in with_attention for child in layer.modules()}
+    for layer in layers:
+        if layer not in with_attention:
+            others = [child for child in layer.children() if type(child) not in usual]
+            _refuse_state(others or [layer])
+        for child in layer.modules():
+            if isinstance(child, MIXERS):
+                parents = [m for m in layer.modules() if any(c is child for c in m.children())]
+                _refuse_state(parents or [child])
+
+
+def _check_forward(module: nn.Module) -> None:
+    """Raise for a layer, or its attention, that takes no further keyword arguments, or never reads them."""
+    code = inspect.unwrap(type(module).forward).__code__
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    name = code.co_varnames[count] if code.co_flags & inspect.CO_VARKEYWORDS else None
+    # Since Python 3.13 an instruction may load two variables.
+    loads = (i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD"))
+    if name is None or not any(name in (loaded if isinstance(loaded, tuple) else (loaded,)) for loaded in loads):
+        _refuse(f"{type(module).__name__} keeps keyword arguments of the model to itself; the layout would be one.")
+
+
+def _check_attention(module: Any) -> None:
+    kind = type(module).__name__
+    config = module.config
+    types = set(getattr(config, "layer_types", None) or ())
+    if types - CAUSAL:
+        _refuse(f"{kind} layers are of {', '.join(sorted(types - CAUSAL))}; they cannot share a prefix.")
+    if getattr(config, "alibi", False):
+        _refuse(f"{kind} has a bias of positions (ALiBi), which the shared attention does not have.")
+    if not getattr(config, "is_causal", True):
+        _refuse(f"{kind} reads tokens in both directions.")
+    width = getattr(module, "head_dim", None)
+    if isinstance(width, int) and width > WIDEST:
+        _refuse(f"{kind} has heads of {width} numbers; the shared attention has at most {WIDEST}.")
+    code = inspect.unwrap(type(module).forward).__code__
+    keywords = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
+    for extra, what in EXTRAS.items():
+        if extra in keywords:
+            _refuse(f"{kind} has {what}, which the shared attention does not have.")
+
+
+def _lists_of_layers(model: nn.Module, found: set[nn.Module]) -> list[nn.ModuleList]:
+    """The outermost lists of layers with attention."""
+    lists: list[nn.ModuleList] = []
+    for module in model.modules():
+        inside = any(module in outer.modules() for outer in lists)
+        if isinstance(module, nn.ModuleList) and not inside and any(m in found for m in module.modules()):
+            lists.append(module)
+    return lists
+
+
+def _around(model: nn.Module, found: list[nn.Module]) -> nn.Module:
+    """The innermost model of transformers that holds all of this attention: the decoder, without its head."""
+    inside = set(found)
+    decoder = model
+    for module in model.modules():  # a module before the modules inside it
+        if hasattr(module, "get_input_embeddings") and inside <= set(module.modules()):
+            decoder = module
+    return decoder
+
+
+def _refuse_state(modules: list[nn.Module]) -> NoReturn:
+    _refuse(f"{_names(modules)} layers carry a state past the prefix; they cannot share it.")
+
+
+def _names(modules: list[nn.Module]) -> str:
+    return ", ".join(sorted({type(module).__name__ for module in modules}))
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ValueError(f"shared_prefix: {reason}")

@@ -1,0 +1,232 @@
+"""Liger's divergences of a student from a teacher, of probabilities, of logits and of heads.
+
+Losses are fp32 whatever the inputs are, and no gradient flows to the teacher.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.integrations.liger.cross_entropy import in_chunks
+from tigon.integrations.liger.options import Options, accumulate, without_effect
+from tigon.losses.distillation import Distill, distill
+from tigon.losses.head.head import Hidden
+from tigon.losses.head.walk import Walk
+from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.divergence import jsd, kl_div, tvd
+from tigon.ops.targets import as_labels
+
+Reduction = Literal["batchmean", "mean", "sum", "none"]
+
+
+def _mask(labels: Tensor | None, ignore_index: int) -> Tensor | None:
+    """Which rows count."""
+    return None if labels is None else as_labels(labels, ignore_index) != ignore_index
+
+
+def liger_kl_div(
+    input: Tensor, target: Tensor, size_average: bool = True, reduce: bool = True, reduction: Reduction = "mean",
+    log_target: bool = False, eps: float = 1e-10,
+) -> Tensor:  # fmt: skip
+    """`tigon.kl_div` by Liger's arguments: KL(target ‖ input).
+
+    Args:
+        input: log-probabilities (M, V), any float dtype.
+        target: probabilities (M, V), or log-probabilities with log_target.
+        reduction: "mean" over elements, "batchmean" over rows, "sum", or "none" for (M, V).
+        size_average, reduce: must be True; use `reduction`.
+        eps: has no effect; log-probabilities need none.
+    """
+    for name, value in (("size_average", size_average), ("reduce", reduce)):
+        if value not in (True, None):
+            raise ValueError(f"liger_kl_div: {name} must be True, since reduction says it, got {value!r}.")
+    without_effect("liger_kl_div", eps=(eps, 1e-10))
+    if reduction == "none":
+        input, target = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, target.detach()))
+        return F.kl_div(input, target, reduction="none", log_target=log_target)
+    return kl_div(input, target.detach(), reduction=reduction, log_target=log_target)
+
+
+def liger_jsd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
+) -> Tensor:
+    """`tigon.jsd` by Liger's arguments.
+
+    Args:
+        input, target: log-probabilities (M, V) of the student and of the teacher.
+        shift_labels: (M,); rows with ignore_index do not count.
+        beta: the teacher's weight in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher).
+    Returns: (), the mean over the rows that count.
+    """
+    return jsd(input, target.detach(), beta=beta, mask=_mask(shift_labels, ignore_index))
+
+
+def liger_tvd(
+    input: Tensor, target: Tensor, shift_labels: Tensor | None = None, reduction: Reduction = "mean",
+    ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """`tigon.tvd` by Liger's arguments: ½ Σ |input − target|.
+
+    Args:
+        input, target: probabilities (M, V) of the student and of the teacher.
+        shift_labels: (M,); rows with ignore_index do not count.
+        reduction: "mean" over elements, "batchmean" over rows, "sum", or "none" for (M, V).
+    """
+    if reduction == "none":
+        input, target = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (input, target.detach()))
+        distance = 0.5 * (input - target).abs()
+        return distance if shift_labels is None else distance * (shift_labels != ignore_index).unsqueeze(-1)
+    mask = _mask(shift_labels, ignore_index)
+    return tvd(input, target.detach(), reduction=reduction, mask=mask)
+
+
+def liger_fused_linear_jsd(
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`tigon.losses.distill` with loss_type="jsd", of fp32 logits, which Liger has from 0.8.5 on.
+
+    Args:
+        student_input, teacher_input: (M, H), each of its model's width. student_weight, teacher_weight: (V, H).
+        shift_labels: (M,); rows with ignore_index do not count.
+        jsd_beta: beta of `liger_jsd`.
+        temperature: divides the logits of both.
+        accum_dtype: dtype in which the weight's gradient is summed: None for fp32, or the weight's dtype.
+    """
+    summed = accumulate("liger_fused_linear_jsd", accum_dtype, student_weight)
+    return distill(
+        student_input, student_weight, Hidden(teacher_input, teacher_weight), shift_labels,
+        config=Distill(beta=jsd_beta, ignore_index=ignore_index, temperature=temperature),
+        walk=Walk(accumulate=summed, logits_dtype=torch.float32),
+    )[0]  # fmt: skip
+
+
+def liger_fused_linear_kl_div(
+    student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None,
+    reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+    accum_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`tigon.kl_div` of a teacher's probabilities and a student's head, through chunks of logits.
+
+    Args:
+        student_input: (M, H). student_weight: (V, H). target: (M, V) probabilities.
+        reduction: "batchmean", "mean" or "sum".
+    """
+    name = "liger_fused_linear_kl_div"
+    without_effect(name, eps=(eps, 1e-10))
+    accumulate(name, accum_dtype, student_weight)
+    if reduction not in ("batchmean", "mean", "sum"):
+        raise ValueError(f"{name}: reduction must be 'batchmean', 'mean' or 'sum', got {reduction!r}.")
+    M, V = target.shape
+    labels = target.new_zeros(M, dtype=torch.int64) if shift_labels is None else shift_labels
+    ignored = ignore_index if shift_labels is not None else -1
+
+    def rows(logits: Tensor, target: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        log_q = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
+        return (kl_div(log_q, target, reduction="rows", log_target=False, mask=_mask(labels, ignored)),)
+
+    (loss,) = in_chunks(
+        rows, student_input, student_weight, None, target.detach(), labels, accum_dtype=accum_dtype
+    )  # fmt: skip
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / ((labels != ignored).sum().clamp(min=1) * (V if reduction == "mean" else 1))
+
+
+# ---------------------------------------------------------------------------------------------------------- modules
+
+
+class LigerFusedCETVDLoss(Options):
+    """Cross entropy and total variation distance from a teacher, one number a row each, of logits (M, V).
+
+    forward(student_logits, teacher_logits, target) → (cross entropy, distance), 0 where target is ignore_index.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index: int
+        self._keep(ignore_index=ignore_index)
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        ce = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
+        distance = tvd(
+            student_logits, teacher_logits.detach(), reduction="rows", temperature=1.0,
+            mask=_mask(target, self.ignore_index),
+        )  # fmt: skip
+        return ce, distance
+
+
+class LigerJSD(Options):
+    """`liger_jsd` with its options fixed: forward(log_q of the student, log_p of the teacher, shift_labels)."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
+        super().__init__()
+        self._keep(beta=beta, ignore_index=ignore_index)
+
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return liger_jsd(log_q, log_p, shift_labels, **self.options)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """`liger_kl_div` with the arguments of torch.nn.KLDivLoss after eps: forward(log-probabilities, target)."""
+
+    def __init__(self, eps: float = 1e-10, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
+        reduction = cast(Reduction, self.reduction)
+        return liger_kl_div(y_pred, y_true, reduction=reduction, log_target=self.log_target, eps=self.eps)
+
+
+class LigerTVDLoss(Options):
+    """`liger_tvd` with its options fixed: forward(p of the student, q of the teacher, shift_labels)."""
+
+    def __init__(self, reduction: Reduction = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        self._keep(reduction=reduction, ignore_index=ignore_index)
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        return liger_tvd(p, q, shift_labels, **self.options)
+
+
+class LigerFusedLinearJSD(Options):
+    """`liger_fused_linear_jsd` with its options fixed: forward(x, weight, teacher's x, teacher's weight, labels)."""
+
+    def __init__(
+        self, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._keep(jsd_beta=jsd_beta, ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype)
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return liger_fused_linear_jsd(
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, **self.options
+        )
+
+
+class LigerFusedLinearKLDivLoss(Options):
+    """`liger_fused_linear_kl_div` with its options fixed: forward(x, weight, probabilities, labels)."""
+
+    def __init__(
+        self, reduction: str = "batchmean", ignore_index: int = -100, temperature: float = 1.0, eps: float = 1e-10,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._keep(
+            reduction=reduction, ignore_index=ignore_index, temperature=temperature, eps=eps, accum_dtype=accum_dtype
+        )
+
+    def forward(
+        self, student_input: Tensor, student_weight: Tensor, target: Tensor, shift_labels: Tensor | None = None
+    ) -> Tensor:
+        return liger_fused_linear_kl_div(student_input, student_weight, target, shift_labels, **self.options)

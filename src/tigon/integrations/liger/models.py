@@ -1,0 +1,162 @@
+"""apply_liger_kernel_to_*: tigon.fuse(model) on the instance that is given, with the flags by Liger's names.
+
+Liger without an instance replaces classes, functions and torch.nn.functional.cross_entropy in the whole process, for
+every model built from then on. Nothing here does that, so without an instance these functions raise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from tigon.fusion.engine.model import Fusion, fuse
+from tigon.integrations.liger.forward import check_forward_arguments
+
+# Liger's flags, with the options of tigon.fuse that they stand for.
+FLAGS: dict[str, tuple[str, ...]] = {
+    "rope": ("rotary",),
+    "cross_entropy": ("head",),
+    "fused_linear_cross_entropy": ("head",),
+    "rms_norm": ("norms",),
+    "layer_norm": ("norms",),
+    "swiglu": ("mlp", "experts"),
+    "geglu": ("mlp",),
+    "relu_squared": ("mlp",),
+}
+_PARTS = {part for parts in FLAGS.values() for part in parts}
+_SWIGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
+_GEGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm geglu model"
+_VISION = "cross_entropy fused_linear_cross_entropy rms_norm layer_norm model **"
+# The arguments of each family's function, in Liger's order; ** for any flag of the models inside.
+ARGUMENTS: dict[str, str] = {
+    **dict.fromkeys((
+        "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "glm4", "glm4v", "glm4v_moe", "gpt_oss",
+        "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3",
+        "phi3", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl",
+        "qwen3_vl_moe", "smollm3",
+    ), _SWIGLU),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), _GEGLU),
+    **dict.fromkeys(("gemma3", "gemma4", "paligemma"), _GEGLU.replace("rms_norm", "layer_norm rms_norm")),
+    **dict.fromkeys(("mllama", "muse_glimmer"), _SWIGLU.replace("rms_norm", "layer_norm rms_norm")),
+    **dict.fromkeys(("internvl", "smolvlm"), _VISION),
+    "llama4": _SWIGLU + " layer_norm",
+    "llava": "cross_entropy fused_linear_cross_entropy model **",
+    "nemotron": "relu_squared cross_entropy fused_linear_cross_entropy model **",
+    "pixtral": "rope rms_norm swiglu model",
+    "qwen2_vl": _SWIGLU.replace("rms_norm", "rms_norm layer_norm"),
+}  # fmt: skip
+# Model types that use another family's function.
+OTHER_TYPES = {"llama4_text": "llama4", "mllama_text_model": "mllama"} | {
+    f"{family}_text": family
+    for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+}
+
+
+def is_transformers_available() -> bool:
+    """Whether transformers can be imported."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def _apply_liger_kernel(model_type: str, **kwargs: Any) -> Fusion:
+    """Raise: Liger patches all models of this type, and here there is none to fuse."""
+    return _fused("_apply_liger_kernel", None, {}, ())
+
+
+def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Fusion:
+    """`tigon.fuse(model)` for a model of any type.
+
+    Args:
+        model: a transformers model.
+        kwargs: Liger's flags, as `TrainingArguments.liger_kernel_config` has them. Those that the function for this
+            type of model does not take are left out, as Liger leaves them out; of a name that no function takes, with
+            a warning.
+    """
+    for flag in kwargs.keys() - FLAGS.keys():
+        warnings.warn(
+            f"_apply_liger_kernel_to_instance: {flag!r} is none of its flags {', '.join(FLAGS)}, and is left out.",
+            stacklevel=2,
+        )
+    model_type = getattr(getattr(model, "config", None), "model_type", None) or ""
+    names = _names(OTHER_TYPES.get(model_type, model_type))
+    return _fused("_apply_liger_kernel_to_instance", model, {k: v for k, v in kwargs.items() if k in names}, names)
+
+
+def _names(family: str) -> tuple[str, ...]:
+    arguments = ARGUMENTS.get(family, "**").split()
+    return tuple(FLAGS if "**" in arguments else (name for name in arguments if name in FLAGS))
+
+
+def _check_flags(name: str, given: Iterable[str]) -> None:
+    for flag in given:
+        if flag not in FLAGS:
+            raise TypeError(f"{name}: its flags are {', '.join(FLAGS)}, got {flag!r}.")
+
+
+def _fused(name: str, model: nn.Module | None, given: dict[str, Any], names: Collection[str]) -> Fusion:
+    """Fuse the model. given: flags that were said; the others are on. names: those that the function has."""
+    if model is None:
+        raise ValueError(
+            f"{name}: model must be given, since nothing is patched for the whole process here: pass model=…, or call "
+            "tigon.fuse(model) once the model is built."
+        )
+    norms = {flag: bool(given[flag]) for flag in ("rms_norm", "layer_norm") if flag in given}
+    if len(set(norms.values())) > 1:
+        raise ValueError(
+            f"{name}: rms_norm and layer_norm must be both on or both off, since tigon.fuse has one flag for norms, "
+            f"got {' and '.join(f'{flag}={value}' for flag, value in norms.items())}."
+        )
+    # Both cross-entropy flags switch the head: its loss builds no logits, but code that reads the logits gets them.
+    kinds = [flag for flag in ("cross_entropy", "fused_linear_cross_entropy") if flag in names]
+    head = not kinds or given.get("cross_entropy", False) or given.get("fused_linear_cross_entropy", True)
+    off = {flag for flag, wanted in given.items() if not wanted} - set(kinds)
+    off |= set() if head else set(kinds)
+    options: dict[str, Any] = {part: False for flag in off for part in FLAGS[flag]}
+    present = vars(model).get("_tigon_fusion")
+    if present is not None:
+        # In Liger a second call adds to the first: a part is on if either call switches it on.
+        options = {part: on or options.get(part, True) for part, on in present._options.items() if part in _PARTS} | {
+            name: value for name, value in present._options.items() if name not in _PARTS
+        }
+        if options != present._options:
+            present.remove()
+    fusion = fuse(model, **options)
+    fusion._ledger.check_arguments = check_forward_arguments
+    return fusion
+
+
+def _function(family: str, arguments: str) -> Callable[..., Fusion]:
+    name = f"apply_liger_kernel_to_{family}"
+    defaults = {"model": None, "cross_entropy": False}
+    kinds = inspect.Parameter
+    parameters = [
+        kinds("kwargs", kinds.VAR_KEYWORD)
+        if argument == "**"
+        else kinds(argument, kinds.POSITIONAL_OR_KEYWORD, default=defaults.get(argument, True))
+        for argument in arguments.split()
+    ]
+    signature = inspect.Signature(parameters)
+
+    def apply(*args: Any, **kwargs: Any) -> Fusion:
+        given = signature.bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        model = given.pop("model", None)
+        _check_flags(name, given)
+        return _fused(name, model, given, _names(family))
+
+    apply.__name__ = apply.__qualname__ = name
+    apply.__doc__ = f"`tigon.fuse(model)` for a model of {family}'s kind. A flag that is left out is on."
+    apply.__signature__ = signature  # type: ignore[attr-defined]
+    return apply
+
+
+globals().update({f"apply_liger_kernel_to_{family}": _function(family, ARGUMENTS[family]) for family in ARGUMENTS})
+# Other libraries import this table to see which model types have a function.
+MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Fusion]] = {
+    model_type: globals()[f"apply_liger_kernel_to_{family}"]
+    for model_type, family in ({family: family for family in ARGUMENTS} | OTHER_TYPES).items()
+}

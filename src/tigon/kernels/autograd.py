@@ -1,0 +1,338 @@
+"""How a launch becomes an operator: a torch.library op when traced, an autograd.Function in eager mode."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.dispatch import _PLAIN
+
+R = TypeVar("R")
+
+_library = torch.library.Library("tigon", "DEF")
+
+
+@functools.cache
+def _gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def is_traced(x: Tensor) -> bool:
+    """True where x stands for a tensor in a graph that is being recorded, and no memory is there to launch on."""
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN or _is_recorded()
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces the caller. Before torch 2.13 Dynamo takes torch's own function of this name for true
+    under torch.compile as well.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
+def can_look(x: Tensor) -> bool:
+    """Whether there are numbers in x that the host may look at."""
+    return not is_traced(x) and not x.is_meta and x.numel() > 0
+
+
+def _is_recorded() -> bool:
+    """Whether `make_fx` records what is done to plain tensors, or a FakeTensorMode takes them for fake ones."""
+    if not torch._C._len_torch_dispatch_stack():  # the common case, in 30 ns
+        return False
+    modes = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE))
+
+
+def graph_is_kept() -> bool:
+    """Inside a backward pass: whether there may be another one, so that what was saved for it has to stay as it is."""
+    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if kept is None else kept()
+
+
+def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Register a launch function as `torch.ops.tigon.<name>`; call it directly in eager mode, as the op when traced.
+
+    Args:
+        schema: arguments and results in torch's schema language, "(Tensor x, float eps) -> Tensor".
+        fake: same arguments; returns empty outputs of the right shape, dtype and strides.
+    The first argument of the launch function is a tensor, and its device becomes the current one. Called with keyword
+    arguments, which the schema does not have, it runs directly.
+    """
+
+    def register(fn: Callable[..., R]) -> Callable[..., R]:
+        name = fn.__name__.lstrip("_")
+
+        def on_device(*args: Any, **own: Any) -> Any:
+            x = args[0]
+            # get_device() is -1 on a CPU. With one GPU in the process there is nothing to switch, nor to ask.
+            if x.is_cuda and _gpus() > 1 and x.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    return fn(*args, **own)
+            return fn(*args, **own)
+
+        _library.define(name + schema)
+        _library.impl(name, on_device, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tigon::{name}", fake, lib=_library)
+        op = getattr(torch.ops.tigon, name).default
+
+        @functools.wraps(fn)
+        def launch(*args: Any, **own: Any) -> Any:
+            return op(*args) if not own and is_traced(args[0]) else on_device(*args, **own)
+
+        launch.op, launch.direct = op, on_device  # type: ignore[attr-defined]
+        return launch
+
+    return register
+
+
+def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """The results of backward. With `create_graph` they are a graph that raises wherever it is differentiated.
+
+    The graph leads from each gradient to all that it depends on: the operator's inputs and the upstream gradients.
+    `torch.autograd.grad(…, w)` prunes what does not lead to w: an error that hung on nothing would be pruned, and the
+    loss differentiated without that term. torch's `once_differentiable` gives no error at all where the upstream
+    gradient requires none, as that of a plain sum.
+
+    Without `create_graph` this costs nothing: what leads to the inputs is found from what backward has saved.
+    """
+    if not torch.is_grad_enabled():
+        return backward(ctx, *gradients)
+    unpacked = _Unpacked(ctx)
+    with torch.no_grad():
+        found = backward(unpacked, *gradients)
+    ways = [t for t in (*gradients, *unpacked.saved_tensors, *_leaves(ctx, unpacked.saved_tensors)) if t is not None]
+    given = [g for g in found if g is not None]
+    # The gradients themselves are leaves, too: without any other way the error is still met by `.backward()`.
+    refused = iter(_Refused.apply(len(given), *(g.detach().requires_grad_() for g in given), *ways) if given else ())
+    return tuple(g if g is None else next(refused) for g in found)
+
+
+def way_back(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """In forward: an output without elements, to be saved, where no other saved tensor leads to the inputs.
+
+    A saved input leads to itself, and a leaf is found through the graph. The result of the operator would lead to its
+    inputs as well, but users write `loss += penalty`, and what was saved may not be written to.
+    """
+    if any(ctx.needs_input_grad[i] and not args[i].is_leaf for i in unsaved):
+        return (args[unsaved[0]].new_empty(0),)
+    return ()
+
+
+def keep(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
+    """Save tensors for the backward pass; where a checkpoint gave its hooks (pack, unpack), at once.
+
+    A checkpoint computes again up to the last tensor that was saved. torch saves the inputs of a Function after its
+    forward pass, so what comes after this call would be computed again for nothing.
+    """
+    ctx.saved_by = hooks
+    if hooks is None:
+        ctx.save_for_backward(*tensors)
+    else:
+        ctx.packed = [t if t is None else hooks[0](t) for t in tensors]
+
+
+def kept(ctx: Any) -> list[Any]:
+    """The tensors of `keep`. To be called once in a backward pass: checkpoints hand them out no second time."""
+    if ctx.saved_by is None:
+        return list(ctx.saved_tensors)
+    if ctx.packed is None:
+        raise RuntimeError(
+            "tigon: trying to go backward through the graph a second time, after what it saved was freed. Pass "
+            "retain_graph=True the first time."
+        )
+    packed, (_, unpack) = ctx.packed, ctx.saved_by
+    if not graph_is_kept():
+        ctx.packed, ctx.saved_by = None, (None, None)  # both: the hooks hold the checkpoint's inputs
+    return [t if t is None else unpack(t) for t in packed]
+
+
+class _Unpacked:
+    """A context whose saved tensors are unpacked already: activation checkpointing hands them out no second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        vars(self).update(ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
+
+
+class _Refused(torch.autograd.Function):
+    """The gradients of an operator, and all that they depend on → the gradients. Backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "tigon: trying to differentiate twice: the gradient of a fused operator has no gradient of its own. "
+            "Operators on tensors have one `with tigon.use_backend('torch')`; losses of a head have none."
+        )
+
+
+def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
+    """The leaves behind those inputs of an operator that it has not saved; none where it has saved an output."""
+    reached = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in saved if t is not None and t.requires_grad}
+    if any(node is ctx for node, _ in reached):  # an output of its own leads to every input
+        return []
+    nodes = [edge[0] for edge in ctx.next_functions if edge[0] is not None and tuple(edge) not in reached]
+    leaves, seen = [], set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.append(leaf)
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    return leaves
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, in a third less time where no transform of torch.func is active."""
+    # Without the Python half of apply, which looks for functorch's wrappers.
+    bare: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    transformed = torch._C._are_functorch_transforms_active
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args) if transformed() else bare(*args)
+
+    return apply
+
+
+@overload
+def differentiable(
+    launch: Callable[..., Tensor], setup_context: Callable[..., None], backward: Callable[..., Any], *,
+    unsaved: tuple[int, ...] = ...,
+) -> Callable[..., Tensor]: ...  # fmt: skip
+
+
+@overload
+def differentiable(
+    launch: Callable[..., tuple[Any, ...]], setup_context: Callable[..., None], backward: Callable[..., Any], *,
+    unsaved: tuple[int, ...] = ...,
+) -> Callable[..., Tensor]: ...  # fmt: skip
+
+
+@overload
+def differentiable(
+    launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any], *, outputs: int,
+    unsaved: tuple[int, ...] = ...,
+) -> Callable[..., Any]: ...  # fmt: skip
+
+
+def differentiable(
+    launch: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    *,
+    outputs: int = 1,
+    unsaved: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """Give a launch function its gradient, and return the function to call.
+
+    Args:
+        launch: a function made by `@launcher`. Its first `outputs` results are the operator's, the others are for the
+            backward pass.
+        setup_context: (ctx, inputs, output) → None; saves what the backward needs.
+        backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
+        unsaved: the positions of differentiable inputs that setup_context does not save. Then gradients and saved
+            tensors may be followed by one more, which backward ignores: see `way_back`.
+
+    In eager mode this is an `autograd.Function` around the direct launch. Under torch.compile it is the op, with the
+    same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
+    given twice, and fails on a float option that it has made symbolic (torch 2.13, dynamic=True).
+    """
+    op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # A missing upstream gradient stays None: a tensor of zeros would cost a pass over its memory.
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, inputs, output)
+
+    def visible(result: Any) -> Any:
+        if not isinstance(result, (tuple, list)):
+            return result
+        return result[0] if outputs == 1 else tuple(result[:outputs])
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            result = op(*args) if type(args[0]) not in _PLAIN or _is_recorded() else direct(*args)
+            ctx.set_materialize_grads(False)
+            ctx.hides = True  # results beyond `outputs`: only the backward pass ever sees them
+            setup_context(ctx, args, result)
+            way = way_back(ctx, args, unsaved) if unsaved else ()
+            if not way:
+                return visible(result)
+            ctx.save_for_backward(*ctx.to_save, *way)
+            return (*(result[:outputs] if isinstance(result, (tuple, list)) else (result,)), *way)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return first_order(backward, ctx, *gradients)
+
+    _name(Eager, launch)
+    torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
+    eager = applied(Eager)
+
+    def apply(*args: Any) -> Any:
+        return visible(op(*args)) if torch.compiler.is_compiling() else eager(*args)
+
+    def apply_without_way(*args: Any) -> Any:
+        result = apply(*args)
+        return visible(result) if isinstance(result, tuple) else result
+
+    return apply_without_way if unsaved else apply
+
+
+def differentiable_directly(
+    launch: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    *,
+    outputs: int = 1,
+    unsaved: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """As `differentiable`, for calls with arguments that torch.library cannot take: apply(*args, own).
+
+    own: keyword arguments of the launch function; `ctx.own` in the other two.
+    """
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            *args, own = given
+            result = launch(*args, **own)
+            ctx.set_materialize_grads(False)
+            ctx.hides, ctx.own = True, own
+            setup_context(ctx, tuple(args), result)
+            way = way_back(ctx, args, unsaved)
+            ctx.save_for_backward(*ctx.to_save, *way)
+            return (*result[:outputs], *way)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return *first_order(backward, ctx, *gradients), None
+
+    def apply(*given: Any) -> Any:
+        result = Direct.apply(*given)
+        return result[0] if outputs == 1 else result[:outputs]
+
+    _name(Direct, launch)
+    return apply
+
+
+def _name(function: Any, launch: Callable[..., Any]) -> None:
+    """The node in the graph, which profilers show and grad_fn prints: RmsNormBackward."""
+    name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")
+    function.__name__ = function.__qualname__ = "".join(part.title() for part in name.split("_"))
+    function._backward_cls.__name__ = f"{function.__name__}Backward"

@@ -1,0 +1,408 @@
+"""The loop behind every fused-linear loss: logits exist for one chunk of rows at a time, in one reused buffer.
+
+    for each chunk of rows:
+        logits ← x Wᵀ (+ bias)          matrix product into the buffer
+        logits ← d loss / d logits      one pass over the buffer; per-row losses on the side
+        dx     ← logits W               matrix product straight into its rows of dx
+        dw     += logitsᵀ x             matrix product that accumulates, in fp32 where several chunks add up
+
+A chunk is as many rows as fit a byte budget, so memory does not grow with the batch and matrix products stay large.
+Rows whose target is ignored can be left out (`num_valid`): time and memory then follow the valid tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.losses.head.head import Projection, empty_logits, logit_bytes, take
+from tigon.losses.head.vocabulary_parallel import InputGradient, Shards
+from tigon.ops.linear import weight_gradient
+from tigon.ops.shard_statistics import columns, shard_statistics
+from tigon.ops.targets import as_labels
+
+# Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
+CHUNK_BYTES = 2**30
+# Of a frozen head. What many rows spread is the cost of adding a chunk to dW, and a frozen head has no dW.
+FROZEN_CHUNK_BYTES = 2**29
+CPU_CHUNK_BYTES = 2**25
+
+
+def chunk_budget(
+    device: torch.device, chunk_bytes: int | None = None, *, whole: Any = 0, spared: int = 0, frozen: bool = False
+) -> int:
+    """Bytes of logits a chunk may hold: the argument, else TIGON_CHUNK_BYTES, else 1 GiB (32 MiB on a CPU).
+
+    frozen: the head's weight gets no gradient: 512 MiB by default.
+    If all logits (`whole` bytes) exceed the default budget by at most `spared` bytes, return `whole`, so that one chunk
+    suffices.
+    """
+    if chunk_bytes is None:
+        # Read at each call and not at import: a script may set it between two models.
+        text = os.environ.get("TIGON_CHUNK_BYTES")
+        if text:
+            try:
+                chunk_bytes = int(text)
+            except ValueError:
+                raise ValueError(f"TIGON_CHUNK_BYTES must be a whole number of bytes, got {text!r}.") from None
+    if chunk_bytes is None:
+        budget = CPU_CHUNK_BYTES if device.type == "cpu" else FROZEN_CHUNK_BYTES if frozen else CHUNK_BYTES
+        # Only the default grows. A number that you asked for is a limit, and stays one.
+        return whole if spared and budget < whole <= budget + spared else budget
+    if chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}.")
+    return chunk_bytes
+
+
+def spared_by_one_chunk(weight: Tensor, compute: torch.dtype, accumulate: str, classes: int | None = None) -> int:
+    """Bytes of the fp32 buffer in which several chunks' dW is summed, and which a single chunk does not need.
+
+    classes: the number of classes of the widest shard; all devices use the same number, so that they chunk alike.
+    """
+    # Under torch.compile the number of rows may be symbolic, and a comparison with it would put a guard on the batch.
+    # `accumulate="weight"` has no fp32 buffer to spare.
+    if torch.compiler.is_compiling() or accumulate != "fp32":
+        return 0
+    V, H = weight.shape
+    # 2 bytes an element: the fp32 sum takes 4, and the bf16 result takes 2 of them in any case.
+    return (V if classes is None else classes) * H * 2 if weight.dtype == compute == torch.bfloat16 else 0
+
+
+def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
+    """Rows of a chunk: all if the budget holds them, else an equal share, rounded up to the products' tile of 128."""
+    if rows * row_bytes <= budget:
+        return max(1, rows)
+    # Never fewer than one tile, even over the budget: a product of a few rows would leave the device idle.
+    # Whole tiles of 128 rows: a tile that is filled in part costs a product as much as a full one.
+    most = max(128, budget // max(1, row_bytes) // 128 * 128)
+    chunks = max(1, -(-rows // most))
+    # Equal shares: a short last chunk would be a small product, which is slow for its size.
+    balanced = -(-rows // chunks)
+    # Rounded up, so the last chunk alone is shorter. `most` is a multiple of 128, so rounding up does not exceed it.
+    return max(1, min(rows, -(-balanced // 128) * 128))
+
+
+class ValidCount:
+    """The number of targets that are not ignored, on its way from the device to the host.
+
+    Start the count when you first see the labels. `int(count)` then waits only until the device has reached that point
+    of its queue. Work that you queued later is still ahead of the device, so the device never idles.
+
+    Args:
+        target: integer labels of any shape.
+        ignore_index: the label that does not count.
+        shift: leave out the first label of each row, as a causal language model does.
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
+        # The copy starts here and is waited for in the loss, a whole forward pass later.
+        labels = target[..., 1:] if shift else target
+        self._arrival = _Arrival((as_labels(labels, ignore_index) != ignore_index).sum())
+
+    def __int__(self) -> int:
+        return int(self._arrival.wait())
+
+    __index__ = __int__
+
+
+class ValidLengths:
+    """The valid targets of each sequence, as `ValidCount` counts those of a batch.
+
+    Preference and policy losses use these numbers to leave masked tokens out.
+
+    Args:
+        target: (S, T) labels.
+        ignore_index: the label that does not count.
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int = -100) -> None:
+        self._arrival = _Arrival((as_labels(target, ignore_index) != ignore_index).sum(-1))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._arrival.wait().tolist())
+
+
+def nan_if_more(target: Tensor, ignore_index: int, num_valid: int, dtype: torch.dtype) -> Tensor:
+    """0-d: 1, or NaN if more targets count than num_valid (rows would be dropped silently). The host never waits."""
+    # The count stays on the device, and NaN reaches the host with the loss. A check that raised would have to wait for
+    # it.
+    return torch.where((target != ignore_index).sum() <= num_valid, 1.0, float("nan")).to(dtype)
+
+
+def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number or 0-d tensor as a 0-d tensor on the device, without gradient. No copy makes the host wait."""
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=dtype, device=device)
+    # A divisor may be the result of a computation with a graph. The loss takes it as a constant.
+    value = value.detach().reshape(()).to(dtype)
+    if value.device.type == "cpu" and device.type != "cpu":  # multiplied as a scalar: a copy from pageable memory waits
+        return value * torch.ones((), dtype=dtype, device=device)
+    return value.to(device)
+
+
+class _Arrival:
+    """A small tensor on its way from the device to the host; `wait` returns it there."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._value = value
+        if value.is_cuda:
+            # Only a copy to pinned memory is asynchronous.
+            # `value` itself may be freed at once: the allocator gives its memory only to work that comes later on this
+            # stream.
+            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            with torch.cuda.device(value.device):
+                # An event marks the work queued so far. Synchronising the stream would wait for later work too.
+                self._event = torch.cuda.Event()
+                self._event.record()
+
+    def wait(self) -> Tensor:
+        if self._event is not None:
+            # The CPU's memory is not to be read before the copy has ended. A second call finds no event, and waits for
+            # nothing.
+            self._event.synchronize()
+            self._event = None
+        return self._value
+
+
+@dataclass
+class Chunk:
+    """Rows start to stop in the order of `Chunks`, with their logits (scratch memory), inputs and targets.
+
+    at: the rows' places in the batch.
+    """
+
+    start: int
+    stop: int
+    at: Tensor | slice
+    logits: Tensor
+    x: Tensor
+    target: Tensor
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+class Chunks:
+    """The rows of one loss in the order in which they are worked on; iterating computes the logits chunk by chunk.
+
+    Args:
+        head: x (N, H), weight and bias, in the compute dtype.
+        target: (N,), integer labels.
+        ignore_index: targets that do not count.
+        num_valid: how many targets count, if the host knows. Only that many rows are visited, the valid ones.
+        budget: bytes of logits a chunk may hold.
+        shards: which classes this device's head has, if the head is split over several devices.
+        dtype: the dtype of the logits; the compute dtype by default.
+        room: where iterating computes the logits, if they have to lie there.
+    """
+
+    def __init__(
+        self, head: Projection, target: Tensor, ignore_index: int, num_valid: int | None, budget: int,
+        shards: Shards | None = None, dtype: torch.dtype | None = None, room: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.head, self.target, self.shards, self.room = head, target, shards, room
+        self.dtype = head.x.dtype if dtype is None else dtype
+        # Second buffer, allocated on first use: the gradient of wide logits, narrowed for the products.
+        self._narrow: Tensor | None = None
+        # Chunks follow from the widest shard, so that every device has the same chunks and its collectives match.
+        N, V = head.x.shape[0], head.weight.shape[0] if shards is None else shards.widest
+        # More than N valid rows do not exist: a number that is too large costs rows, not memory beyond the batch.
+        visited = N if num_valid is None else max(0, min(num_valid, N))
+        # The first row, and with an index all rows, in the order of the walk.
+        self._first = 0
+        self.index: Tensor | None = None
+        if visited < N:
+            # A stable sort of a flag: valid rows first, in their order. Fixed shapes, so nothing waits for the device.
+            order = torch.argsort((target == ignore_index).to(torch.uint8), stable=True)
+            self.index = order[:visited]
+        # Bytes of a row of logits, and of the narrowed gradient beside them where logits are wider than the products.
+        self._cut(visited, V * logit_bytes(head.x.dtype, self.dtype), budget)
+
+    def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
+        self.visited = visited
+        # Zero visited rows mean zero chunks, and `Gradients` then zeroes what no chunk writes.
+        self.size = chunk_rows(visited, row_bytes, budget) if visited else 0
+        self.count = -(-visited // self.size) if visited else 0
+
+    def among(self, rows: Tensor | slice, most: int) -> Chunks:
+        """The walk over some rows of the batch, in their order, in chunks of about at most `most` rows."""
+        # Shallow: head, targets and shards are shared. Only the rows and their cuts differ.
+        part = copy.copy(self)
+        if isinstance(rows, slice):
+            part._first, part.index, visited = rows.start, None, rows.stop - rows.start
+        else:
+            part._first, part.index, visited = 0, rows, rows.numel()
+        # A budget in rows: a row counts as one byte. The walk that made the parts has applied the budget in bytes.
+        part._cut(visited, 1, most)
+        return part
+
+    def through(self, head: Projection) -> Chunks:
+        """The same walk over the rows of another head's x, in logits of the same dtype."""
+        # The cuts stay, so both heads' chunks hold the same rows. A reference model's logits are computed so.
+        other = copy.copy(self)
+        other.head = head
+        return other
+
+    def __iter__(self) -> Iterator[Chunk]:
+        # One buffer for all chunks. A chunk is done with its logits before the next one is computed.
+        room = self.room
+        if room is None:
+            room = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
+        return self.forwards(room)
+
+    def forwards(self, room: Tensor) -> Iterator[Chunk]:
+        """The chunks, their logits computed into `room`, (at least `size`, V).
+
+        As many of the last chunks as fit the room together keep their logits there; the chunks before them use the
+        front of the room in turn.
+        """
+        kept = self._kept(room)
+        for start, stop in self.spans():
+            # Rows before `kept` all begin at the front of the room, one chunk over the other. Rows from `kept` on have
+            # places of their own.
+            at = max(0, start - kept)
+            yield self.compute(start, stop, room[at : at + stop - start])
+
+    def backwards(self, room: Tensor, last: Chunk | None = None, scratch: Tensor | None = None) -> Iterator[Chunk]:
+        """The chunks from the last to the first, after `forwards`: logits that are in the room still are not computed
+        again.
+
+        last: the last chunk, if you have it: its rows of x are then not gathered again.
+        scratch: where logits are computed again, if those in the room must last.
+        """
+        kept = self._kept(room)
+        # Backwards, because the last chunks are those whose logits are still there.
+        for start, stop in reversed(self.spans()):
+            if last is not None:
+                yield last
+                last = None  # its rows of x are memory that the next chunk's rows need
+            elif start >= kept:
+                yield self.with_logits(start, stop, room[start - kept : stop - kept])
+            else:
+                yield self.compute(start, stop, (room if scratch is None else scratch)[: stop - start])
+
+    def _kept(self, room: Tensor) -> int:
+        """The first row, in the order of the walk, whose logits the room holds after `forwards`."""
+        if not self.count:
+            return 0
+        # The last chunk may be short. What the room holds beside it is a number of whole chunks, so that no chunk lies
+        # across the front and the kept part.
+        before_last = (self.count - 1) * self.size
+        return max(0, before_last - (room.shape[0] - (self.visited - before_last)) // self.size * self.size)
+
+    def with_statistics(
+        self, dtype: torch.dtype, temperature: float, softcap: float, scale: float, along: bool, total: bool
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Each chunk, and all devices' statistics of its rows, (devices, M, columns) of tigon.ops.shard_statistics."""
+        assert self.shards is not None
+        # Each chunk waits for its statistics. With two buffers they could travel while the next chunk's logits are
+        # computed. But chunks would be half as large and add to dW twice as often, which takes longer than the wait.
+        for chunk in self:
+            # A new tensor for each chunk: the collective that reads it runs on a stream of its own, and holds it until
+            # `wait`.
+            own = self.head.x.new_empty(chunk.target.numel(), columns(along, total), dtype=dtype)
+            shard_statistics(chunk.logits, chunk.target, own, temperature, softcap, scale, along=along, total=total)
+            yield chunk, self.shards.gather(own).wait()
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the chunks start and stop."""
+        # Host arithmetic alone. All ranks come to the same spans, which their collectives rely on.
+        return [(start, min(start + self.size, self.visited)) for start in range(0, self.visited, self.size or 1)]
+
+    def places(self, start: int, stop: int) -> Tensor | slice:
+        """The places in the batch of rows start to stop of the walk."""
+        # A slice where it can be: its rows are a view, while an index makes a copy of x's rows for each chunk.
+        return slice(self._first + start, self._first + stop) if self.index is None else self.index[start:stop]
+
+    def rows_of(self, start: int, stop: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The chunk's rows of each tensor; the tensors have N rows, in the order of the batch."""
+        rows = self.places(start, stop)
+        return tuple(take(t, rows) for t in tensors)
+
+    def with_logits(self, start: int, stop: int, logits: Tensor) -> Chunk:
+        """The chunk from start to stop, whose logits have been computed before."""
+        at = self.places(start, stop)
+        return Chunk(start, stop, at, logits, take(self.head.x, at), take(self.target, at))
+
+    def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
+        """The chunk from start to stop; its logits are written to `logits`, (stop − start, V)."""
+        chunk = self.with_logits(start, stop, logits)
+        # After the rows of x were taken: the product reads them, and so does dW's product later.
+        self.head.logits(chunk.x, logits)
+        return chunk
+
+    def narrowed(self, chunk: Chunk) -> Chunk:
+        """The chunk with `logits`, which hold the gradient by now, converted to the dtype of the products."""
+        if chunk.logits.dtype != self.head.x.dtype:
+            if self._narrow is None:
+                self._narrow = empty_logits(self.size, chunk.logits.shape[1], self.head.x, self.head.x.dtype)
+            # Both gradient products want factors of one dtype, and half-precision ones run at the tensor cores' full
+            # rate.
+            chunk.logits = self._narrow[: chunk.logits.shape[0]].copy_(chunk.logits)
+        return chunk
+
+    def in_batch_order(self, results: Tensor) -> Tensor:
+        """Per-row results (visited, ...) as (N, ...), with zeros for rows that were not visited."""
+        if self.index is None:
+            return results
+        # Valid rows were sorted to the front for the walk. Here each result returns to its row, and ignored rows get 0.
+        return results.new_zeros(self.target.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
+
+
+class Gradients:
+    """dx, dW and db of a walk: three products with each chunk's dlogits. None in a gradient's place spares its product.
+
+    Args:
+        walk: the chunks that will be added, or those of the batch whose parts will be.
+        dx: (N, H), uninitialised. Rows that `walk` does not visit are zeroed.
+        dw: the tensors of `weight_gradient.parts`, uninitialised unless `add`.
+        db: (V,), uninitialised.
+        add: add to what `dw` holds.
+    """
+
+    def __init__(
+        self, walk: Chunks, dx: Tensor | None, dw: Sequence[Tensor] | None, db: Tensor | None, add: bool = False
+    ) -> None:
+        self.dx, self.dw, self.db = dx, dw, db
+        self._input = InputGradient(walk.head, walk.shards)
+        # The first product overwrites dW, which spares a pass that zeroes it.
+        self._first = not add
+        # Without an index every row is written by some chunk, and zeroing dx would be a pass for nothing.
+        if dx is not None and walk.index is not None:
+            dx.zero_()
+        if db is not None:
+            db.zero_()
+
+    def __bool__(self) -> bool:
+        """Whether any gradient is wanted."""
+        return self.dx is not None or self.dw is not None or self.db is not None
+
+    def add(self, chunk: Chunk, more: tuple[Tensor, Tensor, float] | None = None) -> None:
+        """Take in a chunk whose logits hold dlogits by now. `more` = (a, b, alpha) adds alpha · a b to its dx."""
+        if self.dx is not None:
+            # Before dW: a sum of dx over the devices travels while dW's product is computed.
+            self._input.add(self.dx, chunk.at, chunk.logits, more)
+        if self.dw is not None:
+            # All three products have n · V · H multiplications. This one also reads its result: from the second chunk
+            # on it adds to what lies in dW, V · H numbers of fp32.
+            weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
+        if self.db is not None:
+            # In fp32: db adds over chunks as dW does.
+            self.db += chunk.logits.sum(0, dtype=self.db.dtype)
+        self._first = False
+
+    def finish(self) -> None:
+        """Write what is still on its way, and zero dW if no chunk came. Call this at the end of the walk."""
+        self._input.arrive()
+        if self._first and self.dw is not None:
+            # No chunk came, as where no target counts: dW is uninitialised memory until here.
+            weight_gradient.zero(self.dw)

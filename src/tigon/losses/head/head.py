@@ -1,0 +1,232 @@
+"""The head that every fused-linear loss begins with: the argument that you pass, its checks, and its product with x."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import autocast_dtype, check_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Head(NamedTuple):
+    """What turns hidden states x into logits: softcap · tanh(scale · (x Wᵀ + bias) / softcap), W the weight.
+
+    Every loss of a head takes one of these; or the weight alone, or a `torch.nn.Linear`.
+
+    Args:
+        weight: (V, H), x's dtype; under autocast both are cast as `F.linear` casts them.
+        bias: (V,) or None.
+        softcap: c > 0 for logits of c · tanh(z / c); None for none.
+        scale: multiplies the logits, before the softcap; positive.
+        group: the tensor-parallel group, or mesh of one dimension, over which the classes are split. `weight` and
+            `bias` are then this rank's rows of the head, consecutive in the order of the ranks, any number of them,
+            also none; V is their sum. x and target (global indices) are the same on all ranks, and so are the loss and
+            dx, which is summed over them. Left out for a weight that is a DTensor, Shard(0) on such a mesh, with its
+            bias alike: the gradients are then such DTensors too, and x may be a DTensor, Replicate or split by tokens
+            (sequence parallel), with its gradient as x is. All ranks have to make the same calls. They also have to
+            replace or resize a plain weight together: they exchange its sizes when they first see it. torch.compile
+            leaves the call out.
+        lora: (A, B, s) of an adapter on the head, A (r, H), B (V, r): adds s · (x Aᵀ) Bᵀ, with gradients of A and B.
+            `tigon.linear_logprob` takes it, and no other loss.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    group: ProcessGroup | DeviceMesh | None = None
+    lora: tuple[Tensor, Tensor, float] | None = None
+
+
+class Hidden(NamedTuple):
+    """Another model's hidden states x (..., H'), aligned with the policy's or the student's, and the head they enter.
+
+    A reference or a teacher gets no gradient, and one chunk of its logits exists at a time. Its width and dtype may
+    differ; its V classes are the same, so cut padding off the longer of two vocabularies.
+    """
+
+    x: Tensor
+    head: Head | Tensor | torch.nn.Linear
+
+
+def head_of(name: str, head: Any, argument: str = "head", lora: bool = False) -> Head:
+    """The argument as a Head, whatever its form; a ValueError if it is none."""
+    found: Head
+    if isinstance(head, Head):
+        found = head
+    else:
+        plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
+        if not plain and not isinstance(head, Tensor):
+            raise ValueError(
+                f"{name}: {argument} must be a weight (V, H), a torch.nn.Linear or a tigon.Head, got "
+                f"{type(head).__name__}."
+            )
+        found = Head(head.weight, head.bias) if plain else Head(head)
+    if found.lora is not None and not lora:
+        raise ValueError(f"{name}: {argument}.lora must be None: only linear_logprob takes an adapter on the head.")
+    return found
+
+
+def check_head(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, prefix: str = "", sequences: bool = False,
+    beside: tuple[tuple[str, Tensor | None], ...] = (),
+) -> torch.dtype:  # fmt: skip
+    """Raise a ValueError for what does not fit, else return the dtype of the products: x's, or autocast's.
+
+    Args:
+        name: the operator's name. prefix: the prefix of x, weight and bias in its arguments' names.
+        x: (..., H), or (S, T, H) for a loss of sequences. weight: (V, H). bias: (V,) or None.
+        beside: other tensors of the products, as pairs of name and tensor.
+    """
+    check_tensors(name, **{f"{prefix}x": x, f"{prefix}weight": weight, f"{prefix}bias": bias})
+    if weight.dim() != 2 or (x.dim() != 3 if sequences else x.dim() == 0) or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"{name}: {prefix}x must be ({'S, T' if sequences else '...'}, H) and {prefix}weight (V, H) with the same "
+            f"H, got {tuple(x.shape)} and {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: {prefix}bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}.")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{name}: {prefix}x must have a float dtype, got {x.dtype}.")
+    autocast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
+    for argument, t in (("x", x), ("weight", weight), ("bias", bias), *beside):
+        if t is None:
+            continue
+        if hasattr(t, "device_mesh"):
+            raise ValueError(
+                f"{name}: {prefix}{argument} must be a plain tensor, got a DTensor: gather it with full_tensor()."
+            )
+        if t.device != x.device:
+            raise ValueError(f"{name}: {prefix}{argument} must be on {prefix}x's device {x.device}, got {t.device}.")
+        if t.dtype != x.dtype and autocast is None:
+            raise ValueError(f"{name}: {prefix}{argument} must have {prefix}x's dtype {x.dtype}, got {t.dtype}.")
+    return autocast or x.dtype
+
+
+def logits_dtype_of(compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the logits: that of the products, or the wider logits_dtype."""
+    return compute if logits_dtype is None else torch.promote_types(compute, logits_dtype)
+
+
+def logit_bytes(compute: torch.dtype, logits: torch.dtype) -> int:
+    """Bytes of a logit, plus those of its gradient if that is narrower and has a buffer of its own."""
+    return logits.itemsize + (compute.itemsize if logits != compute else 0)
+
+
+def take(t: Tensor, rows: Tensor | slice) -> Tensor:
+    """Rows of t: a range of rows, or the rows whose indices a tensor holds."""
+    return t[rows] if isinstance(rows, slice) else t.index_select(0, rows)
+
+
+def empty_logits(rows: int, V: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for (rows, V) logits, uninitialised; rows of 16 bytes and more begin at multiples of 16 bytes."""
+    if not _strided(V, dtype):
+        return like.new_empty(rows, V, dtype=dtype)
+    step = 64 if V >= 1024 else 16 // dtype.itemsize  # whole cache lines, where they are little beside the budget
+    room = like.new_empty(rows, -(-V // step) * step, dtype=dtype)
+    if like.is_cpu:
+        # With AMX, torch multiplies the number behind an odd number of columns by 0: NaN there becomes NaN in dX.
+        room[:, V:].zero_()
+    return room[:, :V]
+
+
+def _strided(V: int, dtype: torch.dtype) -> bool:
+    return V * dtype.itemsize >= 16 and V * dtype.itemsize % 16 != 0
+
+
+def with_bias(weight: Tensor, bias: Tensor) -> Tensor:
+    """(V, H + 1), padded by zeros to a multiple of 8: the bias is the weight of one more column, in which x is 1."""
+    V, H = weight.shape
+    both = weight.new_zeros(V, (H // 8 + 1) * 8)
+    both[:, :H] = weight
+    both[:, H] = bias
+    return both
+
+
+def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
+    """The blocks of classes for the products: all classes, or first a multiple of 64 and then the rest.
+
+    A product over 50257 classes (GPT-2), or 200019, takes up to six times as long as one over a few classes less: its
+    rows begin where no 16-byte load can.
+    """
+    if V * dtype.itemsize % 16 == 0 or V < 1024:
+        return [slice(0, V)]
+    return [slice(0, V // 64 * 64), slice(V // 64 * 64, V)]
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """out = or += a b, without a temporary of its size; out may be fp32 under half-precision factors."""
+    if not b.shape[0]:  # a sum of nothing, as where a device has no classes
+        if first:
+            out.zero_()
+    elif out.dtype == b.dtype:
+        if first:
+            torch.mm(a, b, out=out)
+        else:
+            out.addmm_(a, b)
+    elif b.is_meta:
+        return  # there is nothing to compute, and before torch 2.13 no meta kernel of a product with an out_dtype
+    elif b.is_cuda:
+        # `out` may be columns of wider rows. The product with an out_dtype is torch's addmm like the one without: its
+        # library takes the distance between rows as it is, and torch copies from a temporary where that cannot be.
+        if first:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        a, b = a.to(out.dtype), b.to(out.dtype)
+        if first:
+            torch.mm(a, b, out=out)
+        else:
+            out.addmm_(a, b)
+
+
+class Projection(NamedTuple):
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype. both: `with_bias`, where needed."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    both: Tensor | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Projection:
+        x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
+        both = None
+        if bias is not None and x.is_cuda and compute.itemsize == 2 and _strided(weight.shape[0], compute):
+            # Unless the result is contiguous, PyTorch rounds a GPU's product before it adds the bias, and then again.
+            both = with_bias(weight, bias)
+        return cls(x, weight, bias, both)
+
+    def logits(self, x: Tensor, out: Tensor) -> Tensor:
+        """out (n, V) ← x Wᵀ (+ bias) of n rows; out may be fp32 under half-precision factors."""
+        if out.dtype != x.dtype:
+            for block in class_blocks(self.weight.shape[0], x.dtype):
+                product_into(out[:, block], x, self.weight[block].t(), first=True)
+            return out if self.bias is None else out.add_(self.bias)
+        if self.both is not None:
+            wide = x.new_zeros(x.shape[0], self.both.shape[1])
+            wide[:, : x.shape[1]] = x
+            wide[:, x.shape[1]] = 1
+            x = wide
+        for block in class_blocks(self.weight.shape[0], x.dtype):
+            if self.both is not None:
+                torch.mm(x, self.both[block].t(), out=out[:, block])
+            elif self.bias is None:
+                torch.mm(x, self.weight[block].t(), out=out[:, block])
+            else:
+                torch.addmm(self.bias[block], x, self.weight[block].t(), out=out[:, block])
+        return out
+
+    def input_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
+        """out (n, H) ← dlogits W; out may be fp32."""
+        # The few classes of a second block come first: their sum is small, and so is the error of rounding it.
+        for i, block in enumerate(reversed(class_blocks(self.weight.shape[0], dlogits.dtype))):
+            product_into(out, dlogits[:, block], self.weight[block], first=i == 0)
+        return out

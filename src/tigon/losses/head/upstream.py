@@ -1,0 +1,88 @@
+"""Gradients that the forward pass of a loss has computed, times the upstream gradient that the backward pass brings.
+
+A loss at the end of the graph has upstream gradient 1, and nothing is left to do. Otherwise each gradient is multiplied
+in fp32 and rounded once. The result overwrites the gradient where no later backward pass needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import cdiv, graph_is_kept, is_traced, jit, launch, tl, use_triton
+from tigon.ops.linear.weight_gradient import Late, late, late_product, narrowed
+
+
+def scaled_gradients(
+    gradients: Sequence[Tensor | tuple[Tensor, Tensor]], factor: Tensor, dtypes: Sequence[torch.dtype | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Each gradient that is needed, times the 0-d factor, in the dtype beside it. Call this in a backward pass.
+
+    A pair is a dW in the two tensors of `weight_gradient.places`.
+    """
+    # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
+    ours = not is_traced(factor) and not graph_is_kept()
+    # No need, no launch: the forward pass may have left an empty tensor in this place.
+    return [
+        _scaled(gradient, factor, dtype, ours) if need and dtype is not None else None
+        for gradient, dtype, need in zip(gradients, dtypes, needs, strict=True)
+    ]
+
+
+@jit
+def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    # The host does not know the factor and must not wait for it, so the kernel decides. At the end of a graph the
+    # factor is 1: in place, each program then loads one number and exits.
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if not IN_PLACE or factor != 1.0:
+        # int64: V · H of a large head exceeds 2³¹ elements.
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for start in range(first, N, tl.num_programs(0).to(tl.int64) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.float32)
+            tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
+    """gradient · factor, multiplied in fp32 and rounded once to dtype. With `ours` it may overwrite the gradient."""
+    if isinstance(gradient, tuple):
+        gradient, more = gradient
+        if factors := late(gradient, more):
+            return _late(factors, factor, ours)
+        # dW is still an fp32 sum, half of which lies inside the bf16 result. Factor and narrowing share the pass.
+        if more.numel():
+            return narrowed(gradient, more, factor, ours)
+    # A result of another dtype has another size and needs memory of its own.
+    in_place = ours and gradient.dtype == dtype
+    if is_traced(gradient) or not use_triton(gradient):
+        # Looking at a CPU factor costs nothing, and spares a pass over the gradient.
+        if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
+            return gradient
+        return (gradient.to(factor.dtype) * factor).to(dtype)
+    # A kept graph reads the gradient again, with another upstream gradient perhaps: it must stay as the forward pass
+    # made it.
+    out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+    n = gradient.numel()
+    # At most 2048 programs, each of which walks over its blocks: with factor 1 there are few to start and exit.
+    plan = min(2048, cdiv(n, 4096)), (n, in_place, 4096), {"num_warps": 8}
+    key = (n, in_place, gradient.dtype, dtype, factor.dtype)
+    launch(_scale_kernel, key, (gradient, out, factor), lambda: plan)
+    return out
+
+
+def _late(factors: Late, factor: Tensor, ours: bool) -> Tensor:
+    """dW · factor from the factors of its product: what is below 1 goes to x, what is above 1 to dlogits.
+
+    So no x overflows, and dlogits are what they are in eager code, whose upstream gradient comes first.
+    """
+    dlogits, x = factors
+    up = factor.abs().clamp(min=1.0)
+    if is_traced(dlogits) or not use_triton(dlogits):
+        return late_product((dlogits.to(factor.dtype) * up).to(dlogits.dtype), x, factor / up)
+    # With the padding behind each row, as one piece of memory.
+    whole = dlogits.as_strided((dlogits.shape[0] * dlogits.stride(0),), (1,))
+    scaled = _scaled(whole, up, dlogits.dtype, ours)
+    return late_product(scaled.as_strided(dlogits.shape, dlogits.stride()), x, factor / up)

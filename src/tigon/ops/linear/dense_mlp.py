@@ -1,0 +1,130 @@
+"""A gated MLP of three plain linear layers, with one node in autograd's graph: y = (act(x Wgᵀ) · x Wuᵀ) Wdᵀ.
+
+    forward     g = x Wgᵀ, u = x Wuᵀ;  h = act(g) · u;  y = h Wdᵀ
+    backward    dh = dy Wd;  dg, du and h in one pass over g and u;  dx = dg Wg;  dx += du Wu;  dW of each
+    kept        x, g, u, and h only where it is not to be computed again
+
+Gate, up and their product belong to this node alone, so the backward pass writes the gradients over gate and up. dx is
+rounded once for each of its two products. The layers one by one round the sum of both once more, in a pass of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import applied, first_order, graph_is_kept, keep, kept, way_back
+from tigon.ops.acts import Act
+from tigon.ops.gated import _gated_fwd, gated_backward
+from tigon.ops.linear.projections import linear
+
+Layers = tuple[Tensor, Tensor | None, Tensor]
+
+
+def dense_mlp(
+    x: Tensor, weights: Layers, biases: tuple[Tensor | None, ...], *, act: Act, product: bool,
+    saved_by: tuple[Any, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    """down(act(gate(x)) · up(x)), where all tensors are plain, have one dtype, and lie on one device that has kernels.
+
+    Args:
+        x: (..., H).
+        weights: of gate (N, H), up (N, H) and down (M, N). Where up is None, gate is (2N, H), holding both.
+        biases: of gate, up and down, or None for each.
+        act: a name in `tigon.ops.acts`.
+        product: compute the product of gate and up again in the backward pass, and do not keep it.
+        saved_by: a checkpoint's hooks (pack, unpack): what is kept is saved before the layer down runs.
+    Returns: (..., M).
+    """
+    y: Tensor = _dense_mlp(x, act, product, saved_by, *weights, *biases)[0]
+    return y
+
+
+class DenseMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, act: Act, product: bool, saved_by: Any, wg: Tensor, wu: Tensor | None, wd: Tensor,
+        *biases: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.hides, ctx.act = True, act
+        needs = ctx.needs_input_grad
+        # x serves the gradients of gate's and up's weights alone.
+        own_x = x if needs[4] or needs[5] else None
+        g = linear(x, wg, biases[0])
+        u = None if wu is None else linear(x, wu, biases[1])
+        # A checkpoint computes again up to the last tensor that was saved: not as far as the product, or not beyond.
+        if saved_by is not None and product:
+            keep(ctx, saved_by, own_x, g, u, None, wg, wu, wd)
+        h = _gated_fwd(g, u, act, 1.0, 1.0)
+        if saved_by is None or not product:
+            keep(ctx, saved_by, own_x, g, u, None if product or not needs[6] else h, wg, wu, wd)
+        y = linear(h, wd, biases[2])
+        if saved_by is None and (own_x is None or biases != (None, None, None)):
+            # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
+            unsaved = [0] * (own_x is None) + [7 + i for i, bias in enumerate(biases) if bias is not None]
+            way = way_back(ctx, (x, act, product, saved_by, wg, wu, wd, *biases), tuple(unsaved))
+            if way:
+                ctx.save_for_backward(*ctx.to_save, *way)
+                return y, *way
+        return (y,)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return first_order(_backward, ctx, *gradients)
+
+
+def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    # Before the first return: `kept` also lets go of what a checkpoint's hooks have packed.
+    x, g, u, h, wg, wu, wd = kept(ctx)[:7]
+    if given is None:
+        return (None,) * 10
+    need_x, _, _, _, need_wg, need_wu, need_wd, need_bg, need_bu, need_bd = ctx.needs_input_grad
+    need_g, need_u = need_x or need_wg or need_bg, u is not None and (need_x or need_wu or need_bu)
+    dy = given.reshape(-1, given.shape[-1])
+    scratch: Any = None
+    dx = dwg = dwu = dwd = dg = du = None
+    again = need_wd and h is None
+    if need_g or need_u:
+        # scratch: first the product's gradient, then the product itself, which dW of down needs.
+        scratch = torch.mm(dy, wd)
+        # Nobody else holds gate and up. With a kept graph the next backward pass reads them again.
+        over = not graph_is_kept()
+        if need_g:
+            dg = g if over else torch.empty_like(g)
+        if need_u:
+            du = u if over else torch.empty_like(u)
+        gated_backward(scratch, g, u, ctx.act, 1.0, 1.0, dg, du, scratch if again else None)
+    elif again:
+        scratch = _gated_fwd(g, u, ctx.act, 1.0, 1.0).view(-1, wd.shape[1])
+    if need_wd:
+        dwd = torch.mm(dy.t(), scratch if again else h.view(-1, wd.shape[1]))
+    # As wide as gate, and nothing below reads it.
+    scratch = h = None
+    rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
+    if dg is not None:
+        dg = dg.view(-1, wg.shape[0])
+        if need_x:
+            dx = torch.mm(dg, wg)
+        if need_wg:
+            dwg = torch.mm(dg.t(), rows)
+    if du is not None:
+        du = du.view(-1, wu.shape[0])
+        if dx is not None:
+            # The fp32 sum of the product is added to what stands there, and rounded.
+            dx.addmm_(du, wu)
+        if need_wu:
+            dwu = torch.mm(du.t(), rows)
+    if dx is not None:
+        dx = dx.view(*given.shape[:-1], dx.shape[1])
+    biases = (
+        dg.sum(0) if need_bg and dg is not None else None,
+        du.sum(0) if need_bu and du is not None else None,
+        dy.sum(0) if need_bd else None,
+    )
+    return dx, None, None, None, dwg, dwu, dwd, *biases
+
+
+_dense_mlp = applied(DenseMLP)

@@ -1,0 +1,134 @@
+"""Rankers as the commands find them: in the folder of a run, or in one that `save_pretrained` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tigon.cli.checkpoint import RECORD
+from tigon.cli.problem import Problem
+from tigon.files import read_json
+from tigon.rank.cli.fitting import MODEL
+from tigon.rank.cli.seeds import one_of
+from tigon.rank.cli.shared import after_own, history_of, paths_of, sentences
+
+PROMPT, CONFIG = "prompt.yaml", "config.json"
+
+
+class Opened:
+    """A ranker, and how a table is read and scored for it.
+
+    ranker: on the device. options: of `tigon rank fit`, {} for a folder that no run wrote. objective: what it was
+    trained for.
+    """
+
+    def __init__(self, command: str, folder: Path, device: Any) -> None:
+        self.command, self.folder, self.device = command, folder, device
+        self.options: dict[str, Any] = {}
+        place = folder
+        one_of(command, folder)
+        if (folder / RECORD).is_file() and not (folder / PROMPT).is_file():
+            self.options = _options(command, folder)
+            place = folder / MODEL
+            if not place.is_dir():
+                raise Problem(
+                    f"{command}: the run in {folder} is not at its end; go on with it by: tigon rank fit --resume "
+                    f"--output {folder}"
+                )
+        self.by_prompt = (place / PROMPT).is_file()
+        with sentences(command):
+            if self.by_prompt:
+                from tigon.rank.prompt import PromptRanker
+
+                self.ranker: Any = PromptRanker.from_pretrained(place, device=device)
+            elif (place / CONFIG).is_file():
+                from tigon.rank import Ranker
+
+                self.ranker = Ranker.from_pretrained(place, device=device)
+            else:
+                raise Problem(f"{command}: {folder} holds no ranker: it has neither {RECORD} nor {CONFIG}")
+        self.objective = self.options.get("objective", "impressions")
+
+    def read(self, data: list[str], history: list[str], items: list[str], users: list[str], *, labelled: bool) -> Any:
+        """Impressions with the ranker's schema. What is not given is that of the run.
+
+        A run whose history was its own impressions reads them and, where they have labels, the data's as events.
+        """
+        from tigon.rank import Impressions
+
+        data = paths_of(data)
+        sides: dict[str, Any] = {name: paths_of(given) or self.options.get(name) or None
+                 for name, given in (("items", items), ("users", users))}  # fmt: skip
+        events = history_of(paths_of(history) or self.options.get("history", []))
+        if not history:
+            events = after_own(events, [path for path in self.options.get("data", []) if path not in data])
+        with sentences(self.command):
+            if self.by_prompt:
+                return self.ranker.read(data, history=events, labelled=labelled, **sides)
+            return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
+
+    @property
+    def files(self) -> list[str]:
+        """The tables that the run was fitted on."""
+        names = ("data", "history", "items", "users", "val", "test")
+        return [path for name in names for path in self.options.get(name) or []]
+
+    @property
+    def labels(self) -> list[str]:
+        """What `scored` tells of: labels, or the tasks of a prompt."""
+        return list(self.ranker.prompt.tasks if self.by_prompt else self.ranker.labels)
+
+    def check_binary(self, notes: list[str]) -> None:
+        """Raise if no task of a prompt has the answers 1 and 0, which metrics are of; add a note on the others."""
+        if not self.by_prompt:
+            return
+        tasks = self.ranker.prompt.tasks
+        others = [name for name, task in tasks.items() if set(task.values) != {0.0, 1.0}]
+        said = "metrics are of two answers, of the values 1 and 0; a task whose label is a comparison, such as "
+        said += "'rating >= 4', has them"
+        if len(others) == len(tasks):
+            raise Problem(f"{self.command}: none of the tasks {', '.join(others)} can be measured: {said}")
+        if others:
+            notes.append(f"{', '.join(others)}: left out, since {said}")
+
+    def check_explorer(self) -> None:
+        """Raise if the ranker cannot explore."""
+        if self.by_prompt:
+            raise Problem(f"{self.command}: --explore is for rankers with a last layer of labels, got one by prompts")
+        if self.ranker.explorer is None:
+            raise Problem(
+                f"{self.command}: --explore needs explorer.safetensors beside the ranker, which tigon rank fit leaves "
+                "there by --loss bce, and rank.Explorer.fit(ranker, data) finds"
+            )
+
+    def scored(
+        self, data: Any, drawing: Any, *, explore: float = 0.0, seed: int = 0
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """`rank.Scored` of all rows and what is written of each label, a piece at a time, request by request."""
+        import torch
+
+        from tigon.rank import Scored
+        from tigon.rank.scoring import scored_batches
+
+        with sentences(self.command):
+            if not self.by_prompt:
+                for part in scored_batches(self.ranker, data, drawing, explore=explore, seed=seed):
+                    yield part, {label: logits.sigmoid() for label, logits in part.logits.items()}
+                return
+            # Of answers that are worth 0 and 1, which alone have labels, the score is a probability.
+            p, tasks = self.ranker.score(data), self.ranker.prompt.tasks
+            first = data.batch(torch.arange(len(data)), history_max=0)
+            likely = {name: value for name, value in p.items() if set(tasks[name].values) == {0.0, 1.0}}
+            labels = {name: y for name, y in first.labels.items() if name in likely}
+            logits = {name: torch.logit(value.double(), eps=1e-12).float() for name, value in likely.items()}
+            total = torch.stack(list(p.values())).sum(0)
+            yield Scored(first.offsets, first.rows, logits, total, labels, first.weights), p
+
+
+def _options(command: str, folder: Path) -> dict[str, Any]:
+    record = read_json(folder / RECORD)
+    options = record.get("options")
+    if record.get("kind") != "rank fit" or not isinstance(options, dict):
+        raise Problem(f"{command}: {folder / RECORD} is not the record of a run of tigon rank fit")
+    return options

@@ -1,0 +1,180 @@
+"""What `tigon rank search` does around `rank.search`: its folder, its progress, its table and its picture."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tigon.cli.kept_runs import Interrupts
+from tigon.cli.problem import Problem, check_writable
+from tigon.files import read_json
+from tigon.rank.cli.shared import sentences
+
+NAME = "rank search"
+JOURNAL, RESULTS, PICTURE, SCHEMA = "journal.log", "results.json", "search.png", "schema.json"
+WRITTEN = (JOURNAL, f"{JOURNAL}.lock", RESULTS, PICTURE, SCHEMA, "blocks.json", "refits", "processes")
+
+
+def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
+    """Raise a Problem if a folder holds no study, or one that has nothing more to do. Writes nothing."""
+    check_writable(output, f"{NAME}: --output")
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not (output / JOURNAL).exists():
+        raise Problem(f"{NAME}: --output {output} holds files that no study wrote; give another --output")
+    if overwrite:
+        from tigon.rank.searching.processes import is_locked
+
+        if any(is_locked(file) for file in (output / "processes").glob("*")):
+            raise Problem(f"{NAME}: another process searches in {output}; wait for its end, or give another --output")
+        return
+    if (output / RESULTS).is_file():
+        done = read_json(output / RESULTS, required=["trials", "refitted"])
+        count, refits = int(done["trials"]), len(done["refitted"])
+        if trials <= count and best <= refits:
+            raise Problem(
+                f"{NAME}: the study in {output} has {count:,} trials and {refits} fits on all rows already; --trials "
+                f"above {count:,} goes on with it, --overwrite replaces it"
+            )
+
+
+def clear(output: Path) -> None:
+    """Delete what a study wrote."""
+    for path in (output / name for name in WRITTEN):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def options_of(given: dict[str, Any]) -> Any:
+    """`rank.SearchOptions` of a command's options."""
+    from tigon.rank import FitOptions, SearchOptions
+
+    kinds = [kind.strip() for kind in given["kinds"].split(",") if kind.strip()]
+    with sentences(NAME):
+        fit = FitOptions(
+            lr=given["lr"], table_optimizer=given["table_optimizer"], table_lr=given["table_lr"],
+            epochs=given["epochs"], batch_size=given["batch_size"], metric="log_loss", patience=given["patience"],
+            precision=given["precision"], seed=given["seed"],
+        )  # fmt: skip
+        return SearchOptions(
+            given["trials"], given["sampler"], kinds, given["most"], given["rows"], given["trial_epochs"],
+            given["hash_rows"], given["best"], fit,
+            {name: given[name] for name in ("width", "norm", "dropout")}, given["seed"],
+        )  # fmt: skip
+
+
+def near(data: Any, device: Any) -> Any:
+    """A table on the device, or on the host where the device has too little room for it."""
+    import torch
+
+    if device.type == "cpu":
+        return data
+    try:
+        moved = data.to(device)
+    except torch.OutOfMemoryError:
+        return data
+    free, total = torch.cuda.mem_get_info(device)
+    return moved if free > total / 2 else data
+
+
+class Bar:
+    """A bar of trials with the best so far, and then of fits on all rows; called with each `rank.SearchProgress`.
+
+    said: about the data, printed when the search begins.
+    """
+
+    def __init__(self, console: Any, options: Any, interrupts: Interrupts, said: str) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.console, self.options, self.interrupts, self.said = console, options, interrupts, said
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.trials = self.bar.add_task("trials", total=options.trials)
+        self.fits: Any = None
+        self.told: int | None = None
+
+    def __enter__(self) -> Bar:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, progress: Any) -> bool:
+        best, found = progress.best, progress.found
+        if self.said:  # by now nothing was wrong
+            self.console.print(self.said)
+            self.said = ""
+        if best is not None and best.number != self.told:
+            self.told = best.number
+            self.console.print(
+                f"trial {best.number}: log loss {best.loss:.5f}, the best of {progress.trials:,}; {best.flops:,} FLOPs"
+            )
+        said = "trials" if best is None else f"trials, best {best.loss:.5f}"
+        self.bar.update(self.trials, completed=progress.trials, description=said)
+        if hasattr(found, "validation"):
+            if self.fits is None:
+                total = min(self.options.best, progress.trials)
+                self.fits = self.bar.add_task("fits on all rows", total=total)
+            self.bar.advance(self.fits)
+        return bool(self.interrupts.signal)
+
+
+def results_of(found: Any, options: Any) -> dict[str, Any]:
+    """What was found, as JSON."""
+    best = found.best
+    refitted = [
+        {"trial": one.number, "blocks": blocks(one.graph), "FLOPs": one.flops, "parameters": one.parameters,
+         "validation": one.validation, "test": one.test, "steps": one.steps, "seconds": one.seconds,
+         "folder": str(one.folder)}
+        for one in found.refitted
+    ]  # fmt: skip
+    return {
+        "trials": len(found.trials) + found.failed, "failed": found.failed,
+        "best": {"trial": best.number, "log_loss": best.loss, "FLOPs": best.flops, "blocks": blocks(best.graph)},
+        "refitted": refitted, "options": {**options.lasting(), "trials": options.trials, "best": options.best},
+        "history": [{"trial": one.number, "log_loss": one.loss, "FLOPs": one.flops} for one in found.trials],
+    }  # fmt: skip
+
+
+def blocks(graph: Any) -> list[dict[str, Any]]:
+    return [{**block._asdict(), "inputs": list(block.inputs)} for block in graph]
+
+
+def table_of(found: Any) -> Any:
+    """The graphs that were fitted on all rows, or the best trials where none was."""
+    from rich.table import Table
+
+    losses = {one.number: one.loss for one in found.trials}
+    tested = any(one.test for one in found.refitted)
+    names = ["log loss, all rows", "AUC"] + ["test log loss", "test AUC"] * tested if found.refitted else []
+    table = Table("trial", "blocks", "FLOPs", "log loss, trial", *names)
+    for one in found.refitted or sorted(found.trials, key=lambda one: (one.loss, one.number))[:5]:
+        graph = "\n".join(f"{n}: {block}" for n, block in enumerate(one.graph, 1))
+        cells = [str(one.number), graph, f"{one.flops:,}", f"{losses[one.number]:.5f}"]
+        if found.refitted:
+            values = [one.validation, *([one.test] if tested else [])]
+            cells += [f"{of[name]:.5f}" for of in values for name in ("log_loss", "auc")]
+        table.add_row(*cells)
+    return table
+
+
+def picture(output: Path, found: Any) -> None:
+    """The loss of each trial, and the best so far."""
+    import itertools
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    at = [one.number + 1 for one in found.trials]
+    losses = [one.loss for one in found.trials]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(at, losses, marker=".", linestyle="", color="tab:gray", label="a trial")
+    axes.step(at, list(itertools.accumulate(losses, min)), where="post", color="tab:orange", label="the best so far")
+    axes.set(xlabel="trial", ylabel="log loss on the held-out rows")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(output / PICTURE, dpi=120)
+    plt.close(figure)

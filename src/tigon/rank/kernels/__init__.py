@@ -1,0 +1,1 @@
+"""Operators that only LiRank uses, one file each."""

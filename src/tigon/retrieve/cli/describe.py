@@ -1,0 +1,114 @@
+"""A schema for a table that comes without one: what each column is by its type and its values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tigon.retrieve.cli.files import Source
+
+# More different strings than these are names or texts, not something to filter by.
+MOST_CATEGORIES, MOST_TAGS = 1_000_000, 504
+# Units and ranges of times and of dates: a column has the first that holds all of its values.
+TIMES = (
+    ("s", "1970-01-01", "2106-02-07"), ("m", "1700-01-01", "2700-01-01"), ("m", "0001-01-01", "8000-01-01"),
+    ("h", "0001-01-01", "9999-12-31T23:00"),
+)  # fmt: skip
+DATES = (("D", "1000-01-01", "3000-01-01"), ("D", "0001-01-01", "9999-12-31"))
+
+
+class Described(NamedTuple):
+    """columns: of the schema, by name. left_out: why columns are not in it."""
+
+    columns: dict[str, Any]
+    left_out: dict[str, str]
+
+
+def describe(found: Source, names: list[str]) -> Described:
+    """Columns of a schema for columns of files. Strings become categories, lists of strings tags; numbers and times are
+    kept in their order. There is room for as many new values as there are.
+    """
+    columns: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        made = _column(found, name, found.types[name])
+        if isinstance(made, str):
+            left_out[name] = made
+        else:
+            columns[name] = made
+    return Described(columns, left_out)
+
+
+def _column(found: Source, name: str, kind: Any) -> Any:
+    import pyarrow.compute as compute
+    import pyarrow.types as types
+
+    from tigon.retrieve import Category, Number, Tags
+    from tigon.retrieve.schema import RESERVED
+
+    if not name.isidentifier() or name.lower() in RESERVED:
+        return "its name is a word of filters" if name.isidentifier() else "its name is no identifier"
+    if types.is_null(kind):
+        return "it is empty"
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind):
+        distinct = compute.count_distinct(found.column(name)).as_py()
+        if distinct > MOST_CATEGORIES:
+            return f"{distinct:,} different values are too many to filter by"
+        return Category(_room(distinct, least=255))
+    if types.is_list(kind) or types.is_large_list(kind):
+        if not (types.is_string(kind.value_type) or types.is_large_string(kind.value_type)):
+            return f"it holds lists of {kind.value_type}"
+        distinct = compute.count_distinct(compute.list_flatten(found.column(name))).as_py()
+        if distinct > MOST_TAGS:
+            return f"{distinct:,} different tags are too many to filter by"
+        return Tags(min(63 * (_room(distinct, least=1) // 63 + 1), MOST_TAGS))
+    if types.is_integer(kind):
+        return _integers(compute.min_max(found.column(name)).as_py())
+    if types.is_floating(kind):
+        return Number()
+    if types.is_timestamp(kind):
+        return _times(found.column(name), TIMES)
+    if types.is_date(kind):
+        return _times(found.column(name), DATES)
+    return f"{kind} is nothing to filter by"
+
+
+def _times(column: Any, ranges: tuple[tuple[Any, str, str], ...]) -> Any:
+    import numpy as np
+    import pyarrow
+    import pyarrow.compute as compute
+
+    from tigon.data.values import BadValue, microseconds
+    from tigon.retrieve import Timestamp
+
+    ends = compute.min_max(column)
+    try:
+        stamps = microseconds(np.array(pyarrow.array([ends["min"], ends["max"]], column.type)))
+    except BadValue:
+        return "it has times 290,000 years from now"
+    for unit, low, high in ranges:
+        made = Timestamp(unit, low, high)
+        places = stamps // Timestamp.UNITS[unit]
+        if not ends["min"].is_valid or (made.first <= places[0] and places[1] <= made.last):
+            return made
+    return "it has times outside the years 1 to 9999"
+
+
+def _integers(ends: dict[str, Any]) -> Any:
+    from tigon.retrieve import Number
+
+    low, high = ends["min"], ends["max"]
+    if low is None:
+        return "it is empty"
+    if max(abs(low), abs(high)) <= 2**24:
+        return Number()  # as a float32, which holds them all
+    if high >= 2**63:
+        return f"it has numbers above 2**63, such as {high:,}"
+    if high - low >= 2**32 - 2:
+        return f"{low:,} to {high:,} is more than 32 bits hold"
+    low = low - (low == high)  # a range has two numbers at least
+    return Number(low, high, step=1, bits=max(8, (high - low + 1).bit_length()))
+
+
+def _room(distinct: int, least: int) -> int:
+    """As many values as there are bits for, with the number of them doubled."""
+    return max(least, (1 << (2 * distinct).bit_length()) - 1)

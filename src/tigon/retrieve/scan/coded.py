@@ -1,0 +1,172 @@
+"""Launching a search with 8-bit codes: bounds, pick, rescore, choose; then a scan of rows for what that leaves open."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import Plan as Launch
+from tigon.kernels import cdiv, launch, launcher, next_power_of_2
+from tigon.kernels import device as facts
+from tigon.retrieve.scan.bounds import _bounds_kernel, _encode_query_kernel
+from tigon.retrieve.scan.launches import (
+    LISTING,
+    Rows,
+    _descended,
+    _filtered_topk,
+    _key,
+    _launch_scan,
+    _nodes,
+    _number,
+    _rescored,
+    _rows,
+    _terms,
+    _unit,
+    _unit_stride,
+    _warps,
+)
+from tigon.retrieve.scan.plan import Plan, coded_plan_of
+from tigon.retrieve.scan.select import _choose_among_groups_kernel
+
+_plan_of = functools.lru_cache(1024)(coded_plan_of)
+
+
+def _coded_topk_fake(
+    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor, error: Tensor, k: int, attributes: Tensor | None,
+    table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None, filters: int, live: Tensor | None,
+    bias: Tensor | None, kind: str, share: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B = query.shape[0]
+    scores, rows = query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
+    return scores, rows, query.new_empty((B,), dtype=torch.bool)
+
+
+@launcher(
+    "(Tensor query, Tensor items, Tensor codes, Tensor scales, Tensor error, int k, Tensor? attributes, Tensor? table, "
+    "Tensor? bitmaps, Tensor? which, int filters, Tensor? live, Tensor? bias, str kind, float? share) "
+    "-> (Tensor, Tensor, Tensor)",
+    _coded_topk_fake,
+)
+def _coded_topk(
+    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor, error: Tensor, k: int, attributes: Tensor | None,
+    table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None, filters: int, live: Tensor | None,
+    bias: Tensor | None, kind: str, share: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `_filtered_topk`; and (B,) bool, whether the codes sufficed for a query. Where they did not, rows are scanned.
+
+    Whether they did is known on the device alone: the kernels of the second scan are always launched, and return at
+    once where there is nothing to do. So a search never waits, and can be captured in a CUDA graph.
+    """
+    (B, D), N = query.shape, items.shape[0]
+    # Of the products of rows, which are not for fp32 numbers, see `_terms`.
+    two_terms = query.dtype != items.dtype and items.dtype in (torch.float16, torch.bfloat16)
+    plan = None
+    if B and N:
+        plan = _plan_of(
+            B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
+            share=share, two_terms=two_terms, room=facts.shared_memory(query.device),
+        )  # fmt: skip
+    if plan is None:
+        found = _filtered_topk.direct(  # type: ignore[attr-defined]
+            query, items, k, attributes, table, bitmaps, which, filters, live, bias, kind
+        )
+        return *found, query.new_zeros(B, dtype=torch.bool)
+    query, items, codes, scales = _unit_stride(query), _unit_stride(items), _unit_stride(codes), _unit_stride(scales)
+    attributes = None if attributes is None else _unit_stride(attributes)
+    bias = None if bias is None else _unit_stride(bias)
+    live = None if live is None else live.contiguous()
+    scores = query.new_empty((B, k), dtype=torch.float32)
+    rows = query.new_empty((B, k), dtype=torch.int64)
+    certain = query.new_empty((B,), dtype=torch.int32)
+    terms = _terms(query, items)
+    tensors = query, terms[0], items, codes, scales, attributes, table, bitmaps, live, bias
+    number = _number((plan, k, filters, kind, _key(*tensors)))
+    size = cdiv(B, plan.pieces)
+    given = _rows(size, items, attributes, table, bitmaps, which, filters, live, bias, plan, number)
+    stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
+    for start in range(0, B, size):
+        at = slice(start, start + size)
+        high, low, scale = (None if term is None else term[at] for term in terms)
+        assert high is not None
+        key = number, len(high)
+        coded = codes, scales, error
+        _search(
+            query[at], (high, low, scale), stored, coded, given, filters, plan, (scores[at], rows[at], certain[at]), key
+        )
+    return scores, rows, certain.bool()
+
+
+def _search(
+    query: Tensor, terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor,
+    coded: tuple[Tensor, Tensor, Tensor], rows: Rows, filters: int, plan: Plan, out: tuple[Tensor, Tensor, Tensor],
+    key: tuple[int, int],
+) -> None:  # fmt: skip
+    """One piece of a batch, into scores, rows, and whether the codes sufficed."""
+    B, N, then = query.shape[0], items.shape[0], plan.then
+    assert then is not None
+    scores, found, certain = out
+    unknown, other = (query.new_empty((B,), dtype=torch.int32) for _ in range(2))
+    maxima = query.new_empty((sum(_nodes(N, plan)[0]), B), dtype=torch.float32)
+    _launch_bounds(query, coded, rows, plan, maxima, unknown, key)
+    # A list that the bounds' scan has made is there for the scan of rows.
+    listed = rows if rows.listing is None else rows._replace(listing=None)
+    _best_of(query, items, listed, plan, maxima, (unknown, certain), (scores, found), key)
+    again = *key, 1
+    _launch_scan(terms, items, listed, filters, then, maxima, again, certain)
+    _best_of(query, items, listed, then, maxima, (certain, other), (scores, found), again)
+
+
+def _launch_bounds(
+    query: Tensor, coded: tuple[Tensor, Tensor, Tensor], rows: Rows, plan: Plan, maxima: Tensor, unknown: Tensor,
+    key: tuple[int, int],
+) -> None:  # fmt: skip
+    (B, D), (codes, scales, error), N, sizes = query.shape, coded, coded[0].shape[0], plan.sizes
+    code = query.new_empty((B, D), dtype=torch.int8)
+    low = query.new_empty((B, D), dtype=torch.int8) if plan.terms == 2 else None
+    step, slack = (query.new_empty((B,), dtype=torch.float32) for _ in range(2))
+
+    def plan_query() -> Launch:
+        return B, (query.stride(0), D, next_power_of_2(D)), {"num_warps": 4}
+
+    launch(_encode_query_kernel, key, (query, error, code, low, step, slack, unknown), plan_query)
+    counts, starts = _nodes(N, plan)
+    of_strips = plan.levels.index(sizes.strip)
+    attributes, table, bitmaps, live = rows.listing or (None, None, None, rows.live)
+    given = rows.listed, rows.counts, rows.word, live, rows.bias
+    tensors = (code, low, step, slack, codes, scales, *given, maxima, attributes, table, bitmaps)
+
+    def plan_scan() -> Launch:
+        tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(codes)
+        beside = (0 if attributes is None else attributes.stride(0), 0 if table is None else table.shape[0])
+        arguments = (
+            B, N, blocks, *beside, codes.stride(0) // unit, starts[of_strips + 1], starts[of_strips], D, sizes.group,
+            sizes.middle, sizes.strip, tile.queries, tile.rows, tile.depth, unit,
+            min(LISTING, sizes.strip) if rows.listing else 0, tile.stages,
+        )  # fmt: skip
+        return counts[of_strips] * blocks, arguments, {"num_warps": tile.warps}
+
+    launch(_bounds_kernel, key, tensors, plan_scan)
+
+
+def _best_of(
+    query: Tensor, items: Tensor, rows: Rows, plan: Plan, maxima: Tensor, flags: tuple[Tensor, Tensor],
+    out: tuple[Tensor, Tensor], key: tuple[int, ...],
+) -> None:  # fmt: skip
+    """The k best rows of the groups with the largest maxima, of queries that the first flag has as open; the second
+    becomes whether no other row can be among them."""
+    (known, certain), (scores, found) = flags, out
+    B, k, sizes, K = query.shape[0], scores.shape[1], plan.sizes, plan.groups
+    picks = _descended(maxima, rows, items.shape[0], plan, key, known)
+    best = query.new_empty((B, K), dtype=torch.float32)
+    candidates, of_rows = _rescored(query, items, rows, picks, plan, key, known, best)
+    groups, room = (query.new_empty((B, next_power_of_2(k)), dtype=torch.int32) for _ in range(2))
+
+    def plan_choose() -> Launch:
+        wide = next_power_of_2(k)
+        M = wide * sizes.group
+        return B, (B, K, k, sizes.places, M, wide, sizes.group), {"num_warps": _warps(M, query.device)}
+
+    tensors = (candidates, of_rows, best, picks, maxima, groups, room, scores, found, known, certain)
+    launch(_choose_among_groups_kernel, key, tensors, plan_choose)

@@ -1,0 +1,300 @@
+"""Which rows pass: clauses of literals over attribute words, as numbers that the kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What the kernels' loops are bounded by, and what a sentence can still say.
+MOST_CLAUSES, MOST_LITERALS = 16, 16
+LARGEST = 2**63 - 1
+# A bitmap of codes is at most 256 MiB.
+MOST_CODES = 2**31
+TESTS = ("any", "all", "range", "codes")
+
+# A row of the table. Every test is `0 <= (word & MASK) - LOW <= SPAN` of unsigned numbers, or a bit of a bitmap.
+WORD, MASK, LOW, SPAN, FLAGS, SHIFT, START, BITS = range(8)
+COLUMNS = 8
+# Bits of FLAGS. SPAN of a row of codes is how many bits of the bitmap there are; LAST_OF_FILTER's BITS the words of all
+# bitmaps of the filter, by which those of the next filter are found behind them.
+NEGATED, LAST_OF_CLAUSE, LAST_OF_FILTER, CODES = 1, 2, 4, 8
+
+
+class Literal(NamedTuple):
+    """One test of one attribute word of a row.
+
+    Args:
+        word: the row of `attributes` that holds the word.
+        mask: the bits of the word that are looked at, below 2**63.
+        test: "any": one of the bits is set. "all": all are. "range": low <= word & mask <= high. "codes": the number
+            in the bits, (word & mask) >> (lowest bit of mask), is one of `codes`.
+        low, high: the bounds of a range, shifted to where the mask is; both pass.
+        negated: the literal holds where the test does not.
+        codes: the numbers that pass, non-negative ints.
+    """
+
+    word: int
+    mask: int
+    test: str = "any"
+    low: int = 0
+    high: int = 0
+    negated: bool = False
+    codes: Sequence[int] | None = None
+
+
+Clauses = Sequence[Sequence[Literal]]
+
+
+class RowFilter:
+    """Rows pass that satisfy every clause; a clause is satisfied by any of its literals.
+
+    Without clauses every row passes; an empty clause lets no row pass. A filter does not change once it is made, and
+    another filter needs no other kernel: the kernels read its table.
+
+    Args:
+        clauses: at most 16 sequences of at most 16 `RowFilter.Literal`s.
+        device: of the table. Default: the CPU; `tigon.filtered_topk` takes it to where the items are, once.
+    Raises: ValueError for too many clauses or literals, and for literals whose numbers do not fit.
+
+    Attributes:
+        clauses: as given, as tuples.
+        words: how many attribute words there must be.
+        table: (literals, 8) int64, what the kernels read.
+        bitmaps: (n,) int32, a bit for each code of the literals with codes, one bitmap behind the other.
+        device: of both.
+    """
+
+    Literal: ClassVar[type[Literal]] = Literal
+
+    def __init__(self, clauses: Clauses, *, device: torch.device | str | int | None = None) -> None:
+        self.clauses = _checked(clauses)
+        self.words = max((literal.word + 1 for clause in self.clauses for literal in clause), default=0)
+        rows, bitmaps = _rows(self.clauses)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        # At least one number: a tensor without elements has no address that a kernel could be given.
+        self.bitmaps = torch.cat(bitmaps) if bitmaps else torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.device = torch.device("cpu")
+        # Without this filter itself: a cycle would keep megabytes of codes until the garbage collector runs.
+        self._moved: dict[torch.device, RowFilter] = {}
+        self._hash = hash(self.clauses)
+        if device is not None:
+            moved = self.to(device)
+            self.table, self.bitmaps, self.device = moved.table, moved.bitmaps, moved.device
+            self._moved = {}
+
+    def to(self, device: torch.device | str | int) -> RowFilter:
+        """This filter with its table on a device; the same object for the same device."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device == self.device:
+            return self
+        found = self._moved.get(device)
+        if found is None:
+            found = object.__new__(RowFilter)
+            found.clauses, found.words, found._hash = self.clauses, self.words, self._hash
+            found.table, found.bitmaps = _copied(self.table, device), _copied(self.bitmaps, device)
+            found.device, found._moved = device, {}
+            self._moved[device] = found
+        return found
+
+    def mask(self, attributes: Tensor) -> Tensor:
+        """(N,) bool, which rows pass; the specification of the kernels.
+
+        attributes: (W, N) int64.
+        """
+        passing = torch.ones(attributes.shape[1], dtype=torch.bool, device=attributes.device)
+        for clause in self.clauses:
+            some = torch.zeros_like(passing)
+            for literal in clause:
+                some = some | _holds(literal, attributes[literal.word])
+            passing = passing & some
+        return passing
+
+    def bits(self, attributes: Tensor) -> Tensor:
+        """(⌈N/32⌉,) int32, which rows pass: bit r % 32 of number r // 32 is row r's. For `tigon.RowBits`.
+
+        attributes: (W, N) int64.
+        """
+        from tigon.retrieve.scan.bits import write_bits
+
+        made = attributes.new_empty((1, (attributes.shape[1] + 31) // 32), dtype=torch.int32)
+        write_bits([self], attributes, made, attributes.new_zeros(1))
+        return made[0]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowFilter):
+            return NotImplemented
+        return self is other or (self._hash == other._hash and self.clauses == other.clauses)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        literals = sum(len(clause) for clause in self.clauses)
+        return f"RowFilter({len(self.clauses)} clauses of {literals} literals, device={str(self.device)!r})"
+
+
+def _holds(literal: Literal, word: Tensor) -> Tensor:
+    bits = word & literal.mask
+    if literal.test == "any":
+        holds = bits != 0
+    elif literal.test == "all":
+        holds = bits == literal.mask
+    elif literal.test == "range":
+        holds = (bits >= max(literal.low, 0)) & (bits <= min(literal.high, LARGEST))
+    else:
+        codes = torch.tensor(literal.codes, dtype=torch.int64, device=word.device)
+        holds = torch.isin(bits >> _lowest_bit(literal.mask), codes)
+    return ~holds if literal.negated else holds
+
+
+def _lowest_bit(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1 if mask else 0
+
+
+def _checked(clauses: Any) -> tuple[tuple[Literal, ...], ...]:
+    if isinstance(clauses, (str, Tensor, Literal)) or not isinstance(clauses, Sequence):
+        raise ValueError(
+            f"RowFilter: clauses must be a sequence of sequences of RowFilter.Literal, got {type(clauses).__name__}."
+        )
+    if len(clauses) > MOST_CLAUSES:
+        raise ValueError(f"RowFilter: clauses must be at most {MOST_CLAUSES}, got {len(clauses)}.")
+    found = []
+    for i, clause in enumerate(clauses):
+        name = f"clauses[{i}]"
+        if isinstance(clause, (str, Tensor, Literal)) or not isinstance(clause, Sequence):
+            raise ValueError(f"RowFilter: {name} must be a sequence of RowFilter.Literal, got {type(clause).__name__}.")
+        if len(clause) > MOST_LITERALS:
+            raise ValueError(f"RowFilter: {name} must have at most {MOST_LITERALS} literals, got {len(clause)}.")
+        found.append(tuple(_checked_literal(f"{name}[{j}]", literal) for j, literal in enumerate(clause)))
+    return tuple(found)
+
+
+def _checked_literal(name: str, literal: Any) -> Literal:
+    if not isinstance(literal, Literal):
+        raise ValueError(f"RowFilter: {name} must be a RowFilter.Literal, got {type(literal).__name__}.")
+    for field in ("word", "mask", "low", "high"):
+        number = getattr(literal, field)
+        if type(number) is not int:
+            raise ValueError(f"RowFilter: {name}.{field} must be an int, got {type(number).__name__}.")
+    if literal.word < 0:
+        raise ValueError(f"RowFilter: {name}.word must be a row of attributes, 0 or more, got {literal.word}.")
+    if not 0 <= literal.mask <= LARGEST:
+        raise ValueError(f"RowFilter: {name}.mask must be bits below 2**63, got {literal.mask}.")
+    if literal.test not in TESTS:
+        raise ValueError(f"RowFilter: {name}.test must be one of {', '.join(TESTS)}, got {literal.test!r}.")
+    if literal.test != "codes":
+        return literal._replace(negated=bool(literal.negated), codes=None)
+    codes = literal.codes
+    if isinstance(codes, (str, Tensor)) or not isinstance(codes, Sequence):
+        raise ValueError(f"RowFilter: {name}.codes must be a sequence of ints, got {type(codes).__name__}.")
+    kept = tuple(sorted(set(codes)))
+    wrong = next((c for c in kept if type(c) is not int or not 0 <= c < MOST_CODES), None)
+    if wrong is not None:
+        raise ValueError(f"RowFilter: {name}.codes must be ints from 0 to 2**31 - 1, got {wrong!r}.")
+    return literal._replace(negated=bool(literal.negated), codes=kept)
+
+
+def _rows(clauses: tuple[tuple[Literal, ...], ...]) -> tuple[list[list[int]], list[Tensor]]:
+    """The table's rows, and the bitmaps of codes."""
+    rows: list[list[int]] = []
+    bitmaps: list[Tensor] = []
+    start = 0
+    for clause in clauses:
+        # A clause without literals is one that never holds: no bits, and 1 for the least.
+        for literal in clause or (Literal(0, 0),):
+            mask = literal.mask
+            row = [literal.word, mask, 0, 0, NEGATED if literal.negated else 0, _lowest_bit(mask), 0, 0]
+            if literal.test == "codes":
+                bitmap = _bitmap(literal.codes or ())
+                row[SPAN], row[START] = 32 * len(bitmap), start
+                row[FLAGS] |= CODES
+                bitmaps.append(bitmap)
+                start += len(bitmap)
+            else:
+                bounds = {"any": (1, mask), "all": (mask, mask), "range": (literal.low, literal.high)}
+                low, high = bounds[literal.test]
+                low, high = max(low, 0), min(high, LARGEST)
+                if low > high:
+                    row[MASK], low, high = 0, 1, 1
+                row[LOW], row[SPAN] = low, high - low
+            rows.append(row)
+        rows[-1][FLAGS] |= LAST_OF_CLAUSE
+    if not rows:  # no bits, and 0 for the least and the most: every row passes
+        rows.append([0, 0, 0, 0, LAST_OF_CLAUSE, 0, 0, 0])
+    rows[-1][FLAGS] |= LAST_OF_FILTER
+    rows[-1][BITS] = max(start, 1)
+    return rows, bitmaps
+
+
+def _bitmap(codes: Sequence[int]) -> Tensor:
+    """(n,) int32: bit c % 32 of number c // 32 is set where c is one of the codes."""
+    bits = torch.zeros(max(codes, default=0) // 32 + 1, 32, dtype=torch.int64, device="cpu")
+    bits.view(-1)[torch.tensor(codes, dtype=torch.int64, device="cpu")] = 1
+    # The sum fits 32 bits; as int32 its highest bit is the sign.
+    return (bits << torch.arange(32, device="cpu")).sum(1).to(torch.int32)
+
+
+def _copied(t: Tensor, device: torch.device) -> Tensor:
+    """On the device, without a wait: a copy from pageable memory would wait for all that the stream has to do."""
+    if device.type != "cuda" or t.device.type != "cpu" or torch.compiler.is_compiling():
+        return t.to(device)
+    return t.pin_memory().to(device, non_blocking=True)
+
+
+# For the filters of a batch, by identity: their tables one behind the other. What is kept holds the filters, so that no
+# other object gets their identity.
+_stacked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_STACKED_KEPT, _STACKED_BYTES = 64, 64 << 20
+EVERY = RowFilter([])
+
+
+def tables_of(
+    where: RowFilter | Sequence[RowFilter | None] | None, kind: str, device: torch.device, B: int
+) -> tuple[int, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """How many distinct filters there are; their table, their bitmaps, and (B,) int32 which of them a query has."""
+    if where is None:
+        if kind == "dense":
+            return 0, (None, None, None)
+        where = EVERY
+    if isinstance(where, RowFilter):
+        of_query = torch.zeros(B, dtype=torch.int32, device=device) if kind == "bitmaps" else None
+        return 1, (*_tensors(where, device), of_query)
+    if torch.compiler.is_compiling():
+        return _stack(where, device)[:2]
+    key = (device, *map(id, where))
+    found = _stacked.get(key)
+    if found is None:
+        size = sum(table.nbytes + bitmaps.nbytes for _, (table, bitmaps, _), _ in _stacked.values())
+        if len(_stacked) >= _STACKED_KEPT or size > _STACKED_BYTES:
+            _stacked.clear()
+        found = _stacked[key] = _stack(where, device)
+    return found[:2]
+
+
+def _tensors(row_filter: RowFilter, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Its table and bitmaps on a device. A graph that is compiled remembers no moved filter: make it on the device."""
+    if torch.compiler.is_compiling():
+        return row_filter.table.to(device), row_filter.bitmaps.to(device)
+    moved = row_filter.to(device)
+    return moved.table, moved.bitmaps
+
+
+def _stack(where: Sequence[RowFilter | None], device: torch.device) -> tuple[Any, ...]:
+    """The distinct filters in the order in which the queries meet them, so that those of neighbours lie together."""
+    distinct: list[RowFilter] = []
+    which = []
+    for f in where:
+        f = EVERY if f is None else f
+        at = next((n for n, other in enumerate(distinct) if other is f), len(distinct))
+        if at == len(distinct):
+            distinct.append(f)
+        which.append(at)
+    tables, bits = zip(*(_tensors(f, device) for f in distinct), strict=True)
+    table, bitmaps = torch.cat(tables), torch.cat(bits)
+    of_query = _copied(torch.tensor(which, dtype=torch.int32, device="cpu"), device)
+    return len(distinct), (table, bitmaps, of_query), tuple(where)

@@ -1,0 +1,380 @@
+"""Launching the kernels: compact or words, scan, pick, rescore, choose; as one library op."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import Plan as Launch
+from tigon.kernels import cdiv, launch, launcher, next_power_of_2
+from tigon.kernels import device as facts
+from tigon.retrieve.scan.compact import _list_bits_kernel, _list_kernel, _words_kernel
+from tigon.retrieve.scan.plan import KEYS, Plan, plan_of, tag_steps
+from tigon.retrieve.scan.rescore import _rescore_kernel
+from tigon.retrieve.scan.scan import _scan_kernel, _split_kernel
+from tigon.retrieve.scan.select import _choose_kernel, _fold_kernel, _pick_kernel
+from tigon.retrieve.scan.tags import Tagged
+
+# Rows of a program that writes words, and of one step of a program that writes a strip's list.
+WORDS_BLOCK, WORDS_WARPS = 256, 4
+LIST_BLOCK, LIST_WARPS = 512, 4
+# Rows of one step of a scan that lists the rows of its strip itself, which hides the filter behind the reading of other
+# strips. Not where several blocks of queries read a list, nor where a tile leaves room for one program alone.
+LISTING = 1024
+
+
+# A search of the same sizes as one before is not planned again: that takes as long as two launches.
+_plan_of = functools.lru_cache(1024)(plan_of)
+_numbers = itertools.count()
+
+
+@functools.lru_cache(4096)
+def _number(key: tuple[Any, ...]) -> int:
+    """What the launches of one search have as their key: the plan, and how its tensors lie, hashed once."""
+    return next(_numbers)
+
+
+class Rows(NamedTuple):
+    """Which rows count, as the kernels read it: a list with the count of each strip, or words with a bit for each
+    filter; live bits, biases. which: the filter of each query, where there are several. listing: from what the scan
+    makes the list itself, attributes, table, bitmaps and live bits, or bits and live bits. starts: where in `word` each
+    filter's bits begin, if it holds those. tagged: weights of what rows have beside."""
+
+    listed: Tensor | None
+    counts: Tensor | None
+    word: Tensor | None
+    which: Tensor | None
+    live: Tensor | None
+    bias: Tensor | None
+    listing: tuple[Tensor | None, ...] | None = None
+    starts: Tensor | None = None
+    tagged: Tagged | None = None
+
+
+def _filtered_topk_fake(
+    query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
+    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
+    words: Tensor | None = None, tags: Tensor | None = None, weights: Tensor | None = None, width: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B = query.shape[0]
+    return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
+
+
+@launcher(
+    "(Tensor query, Tensor items, int k, Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? which, "
+    "int filters, Tensor? live, Tensor? bias, str kind, Tensor? words=None, Tensor? tags=None, Tensor? weights=None, "
+    "int width=0) -> (Tensor, Tensor)",
+    _filtered_topk_fake,
+)
+def _filtered_topk(
+    query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
+    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
+    words: Tensor | None = None, tags: Tensor | None = None, weights: Tensor | None = None, width: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """kind: "dense", "compact" or "bitmaps". filters: distinct ones, whose rows lie one behind the other in table.
+
+    Without attributes, bitmaps are the bits of rows for each filter, and table (F,) says where in them each begins.
+    words: attributes that tags (3, C) test, `width` columns of one word at a time; weights: (B, C) fp32.
+    """
+    (B, D), N = query.shape, items.shape[0]
+    scores = query.new_empty((B, k), dtype=torch.float32)
+    rows = query.new_empty((B, k), dtype=torch.int64)
+    if not B or not N:
+        return scores.fill_(-torch.inf), rows.fill_(-1)
+    query, items = _unit_stride(query), _unit_stride(items)
+    attributes = None if attributes is None else _unit_stride(attributes)
+    bias = None if bias is None else _unit_stride(bias)
+    live = None if live is None else live.contiguous()
+    high, low, scale = _terms(query, items)
+    tagged = None if words is None or tags is None or weights is None else _tagged(words, tags, weights, width)
+    plan = _plan_of(
+        B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
+        two_terms=low is not None, room=facts.shared_memory(query.device), width=width,
+        steps=0 if tags is None else tags.shape[1] // width, many=facts.has_copy_engine(query.device),
+    )  # fmt: skip
+    tensors = query, high, items, attributes, table, bitmaps, live, bias, words, tags
+    number = _number((plan, k, filters, kind, width, _key(*tensors)))
+    size = cdiv(B, plan.pieces)
+    given = _rows(size, items, attributes, table, bitmaps, which, filters, live, bias, plan, number)
+    given = given if tagged is None else given._replace(tagged=tagged)
+    stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
+    if plan.pieces == 1:
+        picks = _picked((high, low, scale), stored, given, filters, plan, (number, B))
+        _best(query, stored, given, picks, plan, scores, rows, (number, B))
+        return scores, rows
+    for start in range(0, B, size):
+        at = slice(start, start + size)
+        part = given if given.which is None else given._replace(which=given.which[at])
+        part = part if tagged is None else part._replace(tagged=tagged.part(at))
+        terms = high[at], None if low is None else low[at], None if scale is None else scale[at]
+        key = number, len(terms[0])
+        picks = _picked(terms, stored, part, filters, plan, key)
+        _best(query[at], stored, part, picks, plan, scores[at], rows[at], key)
+    return scores, rows
+
+
+def _unit_stride(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
+
+
+def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The query in the dtype of the scan's products; where that has fewer bits, as scale · (high + low)."""
+    dtype = items.dtype
+    if dtype == torch.float8_e4m3fn:  # fp16 and bf16 hold its numbers exactly
+        dtype = query.dtype if query.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    if query.dtype == dtype:
+        return query, None, None
+    if dtype == torch.float32:
+        return query.float(), None, None
+    (B, D) = query.shape
+    high, low = (query.new_empty((B, D), dtype=dtype) for _ in range(2))
+    scale = query.new_empty((B,), dtype=torch.float32)
+
+    def plan() -> Launch:
+        return B, (query.stride(0), D, next_power_of_2(D)), {"num_warps": 4}
+
+    launch(_split_kernel, _key(query, high), (query, high, low, scale), plan)
+    return high, low, scale
+
+
+def _tagged(words: Tensor, tags: Tensor, weights: Tensor, width: int) -> Tagged:
+    """The weights of tags in two terms of fp16 as well: together they leave out 2⁻²² of each."""
+    B, C = weights.shape
+    words, weights = _unit_stride(words), weights.contiguous()
+    high, low = (weights.new_empty((B, C), dtype=torch.float16) for _ in range(2))
+    scale = weights.new_empty((B,))
+
+    def plan() -> Launch:
+        return B, (C, C, next_power_of_2(C)), {"num_warps": 4}
+
+    launch(_split_kernel, _key(weights, high), (weights, high, low, scale), plan)
+    return Tagged(words, tags, weights, high, low, scale, width)
+
+
+def _rows(
+    B: int, items: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
+    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, plan: Plan,
+    number: int,
+) -> Rows:  # fmt: skip
+    if bitmaps is None:
+        return Rows(None, None, None, None, live, bias)
+    N, strip = items.shape[0], plan.sizes.strip
+    if plan.kind == "compact":
+        strips = cdiv(N, strip)
+        # The places of a strip beyond its rows that pass are never read.
+        listed = items.new_empty((strips * strip,), dtype=torch.int32)
+        count = items.new_empty((strips,), dtype=torch.int32)
+    if attributes is None or table is None:
+        if plan.kind == "bitmaps":
+            return Rows(None, None, bitmaps, which, live, bias, None, table)
+        if plan.kind == "dense":  # rows that one filter lets pass are live ones
+            return Rows(None, None, None, None, bitmaps[0] if live is None else bitmaps[0] & live, bias)
+        if LISTING and B <= plan.tile.queries <= 16:
+            return Rows(listed, count, None, None, None, bias, (bitmaps, None, None, live))
+
+        def plan_bits() -> Launch:
+            return strips, (N, strip), {"num_warps": LIST_WARPS}
+
+        launch(_list_bits_kernel, (number,), (bitmaps, live, listed, count), plan_bits)
+        return Rows(listed, count, None, None, None, bias)
+    tensors = attributes, table, bitmaps, live
+    sizes = N, attributes.stride(0), table.shape[0]
+    if plan.kind == "compact":
+        if LISTING and B <= plan.tile.queries <= 16:
+            return Rows(listed, count, None, None, None, bias, tensors)
+
+        def plan_list() -> Launch:
+            return strips, (*sizes, strip, min(strip, LIST_BLOCK)), {"num_warps": LIST_WARPS}
+
+        launch(_list_kernel, (number,), (*tensors, listed, count), plan_list)
+        return Rows(listed, count, None, None, None, bias)
+    word = items.new_empty((cdiv(filters, 32), N), dtype=torch.int32)
+
+    def plan_words() -> Launch:
+        return cdiv(N, WORDS_BLOCK), (*sizes, WORDS_BLOCK), {"num_warps": WORDS_WARPS}
+
+    launch(_words_kernel, (number,), (*tensors, word), plan_words)
+    return Rows(None, None, word, which, None, bias)
+
+
+def _nodes(N: int, plan: Plan) -> tuple[list[int], list[int]]:
+    """Of each level, from the top: how many nodes there are, and where they lie; the groups lie first."""
+    strips = cdiv(N, plan.sizes.strip)
+    # Below the strips every strip has room for as many as it could have.
+    counts = [cdiv(N, n) if n >= plan.sizes.strip else strips * (plan.sizes.strip // n) for n in plan.levels]
+    return counts, [sum(counts[level + 1 :]) for level in range(len(counts))]
+
+
+def _picked(
+    terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan,
+    key: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """(B, places) int32, the groups of each query that hold its best rows, in the order of their rows; then -1."""
+    B, N = terms[0].shape[0], items.shape[0]
+    maxima = terms[0].new_empty((sum(_nodes(N, plan)[0]), B), dtype=torch.float32)
+    _launch_scan(terms, items, rows, filters, plan, maxima, key)
+    return _descended(maxima, rows, N, plan, key)
+
+
+def _launch_scan(
+    terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan,
+    maxima: Tensor, key: tuple[Any, ...], certified: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The maxima of groups, nodes and strips; of no block of queries that are certified."""
+    q, low, scale = terms
+    (B, D), N, sizes = q.shape, items.shape[0], plan.sizes
+    counts, starts = _nodes(N, plan)
+    of_strips = plan.levels.index(sizes.strip)
+    mode = 0 if rows.word is None else 1 if rows.which is None else 2 if filters <= 32 else 3
+    if rows.starts is not None:
+        mode = 4 if filters <= 32 else 5
+    attributes, table, bitmaps, live = rows.listing or (None, rows.starts, None, rows.live)
+    given = rows.listed, rows.counts, rows.word, rows.which, live, rows.bias
+    tagged = rows.tagged
+    beside_tags = (None,) * 5 if tagged is None else (tagged.words, tagged.table, tagged.high, tagged.low, tagged.scale)
+    tensors = (q, low, scale, items, *given, maxima, attributes, table, bitmaps, certified, *beside_tags)
+
+    def plan_scan() -> Launch:
+        tile, blocks, unit = plan.tile, cdiv(B, plan.tile.queries), _unit(items)
+        middle_at = starts[of_strips + 1] if sizes.middle else 0
+        beside = (0 if attributes is None else attributes.stride(0), 0 if table is None else table.shape[0])
+        columns = 0 if tagged is None else tagged.table.shape[1]
+        width = 0 if tagged is None else tagged.width
+        arguments = (
+            B, N, blocks, *beside, q.stride(0), items.stride(0) // unit, middle_at, starts[of_strips],
+            0 if tagged is None else tagged.words.stride(0), columns, D, sizes.group,
+            sizes.middle, sizes.strip, mode, tile.queries, tile.rows, tile.depth, _precision(q), unit,
+            min(LISTING, sizes.strip) if rows.listing else 0, tile.stages, width, tag_steps(columns, width),
+        )  # fmt: skip
+        return counts[of_strips] * blocks, arguments, {"num_warps": tile.warps}
+
+    launch(_scan_kernel, key, tensors, plan_scan)
+
+
+def _descended(
+    maxima: Tensor, rows: Rows, N: int, plan: Plan, key: tuple[Any, ...], certified: Tensor | None = None
+) -> Tensor:
+    """(B, places) int32, the groups with the largest maxima; nothing is written for a query that is certified."""
+    B, sizes, device = maxima.shape[1], plan.sizes, maxima.device
+    counts, starts = _nodes(N, plan)
+    for level in range(plan.levels.index(sizes.strip) - 1, -1, -1):
+        _launch_fold(maxima, B, plan, counts, starts, level, key)
+    picks = maxima.new_empty((B, sizes.places), dtype=torch.int32)
+
+    def plan_pick() -> Launch:
+        arities = [up // down for up, down in zip(plan.levels, plan.levels[1:], strict=False)]
+        top = max(sizes.places, next_power_of_2(counts[0]))
+        widest = max(top, *(sizes.places * arity for arity in arities))
+        none = 4 - len(arities)
+        arguments = (
+            B, N, plan.groups, counts[0], *starts, *[0] * none, top, *plan.levels[1:], *[0] * none, *arities,
+            *[0] * none, sizes.strip, sizes.places,
+        )  # fmt: skip
+        return B, arguments, {"num_warps": _warps(widest, device)}
+
+    launch(_pick_kernel, key, (maxima, rows.counts, picks, certified), plan_pick)
+    return picks
+
+
+def _warps(keys: int, device: torch.device) -> int:
+    # A thread with 16 keys. A program has at most 1024 threads, which are 16 of AMD's warps.
+    return max(4, min(32 if facts.limits_registers(device) else 16, keys // 512))
+
+
+def _launch_fold(
+    maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int, key: tuple[Any, ...]
+) -> None:
+    """The maxima of a level from those of the level below."""
+    block = 256
+
+    def plan_fold() -> Launch:
+        arity = plan.levels[level] // plan.levels[level + 1]
+        arguments = counts[level], counts[level + 1], B, starts[level], starts[level + 1], arity, block
+        return cdiv(counts[level] * B, block), arguments, {"num_warps": 4}
+
+    launch(_fold_kernel, (*key, level), (maxima,), plan_fold)
+
+
+def _best(
+    query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, scores: Tensor, found: Tensor,
+    key: tuple[int, int],
+) -> None:  # fmt: skip
+    """The picked groups' exact scores, and the k best of them, into scores and found."""
+    B, k, sizes = query.shape[0], scores.shape[1], plan.sizes
+    K, G = plan.groups, plan.sizes.group
+    candidates, of_rows = _rescored(query, items, rows, picks, plan, key)
+    if sizes.places * G > KEYS:
+        _choose_by_sorting(candidates, of_rows, scores, found)
+        return
+    out = next_power_of_2(k)
+    room = query.new_empty((B, out), dtype=torch.int32)
+
+    def plan_choose() -> Launch:
+        # At least as many keys as results: fewer groups have fewer rows than places.
+        M = max(sizes.places * G, out)
+        return B, (K * G, k, M, out), {"num_warps": _warps(M, query.device)}
+
+    chosen = candidates, of_rows, room, scores, found
+    launch(_choose_kernel, key, chosen, plan_choose)
+
+
+def _rescored(
+    query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, key: tuple[Any, ...],
+    certified: Tensor | None = None, best: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores and rows of the picked groups, and into best (B, groups) each one's maximum; none of what is certified."""
+    (B, D), N, sizes = query.shape, items.shape[0], plan.sizes
+    K, G = plan.groups, plan.sizes.group
+    candidates = query.new_empty((B, K * G), dtype=torch.float32)
+    of_rows = query.new_empty((B, K * G), dtype=torch.int32)
+    given = rows.listed, rows.counts, rows.word, rows.which, rows.live, rows.bias
+    tagged = rows.tagged
+    beside_tags = (None,) * 3 if tagged is None else (tagged.words, tagged.table, tagged.weights)
+    tensors = (query, items, *given, picks, candidates, of_rows, rows.starts, certified, best, *beside_tags)
+
+    def plan_rescore() -> Launch:
+        depth = max(16, min(128, next_power_of_2(D)))
+        unit = _unit(items)
+        of_tags = (0, 0) if tagged is None else (tagged.words.stride(0), tagged.table.shape[1])
+        arguments = (
+            N, K, query.stride(0), items.stride(0) // unit, *of_tags, D, G, sizes.strip, sizes.places, depth, unit,
+        )  # fmt: skip
+        # A product and a sum in one rounding, or in two: the same for all kernels that are compiled.
+        return B * K, arguments, {"num_warps": 4, "enable_fp_fusion": False}
+
+    launch(_rescore_kernel, key, tensors, plan_rescore)
+    return candidates, of_rows
+
+
+def _choose_by_sorting(candidates: Tensor, of_rows: Tensor, scores: Tensor, found: Tensor) -> None:
+    """As the kernel, where there are more candidates than one program selects among."""
+    k = scores.shape[1]
+    bits = candidates.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    lacking = 0x7FFFFFFF - torch.arange(candidates.shape[1], device=candidates.device)
+    many = min(k, candidates.shape[1])
+    at = torch.topk((ordered << 32) | lacking, many, dim=1).indices
+    best = candidates.gather(1, at)
+    scores.fill_(-torch.inf)
+    found.fill_(-1)
+    scores[:, :many] = best
+    found[:, :many] = of_rows.gather(1, at).long().masked_fill(best == -torch.inf, -1)
+
+
+def _unit(items: Tensor) -> int:
+    """The largest power of two up to 16 that divides the stride of rows."""
+    return math.gcd(items.stride(0), 16)
+
+
+def _precision(q: Tensor) -> str:
+    """How fp32 is multiplied: as three products of TF32, which leave out 2⁻²² of each, or as AMD's tensor cores do."""
+    return "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"

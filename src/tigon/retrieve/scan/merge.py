@@ -1,0 +1,137 @@
+"""The answers of several devices that hold a share of the items each, merged: the k best rows of all of them.
+
+Row r of device p is row r · devices + p of the whole, so that the order of rows is the same on each device and in the
+whole. An answer travels as int64 columns of (B, k) numbers:
+
+    key     the score above, as an integer in the same order; below it what the row lacks of 2³¹ − 1
+    id      of the row's item
+    words   as many of the row's attribute words as are asked for
+
+Keys descend, so that a key's place among all is its own place plus, for each other device, how many keys are ahead.
+Every device merges the same numbers, and all get the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, tl, use_triton
+from tigon.retrieve.scan.select import key_of
+
+BLOCK = 256
+LAST = 0x7FFFFFFF
+
+# Scores, rows, ids and words.
+Merged = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def packed_answer(scores: Tensor, rows: Tensor, ids: Tensor, words: Tensor | None, device: int, devices: int) -> Tensor:
+    """A device's answer as it travels: (2 + W, B, k) int64.
+
+    Args:
+        scores: (B, k) fp32, descending. rows: (B, k) int64, of this device, -1 where there is none.
+        ids: (n,) int64, of the device's rows. words: (W, n) int64, or None.
+    """
+    W = 0 if words is None else words.shape[0]
+    packed = rows.new_empty((2 + W, *rows.shape))
+    if not use_triton(scores):
+        bits = scores.view(torch.int32)
+        ordered = (bits ^ ((bits >> 31) & LAST)).long()
+        whole = torch.where(rows >= 0, rows * devices + device, -1)
+        at = rows.clamp(min=0)
+        packed[0] = (ordered << 32) | (LAST - whole)
+        packed[1] = torch.where(rows >= 0, ids[at], -1)
+        if words is not None:
+            packed[2:] = words[:, at]
+        return packed
+    count, stride = rows.numel(), 0 if words is None else words.stride(0)
+
+    def plan() -> Plan:
+        return cdiv(count, BLOCK), (count, device, devices, stride, W, BLOCK), {"num_warps": 4}
+
+    if count:
+        tensors = scores, rows, ids, words, packed
+        launch(_pack_kernel, (count, device, devices, stride, W, words is None), tensors, plan)
+    return packed
+
+
+def merged_answers(packed: Tensor) -> Merged:
+    """(devices, 2 + W, B, k), what each has packed → scores (B, k), rows of the whole, ids, and words (W, B, k)."""
+    devices, columns, B, k = packed.shape
+    scores = packed.new_empty((B, k), dtype=torch.float32)
+    rest = packed.new_empty((columns, B, k))  # rows, ids, words
+    if not use_triton(scores):
+        keys = packed[:, 0].permute(1, 0, 2).reshape(B, devices * k)
+        # Rows differ, and so do keys, but for those of no row, which are all the same.
+        best, at = keys.topk(k, dim=1)
+        ordered = (best >> 32).int()
+        scores.copy_((ordered ^ ((ordered >> 31) & LAST)).view(torch.float32))
+        rest[0] = LAST - (best & 0xFFFFFFFF)
+        others = packed[:, 1:].permute(1, 2, 0, 3).reshape(columns - 1, B, devices * k)
+        rest[1:] = others.gather(2, at.expand(columns - 1, B, k))
+        return scores, rest[0], rest[1], rest[2:]
+
+    def plan() -> Plan:
+        blocks = cdiv(devices * k, BLOCK)
+        return B * blocks, (B, k, devices, columns, blocks, k.bit_length(), BLOCK), {"num_warps": 4}
+
+    if B:
+        launch(_merge_kernel, (devices, columns, B, k), (packed, scores, rest), plan)
+    return scores, rest[0], rest[1], rest[2:]
+
+
+@jit
+@do_not_specialize("count", "device", "devices", "stride", "W")
+def _pack_kernel(
+    score_ptr, row_ptr, id_ptr, word_ptr, out_ptr, count, device, devices, stride, W, BLOCK: tl.constexpr
+):  # fmt: skip
+    """BLOCK numbers of each column of an answer."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    row = tl.load(row_ptr + at, mask=there, other=-1)
+    found = there & (row >= 0)
+    key = key_of(tl.load(score_ptr + at, mask=there, other=float("-inf")))
+    signed = (key ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64)
+    whole = tl.where(found, row * devices + device, -1)
+    tl.store(out_ptr + at, (signed << 32) | (0x7FFFFFFF - whole), mask=there)
+    tl.store(out_ptr + count + at, tl.load(id_ptr + row, mask=found, other=-1), mask=there)
+    if word_ptr is not None:
+        for w in range(W):
+            word = tl.load(word_ptr + w * tl.cast(stride, tl.int64) + row, mask=found, other=0)
+            tl.store(out_ptr + (2 + w) * tl.cast(count, tl.int64) + at, word, mask=there)
+
+
+@jit
+@do_not_specialize("B", "k", "devices", "columns", "blocks", "steps")
+def _merge_kernel(packed_ptr, score_ptr, rest_ptr, B, k, devices, columns, blocks, steps, BLOCK: tl.constexpr):
+    """BLOCK rows of a query's answers: the place of each among all, and what is among the first k is written there."""
+    b = tl.program_id(0) // blocks
+    m = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    device, own = m // k, m % k
+    there = device < devices
+    size = tl.cast(B, tl.int64) * k  # of a column
+    packed_ptr += tl.cast(b, tl.int64) * k
+    key_ptr = packed_ptr + device * columns * size + own
+    key = tl.load(key_ptr, mask=there, other=0)
+    place = own
+    for other in range(devices):
+        # How many keys of another device are ahead. Of equal ones, which belong to no row, those of lower devices.
+        low, high = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], k, tl.int32)
+        for _ in range(steps):
+            middle = (low + high) // 2
+            more = low < high
+            x = tl.load(packed_ptr + other * columns * size + middle, mask=there & more, other=0)
+            ahead = (x > key) | ((x == key) & (other < device))
+            low = tl.where(more & ahead, middle + 1, low)
+            high = tl.where(more & (ahead == 0), middle, high)
+        place += tl.where(device == other, 0, low)
+    kept = there & (place < k)
+    out = tl.cast(b, tl.int64) * k + place
+    bits = (key >> 32).to(tl.int32).to(tl.uint32, bitcast=True) ^ 0x80000000
+    score = tl.where(bits >= 0x80000000, bits ^ 0x80000000, bits ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
+    tl.store(score_ptr + out, score, mask=kept)
+    tl.store(rest_ptr + out, 0x7FFFFFFF - (key & 0xFFFFFFFF), mask=kept)
+    for column in range(1, columns):
+        value = tl.load(key_ptr + column * size, mask=kept, other=0)
+        tl.store(rest_ptr + column * size + out, value, mask=kept)

@@ -1,0 +1,314 @@
+"""What a search does, decided from sizes alone: which rows are read and how, groups, levels, tiles, bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tigon.kernels.rows import cdiv, next_power_of_2
+
+# Keys among which one program selects: 65,536 took 0.43 ms on an H200 and 20 s to compile, 16,384 some 0.03 ms.
+KEYS = 16384
+# Groups more than k that are picked. The scan and the exact scores differ by at most 2·D·2⁻²⁴·|q|·|x|: an item that is
+# ahead by less may lie in a group whose maximum is behind.
+SPARE = 16
+# Rows that are read by a list cost more than rows that lie one behind the other: in tiles of 256 queries 1.2 times as
+# much on an H200.
+GATHERED = 1.2
+# Bytes of maxima and candidates that a search may take: larger batches go in pieces, of which each reads all rows. 256
+# queries with k = 1000 among 15.5 million rows take 1.08 GiB, and are one piece: in two, scans took 3.0 ms on an H200.
+WORKSPACE = 5 << 28
+
+
+class Sizes(NamedTuple):
+    """Of the tree of maxima, in rows of items: of a group, of a node between (0: none), of a strip; and how many groups
+    a program's table has places for."""
+
+    group: int
+    middle: int
+    strip: int
+    places: int
+
+
+class Tile(NamedTuple):
+    """queries, rows: of a product. depth: of one step of its sum. stages: loads in flight at once."""
+
+    queries: int
+    rows: int
+    depth: int
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """What `plan_of` decides.
+
+    Attributes:
+        kind: "dense": all rows are read. "compact": those that pass, by a list. "bitmaps": all, with a filter for each
+            query. An empty search has "none".
+        bytes: that have to be moved, of the batch.
+        flop: of the products.
+        groups: whose rows are scored exactly, for each query.
+        sizes: of the tree of maxima.
+        levels: rows of a node of each level, from the top one, which is read whole, to the groups.
+        tile: of the scan.
+        pieces: of the batch, one after another, so that the workspace suffices.
+        workspace: bytes that a piece takes.
+        codes: "int8" where these are scanned first; then groups are those of the largest bounds, and the tile is that
+            of the codes. terms: 8-bit numbers for each of a query.
+        then: the plan of the queries for which the codes do not suffice.
+    """
+
+    kind: str
+    bytes: int
+    flop: int
+    groups: int
+    sizes: Sizes
+    levels: tuple[int, ...]
+    tile: Tile
+    pieces: int
+    workspace: int
+    codes: str | None = None
+    terms: int = 1
+    then: Plan | None = None
+
+    def __str__(self) -> str:
+        how = {
+            "dense": "all rows",
+            "compact": "rows that pass, by a list",
+            "bitmaps": "all rows, a filter for each query",
+        }
+        levels = " → ".join(f"{size:,}" for size in self.levels)
+        codes = f"{self.codes} codes of " if self.codes is not None else ""
+        which = codes + how.get(self.kind, "no rows")
+        return (
+            f"{self.kind}: {which}; {self.bytes / 1e9:.3f} GB, {self.flop / 1e12:.3f} TFLOP\n"
+            f"maxima of {levels} rows; {self.groups} groups of {self.sizes.group} rows scored exactly for each query\n"
+            f"tile of {self.tile.queries} queries × {self.tile.rows} rows; {self.pieces} piece(s), workspace "
+            f"{self.workspace / 2**20:.1f} MiB"
+        )
+
+
+def sizes_of(k: int) -> Sizes:
+    """By k alone, so that the same query has the same bits of scores in any batch and plan.
+
+    A program selects among the children of as many nodes as there are places. Small groups write many maxima, of large
+    ones many rows are scored twice: 4N/G + k·G·2D bytes are least at G = √(2N/(kD)), 49 for 15.5 M × 128 and k = 100.
+    """
+    places = next_power_of_2(min(k + SPARE, 2048))
+    if places <= 128:
+        return Sizes(64, 0, 4096, places)
+    if places <= 256:
+        return Sizes(32, 0, 2048, places)
+    return Sizes(16, 128, 2048 if places <= 1024 else 1024, places)
+
+
+def levels_of(N: int, sizes: Sizes) -> tuple[int, ...]:
+    """Rows of a node of each level, from the top: one program reads a whole top level."""
+    levels = [sizes.group, *([sizes.middle] if sizes.middle else []), sizes.strip]
+    while cdiv(N, levels[-1]) > KEYS:
+        levels.append(levels[-1] * min(64, KEYS // sizes.places))
+    return tuple(reversed(levels))
+
+
+# What is tuned on a GPU, for 16-bit numbers: queries of a batch up to which it serves → tile of contiguous rows, and of
+# listed ones.
+TILES = {
+    16: (Tile(16, 128, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
+    32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 128, 4, 5)),
+    64: (Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
+    128: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4)),
+    256: (Tile(256, 64, 128, 8, 3), Tile(256, 64, 128, 8, 3)),
+}
+# With columns for filters, whose products take registers.
+TILES_FILTERED = {
+    16: Tile(16, 128, 128, 4, 3), 32: Tile(32, 128, 128, 4, 3), 64: Tile(64, 128, 128, 4, 3),
+    128: Tile(128, 64, 128, 8, 3), 256: Tile(256, 64, 128, 8, 3),
+}  # fmt: skip
+# For rows of several steps, in which queries are read again with each step. Of larger tiles the products wait for one
+# another.
+TILES_WIDE = {16: Tile(16, 128, 64, 4, 4), 64: Tile(64, 64, 64, 4, 3), 256: Tile(128, 64, 64, 4, 3)}
+# For fp32, whose products are three of the tensor cores'.
+TILES_FP32 = {16: Tile(16, 64, 64, 4, 3), 256: Tile(64, 64, 64, 8, 2)}
+# Bytes of shared memory of a Hopper GPU.
+ROOM = 232448
+
+
+def tag_steps(columns: int, width: int) -> int:
+    """How many steps of a tile's product with tags keep their weights where they are: 1, 2, or 0 for more."""
+    steps = columns // width if width else 0
+    return steps if steps <= 2 else 0
+
+
+def tile_of(
+    B: int, D: int, dtype: torch.dtype, kind: str, *, two_terms: bool = False, room: int = ROOM, width: int = 0,
+    steps: int = 0, many: bool = True,
+) -> Tile:  # fmt: skip
+    """two_terms: each query is a sum of two rows in the items' dtype. room: bytes of shared memory of a program. width:
+    columns of tags that a step of their product has, 0 without tags; steps: of those. many: whether products read their
+    numbers from shared memory, as from the H100 on, which leaves registers for larger tiles with tags."""
+    if dtype == torch.float32:
+        tile = TILES_FP32[16 if B <= 16 else 256]
+    elif D > 128:
+        tile = TILES_WIDE[16 if B <= 16 else 64 if B <= 64 else 256]
+        if two_terms and B > 64:  # with two sums of each score 4 warps have too few registers
+            tile = tile._replace(warps=8)
+    else:
+        most = next((n for n in TILES if n >= B), 256)
+        tile = TILES_FILTERED[most] if kind == "bitmaps" or width else TILES[most][kind == "compact"]
+        if two_terms:
+            tile = tile._replace(queries=min(tile.queries, 128), stages=min(tile.stages, 3))
+    if width:
+        tile = _with_tags(tile, dtype, steps, two_terms, many)
+    tile = tile._replace(depth=max(16, min(tile.depth, next_power_of_2(D))))
+    size = 4 if dtype == torch.float32 else 2
+    while tile.stages > 1 and _shared(tile, D, size, two_terms, width, steps) > room:
+        tile = tile._replace(stages=tile.stages - 1)
+    while tile.queries > 16 and _shared(tile, D, size, two_terms, width, steps) > room:
+        tile = tile._replace(queries=tile.queries // 2)
+    return tile
+
+
+def _with_tags(tile: Tile, dtype: torch.dtype, steps: int, two_terms: bool, many: bool) -> Tile:
+    """Their product has sums of its own: of tiles that leave no registers for these, less."""
+    if dtype == torch.float32:
+        return tile._replace(queries=min(tile.queries, 16), warps=4)
+    if not many:
+        return tile._replace(queries=min(tile.queries, 32 if steps > 1 or two_terms else 64), rows=64, warps=4)
+    if steps > 2:
+        return tile._replace(queries=min(tile.queries, 32), rows=64, warps=4)
+    return tile
+
+
+def _shared(tile: Tile, D: int, size: int, two_terms: bool, width: int = 0, steps: int = 0) -> int:
+    """Bytes of shared memory: queries stay where one step is the whole sum, and else move as rows do."""
+    if width:  # two terms of the weights, and the tags of the rows
+        tags = 2 * width * (2 * tile.queries * min(steps, 2) + tile.rows * min(steps, 2))
+        return tags + _shared(tile, D, size, two_terms)
+    queries = tile.queries * (2 if two_terms else 1)
+    if tile.depth >= D:
+        return size * tile.depth * (queries + tile.stages * tile.rows) + 4096
+    return size * tile.depth * tile.stages * (queries + tile.rows) + 4096
+
+
+def kind_of(filters: int, share: float | None, kind: str = "auto") -> str:
+    """Which rows are read, by the bytes of a row: of D numbers, where a listed row costs `GATHERED` times as much."""
+    if kind != "auto":
+        return kind
+    if filters > 1:
+        return "bitmaps"
+    return "compact" if filters and (share is None or share * GATHERED < 1) else "dense"
+
+
+def plan_of(
+    B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
+    live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False,
+    room: int = ROOM, kept: bool = False, width: int = 0, steps: int = 0, many: bool = True,
+) -> Plan:  # fmt: skip
+    """The plan of a search.
+
+    Args:
+        B, k, D, N: queries, results, width, rows. dtype: of the items.
+        filters: distinct ones: 0 where all rows pass, 1 of the whole batch.
+        words: attribute words that the filters read. kept: whether their bits are read instead.
+        share: of the rows that pass; None where nobody knows: half of them are counted.
+        live, bias: whether there are any.
+        kind: "auto", or the plan that is asked for. two_terms, room, width, steps, many: see `tile_of`.
+    """
+    kind, sizes = kind_of(filters, share, kind), sizes_of(k)
+    levels = levels_of(N, sizes)
+    strips = cdiv(N, sizes.strip)
+    groups = min(k + SPARE, sizes.places, strips * (sizes.strip // sizes.group))
+    size = torch.empty((), dtype=dtype).element_size()
+    passing = (0.5 if share is None else share) if kind == "compact" else 1.0
+    read = int(N * passing * (size * D + (4 if bias else 0) + (4 if kind == "compact" else 0)))
+    read += (filters * N // 8 if kept else 8 * words * N) + (N // 8 if live else 0)
+    if not kept and (kind == "bitmaps" or (kind == "dense" and filters)):
+        read += 2 * 4 * N * cdiv(max(filters, 1), 32)
+    elif kind == "compact":
+        read += int(4 * N * passing)
+    # The maxima are written, and of each query the picked groups are read once more.
+    read += B * int(4 * cdiv(N, sizes.group) * passing) + B * groups * sizes.group * (size * D + 16)
+    one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
+    one += 8 * groups * sizes.group
+    pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
+    tile = tile_of(
+        cdiv(B, max(pieces, 1)), D, dtype, kind, two_terms=two_terms, room=room, width=width, steps=steps, many=many
+    )  # fmt: skip
+    # Of tags a word for each step, and two terms of the weights.
+    read += int(N * passing) * 8 * steps
+    return Plan(
+        kind if N and B else "none", read, int(2 * B * N * passing * (D + 2 * width * steps)), groups, sizes, levels,
+        tile, pieces, one * cdiv(B, max(pieces, 1)),
+    )  # fmt: skip
+
+
+# Of codes: queries up to which they are read, up to which a query is two numbers each (its bounds are half as far from
+# the scores, in products that wait for nothing but memory), and results that as many groups can certify.
+CODED_QUERIES, CODED_TERMS, CODED_MOST = 64, 16, 1008
+# Groups for each result whose rows are scored exactly; more certify more queries, fewer are scored sooner.
+CODED_GROUPS = 4
+# What more groups and launches cost, in bytes that memory would move meanwhile: 0.08 ms on an H200.
+CODED_BYTES = 5 << 26
+# 16-bit numbers of a tile of codes are 8-bit ones: queries → tile of contiguous rows, and of listed ones.
+TILES_INT8 = {
+    16: (Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
+    32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
+    64: (Tile(64, 128, 128, 4, 4), Tile(64, 128, 128, 4, 4)),
+}
+TILES_INT8_WIDE = {16: Tile(16, 128, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
+
+
+def coded_sizes_of(k: int) -> Sizes:
+    """As `sizes_of`, with more places. Groups are the same, so that their exact scores are the same bits."""
+    sizes = sizes_of(k)
+    if sizes.group == 16:
+        return Sizes(16, 128, 1024, 2048)
+    return Sizes(sizes.group, 8 * sizes.group, sizes.strip, max(128, next_power_of_2(CODED_GROUPS * k)))
+
+
+def coded_plan_of(
+    B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
+    live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False, room: int = ROOM,
+    kept: bool = False,
+) -> Plan | None:  # fmt: skip
+    """The plan of a search with 8-bit codes, arguments as of `plan_of`; None where it would move more bytes."""
+    plain = plan_of(
+        B, k, D, N, dtype, filters=filters, words=words, share=share, live=live, bias=bias, kind=kind,
+        two_terms=two_terms, room=room, kept=kept,
+    )  # fmt: skip
+    if plain.kind not in ("dense", "compact") or B > CODED_QUERIES or k > CODED_MOST or D > 1 << 16:
+        return None
+    sizes = coded_sizes_of(k)
+    levels = levels_of(N, sizes)
+    strips = cdiv(N, sizes.strip)
+    there = strips * (sizes.strip // sizes.group)
+    groups = min(sizes.places, there)
+    size = torch.empty((), dtype=dtype).element_size()
+    passing = (0.5 if share is None else share) if plain.kind == "compact" else 1.0
+    read = plain.bytes + int(N * passing * (D + 4 - size * D))
+    read += B * (groups - plain.groups) * sizes.group * (size * D + 16)
+    if read + CODED_BYTES > plain.bytes:
+        return None
+    one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
+    one += 16 * groups * sizes.group
+    pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
+    b = cdiv(B, pieces)
+    if D > 128:
+        tile = TILES_INT8_WIDE[16 if b <= 16 else 64]
+    else:
+        tile = TILES_INT8[next(n for n in TILES_INT8 if n >= b)][plain.kind == "compact"]
+    tile = tile._replace(depth=max(32, min(tile.depth, next_power_of_2(D))), rows=min(tile.rows, sizes.middle))
+    terms = 2 if b <= CODED_TERMS else 1
+    while tile.stages > 1 and _shared(tile, D, 1, terms == 2) > room:
+        tile = tile._replace(stages=tile.stages - 1)
+    then = plain._replace(
+        sizes=sizes, levels=levels, groups=min(k + SPARE, groups), pieces=pieces,
+        tile=tile_of(b, D, dtype, plain.kind, two_terms=two_terms, room=room),
+    )  # fmt: skip
+    then = then._replace(tile=then.tile._replace(rows=min(then.tile.rows, sizes.middle)))
+    return plain._replace(
+        bytes=read, flop=plain.flop * terms, groups=groups, sizes=sizes, levels=levels, tile=tile, pieces=pieces,
+        workspace=one * b, codes="int8", terms=terms, then=then,
+    )  # fmt: skip

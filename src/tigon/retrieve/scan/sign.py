@@ -1,0 +1,248 @@
+"""1-bit codes: of each row the signs of random projections, by which the rows are found that are scored exactly.
+
+A projection is the sum of a few numbers of a row with random signs. Which ones, a random permutation says, cut into
+bins: of one permutation the bins share no number. With more bits than numbers there are several permutations. The share
+of the signs that a row and a query have in common tells the angle between them, so a code estimates the cosine; times
+the row's norm, which may be kept beside it, the inner product.
+
+The query is not reduced to signs: a projection that is large counts three times as much. That costs the scan no bytes.
+
+Source: one permutation and one random projection, Li & Li 2023, https://arxiv.org/abs/2302.03505, with signs alone as
+LiNR uses it, Borisyuk et al. 2024, https://arxiv.org/abs/2407.13218.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import cdiv, is_traced
+from tigon.retrieve.scan.bits import RowBits
+from tigon.retrieve.scan.filters import RowFilter
+
+BITS = (64, 128, 256, 512, 1024)
+# Numbers of a row in a projection where there are more bits than numbers. Of 1, codes would repeat themselves; of more
+# than 2 recall is the same.
+TERMS = 4
+# A group is 512 bytes of codes, a node 16 groups, a strip 16 nodes: maxima of 4 bytes are below a hundredth of what is
+# read, and of a row that is picked few others are scored with it.
+GROUP_BYTES, ARITY = 512, 16
+# Candidates for each result, and the least.
+CANDIDATES, LEAST_CANDIDATES = 5, 256
+# What a popcount takes, and what selecting among codes takes, in bytes that an H200 moves meanwhile: 16 popcounts a
+# clock of each of its multiprocessors, and some 0.08 ms.
+POPCOUNT, OVERHEAD = 1.2, 350_000_000
+# Operations of the tensor cores while a byte moves.
+FLOP = 184
+# Codes of a chunk on a CPU: 16 million signs as fp32.
+SIGNS = 1 << 24
+
+
+class Signs(NamedTuple):
+    """Codes of rows. scales: norms, bf16. more: of queries, which projections are large; their scales are fp32."""
+
+    codes: Tensor
+    more: Tensor | None
+    scales: Tensor | None
+
+
+def check_bits(name: str, bits: int) -> None:
+    if type(bits) is not int or bits not in BITS:
+        raise ValueError(f"{name}: bits must be one of {', '.join(map(str, BITS))}, got {bits!r}.")
+
+
+def bins_of(D: int, bits: int) -> int:
+    """Projections of one permutation of D numbers."""
+    return bits if bits <= D else max(1, D // TERMS)
+
+
+@functools.lru_cache(64)
+def projection_of(D: int, bits: int, seed: int) -> Tensor:
+    """(terms, bits) int32: which number of a row, times 2, and 1 more where its sign changes; −1 for none.
+
+    By whole numbers alone, so that a seed means the same projection in every version of PyTorch and everywhere.
+    """
+    bins = bins_of(D, bits)
+    terms, times = cdiv(D, bins), cdiv(bits, bins)
+    at = torch.arange(times * D, dtype=torch.int64, device="cpu").view(times, D)
+    number = _mixed(at + _mixed(torch.full_like(at, seed)))
+    order = number.argsort(dim=1, stable=True)
+    value = 2 * order + (_mixed(number) & 1)
+    value = torch.nn.functional.pad(value, (0, terms * bins - D), value=-1)
+    # The t-th number of bin b is number t · bins + b of the permutation: bins differ by at most one number.
+    return value.view(times, terms, bins).transpose(0, 1).reshape(terms, times * bins)[:, :bits].int().contiguous()
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """32 bits that depend on all of x's lowest 32, as MurmurHash3 ends. The products fit 64 bits."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def factor_of(D: int, bits: int) -> float:
+    """What makes a sum of signs times projections an inner product, of rows whose norm is 1."""
+    return math.sqrt(math.pi / 2 * bins_of(D, bits)) / bits
+
+
+def candidates_of(k: int, candidates: int | None) -> int:
+    """How many groups are picked: of the candidates a query asks for each may lie in another."""
+    return max(LEAST_CANDIDATES, CANDIDATES * k) if candidates is None else candidates
+
+
+def pays(B: int, items: Tensor, bits: int, scaled: bool, share: float | None) -> bool:
+    """Whether reading the signs costs less than reading the rows, by sizes alone, in bytes.
+
+    share: of the rows that pass a filter; None without one.
+    """
+    N, D = items.shape
+    passing = N * (1.0 if share is None else share)
+    rows = passing * max(D * items.element_size(), 2 * B * D / FLOP)
+    signs = passing * max(bits // 8 + (2 if scaled else 0), POPCOUNT * B * bits / 16)
+    return signs + OVERHEAD < rows
+
+
+# ------------------------------------------------------------------------------------------------------- on a CPU
+
+
+def signs_reference(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = False) -> Signs:
+    """Signs of rows, or of queries: the specification of the kernel, to the last bit.
+
+    rows: (n, D). projection: as `projection_of` makes it. scaled: with the rows' norms.
+    """
+    bits = projection.shape[1]
+    size = max(1, SIGNS // bits)
+    if is_traced(rows) or rows.shape[0] <= size:
+        return _signs(rows, projection, scaled, query)
+    parts = [_signs(part, projection, scaled, query) for part in rows.split(size)]
+    return Signs(*(None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+def _signs(rows: Tensor, projection: Tensor, scaled: bool, query: bool) -> Signs:
+    bits, x = projection.shape[1], rows.float()
+    y = x.new_zeros((x.shape[0], bits))
+    for p in projection:
+        number = x[:, (p >> 1).clamp(min=0).long()]
+        y = y + torch.where(p >= 0, torch.where((p & 1) != 0, -number, number), 0.0)
+    codes = _words(y >= 0)
+    if not query:
+        return Signs(codes, None, _norms(x) if scaled else None)
+    u, exponent = _whole(y.abs())
+    large = u * (4 * bits) >= 5 * u.sum(1, keepdim=True)
+    v = torch.where(large, 3, 1)
+    step = (u * v).sum(1).float() / (v * v).sum(1).float()
+    return Signs(codes, _words(large), step * factor_of(rows.shape[1], bits) * _power(exponent - 14))
+
+
+def _whole(size: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers that are not negative, as whole ones below 2¹⁵ times a power of two, whose sums have no order."""
+    size = torch.where(size < torch.inf, size, 0.0)
+    exponent = (size.amax(1).view(torch.int32) >> 23).clamp(15, 254)
+    return (size * _power(268 - exponent)[:, None]).long(), exponent
+
+
+def _power(exponent: Tensor) -> Tensor:
+    return (exponent << 23).view(torch.float32)
+
+
+def _norms(x: Tensor) -> Tensor:
+    u, exponent = _whole(x.abs())
+    return ((u * u).sum(1).float().sqrt() * _power(exponent - 14)).bfloat16()
+
+
+def _words(bits: Tensor) -> Tensor:
+    place = torch.arange(32, device=bits.device)
+    return (bits.view(bits.shape[0], -1, 32).long() << place).sum(2).int()
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """(n, bits) fp32 of 0 and 1."""
+    place = torch.arange(32, device=words.device, dtype=torch.int32)
+    return ((words[:, :, None] >> place) & 1).view(words.shape[0], -1).float()
+
+
+def keys_reference(query: Signs, codes: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(B, n) int64, the keys of the scan: the larger, the nearer a row is by its code."""
+    assert query.more is not None
+    assert query.scales is not None
+    levels = 1 + 2 * _unpacked(query.more)
+    # Sums of whole numbers below 2²⁴: exact in any order.
+    w = ((2 * _unpacked(query.codes) - 1) * levels) @ (2 * _unpacked(codes) - 1).t()
+    if scales is None and bias is None:
+        return 4096 - ((levels.sum(1, keepdim=True) - w) / 2).long()
+    s = w if scales is None else w * scales.float()
+    if bias is not None:
+        s = s * query.scales[:, None] + bias.float()
+    s = torch.where(s.isnan(), -torch.inf, torch.where(s == 0, 0.0, s))
+    number = s.view(torch.int32)
+    return ((number ^ ((number >> 31) & 0x7FFFFFFF)) >> 12).long() + 0x80001
+
+
+def sign_topk_reference(
+    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int, *,
+    attributes: Tensor | None = None, where: RowFilter | RowBits | None = None, live: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The k best of the rows in the groups whose best codes are best: what the kernels compute."""
+    B, N = query.shape[0], items.shape[0]
+    G = group_of(codes)
+    strip = G * ARITY * ARITY
+    strips = cdiv(N, strip)
+    wide = torch.float64 if torch.float64 in (query.dtype, items.dtype) else torch.float32
+    every = torch.arange(N, device=query.device)
+    there = torch.ones_like(every, dtype=torch.bool)
+    if live is not None:
+        there = ((live[every >> 5] >> (every & 31)) & 1) != 0
+    # Where a row lies: in its place, or under a filter as one of those of its strip that pass.
+    place = every
+    if where is not None:
+        there = there & _passing(attributes, where, N)
+        passing = torch.nn.functional.pad(there, (0, strips * strip - N)).view(strips, strip).long()
+        place = ((passing.cumsum(1) - passing).view(-1)[:N]) + every // strip * strip
+    groups = strips * (strip // G)
+    asked = signs_reference(query, projection, scaled=True, query=True)
+    best = torch.zeros((B, groups), dtype=torch.int64, device=query.device)
+    # Behind the last place: those that are not there.
+    row_at = torch.full((strips * strip + 1,), -1, dtype=torch.int64, device=query.device)
+    row_at[torch.where(there, place, strips * strip)] = every
+    row_at[-1] = -1
+    size = N if is_traced(query) else max(1, SIGNS // (32 * codes.shape[1]))
+    for start in range(0, N, max(size, 1)):
+        at = slice(start, start + size)
+        keys = keys_reference(
+            asked, codes[at], None if scales is None else scales[at], None if bias is None else bias[at]
+        )
+        best.scatter_reduce_(1, (place[at] // G).expand(B, -1), keys.masked_fill(~there[at], 0), "amax")
+    many = min(candidates, groups)
+    order = (best << 31) | (0x7FFFFFFF - torch.arange(groups, device=query.device))
+    picked = torch.topk(order, many, dim=1).indices.sort(dim=1).values
+    found = (picked[:, :, None] * G + torch.arange(G, device=query.device)).view(B, -1)
+    rows = row_at[found]
+    x = items[rows.clamp(min=0)] if items.element_size() > 1 else items.view(torch.uint8)[rows.clamp(min=0)]
+    s = (x.view(items.dtype).to(wide) @ query.to(wide)[:, :, None])[:, :, 0]
+    if bias is not None:
+        s = s + bias[rows.clamp(min=0)].to(wide)
+    s = torch.where(s == 0, 0.0, s).masked_fill(s.isnan() | (rows < 0), -torch.inf)
+    s, rows = (
+        torch.nn.functional.pad(t, (0, max(k - s.shape[1], 0)), value=v) for t, v in ((s, -torch.inf), (rows, -1))
+    )
+    at_best = s.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    scores = s.gather(1, at_best)
+    return scores, rows.gather(1, at_best).masked_fill(scores == -torch.inf, -1)
+
+
+def _passing(attributes: Tensor | None, where: RowFilter | RowBits, N: int) -> Tensor:
+    if isinstance(where, RowBits):
+        return where.mask(0, N)
+    assert attributes is not None
+    return where.mask(attributes)
+
+
+def group_of(codes: Tensor) -> int:
+    """Rows of a group."""
+    return GROUP_BYTES // (4 * codes.shape[1])

@@ -1,0 +1,221 @@
+"""Launching the kernels of 1-bit codes: signs, scan, pick, exact scores of the picked rows; as one library op."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import Plan as Launch
+from tigon.kernels import cdiv, launch, launcher, next_power_of_2
+from tigon.retrieve.scan.compact import _list_bits_kernel, _list_kernel
+from tigon.retrieve.scan.launches import (
+    LIST_BLOCK,
+    LIST_WARPS,
+    Rows,
+    _best,
+    _descended,
+    _key,
+    _nodes,
+    _number,
+    _unit,
+    _unit_stride,
+)  # fmt: skip
+from tigon.retrieve.scan.plan import KEYS, WORKSPACE, Plan, Sizes, Tile, levels_of, sizes_of
+from tigon.retrieve.scan.sign import ARITY, Signs, factor_of
+from tigon.retrieve.scan.sign_kernels import (
+    _encode_kernel,
+    _sign_rows_kernel,
+    _sign_scan_kernel,
+)  # fmt: skip
+
+# Groups that one program selects; more are sorted by torch.
+MOST_PICKED = KEYS // ARITY
+# Warps of a scan of one query.
+SCAN_WARPS = 4
+
+
+class SignPlan(NamedTuple):
+    """What a search by signs does. picked: groups of a query. tree, exact: of the scan, and of the exact scores.
+    queries: of a program of the scan. pieces: of the batch.
+    """
+
+    picked: int
+    tree: Plan
+    exact: Plan
+    queries: int
+    pieces: int
+
+
+def encode(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = False) -> Signs:
+    """As `signs_reference`, on a GPU."""
+    rows = _unit_stride(rows)
+    n, D = rows.shape
+    terms, bits = projection.shape
+    codes = rows.new_empty((n, bits // 32), dtype=torch.int32)
+    more = torch.empty_like(codes) if query else None
+    scales = rows.new_empty((n,), dtype=torch.float32 if query else torch.bfloat16) if query or scaled else None
+    if not n:
+        return Signs(codes, more, scales)
+    stored = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+
+    def plan() -> Launch:
+        unit = _unit(rows)
+        sizes = rows.stride(0) // unit, factor_of(D, bits), D, terms, bits, next_power_of_2(D), unit
+        return n, sizes, {"num_warps": 4, "enable_fp_fusion": False}
+
+    key = n, rows.dtype, rows.stride(), D, terms, bits, scaled, query
+    launch(_encode_kernel, key, (stored, projection, codes, more, scales), plan)
+    return Signs(codes, more, scales)
+
+
+def _plan(B: int, N: int, W: int, k: int, candidates: int) -> SignPlan:
+    G = group_of_words(W)
+    strip = G * ARITY * ARITY
+    groups = cdiv(N, strip) * ARITY * ARITY
+    picked = min(candidates, groups)
+    places = next_power_of_2(picked)
+    sizes = Sizes(G, G * ARITY, strip, min(places, MOST_PICKED))
+    tree = _empty_plan(picked, sizes, levels_of(N, sizes))
+    # The exact scores are computed by blocks of as many rows as in an exact search, so that their bits are the same.
+    block = sizes_of(k).group
+    blocks = cdiv(picked * G, block)
+    room = next_power_of_2(blocks)
+    exact = _empty_plan(blocks, Sizes(block, 0, room * block, room), ())
+    one = 4 * sum(_nodes(N, tree)[0]) + 12 * room * block + (16 * groups if places > MOST_PICKED else 0)
+    pieces = cdiv(B, max(1, WORKSPACE // one))
+    return SignPlan(picked, tree, exact, 1 if B == 1 else 2 if B == 2 else 4, pieces)
+
+
+def group_of_words(W: int) -> int:
+    return 512 // (4 * W)
+
+
+def _empty_plan(groups: int, sizes: Sizes, levels: tuple[int, ...]) -> Plan:
+    return Plan("codes", 0, 0, groups, sizes, levels, Tile(1, 1, 1, 4, 1), 1, 0)
+
+
+_plan_of = functools.lru_cache(1024)(_plan)
+
+
+def _sign_topk_fake(
+    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int,
+    attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None, bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B = query.shape[0]
+    return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
+
+
+@launcher(
+    "(Tensor query, Tensor items, Tensor codes, Tensor? scales, Tensor projection, int k, int candidates, "
+    "Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? live, Tensor? bias) -> (Tensor, Tensor)",
+    _sign_topk_fake,
+)
+def _sign_topk(
+    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int,
+    attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None, bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """table: of one filter for all queries. Without attributes, bitmaps are the bits of the rows that pass."""
+    (B, _), N = query.shape, items.shape[0]
+    scores = query.new_empty((B, k), dtype=torch.float32)
+    found = query.new_empty((B, k), dtype=torch.int64)
+    if not B or not N:
+        return scores.fill_(-torch.inf), found.fill_(-1)
+    query, items, codes = _unit_stride(query), _unit_stride(items), codes.contiguous()
+    attributes = None if attributes is None else _unit_stride(attributes)
+    bias = None if bias is None else _unit_stride(bias)
+    live = None if live is None else live.contiguous()
+    plan = _plan_of(B, N, codes.shape[1], k, candidates)
+    number = _number((plan, k, _key(query, items, codes, scales, attributes, table, bitmaps, live, bias)))
+    stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
+    given = _listed(codes, attributes, table, bitmaps, live, bias, plan.tree, number)
+    size = cdiv(B, plan.pieces)
+    for start in range(0, B, size):
+        at = slice(start, start + size) if plan.pieces > 1 else slice(None)
+        part = query[at]
+        key = number, part.shape[0]
+        asked = encode(part, projection, scaled=True, query=True)
+        picks = _picked(asked, codes, scales, given, plan, key)
+        rows, blocks = _rows_of(picks, given, N, plan, key)
+        _best(part, stored, rows, blocks, plan.exact, scores[at], found[at], key)
+    return scores, found
+
+
+def _listed(
+    codes: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None,
+    bias: Tensor | None, tree: Plan, number: int,
+) -> Rows:  # fmt: skip
+    if bitmaps is None:
+        return Rows(None, None, None, None, live, bias)
+    N, strip = codes.shape[0], tree.sizes.strip
+    strips = cdiv(N, strip)
+    listed = codes.new_empty((strips * strip,), dtype=torch.int32)
+    count = codes.new_empty((strips,), dtype=torch.int32)
+    if attributes is None or table is None:
+
+        def plan_bits() -> Launch:
+            return strips, (N, strip), {"num_warps": LIST_WARPS}
+
+        launch(_list_bits_kernel, (number,), (bitmaps, live, listed, count), plan_bits)
+        return Rows(listed, count, None, None, None, bias)
+    literals, stride = table.shape[0], attributes.stride(0)
+
+    def plan() -> Launch:
+        return strips, (N, stride, literals, strip, min(strip, LIST_BLOCK)), {"num_warps": LIST_WARPS}
+
+    launch(_list_kernel, (number,), (attributes, table, bitmaps, live, listed, count), plan)
+    return Rows(listed, count, None, None, None, bias)
+
+
+def _picked(
+    asked: Signs, codes: Tensor, scales: Tensor | None, rows: Rows, plan: SignPlan, key: tuple[int, int]
+) -> Tensor:
+    """(B, places) int32, the groups of each query that hold the rows with the best codes, in order; then -1."""
+    (N, W), B, tree = codes.shape, asked.codes.shape[0], plan.tree
+    counts, starts = _nodes(N, tree)
+    of_strips = tree.levels.index(tree.sizes.strip)
+    maxima = codes.new_empty((sum(counts), B), dtype=torch.int32)
+
+    def plan_scan() -> Launch:
+        blocks = cdiv(B, plan.queries)
+        sizes = B, N, blocks, starts[of_strips + 1], starts[of_strips], W, tree.sizes.group, ARITY, plan.queries
+        return counts[of_strips] * blocks, sizes, {"num_warps": SCAN_WARPS, "enable_fp_fusion": False}
+
+    given = codes, scales, rows.bias, rows.listed, rows.counts, rows.live
+    launch(_sign_scan_kernel, key, (asked.codes, asked.more, asked.scales, *given, maxima), plan_scan)
+    if plan.picked > MOST_PICKED:
+        return _picked_by_sorting(maxima[: counts[-1]], rows.counts, N, plan)
+    return _descended(maxima, rows, N, tree, key)
+
+
+def _picked_by_sorting(maxima: Tensor, count: Tensor | None, N: int, plan: SignPlan) -> Tensor:
+    """As the kernel, of more groups than one program selects."""
+    sizes = plan.tree.sizes
+    group = torch.arange(maxima.shape[0], device=maxima.device)
+    in_strip = sizes.strip // sizes.group
+    there = group * sizes.group < N
+    if count is not None:
+        there = group % in_strip * sizes.group < count[group // in_strip]
+    # The key above, what the group lacks below; of what was never written nothing counts.
+    order = (torch.where(there[:, None], maxima, 0).long() << 31) | (0x7FFFFFFF - group)[:, None]
+    picks = torch.topk(order.t(), plan.picked, dim=1).indices.sort(dim=1).values
+    return torch.where(there[picks], picks, -1).int()
+
+
+def _rows_of(picks: Tensor, rows: Rows, N: int, plan: SignPlan, key: tuple[int, int]) -> tuple[Rows, Tensor]:
+    """The rows of the picked groups, a strip of a list for each query, and the list's blocks."""
+    B, exact, G = picks.shape[0], plan.exact.sizes, plan.tree.sizes.group
+    listed = picks.new_empty((B, exact.strip))
+    many, blocks = picks.new_empty((B,)), picks.new_empty((B, exact.places))
+
+    def plan_rows() -> Launch:
+        sizes = N, plan.picked, G, plan.tree.sizes.strip, picks.shape[1], exact.strip, exact.places
+        block = min(2048, next_power_of_2(plan.picked * G))
+        return B, (*sizes, block), {"num_warps": 8}
+
+    launch(
+        _sign_rows_kernel, (*key, picks.shape[1]), (picks, rows.listed, rows.counts, listed, many, blocks), plan_rows
+    )
+    return Rows(listed, many, None, None, rows.live, rows.bias), blocks

@@ -1,0 +1,160 @@
+"""What attribute values add to the scores of rows: tests of attribute words, each with a weight for each query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import jit, next_power_of_2, tl
+from tigon.retrieve.scan.filters import LARGEST, _copied
+
+# Tests that a step of the scan multiplies at once, all of one word, and how many there may be.
+LEAST, WIDEST, MOST_TAGS = 16, 64, 4096
+
+
+class Tag(NamedTuple):
+    """Holds for rows with `attributes[word] & mask == value`: a bit of tags, or the code of a category."""
+
+    word: int
+    mask: int
+    value: int
+
+
+class RowTags:
+    """Values of attributes, for whose weights `tigon.filtered_topk` has `tag_weights`.
+
+    Args:
+        tags: at most 4096 of (word, mask, value): a row has it where `attributes[word] & mask == value`. mask and value
+            are below 2**63.
+        device: of the table. Default: the CPU; `tigon.filtered_topk` takes it to where the items are, once.
+    Raises: ValueError for numbers that do not fit, and for two tags that are the same.
+
+    Attributes:
+        tags: as given, as `RowTags.Tag`s. words: how many attribute words there must be.
+        table: (3, C) int64, of each column of the product its word, mask and value. The columns of a word lie together,
+            `width` of them or several times as many.
+        places: (T,) int64, the column of each tag. Columns are in the order of word and value, whatever that of tags.
+    """
+
+    Tag = Tag
+
+    def __init__(self, tags: Sequence[Any], *, device: torch.device | str | int | None = None) -> None:
+        self.tags = _checked(tags)
+        self.words = max((tag.word + 1 for tag in self.tags), default=0)
+        by_word: dict[int, list[int]] = {}
+        for at in sorted(range(len(self.tags)), key=lambda at: self.tags[at][::2] + self.tags[at][1:2]):
+            by_word.setdefault(self.tags[at].word, []).append(at)
+        self.width = min(WIDEST, next_power_of_2(max(LEAST, *map(len, by_word.values()), 0)))
+        rows: list[Tag] = []
+        places = [0] * len(self.tags)
+        for word, listed in by_word.items():
+            for at in listed:
+                places[at] = len(rows)
+                rows.append(self.tags[at])
+            rows += [Tag(word, 0, 1)] * (-len(rows) % self.width)  # which no row has
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).t().contiguous()
+        self.places = torch.tensor(places, dtype=torch.int64, device="cpu")
+        self.device = torch.device("cpu")
+        self._moved: dict[torch.device, RowTags] = {self.device: self}
+        if device is not None:
+            moved = self.to(device)
+            self.table, self.places, self.device, self._moved = moved.table, moved.places, moved.device, moved._moved
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    def __repr__(self) -> str:
+        return f"RowTags({len(self)} tags of {self.words} words, device={str(self.device)!r})"
+
+    def to(self, device: torch.device | str | int) -> RowTags:
+        """These tags with their table on a device; the same object for the same device."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        found = self._moved.get(device)
+        if found is None:
+            found = object.__new__(RowTags)
+            found.tags, found.words, found.width = self.tags, self.words, self.width
+            found.table, found.places = _copied(self.table, device), _copied(self.places, device)
+            found.device, found._moved = device, self._moved
+            self._moved[device] = found
+        return found
+
+    def has(self, attributes: Tensor) -> Tensor:
+        """(T, N) bool, which tags rows have; the specification of the kernels.
+
+        attributes: (W, N) int64.
+        """
+        found = [(attributes[tag.word] & tag.mask) == tag.value for tag in self.tags]
+        return torch.stack(found) if found else attributes.new_zeros(0, attributes.shape[1], dtype=torch.bool)
+
+
+def _checked(tags: Any) -> tuple[Tag, ...]:
+    if isinstance(tags, (str, Tensor)) or not isinstance(tags, Sequence):
+        raise ValueError(f"RowTags: tags must be a sequence of (word, mask, value), got {type(tags).__name__}.")
+    if len(tags) > MOST_TAGS:
+        raise ValueError(f"RowTags: tags must be at most {MOST_TAGS:,}, got {len(tags):,}.")
+    found = []
+    for i, tag in enumerate(tags):
+        if not isinstance(tag, tuple) or len(tag) != 3 or any(type(number) is not int for number in tag):
+            raise ValueError(f"RowTags: tags[{i}] must be three ints, (word, mask, value), got {tag!r}.")
+        word, mask, value = tag
+        if word < 0 or not 0 <= mask <= LARGEST or not 0 <= value <= LARGEST:
+            raise ValueError(
+                f"RowTags: tags[{i}] must be a row of attributes, and a mask and a value from 0 and below 2**63, got "
+                f"{tuple(tag)}."
+            )
+        found.append(Tag(*tag))
+    if len(set(found)) < len(found):
+        raise ValueError("RowTags: tags must be different, got one twice.")
+    return tuple(found)
+
+
+class Tagged(NamedTuple):
+    """Tags and weights as the kernels read them. words: attributes. table: of `RowTags`. weights: (B, C) fp32, in the
+    order of its columns; high, low and scale (B,): the same as scale · (high + low) in fp16. width: of a step."""
+
+    words: Tensor
+    table: Tensor
+    weights: Tensor
+    high: Tensor
+    low: Tensor
+    scale: Tensor
+    width: int
+
+    def part(self, at: slice) -> Tagged:
+        """Of some queries."""
+        return self._replace(
+            weights=self.weights[at], high=self.high[at], low=self.low[at], scale=self.scale[at]
+        )  # fmt: skip
+
+
+@jit
+def has_tags(words_ptr, stride, i, word, mask, value):
+    """(rows, tags): 1 where row i has the tag, else 0. word: of all the tags; mask and value: of each."""
+    w = tl.load(words_ptr + word * stride + i)
+    return tl.where((w[:, None] & mask[None, :]) == value[None, :], 1.0, 0.0).to(tl.float16)
+
+
+@jit
+def add_tags(words_ptr, table_ptr, weights_ptr, stride, columns, i, there, G: tl.constexpr):
+    """(G,): the weights of the tags that the rows i have, added one after another.
+
+    In the order of the table: a tag whose weight is 0 changes no bit, so that it may be there or not.
+    """
+    v = tl.zeros([G], tl.float32)
+    word_before = tl.full([], -1, tl.int64)
+    w = tl.zeros([G], tl.int64)
+    for t in range(columns):
+        weight = tl.load(weights_ptr + t)
+        if weight != 0:
+            word = tl.load(table_ptr + t)
+            if word != word_before:
+                w = tl.load(words_ptr + word * stride + i, mask=there, other=0)
+                word_before = word
+            has = (w & tl.load(table_ptr + columns + t)) == tl.load(table_ptr + 2 * columns + t)
+            v += tl.where(has, weight, 0.0)
+    return v

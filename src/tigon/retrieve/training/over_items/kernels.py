@@ -1,0 +1,239 @@
+"""The kernels of a softmax over many items of few dimensions: no score ever leaves a multiprocessor.
+
+Scores are in units of log 2, so that exponentials are powers of two. The target's own score is left out of the sums and
+added at the end: its probability minus one then comes out without cancellation, however sure the model is.
+"""
+
+from __future__ import annotations
+
+from tigon.kernels import do_not_specialize, jit, tl
+from tigon.kernels.tiles.constants import LN2, LOG2E
+
+
+@jit
+def _block_of(ptr, stride, first, end, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
+    """Rows first … of a matrix (…, D), zeros from row `end` on."""
+    j, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    # int64: row · stride reaches 2³¹ at 17 M items of width 128.
+    at = ptr + tl.cast(first, tl.int64) * stride + j[:, None] * stride + d[None, :]
+    if MASK:
+        if D == BLOCK_D:
+            return tl.load(at, mask=(first + j < end)[:, None], other=0.0)
+        return tl.load(at, mask=(first + j < end)[:, None] & (d < D)[None, :], other=0.0)
+    if D == BLOCK_D:
+        return tl.load(at)
+    return tl.load(at, mask=(d < D)[None, :], other=0.0)
+
+
+@jit
+def _allowed(ptr, lines, n, N, items, MASK: tl.constexpr):
+    """The bytes of items n …, 16 at a time: n and each line's begin are multiples of 16, and lines end at one."""
+    # From one address, by offsets of 32 bits: addresses of each byte would take all registers.
+    at = ptr + n // 16 * 16 + (lines + items)  # a product, since of a loop's variable nothing else is known
+    if MASK:
+        return tl.load(at, mask=n + items < tl.cdiv(N, 16) * 16, other=0)
+    return tl.load(at)
+
+
+@jit
+def _items_step(
+    q, own, x_ptr, bias_ptr, ids_ptr, allowed_ptr, lines, n, N, stride_x, scale, m, total, acc,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GRAD: tl.constexpr, SHIFT: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One block of items: the running maximum, sum of powers, and their sum of items.
+
+    allowed_ptr: None, or the bytes that say which items count for the tile's first query; lines: where each query's
+    begin behind them.
+    """
+    item = n + tl.arange(0, BLOCK_N)
+    x = _block_of(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, MASK)
+    z = tl.dot(q, tl.trans(x), input_precision=PRECISION) * scale
+    if bias_ptr is not None:
+        z += (tl.load(bias_ptr + item, mask=item < N, other=0.0).to(tl.float32) * LOG2E)[None, :]
+    name = item
+    if ids_ptr is not None:
+        name = tl.load(ids_ptr + item, mask=item < N, other=0)
+    keep = name[None, :] != own[:, None]
+    if MASK:
+        keep = keep & (item < N)[None, :]
+    if allowed_ptr is not None:
+        keep = keep & (_allowed(allowed_ptr, lines[:, None], n, N, tl.arange(0, BLOCK_N)[None, :], MASK) != 0)
+    z = tl.where(keep, z, float("-inf"))
+    highest = tl.maximum(m, tl.max(z, 1))
+    # As long as a row has met nothing but what is left out, its maximum is −inf.
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    # SHIFT: in fp16 powers are kept times 2¹⁵, since below 2⁻²⁴ nothing is left, and a million such items count.
+    p = tl.exp2(z - (safe - SHIFT)[:, None])
+    alpha = tl.exp2(m - safe)
+    total = total * alpha + tl.sum(p, 1)
+    if GRAD:
+        acc = tl.dot(p.to(x.dtype), x, acc * alpha[:, None], input_precision=PRECISION)
+    return highest, total, acc
+
+
+@jit
+@do_not_specialize("M", "N", "share")
+def _scan_kernel(
+    q_ptr, x_ptr, own_ptr, bias_ptr, ids_ptr, allowed_ptr, m_ptr, total_ptr, acc_ptr, M, N, share, stride_q, stride_x,
+    stride_a, scale,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of queries over a share of the items: maximum, sum of powers and sum of items for each query."""
+    GRAD: tl.constexpr = acc_ptr is not None
+    # The tiles of one share run side by side: they read the same items, which then come from the cache.
+    tiles = tl.cdiv(M, BLOCK_M)
+    row = tl.program_id(0) % tiles * BLOCK_M
+    part = tl.program_id(0) // tiles
+    rows, d = row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    live = rows < M
+    q = _block_of(q_ptr, stride_q, row, M, BLOCK_M, D, BLOCK_D, True)
+    own = tl.load(own_ptr + rows, mask=live, other=0)
+    lines = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - row) * stride_a
+    if allowed_ptr is not None:
+        # int64: M · N reaches 2³¹ at a batch of 46,341.
+        allowed_ptr += tl.cast(row, tl.int64) * stride_a
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start = part * share
+    stop = tl.minimum(start + share, N)
+    # N below start: a last part may be empty.
+    whole = start + tl.maximum(stop - start, 0) // BLOCK_N * BLOCK_N
+    for n in range(start, whole, BLOCK_N):
+        m, total, acc = _items_step(
+            q, own, x_ptr, bias_ptr, ids_ptr, allowed_ptr, lines, n, N, stride_x, scale, m, total, acc,
+            D, BLOCK_N, BLOCK_D, GRAD, SHIFT, False, PRECISION,
+        )  # fmt: skip
+    if whole < stop:
+        m, total, acc = _items_step(
+            q, own, x_ptr, bias_ptr, ids_ptr, allowed_ptr, lines, whole, N, stride_x, scale, m, total, acc,
+            D, BLOCK_N, BLOCK_D, GRAD, SHIFT, True, PRECISION,
+        )  # fmt: skip
+    at = tl.cast(part, tl.int64) * M + rows
+    tl.store(m_ptr + at, m, mask=live)
+    tl.store(total_ptr + at, total, mask=live)
+    if GRAD:
+        tl.store(acc_ptr + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
+
+
+@jit
+@do_not_specialize("M", "N", "parts")
+def _merge_kernel(
+    q_ptr, x_ptr, target_ptr, bias_ptr, m_ptr, total_ptr, acc_ptr, positive_ptr, positive_bias_ptr,
+    loss_ptr, lse_ptr, less_ptr, dq_ptr, M, N, parts, stride_q, stride_x, stride_p, scale, ignore_index,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """The shares of a query in their order, then its target: loss, log-sum-exp, p − 1 of the target, and dloss/dq."""
+    GRAD: tl.constexpr = acc_ptr is not None
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    live = rows < M
+    inside = live[:, None] & (d < D)[None, :]
+    far = rows.to(tl.int64)
+    m = tl.full([BLOCK], float("-inf"), tl.float32)
+    for part in range(parts):
+        m = tl.maximum(m, tl.load(m_ptr + tl.cast(part, tl.int64) * M + rows, mask=live, other=0.0))
+    safe = tl.where(m == float("-inf"), 0.0, m)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for part in range(parts):
+        at = tl.cast(part, tl.int64) * M + far
+        w = tl.exp2(tl.load(m_ptr + at, mask=live, other=0.0) - safe)
+        total += w * tl.load(total_ptr + at, mask=live, other=0.0)
+        if GRAD:
+            acc += w[:, None] * tl.load(acc_ptr + at[:, None] * D + d[None, :], mask=inside, other=0.0)
+
+    target = tl.load(target_ptr + rows, mask=live, other=0)
+    counts = live & (target != ignore_index)
+    q = tl.load(q_ptr + far[:, None] * stride_q + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if positive_ptr is None:
+        wrong = counts & ((target < 0) | (target >= N))
+        right = counts & (target >= 0) & (target < N)
+        far_x = target.to(tl.int64)
+        x = tl.load(
+            x_ptr + far_x[:, None] * stride_x + d[None, :], mask=right[:, None] & (d < D)[None, :], other=0.0
+        ).to(tl.float32)
+        z = tl.sum(q * x, 1) * scale
+        if bias_ptr is not None:
+            z += tl.load(bias_ptr + far_x, mask=right, other=0.0).to(tl.float32) * LOG2E
+    else:
+        wrong = counts & (rows < 0)
+        x = tl.load(positive_ptr + far[:, None] * stride_p + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        z = tl.sum(q * x, 1) * scale
+        if positive_bias_ptr is not None:
+            z += tl.load(positive_bias_ptr + rows, mask=live, other=0.0).to(tl.float32) * LOG2E
+    highest = tl.maximum(m, z)
+    smaller = tl.exp2(m - highest - SHIFT)  # 0 where a query has no other item
+    others = total * smaller
+    whole = others + tl.exp2(z - highest)
+    nan = float("nan")
+    loss = (tl.log2(whole) + (highest - z)) * LN2
+    less = -others / whole
+    tl.store(loss_ptr + rows, tl.where(wrong, nan, tl.where(counts, loss, 0.0)), mask=live)
+    # A power of two of anything minus inf is 0: rows that are ignored give items no gradient.
+    lse = tl.where(counts, highest + tl.log2(whole), float("inf"))
+    tl.store(lse_ptr + rows, tl.where(wrong, nan, lse), mask=live)
+    tl.store(less_ptr + rows, tl.where(wrong, nan, tl.where(counts, less, 0.0)), mask=live)
+    if GRAD:
+        dq = (acc * (smaller / whole)[:, None] + less[:, None] * x) * (scale * LN2)
+        dq = tl.where(wrong[:, None], nan, tl.where(counts[:, None], dq, 0.0))
+        tl.store(dq_ptr + far[:, None] * D + d[None, :], dq, mask=inside)
+
+
+@jit
+@do_not_specialize("M", "N", "share")
+def _items_kernel(
+    q_ptr, x_ptr, target_ptr, own_ptr, bias_ptr, ids_ptr, allowed_ptr, lse_ptr, less_ptr, weight_ptr, factor_ptr,
+    dx_ptr, M, N, share, stride_q, stride_x, stride_a, scale,
+    POSITIVE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of items: the sum over a share of the queries, in their order, of (p − [target]) · weight
+    · q. dx: (shares, N, D)."""
+    # The tiles of one share run side by side: they read the same queries, which then come from the cache.
+    tiles = tl.cdiv(N, BLOCK_N)
+    n = tl.program_id(0) % tiles * BLOCK_N
+    part = tl.program_id(0) // tiles
+    item, d = n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    x = _block_of(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, True)
+    above = tl.full([BLOCK_N], SHIFT, tl.float32)
+    if bias_ptr is not None:
+        above += tl.load(bias_ptr + item, mask=item < N, other=0.0).to(tl.float32) * LOG2E
+    if ids_ptr is not None:
+        name = tl.load(ids_ptr + item, mask=item < N, other=0)
+    acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    start = part * share
+    for i in range(start, tl.minimum(start + share, M), BLOCK_M):
+        rows = i + tl.arange(0, BLOCK_M)
+        live = rows < M
+        q = _block_of(q_ptr, stride_q, i, M, BLOCK_M, D, BLOCK_D, True)
+        lse = tl.load(lse_ptr + rows, mask=live, other=float("inf"))
+        z = tl.dot(x, tl.trans(q), input_precision=PRECISION)
+        if SHIFT != 0 or bias_ptr is not None:
+            p = tl.exp2(z * scale - lse[None, :] + above[:, None])
+        else:
+            p = tl.exp2(z * scale - lse[None, :])
+        if ids_ptr is not None:
+            own = tl.load(own_ptr + rows, mask=live, other=0)
+            p = tl.where(name[:, None] == own[None, :], 0.0, p)
+        if not POSITIVE:
+            target = tl.load(target_ptr + rows, mask=live, other=-1)
+            less = tl.load(less_ptr + rows, mask=live, other=0.0) * (2.0**SHIFT)
+            p = tl.where(item[:, None] == target[None, :], less[None, :], p)
+        if weight_ptr is not None:
+            p *= tl.load(weight_ptr + rows, mask=live, other=0.0)[None, :]
+        w = p.to(q.dtype)
+        if allowed_ptr is not None:
+            lines = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - i) * stride_a
+            line_ptr = allowed_ptr + tl.cast(i, tl.int64) * stride_a
+            shown = _allowed(line_ptr, lines[None, :], n, N, tl.arange(0, BLOCK_N)[:, None], True)
+            if not POSITIVE:
+                shown = tl.where(item[:, None] == target[None, :], 1, shown)
+            # Numbers of 32 bits that wait for these bytes would make the tensor cores wait, product by product.
+            w = w * shown.to(q.dtype)
+        acc = tl.dot(w, q, acc, input_precision=PRECISION)
+    dx = acc * (tl.load(factor_ptr) * (scale * LN2 * 2.0**-SHIFT))
+    at = (tl.cast(part, tl.int64) * N + n) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=(item < N)[:, None] & (d < D)[None, :])

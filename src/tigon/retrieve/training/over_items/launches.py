@@ -1,0 +1,285 @@
+"""Launching the kernels: tiles, shares of the items, library ops, gradient.
+
+The forward pass is attention whose keys and values are both the items: beside the log-sum-exp it gives the sum of items
+by their probabilities, which is the gradient of the queries. The backward pass computes the scores once more, for the
+gradient of the items: four matrix products in all, and no score in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import Plan, cdiv, differentiable, launch, launcher, multiprocessors, next_power_of_2, shared_memory
+from tigon.kernels import device as facts
+from tigon.ops.sum_rows import sum_rows
+from tigon.retrieve.training.over_items.kernels import _items_kernel, _merge_kernel, _scan_kernel
+
+# ------------------------------------------------------------------------------------------------------------ tiles
+
+
+class Tile(NamedTuple):
+    """queries and items of a tile, warps, stages: blocks of a loop in flight at once."""
+
+    queries: int
+    items: int
+    warps: int
+    stages: int
+
+
+# For 16-bit numbers of up to so many dimensions; 128 is tuned on an H200.
+TILES = {
+    "scan": {64: Tile(128, 128, 8, 3), 128: Tile(64, 128, 4, 3), 256: Tile(128, 64, 8, 2)},
+    "items": {64: Tile(64, 128, 8, 3), 128: Tile(32, 256, 8, 3), 256: Tile(64, 128, 8, 2)},
+}
+# With a byte for each query and item that says whether they are compared, which takes registers, too.
+MASKED = {
+    "scan": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(128, 32, 8, 2)},
+    "items": {64: Tile(32, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 128, 8, 2)},
+}
+# For fp32, whose products are three of the tensor cores' and take twice the registers: above 64 dimensions some spill.
+TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
+# Queries of a program that merges shares.
+MERGED = 8
+# Bytes that the shares of all queries may take, and how many there are at most.
+SHARES_BYTES, SHARES = 2**28, 64
+# What it costs to begin a share, in blocks of items.
+BEGIN = 4
+# Queries that one program sums for the gradient of its items. Tensor cores round their sums towards zero: of a hundred
+# times as many the sum loses a hundredth.
+SUMMED = 2**16
+
+
+def tile_of(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
+    D = q.shape[1]
+    width = 64 if D <= 64 else 128 if D <= 128 else 256
+    if q.dtype != torch.float32:
+        tile = (TILES if allowed is None else MASKED)[kind][width]
+    else:
+        tile = TILES_FP32[width]
+        if allowed is not None:
+            half = "items" if kind == "scan" else "queries"
+            tile = tile._replace(**{half: max(16, getattr(tile, half) // 2)})
+    stay, move = (tile.queries, tile.items) if kind == "scan" else (tile.items, tile.queries)
+    # The tile that stays, and blocks in flight. Consumer GPUs and AMD's have less room than an H100.
+    line, room = max(16, next_power_of_2(D)) * q.element_size(), shared_memory(q.device) - 1024
+    stages = tile.stages
+    while stages > 1 and line * (stay + stages * move) > room:
+        stages -= 1
+    return tile._replace(stages=stages)
+
+
+def shares_of(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple[int, int]:
+    """(parts, items of a part, whole blocks): programs end together, and each has enough to do."""
+    tiles, blocks = cdiv(M, tile.queries), cdiv(N, tile.items)
+    most = max(1, min(SHARES, blocks, SHARES_BYTES // (4 * M * (D + 2))))
+
+    def cost(parts: int) -> int:
+        return cdiv(tiles * parts, multiprocessors) * (cdiv(blocks, parts) + BEGIN)
+
+    parts = min(range(1, most + 1), key=cost)
+    share = cdiv(blocks, parts)
+    return cdiv(blocks, share), share * tile.items
+
+
+def query_shares_of(M: int, N: int, D: int, tile: Tile) -> tuple[int, int]:
+    """(parts, queries of a part, whole blocks) of the sums over all queries; one part of up to SUMMED queries."""
+    parts = max(1, min(cdiv(M, SUMMED), SHARES_BYTES // (4 * N * D)))
+    share = cdiv(cdiv(M, tile.queries), parts) * tile.queries
+    return max(1, cdiv(M, share)) if share else 1, share
+
+
+def shift_of(q: Tensor) -> int:
+    """In fp16 powers are kept times 2¹⁵."""
+    return 15 if q.dtype == torch.float16 else 0
+
+
+def _constants(q: Tensor) -> dict[str, Any]:
+    # fp32 is multiplied as three products of TF32, or as AMD's tensor cores do.
+    precision = "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
+    return {"SHIFT": shift_of(q), "PRECISION": precision}
+
+
+def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _item_softmax_fwd_fake(
+    q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
+    reduction: str, need_dq: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    M = q.shape[0]
+    rows = [q.new_empty(M, dtype=torch.float32) for _ in range(2)]
+    loss = q.new_empty((M,) if reduction == "none" else (), dtype=torch.float32)
+    return loss, *rows, q.new_empty(q.shape if need_dq else (0,), dtype=torch.float32), loss.new_empty(())
+
+
+@launcher(
+    "(Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? allowed, "
+    "Tensor? positive, Tensor? positive_bias, float scale, int ignore_index, str reduction, bool need_dq) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _item_softmax_fwd_fake,
+)
+def _item_softmax_fwd(
+    q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
+    reduction: str, need_dq: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Returns: loss, log-sum-exp in units of log 2, p − 1 of the target, dloss/dq, what the sum is multiplied by."""
+    (M, D), N = q.shape, items.shape[0]
+    _, lse, less, dq, _ = _item_softmax_fwd_fake(
+        q, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction, need_dq
+    )
+    losses = torch.empty_like(lse)
+    if M:
+        m, total, acc = scanned(q, items, target if own is None else own, bias, ids, allowed, scale, need_dq)
+        q, items, positive = _unit_strides(q, items, positive)
+        factor = scale / math.log(2)
+
+        def merge() -> Plan:
+            stride = 0 if positive is None else positive.stride(0)
+            arguments = (
+                M, N, len(m), q.stride(0), items.stride(0), stride, factor, ignore_index, D, MERGED,
+                max(16, next_power_of_2(D)), shift_of(q),
+            )  # fmt: skip
+            return cdiv(M, MERGED), arguments, {"num_warps": 4}
+
+        key = factor, ignore_index, N, _key(q, items, target, bias, m, acc, positive, positive_bias)
+        tensors = (q, items, target, bias, m, total, acc, positive, positive_bias, losses, lse, less)
+        launch(_merge_kernel, key, (*tensors, dq if need_dq else None), merge)
+    loss, inverse = reduced(losses, target, ignore_index, reduction)
+    return loss, lse, less, dq, inverse
+
+
+def scanned(
+    q: Tensor, items: Tensor, own: Tensor, bias: Tensor | None, ids: Tensor | None, allowed: Tensor | None,
+    scale: float, need_dq: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """What each share of the items says of each query, its own item left out: maximum, sum of powers, sum of items.
+
+    Returns: (parts, M), (parts, M), (parts, M, D) or None, in fp32; powers times two to `shift_of`.
+    """
+    (M, D), N = q.shape, items.shape[0]
+    q, items = _unit_strides(q, items)
+    tile = tile_of("scan", q, allowed)
+    parts, share = shares_of(M, N, D, tile, multiprocessors(q.device)) if M and N else (0, 0)
+    m, total = (q.new_empty(parts, M, dtype=torch.float32) for _ in range(2))
+    acc = m.new_empty(parts, M, D) if need_dq else None
+    factor = scale / math.log(2)
+
+    def scan() -> Plan:
+        arguments = (
+            M, N, share, q.stride(0), items.stride(0), _line(allowed), factor, D, tile.queries, tile.items,
+            max(16, next_power_of_2(D)),
+        )  # fmt: skip
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        return cdiv(M, tile.queries) * parts, (*arguments, *_constants(q).values()), options
+
+    if parts:
+        key = factor, tile, parts, share, _key(q, items, own, bias, ids, allowed, acc)
+        launch(_scan_kernel, key, (q, items, own, bias, ids, allowed, m, total, acc), scan)
+    return m, total, acc
+
+
+def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
+    """The loss, and what a sum is multiplied by."""
+    if reduction == "none":
+        return losses, losses.new_empty(())
+    if reduction == "sum":
+        return losses.sum(), losses.new_ones(())
+    inverse = 1.0 / (target != ignore_index).sum().clamp(min=1).to(torch.float32)
+    return losses.sum() * inverse, inverse
+
+
+def _item_softmax_bwd_fake(
+    g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    allowed: Tensor | None, positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor,
+    scale: float, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given = q, items, q
+    return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(given, wants, strict=True))  # type: ignore[return-value]
+
+
+@launcher(
+    "(Tensor g, Tensor q, Tensor items, Tensor target, Tensor? bias, Tensor? ids, Tensor? own, Tensor? allowed, "
+    "Tensor? positive, Tensor lse, Tensor less, Tensor dq, Tensor inverse, float scale, bool[] wants) "
+    "-> (Tensor, Tensor, Tensor)",
+    _item_softmax_bwd_fake,
+)
+def _item_softmax_bwd(
+    g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
+    allowed: Tensor | None, positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor,
+    scale: float, wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """g: (M,), or 0-d for a sum of losses. wants: of q, items and positive; what is not wanted has no elements."""
+    empty = q.new_empty(0)
+    upstream = g.unsqueeze(-1) if g.dim() else g * inverse
+    own_dq = (dq * upstream).to(q.dtype) if wants[0] else empty
+    dpositive = ((less.unsqueeze(-1) * upstream) * (q * scale)).to(q.dtype) if wants[2] else empty
+    if not wants[1]:
+        return own_dq, items.new_empty(0), dpositive
+    dx = items.new_empty(items.shape)
+    q, items = _unit_strides(q, items)
+    (M, D), N = q.shape, items.shape[0]
+    if g.dim():
+        # In [−1, 1], so that no dtype underflows or overflows: the largest is multiplied at the end, in fp32.
+        most = g.abs().amax() if M else g.new_ones(())
+        factor = torch.where(most > 0, most, 1.0)
+        weight = g / factor
+    else:
+        factor, weight = upstream, None
+    if N:
+        tile = tile_of("items", q, allowed)
+        parts, share = query_shares_of(M, N, D, tile)
+        # Shares are summed in fp32, and rounded once.
+        sums = dx if parts == 1 else dx.new_empty((parts, N * D), dtype=torch.float32)
+
+        def plan() -> Plan:
+            arguments = (
+                M, N, share, q.stride(0), items.stride(0), _line(allowed), scale / math.log(2), positive is not None, D,
+                tile.queries, tile.items, max(16, next_power_of_2(D)), *_constants(q).values(),
+            )  # fmt: skip
+            return cdiv(N, tile.items) * parts, arguments, {"num_warps": tile.warps, "num_stages": tile.stages}
+
+        tensors = (q, items, target, own, bias, ids, allowed, lse, less, weight, factor, sums)
+        launch(_items_kernel, (scale, positive is not None, share, _key(*tensors)), tensors, plan)
+        if parts > 1:
+            sum_rows(sums, dx.view(-1))
+    return own_dq, dx, dpositive
+
+
+def _line(allowed: Tensor | None) -> int:
+    """Bytes from a query's to the next one's; 0 where all have the same."""
+    return 0 if allowed is None else allowed.stride(0)
+
+
+def _unit_strides(*tensors: Tensor | None) -> list[Any]:
+    return [t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
+
+
+# --------------------------------------------------------------------------------------------------------- autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, items, target, bias, ids, own, allowed, positive, _, ctx.scale = inputs[:10]
+    ctx.save_for_backward(q, items, target, bias, ids, own, allowed, positive, *output[1:])
+
+
+def _backward(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if g is None:
+        return (None,) * 13
+    needs = ctx.needs_input_grad
+    wants = [needs[0], needs[1], needs[7]]
+    dq, dx, dp = _item_softmax_bwd(g.contiguous(), *ctx.saved_tensors, ctx.scale, wants)
+    rest = (None,) * 5
+    return dq if wants[0] else None, dx if wants[1] else None, *rest, dp if wants[2] else None, *(None,) * 5
+
+
+_item_softmax = differentiable(_item_softmax_fwd, _setup_context, _backward)

@@ -1,0 +1,140 @@
+"""Softmax of each query's item among negatives of its own, whose rows are gathered in pieces and never kept.
+
+    loss_i = log(exp s_i + Σ_k exp(scale · q_i · x_{n(i, k)} + bias_ik)) − s_i,   s_i = scale · q_i · p_i
+
+In memory are (B, K) probabilities and the gradient of the queries, taken while their rows are there, but no (B, K, D)
+rows. The gradient of the items is a product with a sparse matrix, a row for each item, so that nothing is added
+atomically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.kernels import first_order
+from tigon.kernels.sparse import make_csr_matrix
+
+# Bytes of the rows that are gathered at once.
+PIECE_BYTES = 2**27
+# Negatives that are sorted together: torch.sort takes fewer than 2³¹.
+SORTED = 2**30
+
+
+def own_contrast(
+    query: Tensor, items: Tensor, positive: Tensor, negatives: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    """One loss a query, (B,) in fp32 or fp64.
+
+    negatives: (B, K), rows of items; negative numbers stand for none. bias: (B, K), no gradient.
+    """
+    if not negatives.shape[1]:
+        return query.new_zeros(len(query), dtype=torch.promote_types(query.dtype, torch.float32)) + 0 * query.sum()
+    need_dq = query.requires_grad and torch.is_grad_enabled()
+    loss: Tensor = _Own.apply(query, items, positive, negatives, bias, scale, need_dq)
+    return loss
+
+
+def own_contrast_reference(
+    query: Tensor, items: Tensor, positive: Tensor, negatives: Tensor, bias: Tensor | None, scale: float
+) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q = query.to(wide)
+    right = (q * positive.to(wide)).sum(-1) * scale
+    scores = (q.unsqueeze(1) * items[negatives.clamp(min=0)].to(wide)).sum(-1) * scale
+    scores = scores if bias is None else scores + bias.to(wide)
+    return among(right, scores.masked_fill(negatives < 0, -torch.inf))
+
+
+def among(right: Tensor, scores: Tensor) -> Tensor:
+    """The loss of scores (B,) among others (B, K), of which −inf are none."""
+    return torch.logsumexp(torch.cat([right.unsqueeze(1), scores], 1), 1) - right
+
+
+def joined(first: Tensor, second: Tensor) -> Tensor:
+    """The loss among two sets of negatives from those among each: log(exp first + exp second − 1)."""
+    most = torch.maximum(first, second).detach()
+    return most + ((first - most).exp() + (second - most).exp() - (-most).exp()).log()
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, items: Tensor, positive: Tensor, negatives: Tensor, bias: Tensor | None, scale: float,
+        need_dq: bool,
+    ) -> Tensor:  # fmt: skip
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q, own = query.to(wide), positive.to(wide)
+        losses, p = q.new_empty(len(q)), q.new_empty(negatives.shape)
+        # p − 1 of the positive, without the difference: small gradients of a sure model stay.
+        less = torch.empty_like(losses)
+        dq = torch.empty_like(q) if need_dq else None
+        with torch.autocast(query.device.type, enabled=False):
+            right = (q * own).sum(-1) * scale
+            for part, x in _pieces(items, negatives, wide):
+                z = torch.bmm(x, q[part].unsqueeze(2)).squeeze(2) * scale
+                z = z if bias is None else z + bias[part]
+                z = z.masked_fill(negatives[part] < 0, -torch.inf)
+                most = torch.maximum(right[part], z.amax(1))
+                z = (z - most.unsqueeze(1)).exp()
+                others, gap = z.sum(1), right[part] - most
+                whole = others + gap.exp()
+                losses[part], less[part], p[part] = whole.log() - gap, -others / whole, z / whole.unsqueeze(1)
+                if dq is not None:  # while the rows are there
+                    dq[part] = torch.bmm(p[part].unsqueeze(1), x).squeeze(1) + less[part].unsqueeze(1) * own[part]
+        ctx.save_for_backward(query, items, positive, negatives, p, less, dq)
+        ctx.scale = scale
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = first_order(_backward, ctx, g)
+        return found
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    query, items, positive, negatives, p, less, dq = ctx.saved_tensors
+    upstream = g.unsqueeze(1) * ctx.scale
+    dx = dp = None
+    with torch.autocast(query.device.type, enabled=False):
+        if dq is not None:
+            dq = (dq * upstream).to(query.dtype)
+        if ctx.needs_input_grad[1]:
+            dx = _scattered(p * upstream, negatives, query.to(p.dtype), len(items)).to(items.dtype)
+        if ctx.needs_input_grad[2]:
+            dp = (less.unsqueeze(1) * upstream * query.to(p.dtype)).to(positive.dtype)
+    return dq, dx, dp, None, None, None, None
+
+
+def _pieces(items: Tensor, negatives: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Queries, and the rows of their negatives, (b, K, D)."""
+    B, K = negatives.shape
+    most = max(1, PIECE_BYTES // (K * items.shape[1] * wide.itemsize))
+    for start in range(0, B, most):
+        part = slice(start, start + most)
+        yield part, items.detach()[negatives[part].clamp(min=0)].to(wide)
+
+
+def _scattered(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
+    """(N, D), the sum over queries and their negatives of weight · q, for each item."""
+    most = max(1, SORTED // negatives.shape[1])
+    total = _scattered_part(weights[:most], negatives[:most], q[:most], items)
+    for start in range(most, len(q), most):
+        some = slice(start, start + most)
+        total += _scattered_part(weights[some], negatives[some], q[some], items)
+    return total
+
+
+def _scattered_part(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
+    B, K = negatives.shape
+    each = torch.arange(B * K, device=q.device)
+    # What is none has the weight 0, and is spread over all rows, so that none gets long.
+    flat = negatives.reshape(-1)
+    rows, order = torch.where(flat < 0, each % items, flat).sort(stable=True)
+    starts = torch.searchsorted(rows, torch.arange(items + 1, device=q.device))
+    index = torch.int32 if max(B * K, items) < 2**31 else torch.int64
+    matrix = make_csr_matrix(starts.to(index), (order // K).to(index), weights.reshape(-1)[order], (items, B))
+    return torch.mm(matrix, q)

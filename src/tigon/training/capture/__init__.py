@@ -1,0 +1,305 @@
+"""A whole training step as a CUDA graph: the host launches it by one call, however many kernels it has.
+
+    the first calls with a shape   run eagerly: real steps, in which all that is compiled, loaded or allocated once is
+    the next                       is captured: the step's Python runs, and the device records instead of running
+    that call and all later ones   inputs are copied to where the graph reads, the graph runs, results are copied
+
+Python does not run in a replay. What the host would do differently then is part of the signature under which a graph
+is kept (shapes, dtypes, numbers, modes), or is looked at before a replay (learning rates that are no tensors, memory
+that moved), or is looked for in the capture (counters and random numbers of the host), and gets a sentence.
+
+values       arguments and results: tensors, and what tells signatures apart
+optimizers   what a capture takes from the optimizers
+recorder     the stream, the memory and the capture itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tigon.kernels.capturing import rehearsal
+from tigon.training.capture.optimizers import Bound, check_capturable, check_host, host_state, optimizers_of
+from tigon.training.capture.recorder import Recorder, can_capture, is_capturing, listening
+from tigon.training.capture.values import check_results, put_together, taken_apart
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Signatures whose rehearsals are counted: a bound, since every new length is a new signature.
+_COUNTED = 1024
+
+
+def graph_step(
+    step: Callable[P, R],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    *,
+    warmup: int = 3,
+    max_graphs: int = 8,
+) -> GraphStep[P, R]:
+    """Run a whole training step as a CUDA graph, one graph for each shape of its inputs.
+
+    Args:
+        step: one whole step: forward pass, backward pass, clipping if any, the step of the optimizer and `zero_grad`.
+            Its arguments and results are tensors, numbers and strings, also in lists, tuples and dicts; tensors come
+            back detached. Everything else, such as the model, it takes from the scope around it.
+        optimizer: the optimizers that step calls, made with capturable=True where they know it; None if it calls none
+            and leaves no gradients.
+        warmup: how many calls with new shapes run eagerly before the capture. They are training steps like all others.
+        max_graphs: how many graphs are kept. With further shapes the step runs eagerly.
+    Returns: a `GraphStep`, which takes step's arguments and gives its results, with the numbers of an eager step.
+    Raises: TypeError for what is no optimizer, for other arguments and results, and for `MicroBatchSAM`; ValueError for
+        warmup or max_graphs below 1, optimizers that are not capturable or not named, inputs on two devices, inputs
+        that require grad, autocast around the call, and a number of the optimizer that changed after the capture;
+        RuntimeError for a step that cannot be captured.
+
+    On a CPU every call is eager. Python does not run in a replay: what is printed, counted or decided there stays as
+    it was in the capture, and the parameters' gradients are None after it. `docs/how-to/cuda-graphs.md` says what to
+    keep in mind.
+
+        def step(input_ids, labels):
+            loss = model(input_ids=input_ids, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = tigon.graph_step(step, optimizer)
+        for batch in loader:
+            loss = step(batch["input_ids"], batch["labels"])
+    """
+    return GraphStep(step, optimizer, warmup=warmup, max_graphs=max_graphs)
+
+
+class GraphStep(Generic[P, R]):
+    """A step that `graph_step` made: call it as the step itself.
+
+    graphs: how many graphs are kept. replays, eager: how many calls were replays, and how many ran eagerly.
+    """
+
+    def __init__(
+        self, step: Callable[P, R], optimizer: Optimizer | Sequence[Optimizer] | None, *, warmup: int, max_graphs: int
+    ) -> None:
+        if not callable(step):
+            raise TypeError(f"graph_step: step must be a function, got {type(step).__name__}.")
+        for name, number in (("warmup", warmup), ("max_graphs", max_graphs)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"graph_step: {name} must be a whole number of at least 1, got {number!r}.")
+        self._step, self._warmup, self._most = step, warmup, max_graphs
+        self._optimizers = optimizers_of(optimizer)
+        self._said: set[str] = set()
+        self._recorder: Recorder | None = None
+        self._stepped: set[int] = set()
+        self.replays = self.eager = 0
+        self.reset()
+
+    def __repr__(self) -> str:
+        name = getattr(self._step, "__qualname__", type(self._step).__name__)
+        return f"GraphStep({name}: {self.graphs} graphs, {self.replays} replays, {self.eager} eager calls)"
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs are kept."""
+        return len(self._graphs)
+
+    def reset(self) -> None:
+        """Drop all graphs with their memory; the next calls run eagerly, and are then captured again.
+
+        Call it after what a replay does not see, such as `model.eval()` or `Fusion.remove()`.
+        """
+        self._graphs: dict[Any, _Graph] = {}
+        self._rehearsed: dict[Any, int] = {}
+        if self._recorder is not None:
+            self._recorder.forget()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        tensors: list[Tensor] = []
+        shape = taken_apart((args, kwargs), tensors, "arguments of the step")
+        if any(t.requires_grad for t in tensors):
+            raise ValueError(
+                "graph_step: arguments of the step must not require grad, since a replay reads copies of them; got a "
+                "tensor that does. Parameters belong to the scope around the step."
+            )
+        device = self._device(tensors)
+        if device is None:
+            return self._eagerly(shape, tensors)
+        key = shape, _modes(device)
+        graph = self._graphs.get(key)
+        if graph is not None and graph.is_stale():
+            self._say(
+                "captures again: the memory of parameters, gradients or optimizer state that the graph works on was "
+                "replaced, as load_state_dict of an optimizer does."
+            )
+            self.reset()
+            graph = None
+        if graph is None:
+            if self.graphs >= self._most:
+                self._say(
+                    f"runs eagerly with further shapes: max_graphs={self._most} graphs are kept. Pad the batches to "
+                    "fewer shapes, or raise max_graphs."
+                )
+                return self._eagerly(shape, tensors)
+            rehearsed = self._rehearsed.get(key, 0)
+            if rehearsed < self._warmup:
+                if len(self._rehearsed) >= _COUNTED:
+                    self._rehearsed.clear()
+                self._rehearsed[key] = rehearsed + 1
+                return self._rehearse(shape, tensors, device, last=rehearsed + 1 == self._warmup)
+            graph = self._graphs[key] = self._capture(shape, tensors, device)
+        self.replays += 1
+        result: R = graph.replay(tensors)
+        return result
+
+    # ------------------------------------------------------------------------------------------------- ways to run
+
+    def _device(self, tensors: list[Tensor]) -> torch.device | None:
+        """The GPU that the step is captured on; None if it runs eagerly."""
+        devices = {t.device for t in tensors} or self._devices_of_parameters()
+        if torch.compiler.is_compiling() or not any(map(can_capture, devices)):
+            if any(map(can_capture, self._devices_of_parameters())):
+                self._say(
+                    "runs eagerly: the tensors it is called with are not on the parameters' device. Move them there "
+                    "before the call."
+                )
+            return None
+        if len(devices) > 1:
+            raise ValueError(
+                "graph_step: arguments of the step must be on one GPU, got tensors on "
+                f"{' and '.join(sorted(map(str, devices)))}."
+            )
+        (device,) = devices
+        if is_capturing(device):
+            return None  # the step becomes part of the graph that the caller captures
+        if self._recorder is None:
+            self._recorder = Recorder(device)
+        if self._recorder.device != device:
+            raise ValueError(f"graph_step: the step was captured on {self._recorder.device}, got tensors on {device}.")
+        return device
+
+    def _devices_of_parameters(self) -> set[torch.device]:
+        return {p.device for o in self._optimizers for group in o.param_groups for p in group["params"]}
+
+    def _run(self, shape: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Call the step; the shape of its result, and the tensors in it, detached."""
+        args, kwargs = put_together(shape, iter(tensors))
+        results: list[Tensor] = []
+        returned = taken_apart(self._step(*args, **kwargs), results, "results of the step")
+        # Without the graph of autograd: it would keep the activations alive.
+        return returned, [t.detach() for t in results]
+
+    def _eagerly(self, shape: Any, tensors: Sequence[Tensor]) -> R:
+        self.eager += 1
+        with self._watched():
+            returned, results = self._run(shape, tensors)
+        result: R = put_together(returned, iter(results))
+        return result
+
+    def _rehearse(self, shape: Any, tensors: list[Tensor], device: torch.device, last: bool) -> R:
+        """An eager step that compiles, loads and allocates all that the capture needs."""
+        assert self._recorder is not None
+        self._check_modes(device)
+        for optimizer in self._optimizers:
+            check_capturable(optimizer)
+        self.eager += 1
+        with self._recorder.aside(), rehearsal(), self._watched(), listening(self._recorder.waits if last else None):
+            # Copies, as the capture reads: how memory is aligned decides which kernel is compiled.
+            returned, results = self._run(shape, [t.clone() for t in tensors])
+        check_results(returned, results, device)
+        self._recorder.hand_over(results)
+        idle = [o for o in self._optimizers if id(o) not in self._stepped]
+        if idle:
+            raise RuntimeError(
+                f"graph_step: step must call {type(idle[0]).__name__}.step() itself in every call, since a replay "
+                "leaves no gradients behind for a later step."
+            )
+        result: R = put_together(returned, iter(results))
+        return result
+
+    def _capture(self, shape: Any, tensors: list[Tensor], device: torch.device) -> _Graph:
+        assert self._recorder is not None
+        self._check_modes(device)
+        inputs = [t.clone() for t in tensors]
+        bound = Bound(self._optimizers)
+        before = host_state(self._optimizers)
+
+        def run() -> tuple[Any, list[Tensor]]:
+            with self._watched():
+                return self._run(shape, inputs)
+
+        try:
+            (returned, results), replay = self._recorder.record(run)
+        finally:
+            bound.captured()
+        check_host(before, host_state(self._optimizers))
+        check_results(returned, results, device)
+        return _Graph(replay, inputs, returned, results, bound)
+
+    # ------------------------------------------------------------------------------------------------- what is checked
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Note the optimizers that step, and refuse those that graph_step was not told of."""
+        self._stepped.clear()
+
+        def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            # By the groups: an optimizer that wraps another steps too, and has the other's.
+            if not any(o.param_groups is optimizer.param_groups for o in self._optimizers):
+                raise ValueError(
+                    "graph_step: optimizer must name every optimizer that step calls, got a step that calls "
+                    f"{type(optimizer).__name__}.step() of another."
+                )
+            self._stepped.add(id(optimizer))
+
+        handle = register_optimizer_step_pre_hook(steps)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _check_modes(self, device: torch.device) -> None:
+        if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
+            raise ValueError(
+                "graph_step: autocast must be entered inside step, got a call under autocast: its cache would hand "
+                "the graph weights that were cast before the capture."
+            )
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            warnings.warn(f"graph_step: the step {sentence}", stacklevel=3)
+
+
+class _Graph:
+    """A captured step: where it reads its inputs, where it leaves its results, what else it works on."""
+
+    def __init__(
+        self, replay: Callable[[], None], inputs: list[Tensor], returned: Any, results: list[Tensor], bound: Bound
+    ) -> None:
+        self._replay, self._inputs, self._returned, self._results = replay, inputs, returned, results
+        self._bound = bound
+
+    def is_stale(self) -> bool:
+        return self._bound.is_stale()
+
+    def replay(self, tensors: list[Tensor]) -> Any:
+        self._bound.check_numbers()
+        for mine, t in zip(self._inputs, tensors, strict=True):
+            mine.copy_(t)
+        self._replay()
+        self._bound.replayed()
+        # Copies: the next replay writes over the graph's own.
+        return put_together(self._returned, (t.clone() for t in self._results))
+
+
+def _modes(device: torch.device) -> tuple[Any, ...]:
+    """The modes of torch under which a call computes: a graph has those of its capture."""
+    kind = device.type
+    casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts

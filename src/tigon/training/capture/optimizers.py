@@ -1,0 +1,136 @@
+"""What a capture takes from the optimizers as it is at the time: memory, and numbers of the host."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tigon.training.micro_batch_sam import MicroBatchSAM
+
+
+class Bound:
+    """The memory and the numbers of optimizers that a graph works on, taken from before the capture to its end."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        groups = [group for o in optimizers for group in o.param_groups]
+        parameters = {id(p): p for group in groups for p in group["params"]}
+        self._optimizers = [(o, o.state, len(o.param_groups)) for o in optimizers]
+        self._grads: list[tuple[Tensor, int, Tensor | None]] = [(p, p.data_ptr(), p.grad) for p in parameters.values()]
+        self._groups = [(group, _numbers(group), _tensors(group)) for group in groups]
+
+    def captured(self) -> None:
+        """The capture is over. Gradients that were there before it, and still are, were added to: the graph needs them.
+
+        Others were made in the graph's memory, where the next replay of any graph writes over them.
+        """
+        self._grads = [(p, address, grad if grad is p.grad else None) for p, address, grad in self._grads]
+        self.replayed()
+
+    def replayed(self) -> None:
+        for p, _, grad in self._grads:
+            if grad is None:
+                p.grad = None
+
+    def is_stale(self) -> bool:
+        if any(o.state is not state or len(o.param_groups) != n for o, state, n in self._optimizers):
+            return True
+        if any(group.get(name) is not t for group, _, tensors in self._groups for name, t in tensors):
+            return True
+        return any(
+            p.data_ptr() != address or (grad is not None and p.grad is not grad) for p, address, grad in self._grads
+        )
+
+    def check_numbers(self) -> None:
+        """Raise if a learning rate, or another number of the optimizer, is not what it was in the capture."""
+        for group, numbers, _ in self._groups:
+            now = _numbers(group)
+            if now == numbers:
+                continue
+            name = next((name for name, number in numbers.items() if now.get(name) != number), None)
+            if name is not None:
+                raise ValueError(
+                    f"graph_step: the optimizer's {name} must stay as it was in the capture, {numbers[name]!r}, got "
+                    f"{now.get(name)!r}, which a replay would not see. Make the learning rate a tensor on the GPU, "
+                    "into which schedulers write: lr=torch.tensor(1e-4, device='cuda'). After another change call "
+                    "reset()."
+                )
+
+
+def optimizers_of(given: Any) -> list[Optimizer]:
+    several = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
+    for i, optimizer in enumerate(several):
+        if isinstance(optimizer, MicroBatchSAM):
+            raise TypeError(
+                "graph_step: optimizer must be no MicroBatchSAM, which cannot be captured: it sets the random numbers "
+                "between its two passes."
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "graph_step: optimizer must be a torch.optim.Optimizer, several, or None, got "
+                f"{type(optimizer).__name__}."
+            )
+        # Accelerate's wrapper is an optimizer around another, which is the one that steps.
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            several[i] = optimizer = inner
+    return several
+
+
+def check_capturable(optimizer: Optimizer) -> None:
+    if not all(group.get("capturable", True) for group in optimizer.param_groups):
+        raise ValueError(
+            f"graph_step: optimizer must be made with capturable=True, so that it counts its steps on the GPU, got "
+            f"{type(optimizer).__name__} with capturable=False."
+        )
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """What a capture takes from a group as it is at the time; a tensor on the CPU is read as a number."""
+    numbers = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            value = float(value)
+        if name != "initial_lr" and isinstance(value, (int, float, complex, str, tuple)):
+            numbers[name] = value
+    return numbers
+
+
+def _tensors(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in group.items() if name != "initial_lr" and isinstance(value, Tensor)]
+
+
+def host_state(optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
+    """What a step may change on the host, or by values of the host: a replay would not, or would do the same again."""
+    state: dict[Any, Any] = {"random numbers": (random.getstate(), torch.get_rng_state().tolist())}
+    for at, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        for i, group in enumerate(optimizer.param_groups):
+            for name, value in _numbers(group).items():
+                state[f"{kind}'s {name}", at, i] = value
+            for name, t in _tensors(group):
+                state[f"{kind}'s {name}", at, i] = t._version
+        for i, of_parameter in enumerate(optimizer.state.values()):
+            for name, value in _numbers(of_parameter).items() if isinstance(of_parameter, dict) else ():
+                state[f"{kind}'s state {name!r}", at, "state", i] = value
+    return state
+
+
+def check_host(before: dict[Any, Any], after: dict[Any, Any]) -> None:
+    """Raise for what the capture changed on the host."""
+    for key, value in before.items():
+        if after.get(key) == value:
+            continue
+        if key == "random numbers":
+            raise RuntimeError(
+                "graph_step: step must draw its random numbers on the GPU, got a step that draws on the host, where a "
+                "replay would not draw again."
+            )
+        raise RuntimeError(
+            f"graph_step: step must not change {key[0]} from the host, since a replay would repeat the change of the "
+            "capture, or make none. Call schedulers after the step. An optimizer that counts on the host cannot be "
+            "captured."
+        )

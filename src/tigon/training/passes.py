@@ -1,0 +1,264 @@
+"""Two passes over one shard of a batch: the first finds the direction of a step, the second the gradient after it.
+
+    g  = ∇L(p)              not reduced over the ranks that hold other shards; dropout drawn, running statistics updated
+    p' = p + rho · g / ‖g‖  (perturb.py)
+    p.grad += ∇L(p')        the same dropout; running statistics put back to what the first pass left
+    p  = p                  the old bits
+
+What a rank's shard is follows from how the model is wrapped:
+
+    DistributedDataParallel    each rank's own: the first pass reduces nothing
+    fully_shard, 2-d mesh      each replica group's own: the first pass reduces over the ranks that share the weights
+    fully_shard, 1-d mesh      that of all ranks, which have the gradient only together
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from tigon.training.perturb import copy_all, perturb, restore, squared_norm
+
+T = TypeVar("T")
+
+
+def two_passes(
+    run: Callable[[], T], params: Sequence[nn.Parameter], rho: Sequence[float], model: nn.Module | None = None, *,
+    adaptive: bool = False, eta: float = 0.0,
+) -> T:  # fmt: skip
+    """Add the gradient at the perturbed weights to p.grad.
+
+    Args:
+        run: forward and backward pass of one shard; called twice.
+        params: the parameters to perturb, each listed once.
+        rho: the length of the step, for each parameter.
+        model: as it is called, wrappers included: their reductions are held back in the first pass, its statistics put
+            back after the second.
+        adaptive, eta: as in `perturb`.
+    Returns: the result of run at the unperturbed weights.
+    Raises: RuntimeError if the first pass leaves no gradient, TypeError for a sparse one, ValueError for parameters
+        that share memory. Weights, and where the first pass raises gradients too, are as they were.
+    """
+    # Listed once: walking through a model takes the host as long as some kernels take.
+    modules = [] if model is None else list(model.modules())
+    sharded = _sharded(modules)
+    # The model may have parameters of another optimizer: their gradients of the first pass are dropped too.
+    in_model = (p for m in modules for p in m._parameters.values() if p is not None)
+    touched = list({id(p): p for p in itertools.chain(params, in_model) if p.requires_grad}.values())
+    # Gradients of earlier shards are set aside: the first pass needs those of its own shard alone.
+    gathered = [p.grad for p in touched]
+    draws = _draws(params)
+    buffers = list({id(b): b for m in modules for b in m._buffers.values() if b is not None}.values())
+    # The second pass updates running statistics once more. Buffers that the first pass wrote are put back afterwards.
+    versions = [b._version for b in buffers]
+    for p in touched:
+        p.grad = None
+    try:
+        with _first_pass(modules, sharded):
+            result = run()
+        moved = [(p, length) for p, length in zip(params, rho, strict=True) if p.grad is not None]
+        own = [g for p, _ in moved if (g := p.grad) is not None]
+    finally:
+        for p, g in zip(touched, gathered, strict=True):
+            p.grad = g
+    _check(own)
+    # The second pass repeats the first pass's dropout. Random numbers then go on from where the first pass ended.
+    after_first = _draws(params)
+    tracked = _tracked(modules)
+    written = [b for b, v in zip(buffers, versions, strict=True) if b._version != v or id(b) in tracked]
+    statistics = [torch.empty_like(b) for b in written]
+    with torch.no_grad():
+        copy_all(statistics, written)
+        local, own = [_local(p) for p, _ in moved], [_local(g) for g in own]
+        _check_apart(local)
+        squares = _squares_of_shard([p for p, _ in moved], local, own, adaptive, eta)
+        kept = perturb(local, own, squares, [length for _, length in moved], adaptive=adaptive, eta=eta)
+        del own, squares
+    try:
+        _weights_changed(sharded)
+        _set_draws(draws)
+        with _reducing(sharded):
+            run()
+    finally:
+        restore(local, kept)
+        _weights_changed(sharded)
+        _set_draws(after_first)
+        copy_all(written, statistics)
+    return result
+
+
+def _check(grads: Sequence[Tensor]) -> None:
+    if not grads:
+        raise RuntimeError(
+            "MicroBatchSAM: the first pass left no gradient. The loss must depend on the optimizer's parameters, and "
+            "nothing (DeepSpeed, an optimizer in the backward pass) may take the gradients away."
+        )
+    if any(g.layout != torch.strided for g in grads):
+        raise TypeError("MicroBatchSAM: gradients must be dense, got a sparse one: nn.Embedding(..., sparse=False).")
+
+
+def _check_apart(params: Sequence[Tensor]) -> None:
+    places = [p.untyped_storage().data_ptr() for p in params if p.numel() and p.device.type != "meta"]
+    if len(set(places)) == len(places):
+        return
+    # Parameters may share a storage (the flattened weights of nn.LSTM), but not elements of it.
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in params if p.numel())
+    if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
+        raise ValueError(
+            "MicroBatchSAM: two parameters must not share memory, which would be perturbed twice. Tie weights by "
+            "making them one nn.Parameter."
+        )
+
+
+# ------------------------------------------------------------------------------------------- what both passes share
+
+
+# State of the host's random numbers, and of each kind of device its indices and their states.
+Draws = tuple[Tensor, list[tuple[str, list[int], list[Tensor]]]]
+
+
+def _draws(params: Iterable[Tensor]) -> Draws:
+    devices = {p.device: p for p in params if p.device.type != "cpu"}
+    kinds = {device.type for device in devices}
+    return torch.get_rng_state(), [
+        (kind, *get_device_states(*(p for device, p in devices.items() if device.type == kind))) for kind in kinds
+    ]
+
+
+def _set_draws(draws: Draws) -> None:
+    on_host, on_devices = draws
+    torch.set_rng_state(on_host)
+    for kind, devices, states in on_devices:
+        set_device_states(devices, states, device_type=kind)
+
+
+def _tracked(modules: Iterable[nn.Module]) -> set[int]:
+    """Statistics of BatchNorm and its like, which fused kernels update without a trace on the tensor."""
+    with_buffers = (m for m in modules if m._buffers and getattr(m, "track_running_stats", False))
+    return {id(b) for m in with_buffers for b in m._buffers.values()}
+
+
+def _weights_changed(sharded: Iterable[Any]) -> None:
+    # Autocast caches casts of weights until it ends, and FSDP2 may keep gathered weights. Both would be stale.
+    torch.clear_autocast_cache()
+    for module in sharded:
+        module.reshard()
+
+
+# --------------------------------------------------------------------------------------------------- several devices
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _sharded(modules: Iterable[nn.Module]) -> list[Any]:
+    """The modules to which `fully_shard` was applied."""
+    if not _several():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+@contextlib.contextmanager
+def _first_pass(modules: Iterable[nn.Module], sharded: Sequence[Any]) -> Iterator[None]:
+    """Within, gradients are those of this rank's shard alone."""
+    with contextlib.ExitStack() as held:
+        for module in modules:
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                held.enter_context(module.no_sync())
+        held.enter_context(_reducing(sharded))
+        for module in sharded:
+            held.enter_context(_no_all_reduce(module))
+        yield
+
+
+@contextlib.contextmanager
+def _reducing(modules: Sequence[Any]) -> Iterator[None]:
+    """Within, FSDP2 reduces gradients. Afterwards its settings for this micro-batch are as they were.
+
+    In both passes of every micro-batch: gradients that wait unsharded would mix with the next pass's.
+    """
+    names = ("reduce_grads", "all_reduce_grads")
+    told = [(group, name, getattr(group, name)) for m in modules for group in _groups(m) for name in names]
+    for module in modules:
+        module.set_requires_gradient_sync(True, recurse=False)
+    try:
+        yield
+    finally:
+        for group, name, value in told:
+            setattr(group, name, value)
+
+
+def _groups(module: Any) -> list[Any]:
+    """A module's groups of parameters that `fully_shard` gathers and reduces together."""
+    state = module._get_fsdp_state()
+    return [g for g in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if g is not None]
+
+
+@contextlib.contextmanager
+def _no_all_reduce(module: Any) -> Iterator[None]:
+    """Within, a module with replicas is sharded over its own replica's ranks alone.
+
+    `set_requires_all_reduce(False)` does not do it: FSDP2 then keeps the reduced gradients to itself, to add them to
+    those of the next backward pass.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    changed = []
+    for group in _groups(module):
+        whole = getattr(group, "mesh_info", None)
+        if isinstance(whole, HSDPMeshInfo):
+            alone = FSDPMeshInfo(whole.mesh, shard_mesh_dim=whole.shard_mesh_dim)
+            for name in ("mesh_info", "post_forward_mesh_info"):
+                # post_forward_mesh_info is the same object if weights are gathered again in the backward pass.
+                if getattr(group, name) is whole:
+                    setattr(group, name, alone)
+                    changed.append((group, name, whole, alone))
+    try:
+        yield
+    finally:
+        for group, name, whole, alone in changed:
+            if getattr(group, name) is alone:
+                setattr(group, name, whole)
+
+
+def _local(t: Any) -> Tensor:
+    local: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return local
+
+
+def _squares_of_shard(
+    params: Sequence[Any], local: Sequence[Tensor], grads: Sequence[Tensor], adaptive: bool, eta: float
+) -> Tensor:
+    """Σ g² of a whole gradient: ranks add up their parts of split parameters; replicated ones need no sum."""
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for i, p in enumerate(params):
+        members.setdefault(_split_over(p), []).append(i)
+    total: Tensor | None = None
+    for groups, chosen in sorted(members.items(), key=lambda part: part[1]):
+        squares = squared_norm([local[i] for i in chosen], [grads[i] for i in chosen], adaptive=adaptive, eta=eta)
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = squares if total is None else total + squares.to(total.device, non_blocking=True)
+    assert total is not None
+    return total
+
+
+def _split_over(p: Any) -> tuple[Any, ...]:
+    """The process groups whose ranks hold different parts of a parameter."""
+    if not hasattr(p, "placements"):
+        return ()
+    if any(placement.is_partial() for placement in p.placements):
+        raise TypeError("MicroBatchSAM: parameters must be sharded or replicated DTensors, got one of partial sums.")
+    return tuple(
+        p.device_mesh.get_group(dim) for dim, placement in enumerate(p.placements) if not placement.is_replicate()
+    )

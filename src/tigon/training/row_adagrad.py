@@ -1,0 +1,272 @@
+"""Row-wise Adagrad for tables of embeddings: one fp32 number a row, and only rows that have a gradient are touched.
+
+    g ← g + weight_decay · w
+    s ← s + mean(g²)                          over the columns of the row
+    w ← w − lr · g / (√s + eps)
+
+Source: Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html; by rows: Khudia et al. 2021, FBGEMM,
+https://arxiv.org/abs/2101.05615, there EXACT_ROWWISE_ADAGRAD
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, next_power_of_2, tl, use_triton
+from tigon.ops.embedding_bag.rows import coalesced
+from tigon.training.perturb import upload
+
+WIDEST = 8192  # columns of a row that a program holds
+
+
+class RowAdagrad(Optimizer):
+    """Adagrad with one accumulator a row, for parameters of two dimensions.
+
+    Args:
+        params: tables (V, D) in any float dtype, or groups of them, each with options of its own.
+        lr: the learning rate.
+        eps: added to the root of the accumulator.
+        weight_decay: times w, added to the gradient of the rows that are touched. Other rows do not decay.
+        initial_accumulator_value: of every row.
+    Raises: ValueError for a parameter that is no table, and for options that are negative or not finite.
+
+        optimizer = tigon.training.RowAdagrad([table], lr=0.05)
+        tigon.embedding_bag(values, table, offsets, grad="rows").square().sum().backward()
+        optimizer.step()
+
+    **What is touched**: rows whose gradient is not zero throughout. Of a sparse gradient, as of
+    `embedding_bag(grad="rows")` or `nn.Embedding(sparse=True)`, only its rows of the table are read and written; rows
+    that occur several times are added up first, in fp32. A dense gradient is read whole. Both give the same bits.
+
+    **Rounding**: a step is taken in fp32 (fp64 for fp64), state included, and rounded once to the dtype of the
+    parameter, to the nearest. A step below half a unit in the last place of a weight is lost, in bf16 1/512 of it or
+    less: keep tables in fp32 where learning rates are small.
+
+    A step is one launch for all tables of a group that share dtypes and width, and waits for no device.
+    The state is `state[p]["sum"]`, (V,) fp32 (fp64 for fp64), in state_dict as that of torch's optimizers.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.01, *, eps: float = 1e-8, weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+    ) -> None:  # fmt: skip
+        defaults = {
+            "lr": lr, "eps": eps, "weight_decay": weight_decay, "initial_accumulator_value": initial_accumulator_value,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """A group more, with options of its own.
+
+        Args:
+            param_group: {"params": tables, "lr": …}, as torch's.
+        Raises: ValueError as for the optimizer.
+        """
+        for name in ("lr", "eps", "weight_decay", "initial_accumulator_value"):
+            value = param_group.get(name, self.defaults[name])
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"RowAdagrad: {name} must be at least 0 and finite, got {value}.")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            if p.dim() != 2 or not p.is_floating_point():
+                self.param_groups.pop()
+                raise ValueError(f"RowAdagrad: params must be tables (V, D) of floats, got {tuple(p.shape)} {p.dtype}.")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """State and options of a saved optimizer; accumulators stay fp32 where tables are of 16 bits.
+
+        Args:
+            state_dict: of a `RowAdagrad` with as many tables in as many groups.
+        """
+        sums = {i: state["sum"] for i, state in state_dict["state"].items()}
+        super().load_state_dict(state_dict)
+        # torch casts state to the dtype of its parameter.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, params, strict=True):
+            if i in sums:
+                self.state[p]["sum"] = sums[i].to(p.device, _state_dtype(p), copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient.
+
+        Args:
+            closure: () → the loss, called with gradients enabled, before the step.
+        Returns: the loss of the closure, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            sums, rows, grads = [], [], []
+            for p in given:
+                if "sum" not in self.state[p]:
+                    start = group["initial_accumulator_value"]
+                    self.state[p]["sum"] = torch.full((p.shape[0],), start, dtype=_state_dtype(p), device=p.device)
+                sums.append(self.state[p]["sum"])
+                found = _rows_and_gradients(p.grad)
+                rows.append(found[0])
+                grads.append(found[1])
+            row_adagrad(given, sums, rows, grads, group["lr"], group["eps"], group["weight_decay"])
+        return loss
+
+
+def _state_dtype(p: Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def _rows_and_gradients(grad: Tensor) -> tuple[Tensor | None, Tensor]:
+    """(rows, their gradients), each row once; (None, the gradient) where it is dense."""
+    if not grad.is_sparse:
+        return None, grad
+    if grad.is_coalesced():
+        return grad.indices()[0], grad.values()
+    indices, values = grad._indices()[0], grad._values()
+    if not use_triton(values):
+        exact = grad.to(torch.promote_types(grad.dtype, torch.float32)).coalesce()
+        return exact.indices()[0], exact.values().to(grad.dtype)
+    # The sums of `embedding_bag`: bags of one row each, in fp32, the same bits on every run.
+    return coalesced(indices, values, grad.shape[0])
+
+
+def row_adagrad(
+    params: list[Tensor], sums: list[Tensor], rows: list[Tensor | None], grads: list[Tensor], lr: float, eps: float,
+    weight_decay: float,
+) -> None:  # fmt: skip
+    """A step of each table: rows[i] (U,) int64 and grads[i] (U, D), or None and (V, D)."""
+    groups: dict[Any, list[int]] = {}
+    for i, (p, s, g) in enumerate(zip(params, sums, grads, strict=True)):
+        if not g.numel():
+            continue
+        if not (use_triton(p, g) and s.dtype == torch.float32 and p.is_contiguous() and p.shape[1] <= WIDEST):
+            row_adagrad_reference(p, s, rows[i], g, lr, eps, weight_decay)
+            continue
+        grads[i] = g.contiguous()
+        aligned = not (p.data_ptr() | grads[i].data_ptr()) & 15
+        groups.setdefault((p.device, p.dtype, g.dtype, p.shape[1], rows[i] is None, aligned), []).append(i)
+    for (_, _, _, width, dense, aligned), members in groups.items():
+        tables, states, given = ([of[i] for i in members] for of in (params, sums, grads))
+        # A dense gradient has no list of rows; the kernel does not read what stands for it.
+        at = [g if rows[i] is None else rows[i] for i, g in zip(members, given, strict=True)]
+        _row_adagrad(tables, states, given, at, width, dense, aligned, lr, eps, weight_decay)  # type: ignore[arg-type]
+
+
+# -------------------------------------------------------------------------------------------------------- reference
+
+
+def row_adagrad_reference(
+    p: Tensor, s: Tensor, rows: Tensor | None, g: Tensor, lr: float, eps: float, weight_decay: float
+) -> None:
+    g = g.to(s.dtype)
+    touched = (g != 0).any(1)
+    old = p if rows is None else p[rows]
+    w = old.to(s.dtype)
+    g = g + weight_decay * w
+    mean = torch.where(touched, g.square().mean(1), 0.0)
+    total = (s if rows is None else s[rows]) + mean
+    # A select: of a row that has no gradient yet, 0 / (√0 + eps) is NaN where eps is 0.
+    new = torch.where(touched[:, None], (w - (lr / (total.sqrt() + eps))[:, None] * g).to(p.dtype), old)
+    if rows is None:
+        s.copy_(total)
+        p.copy_(new)
+    else:
+        s[rows], p[rows] = total, new
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+@do_not_specialize("T", "lr", "eps", "weight_decay")
+def _row_adagrad_kernel(
+    table_ptr, T, lr, eps, weight_decay, D, P: tl.constexpr, G: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
+    DECAYS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # One launch for many tables: T addresses each of weights, accumulators, gradients and rows, T counts of rows, and T
+    # first blocks. This program's table is the last whose first block is not behind it.
+    tables = tl.arange(0, BLOCK_T)
+    first = tl.load(table_ptr + 5 * T + tables, mask=tables < T, other=9223372036854775807)
+    block = tl.program_id(0).to(tl.int64)
+    t = tl.sum((first <= block).to(tl.int32), 0) - 1
+    p_ptr = tl.multiple_of(tl.load(table_ptr + t).to(tl.pointer_type(P)), ALIGN)
+    s_ptr = tl.load(table_ptr + T + t).to(tl.pointer_type(tl.float32))
+    g_ptr = tl.multiple_of(tl.load(table_ptr + 2 * T + t).to(tl.pointer_type(G)), ALIGN)
+    place = (block - tl.load(table_ptr + 5 * T + t)) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = place < tl.load(table_ptr + 4 * T + t)
+    if DENSE:
+        rows = place
+    else:
+        rows = tl.load(tl.load(table_ptr + 3 * T + t).to(tl.pointer_type(tl.int64)) + place, mask=inside, other=0)
+    cols = tl.arange(0, BLOCK_N)
+    columns = (cols < D)[None, :]
+    # int64, as place and rows are: a table may have more than 2**31 numbers.
+    g = tl.load(g_ptr + place[:, None] * D + cols[None, :], mask=inside[:, None] & columns, other=0.0).to(tl.float32)
+    # NaN is not 0: it reaches the weights, as it does in torch's optimizers.
+    touched = inside & (tl.max((g != 0).to(tl.int32), 1) > 0)
+    mask = touched[:, None] & columns
+    w_ptr = p_ptr + rows[:, None] * D + cols[None, :]
+    # Of rows that are not touched nothing is read: of a dense gradient most are zeros.
+    w = tl.load(w_ptr, mask=mask, other=0.0).to(tl.float32)
+    if DECAYS:
+        g += weight_decay * w
+    s = tl.load(s_ptr + rows, mask=touched, other=1.0) + tl.sum(g * g, 1) / D
+    step = lr / (tl.sqrt(s) + eps)
+    tl.store(s_ptr + rows, s, mask=touched)
+    tl.store(w_ptr, (w - step[:, None] * g).to(P), mask=mask)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _tile(D: int) -> tuple[int, int, int]:
+    """Rows, columns and warps: eight numbers a thread where rows are narrow."""
+    block_n = next_power_of_2(D)
+    return max(1, 1024 // block_n), block_n, 4 if block_n <= 2048 else 8
+
+
+@functools.lru_cache(maxsize=64)
+def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers on the device. Cached: dense gradients tend to keep their addresses from step to step."""
+    return upload(torch.tensor(values, dtype=torch.int64, device="cpu"), device)
+
+
+def _row_adagrad(
+    params: list[Tensor], sums: list[Tensor], grads: list[Tensor], rows: list[Tensor], D: int, dense: bool,
+    aligned: bool, lr: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    p, g = params[0], grads[0]
+    block_r, block_n, warps = _tile(D)
+    rows = [r.contiguous() for r in rows]
+    counts = [of.shape[0] for of in grads]
+    first, programs = [], 0
+    for count in counts:
+        first.append(programs)
+        programs += cdiv(count, block_r)
+    addresses = [t.data_ptr() for tensors in (params, sums, grads, rows) for t in tensors]
+    T = len(params)
+    options = dense, weight_decay != 0, next_power_of_2(T), block_r, block_n
+    # 16 bytes where every weight and gradient of the launch begins there, which a row of any other width undoes.
+    align = 16 if aligned else min(p.element_size(), g.element_size())
+
+    def plan() -> Plan:
+        # torch.bfloat16 → tl.bfloat16: addresses carry no dtype, so the kernel is compiled for it.
+        dtypes = getattr(tl, str(p.dtype)[6:]), getattr(tl, str(g.dtype)[6:])
+        return programs, (T, lr, eps, weight_decay, D, *dtypes, align, *options), {"num_warps": warps}
+
+    # Triton launches on the current device, which need not be the tables'.
+    with torch.cuda.device(p.device) if p.is_cuda else contextlib.nullcontext():
+        key = (programs, T, lr, eps, weight_decay, D, p.dtype, g.dtype, align, options)
+        launch(_row_adagrad_kernel, key, (_table((*addresses, *counts, *first), p.device),), plan)
+    # The kernel writes behind autograd's back: a graph that has saved a table then raises.
+    torch.autograd.graph.increment_version([*params, *sums])

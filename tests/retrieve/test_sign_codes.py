@@ -1,0 +1,234 @@
+"""1-bit codes: kernels find what the reference finds, to the last bit; recall rises with bits and candidates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tigon
+from tigon.retrieve.scan import sign, sign_launches
+from tigon.retrieve.scan.signed import by_signs
+
+Literal = tigon.RowFilter.Literal
+SOME = tigon.RowFilter([[Literal(0, 6, "all"), Literal(1, 8)], [Literal(1, 3, negated=True)]])
+
+
+def numbers(*shape, seed=0, dtype=torch.float16, device="cpu"):
+    """Whole numbers: exact scores are the same in any order of a sum."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, shape, generator=g).to(dtype).to(device)
+
+
+def beside(N, device, live=False, where=False, bias=False):
+    g = torch.Generator().manual_seed(N)
+    options = {}
+    if live:
+        options["live"] = torch.randint(-(2**31), 2**31, (-(-N // 32),), generator=g).to(torch.int32).to(device)
+    if where:
+        options["attributes"] = torch.randint(0, 2**50, (2, N), generator=g).to(device)
+        options["where"] = SOME
+    if bias:
+        options["bias"] = torch.randint(-9, 9, (N,), generator=g).float().to(device)
+    return options
+
+
+def assert_as_reference(query, items, k, **options):
+    many = sign.candidates_of(k, items.candidates)
+    scores, rows = tigon.filtered_topk(query, items, k, plan="codes", **options)
+    want = sign.sign_topk_reference(
+        query, items.rows, items.codes, items.scales, items.projection, k, many, **options
+    )  # fmt: skip
+    assert torch.equal(rows, want[1])
+    assert torch.equal(scores, want[0])
+    return scores, rows
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "bits", "dtype"),
+    [
+        (3, 1, 64, torch.float16),  # the least
+        (5, 7, 1024, torch.bfloat16),  # more bits than numbers, an odd width
+        (4, 130, 128, torch.float32),  # bins of unequal sizes
+        (2, 64, 64, torch.float16),  # one number a bin
+        (3, 100, 512, torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("query", [False, True])
+def test_signs_have_the_same_bits_everywhere(N, D, bits, dtype, query, backend, device):
+    rows = torch.randn(N, D, generator=torch.Generator().manual_seed(N))
+    rows[0] *= 0
+    rows = rows.to(dtype)
+    projection = sign.projection_of(D, bits, 3)
+    if query and dtype == torch.float8_e4m3fn:
+        rows = rows.half()
+    want = sign.signs_reference(rows, projection, scaled=True, query=query)
+    on, where = projection.to(device), rows.to(device)
+    if backend == "triton":
+        found = sign_launches.encode(where, on, scaled=True, query=query)
+    else:
+        found = sign.signs_reference(where, on, scaled=True, query=query)
+    for one, other in zip(found, want, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one.cpu(), other)
+
+
+def test_a_projection_sums_bins_of_a_permutation():
+    for D, bits in ((128, 64), (128, 128), (7, 64), (130, 512), (1, 64)):
+        projection = sign.projection_of(D, bits, 0)
+        bins = sign.bins_of(D, bits)
+        assert projection.shape == (-(-D // bins), bits)
+        assert torch.equal(projection, sign.projection_of(D, bits, 0))
+        for start in range(0, bits - bins + 1, bins):  # each permutation has every number once
+            part = projection[:, start : start + bins]
+            assert sorted((part[part >= 0] >> 1).tolist()) == list(range(D))
+    first, second = sign.projection_of(128, 512, 0), sign.projection_of(128, 512, 1)
+    assert not torch.equal(first, second)
+    assert 0.4 < (first & 1).float().mean() < 0.6
+    # What a seed means stays what it is: codes that were saved are searched by later versions.
+    assert sign.projection_of(8, 64, 0)[:, :3].tolist() == [[0, 14, 3], [10, 2, 12], [4, 12, 11], [8, 7, 1]]
+
+
+def test_norms_and_scales_of_queries():
+    rows = torch.randn(50, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 50)[:, None]
+    items = tigon.encode_items(rows, "sign", bits=1024)
+    assert torch.allclose(items.scales.float(), rows.norm(dim=1), rtol=2**-8, atol=0)
+    # The estimate of q · x is the right size: of x itself |x|².
+    asked = sign.signs_reference(rows, items.projection, scaled=True, query=True)
+    levels = (1 + 2 * sign._unpacked(asked.more)) * (2 * sign._unpacked(asked.codes) - 1)
+    own = (levels * (2 * sign._unpacked(items.codes) - 1)).sum(1) * items.scales.float() * asked.scales
+    assert ((own / rows.square().sum(1)) - 1).abs().max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("B", "N", "D", "bits", "k", "candidates", "options"),
+    [
+        (1, 1, 1, 64, 3, 4, {}),  # fewer rows than results
+        (3, 257, 40, 512, 5, 20, {"live": True}),
+        (2, 1100, 24, 128, 5, 20, {"bias": True, "live": True}),  # beyond a tile
+        (2, 2049, 16, 512, 5, 30, {"where": True, "live": True}),  # beyond a strip
+        (1, 700, 7, 1024, 5, 20, {"where": True, "bias": True}),
+        (1, 2050, 8, 512, 5, 1500, {"live": True}),  # groups are sorted by torch
+    ],
+)
+def test_kernels_find_what_the_reference_finds(B, N, D, bits, k, candidates, options, backend, device):
+    items = tigon.encode_items(numbers(N, D, seed=1, device=device), "sign", bits=bits)
+    if D == 40:
+        items = items._replace(scales=None)  # as of rows of one norm: many keys are equal
+    items = items._replace(candidates=candidates)
+    assert_as_reference(numbers(B, D, device=device), items, k, **beside(N, device, **options))
+
+
+def test_bits_of_a_filter_pass_the_rows_that_it_passes(backend, device):
+    N = 600
+    items = tigon.encode_items(numbers(N, 16, seed=1, device=device), "sign", bits=256)._replace(candidates=12)
+    query, options = numbers(2, 16, device=device), beside(N, device, where=True, live=True)
+    want = tigon.filtered_topk(query, items, 4, plan="codes", **options)
+    bits = SOME.bits(options.pop("attributes"))
+    options["where"] = tigon.RowBits(bits[None] if bits.dim() == 1 else bits)
+    found = tigon.filtered_topk(query, items, 4, plan="codes", **options)
+    assert torch.equal(found[0], want[0])
+    assert torch.equal(found[1], want[1])
+
+
+def planted(device):
+    g = torch.Generator().manual_seed(0)
+    centres = torch.randn(40, 32, generator=g)
+    rows = centres[torch.randint(40, (4000,), generator=g)] + 0.6 * torch.randn(4000, 32, generator=g)
+    rows = rows * torch.exp(0.3 * torch.randn(4000, 1, generator=g))
+    return rows.to(device), (centres[:20] + 0.5 * torch.randn(20, 32, generator=g)).to(device)
+
+
+def recall(rows, query, bits, candidates, k=10):
+    items = tigon.encode_items(rows, "sign", bits=bits)._replace(candidates=candidates)
+    exact = tigon.filtered_topk(query, rows, k)[1]
+    found = tigon.filtered_topk(query, items, k, plan="codes")[1]
+    return (found[:, :, None] == exact[:, None, :]).any(1).float().mean().item()
+
+
+def test_recall_rises_with_bits_and_candidates(device):
+    rows, query = planted(device)
+    by_bits = [recall(rows, query, bits, 10) for bits in (64, 256, 1024)]
+    by_candidates = [recall(rows, query, 128, many) for many in (10, 30, 100)]
+    assert by_bits == sorted(by_bits)
+    assert by_candidates == sorted(by_candidates)
+    assert by_bits[-1] > by_bits[0] + 0.1
+    assert by_candidates[-1] > 0.95
+    # Norms count: without them signs see directions alone.
+    items = tigon.encode_items(rows, "sign", bits=256)._replace(candidates=20)
+    exact = tigon.filtered_topk(query, rows, 10)[1]
+    blind = tigon.filtered_topk(query, items._replace(scales=None), 10, plan="codes")[1]
+    assert (blind[:, :, None] == exact[:, None, :]).any(1).float().mean() < recall(rows, query, 256, 20) - 0.05
+
+
+def test_all_rows_as_candidates_are_an_exact_search(device):
+    rows, query = numbers(300, 16, seed=1, device=device), numbers(3, 16, device=device)
+    items = tigon.encode_items(rows, "sign", bits=64)._replace(candidates=300)
+    for one, other in zip(
+        tigon.filtered_topk(query, items, 20, plan="codes"), tigon.filtered_topk(query, rows, 20), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_signs_are_read_where_that_costs_less():
+    rows = torch.empty(15_500_000, 128, dtype=torch.float16, device="meta")
+    items = tigon.CodedItems(rows, rows, None, None, None, torch.empty(4, 512, dtype=torch.int32, device="meta"))
+
+    def reads(B, **options):
+        asked = {"where": None, "plan": "auto", "share": None} | options
+        return by_signs(torch.empty(B, 128, device="meta"), items, **asked)
+
+    assert reads(1)
+    assert reads(4)
+    assert not reads(16)  # popcounts take longer than reading the rows
+    assert not reads(1, where=SOME, share=0.01)  # few rows are scored at once
+    assert reads(16, plan="codes")
+    assert not reads(1, plan="dense")
+    assert not reads(2, where=[SOME, None])
+
+
+def test_many_rows_have_addresses_of_64_bits():
+    """Plans for 2³¹ rows: levels that one program reads, and tables that are small beside the codes."""
+    for W in (2, 16, 32):
+        N = 2**31 - 4096
+        plan = sign_launches._plan(1, N, W, 100, 400)
+        counts, _ = sign_launches._nodes(N, plan.tree)
+        assert counts[0] <= sign_launches.KEYS
+        assert len(plan.tree.levels) <= 5
+        assert 4 * sum(counts) < 0.01 * N * 4 * W
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x: tigon.encode_items(x, "sign", bits=96), "encode_items: bits must be one of 64, 128, .*, got 96"),
+        (lambda x: tigon.encode_items(x, "signs"), "encode_items: codes must be one of .*, got 'signs'"),
+        (
+            lambda x: tigon.filtered_topk(x, x, 1, plan="codes"),
+            "filtered_topk: plan may be 'codes' for items with signs",
+        ),
+        (lambda x: _search(x, candidates=2), "filtered_topk: candidates of items must be an int from k, 3, .*, got 2"),
+        (lambda x: _search(x, codes=x), "filtered_topk: codes of items must be .* int32 on .*, got"),
+        (lambda x: _search(x, scales=x[0]), "filtered_topk: scales of items must be .* bfloat16 on .*, got"),
+    ],
+)
+def test_bad_input_gets_a_sentence(call, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        call(torch.ones(5, 8))
+
+
+def _search(x, **fields):
+    tigon.filtered_topk(x, tigon.encode_items(x, "sign", bits=64)._replace(**fields), 3)
+
+
+def test_exports(device):
+    rows, query = numbers(200, 16, seed=1, device=device), numbers(2, 16, device=device)
+    items = tigon.encode_items(rows, "sign", bits=64)._replace(candidates=12)
+
+    class Search(torch.nn.Module):
+        def forward(self, query):
+            return tigon.filtered_topk(query, items, 3, plan="codes")
+
+    want = Search()(query)
+    found = torch.export.export(Search(), (query,)).module()(query)
+    assert torch.equal(found[0], want[0])
+    assert torch.equal(found[1], want[1])
