@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
