@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from studies.convergence import Runs, Training, judge
+from convergence import Runs, Training, judge
 from torch import Tensor, nn
 
 import tigon

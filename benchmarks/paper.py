@@ -30,7 +30,7 @@ from tigon.bench.training import Side
 # The models and batches of arXiv 2410.10989, in sequences over all GPUs.
 CASES = {"llama-3-8b": 64, "qwen2-7b": 48, "gemma-7b": 48, "mistral-7b": 128, "phi-3-mini": 128}
 SIDES = ("hf", "liger", "tigon")
-SHARDED = Path(__file__).resolve().parent / "studies" / "sharded.py"
+SHARDED = Path(__file__).resolve().parent / "sharded.py"
 TINY = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16,
