@@ -378,38 +378,6 @@ def peak(device: torch.device, before: int) -> float:
     return slowest([(torch.cuda.max_memory_allocated(device) - before) / 2**30], device)[0]
 
 
-def table(rows: list[Row], world: int) -> str:
-    """A line a shape and side; ÷ share is time over what one GPU takes, divided by their number."""
-    lines = [f"{'N x H x V':>20}  {'side':<28} {'ms':>9} {'÷ share':>8} {'GiB':>7}  errors ÷ eager's"]
-    for i, row in enumerate(rows):
-        if i == 0 or row.op != rows[i - 1].op:
-            lines.append(row.op)
-        alone = next(r.ms for r in rows if (r.op, r.shape, r.side) == (row.op, row.shape, "tigon, one GPU"))
-        share = f"{row.ms / (alone / world):.3f}" if row.ms and alone else ""
-        errors = "  ".join(f"{k} {v:.2f}" for k, v in row.errors.items())
-        held = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
-        ms = row.status if row.ms is None else f"{row.ms:.3f}"
-        note = f"  {row.reason}" if row.reason and row.status != "ok" else ""
-        shape = "x".join(map(str, row.shape))
-        lines.append(f"{shape:>20}  {row.side:<28} {ms:>9} {share:>8} {held:>7}  {errors}{note}")
-    return "\n".join(lines)
-
-
-def bar(rows: list[Row], world: int) -> str:
-    """What is asked: at most 1.10 × a share of one GPU's time, and what the collectives add to the silent walk."""
-    lines = []
-    for op, shape in dict.fromkeys((row.op, row.shape) for row in rows):
-        ms = {row.side: row.ms for row in rows if (row.op, row.shape) == (op, shape)}
-        one, mine, silent = (ms[name] or 0.0 for name in ("tigon, one GPU", "tigon", "tigon, in silence"))
-        exposed = max(0.0, mine - silent)
-        limit = 1.1 * one / world + exposed
-        lines.append(
-            f"{'x'.join(map(str, shape)):>20}  {mine:.3f} ms, {'within' if mine <= limit else 'BEYOND'} "
-            f"1.1 x {one / world:.3f} + {exposed:.3f} exposed = {limit:.3f} ms  {op}"
-        )
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder for the record")
@@ -440,9 +408,8 @@ def main() -> int:
         found = measure(Problem(name, (N, H, V), device, world, dist.get_rank()), clock, sides)
         rows += found
         if dist.get_rank() == 0:
-            print(table(found, world), flush=True)
+            print(*found, sep="\n", flush=True)
     if dist.get_rank() == 0:
-        print(bar(rows, world))
         print(f"{time.monotonic() - began:.0f} s")
         if options.output is not None:
             content = report.result("vocabulary-parallel", rows, device=device, gpus=world)
