@@ -1,7 +1,6 @@
 """A step of RowAdagrad on the rows of a batch, beside torch's Adagrad with sparse and with dense gradients.
 
     python benchmarks/studies/row_adagrad.py --output results          two tables of 640 and 256 MB, in half a minute
-    python benchmarks/studies/row_adagrad.py --output results --small  all of it on a CPU, in a second
 
 A study of its own: `tigon bench` times functions of inputs with their gradients, and a step has neither. It writes into
 its table, and the next step finds other numbers there.
@@ -175,14 +174,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", required=True, type=Path, help="folder for the result file")
     parser.add_argument("--name", help="name of the result file; default: the device and what was measured")
-    parser.add_argument("--small", action="store_true", help="small tables, short measurements")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = Settings(1, 1.0, 5.0, least=2) if options.small else Settings()
+    settings = Settings()
     ceilings = measure_ceilings(device, settings)
     rows: list[Step] = []
-    for size, width in SMALL if options.small else TABLES:
-        rows += run_table(size, width, SMALL_IDS if options.small else IDS, device, ceilings, settings)
+    for size, width in TABLES:
+        rows += run_table(size, width, IDS, device, ceilings, settings)
         content = report.result(KIND, rows, device=device, ceilings=asdict(ceilings))
         report.save(options.output / (options.name or report.file_name(content)), content)
         free(device)

@@ -1,7 +1,6 @@
 """A policy's step of GRPO where completions share a prompt: TRL's own, a fused model's, and shared.
 
     python benchmarks/studies/shared_prefix.py --output results              every case, in about 120 s on one H200
-    python benchmarks/studies/shared_prefix.py --output results --tiny       all of it on a CPU, in a few seconds
 
 Qwen3-1.7B's shape with random weights in bf16: log-probabilities of the completions, the clipped ratio, the backward
 pass. Generation and the optimizer are left out. TRL's side is its fused head, where TRL is installed, and otherwise
@@ -31,11 +30,6 @@ from tigon.bench.training import build, peak_gib, synchronize
 
 # Prompts, tokens of each, completions of each, tokens of each. The last shares nothing: what sharing costs there.
 CASES = ((1, 4096, 8, 512), (1, 8192, 4, 512), (16, 512, 1, 512))
-TINY_CASES = ((1, 32, 3, 8), (2, 8, 1, 8))
-TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
-}  # fmt: skip
 SIDES = ("trl", "fused", "shared")
 WARMUP, STEPS = 2, 5
 CLIP = 0.2
@@ -199,18 +193,17 @@ def table(rows: list[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, help="folder for the result file")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: says nothing about speed")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds; no case is begun after them")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     began = time.monotonic()
-    model: Any = build("qwen3-1.7b", device, dtype, **(TINY if options.tiny else {}))
+    model: Any = build("qwen3-1.7b", device, dtype)
     head = _trl_head()
     if head is not None:
         head(model)
     rows: list[Row] = []
-    cases = TINY_CASES if options.tiny else CASES
+    cases = CASES
     for number, (sizes, checkpointing) in enumerate((c, on) for c in cases for on in (True, False)):
         if time.monotonic() - began > options.budget:
             print(f"the budget of {options.budget:.0f} s was spent: {2 * len(cases) - number} cases are missing")

@@ -1,7 +1,6 @@
 """Training steps that the host sets the pace of: small batches, eager and as CUDA graphs, and lengths that change.
 
     python benchmarks/studies/small_steps.py --output results              every case, in about 70 s
-    python benchmarks/studies/small_steps.py --output results --tiny       all of it on a CPU, in a few seconds
 
 Plain and fused models train side by side in one process, in turns, on the same tokens, with AdamW on bf16 weights. The
 host's time depends on the host: compare the sides of one run. The file is written after every case.
@@ -37,10 +36,6 @@ CASES = (
     ("Llama-3.2-1B", "llama-3.2-1b", {}, ((1, 256), (1, 1024))),
     ("Qwen3-0.6B", "qwen3-1.7b", QWEN, ((1, 256), (1, 1024), (1, 4096))),
 )
-TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
-}  # fmt: skip
 SIDES = ("hf", "tigon", "hf, graph", "tigon, graph")
 WARMUP, ROUNDS = 4, 9
 LENGTHS, LENGTHS_BATCH, SIGHTS = (256, 2048), 4, 4
@@ -150,11 +145,11 @@ def small(name: str, batch: int, seq: int, both: dict[str, Trained], device: tor
     return list(rows.values())
 
 
-def changing(name: str, both: dict[str, Trained], device: torch.device, tiny: bool) -> list[Lengths]:
+def changing(name: str, both: dict[str, Trained], device: torch.device) -> list[Lengths]:
     """Lengths that were never seen, after one step with the longest; then each of them again."""
-    least, most = (8, 32) if tiny else LENGTHS
+    least, most = LENGTHS
     draw = random.Random(0)
-    seqs = draw.sample(range(least, most), 3 if tiny else 12)
+    seqs = draw.sample(range(least, most), 12)
     rows = [Lengths(name, LENGTHS_BATCH, side, seqs=seqs) for side in SIDES[:2]]
     for row in rows:
         trained = both[row.side]
@@ -176,13 +171,12 @@ def measured(
     overrides: dict[str, Any],
     shapes: Sequence[tuple[int, int]],
     device: torch.device,
-    tiny: bool,
 ) -> Iterator[Sequence[Step | Lengths]]:
-    both = {side: Trained(preset, overrides | (TINY if tiny else {}), side == "tigon", device) for side in SIDES[:2]}
+    both = {side: Trained(preset, overrides, side == "tigon", device) for side in SIDES[:2]}
     for batch, seq in shapes:
-        yield small(name, batch, min(seq, 32) if tiny else seq, both, device)
+        yield small(name, batch, seq, both, device)
     if name == CASES[0][0]:
-        yield changing(name, both, device, tiny)
+        yield changing(name, both, device)
     del both
     gc.collect()
     if device.type == "cuda":
@@ -210,7 +204,6 @@ def table(rows: Sequence[Step | Lengths]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, help="folder for the result file")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: says nothing about speed")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds; no case is begun after them")
     options = parser.parse_args()
     from transformers import AttentionInterface
@@ -221,7 +214,7 @@ def main() -> int:
     began = time.monotonic()
     rows: list[Step | Lengths] = []
     for name, *case in CASES:
-        for found in measured(name, *case, device, options.tiny):
+        for found in measured(name, *case, device):
             rows += found
             if options.output:
                 content = report.result("small-steps", rows, device=device)

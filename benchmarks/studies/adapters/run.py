@@ -2,8 +2,6 @@
 
     python -m studies.adapters.run --output results --name h100-adapters.json           every case, in about 330 s
     python -m studies.adapters.run --output results --only llama-3-8b --sides hf,tigon  some of it
-    python -m studies.adapters.run --output results --tiny                              all of it on a CPU, in a minute
-    python -m studies.adapters.run --list                                               what would run
 
 Liger and Unsloth change classes of transformers for good: each has a process of its own. The processes import side by
 side, and measure one after the other. The file is written after every side of a case. A side that fails is a row with
@@ -35,11 +33,6 @@ PEERS = {"liger": "liger", "unsloth": "unsloth"}
 PACKAGES = ("unsloth", "unsloth_zoo", "bitsandbytes")  # beside those that every result file names
 USUAL_S = 12.0  # seconds that a side takes of a case, before anything is known of it
 START_S = 150.0  # seconds that a process may import
-# Widths at which every case runs on a CPU.
-TINY = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
 ALL = ("tigon", "unsloth", "hf", "liger")
 
 
@@ -170,7 +163,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, help="folder for the result file")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the result file")
     parser.add_argument("--name", help="name of the result file; default: the device and what was measured")
     parser.add_argument("--only", help="cases whose names contain one of these, separated by commas; default: all")
     parser.add_argument("--sides", help=f"separated by commas: {', '.join(SIDES)}; default: those of every case")
@@ -180,34 +173,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=2, help="steps before the timed ones")
     parser.add_argument("--resume", type=Path, help="a result file whose rows are kept, and not measured again")
     parser.add_argument("--logs", type=Path, help="folder for what the processes say; default: none is kept")
-    parser.add_argument("--tiny", action="store_true", help="every case at small widths, on the CPU")
-    parser.add_argument("--list", action="store_true", help="say what would run, and end")
-    options = parser.parse_args(arguments)
-    if options.output is None and not options.list:
-        parser.error("--output must be a folder for the result file")
-    unknown = [side for side in (options.sides or "").split(",") if side and side not in SIDES]
-    if unknown:
-        parser.error(f"--sides must be among {', '.join(SIDES)}, got {', '.join(unknown)}")
-    if options.steps < 1 or options.warm < 0:
-        parser.error(f"--steps must be at least 1 and --warm 0, got {options.steps} and {options.warm}")
-    return options
+    return parser.parse_args(arguments)
 
 
 def plan(options: argparse.Namespace) -> list[Row]:
     """A row for every side of every case, in the order in which they run."""
     chosen = (*options.sides.split(","), "fp32") if options.sides else None
     words = options.only.split(",") if options.only else [""]
-    rows = [
+    return [
         case.row(side)
         for case in CASES
         if any(word in case.name for word in words)
         for side in case.sides
         if chosen is None or side in chosen
     ]
-    if not options.tiny:
-        return rows
-    # Two lengths that differ, as memory over the length needs.
-    return [replace(row, batch=1, seq=32 if row.seq > 16384 else 16, layers=min(row.layers, 2)) for row in rows]
 
 
 def key(row: Row) -> tuple[Any, ...]:
@@ -216,7 +195,7 @@ def key(row: Row) -> tuple[Any, ...]:
 
 def run(options: argparse.Namespace) -> dict[str, Any] | None:
     start = time.monotonic()
-    device = torch.device("cpu" if options.tiny or not torch.cuda.is_available() else "cuda")
+    device = torch.device("cuda")
     date = report.result("adapters", [], device=device)["date"]
     rows = resumed(options.resume)
     done = {key(row) for row in rows if row.status == "ok" or row.reason == "out of memory"}
@@ -248,8 +227,8 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
                 else:
                     began = time.monotonic()
                     request = {
-                        "device": str(device), "overrides": TINY if options.tiny else {}, "references": folder,
-                        "warm": 1 if options.tiny else options.warm, "steps": 2 if options.tiny else options.steps,
+                        "device": str(device), "overrides": {}, "references": folder, "warm": options.warm,
+                        "steps": options.steps,
                     }  # fmt: skip
                     new = workers[peer].run(row, options.limit, **request)
                 new.date, new.command = date, report.command()
@@ -280,7 +259,7 @@ def missing(wanted: list[Row], done: set[tuple[Any, ...]]) -> list[Row]:
 
 
 def place(row: Row) -> tuple[int, ...]:
-    """Where a row stands in the file: as in CASES, whose shapes are others in --tiny."""
+    """Where a row stands in the file: as in CASES."""
     for number, case in enumerate(CASES):
         same = replace(row, batch=case.batch, seq=case.seq, layers=case.layers)
         if row.side in case.sides and key(same) == key(case.row(row.side)):
@@ -323,12 +302,7 @@ def save(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.list:
-        for row in plan(options):
-            print(row.model, f"{row.batch}x{row.seq}", row.quantized or "lora", f"r{row.rank}", row.measure, row.side)
-        return 0
-    content = run(options)
+    content = run(parse(arguments))
     return 0 if content is not None else 1
 
 
