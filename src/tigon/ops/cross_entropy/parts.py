@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.kernels import Parts, do_not_specialize, fold_warps, jit, launch, part_tile, tl
 from tigon.kernels.tiles.constants import LOG2E, LOWEST
-from tigon.kernels.tiles.parts import numbers_of_parts, locate_part_of_row
+from tigon.kernels.tiles.parts import locate_part_of_row, numbers_of_parts
 from tigon.ops.cross_entropy.kernels import NOWHERE, row_sums, store_ignored, store_row
 
 # Numbers of a part: its maximum, Σ exp, Σ w·z, Σ w, the largest logit and its column.

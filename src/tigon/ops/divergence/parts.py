@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tigon.kernels import do_not_specialize, jit, tl
 from tigon.kernels.tiles.constants import LOWEST
-from tigon.kernels.tiles.parts import numbers_of_parts, locate_part_of_row
+from tigon.kernels.tiles.parts import locate_part_of_row, numbers_of_parts
 from tigon.ops.divergence.kernels import (
     first_difference,
     kl_of,

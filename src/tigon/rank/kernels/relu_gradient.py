@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import Plan, do_not_specialize, jit, launch, launcher, tl, use_triton
-from tigon.ops.gated import unit_of
 from tigon.kernels.tiles.parts import locate_part
+from tigon.ops.gated import unit_of
 from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 

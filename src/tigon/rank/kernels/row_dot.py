@@ -24,8 +24,8 @@ from tigon.kernels import (
     tl,
     use_triton,
 )
-from tigon.ops.gated import unit_of
 from tigon.kernels.tiles.parts import locate_part
+from tigon.ops.gated import unit_of
 from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 
