@@ -5,7 +5,7 @@
 
 Each model is built with a few layers and random weights in bf16. The same weights in fp32 give the loss and gradients
 that both sides are held to; then plain and fused take turns with a forward and backward pass, without an optimizer. The
-file is written after every model. Whole training steps, also Liger's: `tigon bench --model`.
+file is written after every model. Whole training steps, also Liger's: benchmarks/models.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
 
 import tigon
-from tigon.bench import report
 from tigon.presets import auto_class, preset_config
 
 MODELS = (

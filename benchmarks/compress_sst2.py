@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import report
 from torch import Tensor
 
 from tigon import compress
-from tigon.bench import report
 
 BATCH, PENALTY = 64, 1e-4
 WAYS: dict[

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import report
 from studies.interactions import FEATURES, FUNCTIONS, MEASURES, Row, ahead, drawn, groups, mean, true_sets
 
-from tigon.bench import report
 from tigon.rank.interacting.networks import Inputs, Networks, Training
 from tigon.rank.interacting.strengths import Found, Network, prefixes, within
 

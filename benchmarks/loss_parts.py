@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
 from studies import sum_product
 from torch import Tensor
 
 import tigon
-from tigon.bench import report
 from tigon.linear import chunks as walks
 from tigon.linear import head as heads
 from tigon.linear import weight_gradient

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import report
 from studies.sharpness import Cost, Run, chosen, table, verdict
 from torch import Tensor, nn
 
-from tigon.bench import report
 from tigon.optim import MicroBatchSAM
 from tigon.optim.perturb import perturb, restore, squared_norm
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
 from torch import Tensor
 
 from tigon import rank
-from tigon.bench import report
 from tigon.rank import off_policy
 
 CAMPAIGNS, LOGS = ("men", "women"), ("random", "bts")

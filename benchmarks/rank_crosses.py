@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from harness import report
 from studies import crosses
 from studies.clicks import metrics
 from studies.clicks.data import LABEL, PARTS, Clicks, read
 from studies.rows import Row
 
 from tigon import rank
-from tigon.bench import report
 
 # How many pairs become crosses: the choices.
 COUNTS = (1, 5, 10)

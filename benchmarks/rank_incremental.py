@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness import report
 
 from tigon import rank
-from tigon.bench import report
 
 WEEK = 7 * 24 * 3600
 LIKED = 4

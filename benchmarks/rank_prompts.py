@@ -38,13 +38,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import report
 from studies.prompt_tables import FILMS, GARMENTS, HISTORY, Films, Garments
 from studies.prompts import Row, tables
 from torch import Tensor
 
 import tigon
 from tigon import rank
-from tigon.bench import report
 from tigon.rank.prompt import Prompt, PromptRanker, Request
 from tigon.rank.prompt.pack import Encoded, PromptBatch, joined, packed
 

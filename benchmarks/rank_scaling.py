@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import rank_sequences as sequences
 import torch
+from harness import report
 from rank_sequences import LONGEST, LiGRSide, Row, Sequences, Task
 from studies import scaling
 from torch import Tensor, nn
 
 import tigon
-from tigon.bench import report
 
 SETTINGS = ("layers", "dropout", "lr", "weight_decay", "warmup", "batch_size", "epochs", "every", "patience", "seconds")
 HEAD_DIM = 32

@@ -20,12 +20,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 
 import torch
+from harness import report
 from rank_clicks import executor
 from studies import rank_search as study
 from studies.clicks.data import PARTS, read
 from studies.rows import Row
-
-from tigon.bench import report
 
 # Those whose versions a result file names beside the usual ones.
 PEERS = ("optuna", "lightgbm", "numpy")
@@ -85,7 +84,7 @@ def main() -> None:
 def run(options: argparse.Namespace, studies: Path) -> None:
     began = time.time()
     rows = [Row(**row) for path in options.resume for row in report.load(path)["rows"]]
-    peers = {name: report.package_version(name) for name in PEERS}
+    peers = {name: report.read_package_version(name) for name in PEERS}
     mlp = tuple(int(width) for width in options.mlp.split(","))
     setting = study.Setting(
         options.trials, options.best, options.rows, options.hash_rows, options.width, options.dropout,

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import report
 from studies import rank_peers
 from studies.rows import Row
 from studies.sequences import deviation
@@ -45,7 +46,6 @@ from torch import Tensor, nn
 
 import tigon
 from tigon import rank
-from tigon.bench import report
 
 LONGEST = 50
 CUTS = (5, 10, 20)

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from harness import report
 from rank_sequences import Row, read
 from torch import Tensor
 
 from tigon import rank
-from tigon.bench import report
 
 PAUSE, MOST, HISTORY = 300.0, 100, 200
 LIKED = 4

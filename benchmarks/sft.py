@@ -33,9 +33,8 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from harness import report
 from studies.sft import Run, plot, sentences, table
-
-from tigon.bench import report
 
 HERE = Path(__file__).resolve().parent
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tigon.bench import report
-from tigon.bench.matrix import NOISE, bold, cases_of, scatter_of
-from tigon.bench.training import MASKED
+from harness import report
+from harness.training import MASKED
+from tables import NOISE, bold, group_cases, measure_scatter
 
 SIDES = {
     "hf": "HF + PEFT", "liger": "Liger", "unsloth": "Unsloth", "tigon": "Tigon (`cheap`)",
@@ -90,7 +90,7 @@ report.COLUMNS["adapters"] = {
     "by": lambda r: r["side"],
     "tokens/s": _fixed(0, "tokens_per_s"),
     "step ms": lambda r: (
-        "–" if r["step_ms"] is None else f"{r['step_ms']:,.1f} ±{100 * scatter_of(r):.1f}%"
+        "–" if r["step_ms"] is None else f"{r['step_ms']:,.1f} ±{100 * measure_scatter(r):.1f}%"
     ),
     "host ms": _fixed(0, "host_ms"),
     "peak GiB": _fixed(2, "peak_gib"),
@@ -122,7 +122,7 @@ def to_table(content: dict[str, Any]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
     """The lines, the header first, and what the raised numbers in them say."""
-    cases = cases_of(rows, "side")
+    cases = group_cases(rows)
     speed = [by for by in cases if _measure(by) == "speed"]
     lengths = over_length([by for by in cases if _measure(by) == "memory"])
     present = [side for side in SIDES if any(side in by for by in (*speed, *(found for _, found, _ in lengths)))]
@@ -131,7 +131,7 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
     lines = [header, [":--", *("--:" for _ in present)]]
     for by in speed:
         right = {side: row for side, row in by.items() if row["status"] == "ok"}
-        scatter = {side: scatter_of(row) for side, row in right.items()}
+        scatter = {side: measure_scatter(row) for side, row in right.items()}
         fast = ahead({side: 1 / row["tokens_per_s"] for side, row in right.items() if row["tokens_per_s"]}, scatter)
         small = ahead({side: row["peak_gib"] for side, row in right.items() if row["peak_gib"]})
         cells = [_cell(by.get(side), side in fast, side in small, notes) for side in present]
@@ -250,7 +250,7 @@ def over_length(
 def errors(rows: Sequence[dict[str, Any]]) -> str:
     """How far the gradients are from fp32's, in a sentence; nothing where that was not measured."""
     parts = []
-    for by in cases_of([row for row in rows if row["measure"] == "gradients"], "side"):
+    for by in group_cases([row for row in rows if row["measure"] == "gradients"]):
         row = next(iter(by.values()))
         known = [(SIDES[side], by[side]["error"]) for side in SIDES if side in by and by[side]["error"] is not None]
         if known:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tigon.bench import report
-from tigon.bench.columns import number
+from harness import report
+from harness.columns import number
 
 report.COLUMNS["compress"] = {
     "model": lambda row: row["model"],

@@ -27,9 +27,8 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 import torch
+from harness import plots, report
 from torch import Tensor
-
-from tigon.bench import plots, report
 
 MEASURES = ("loss", "norm", "weights")
 CHANCE = 1e-3  # the chance that a file of sound runs has a run beyond a limit

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from harness import report
+
 from studies.rows import columns, markdown
-from tigon.bench import report
 
 WITHOUT, FOUND, DRAWN = "without", "found", "drawn at random"
 NAMES = {"lirank": "LiRank", "linear": "linear"}

@@ -12,10 +12,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from harness import report
 from torch import Tensor
 
 from studies.rows import Row, columns, markdown
-from tigon.bench import report
 
 report.COLUMNS["graphs"] = columns("part", "data", "seed")
 # What the paper of G2R reports for it, in per cent.

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from tigon.bench import report
+from harness import report
 
 Array = npt.NDArray[np.float64]
 FEATURES = 10

@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from harness import report
+
 from studies.retrieve import Rows, _table, mean, sides, spread
 from studies.rows import columns
-from tigon.bench import report
 
 
 @dataclass

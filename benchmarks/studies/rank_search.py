@@ -16,12 +16,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from harness import report
 
 from studies.clicks.data import TEST, TRAIN, VALIDATION, Rows, read
 from studies.clicks.page import spread
 from studies.rows import Row, columns, markdown
 from tigon import rank
-from tigon.bench import report
 from tigon.rank.features.blocks import flops
 from tigon.rank.searching.fidelity import Smaller, whole
 from tigon.rank.searching.measuring import log_loss, measured

@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from harness import report
+
 from studies.rows import columns
-from tigon.bench import report
 
 MOVIELENS = "MovieLens 100K"
 WAYS = ("where", "top 1000", "top 100")

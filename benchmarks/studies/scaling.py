@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from harness import plots, report
+
 from studies.rows import columns
-from tigon.bench import plots, report
 
 Rows = list[dict[str, Any]]
 KIND = "rank-scaling"

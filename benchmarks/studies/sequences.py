@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from harness import report
+
 from studies.rows import columns, markdown
-from tigon.bench import report
 
 NAMES = {
     "ligr": "**LiGR**", "ligr, no gate": "LiGR without gates", "ligr, times and stars": "LiGR with times and stars",

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from tigon.bench import plots, report
+from harness import plots, report
 
 SIDES = {"hf": "PEFT", "tigon": "Tigon"}
 COLOURS = {"hf": "#9a9a9a", "tigon": plots.COLOURS["tigon"], "seeds": "#3b6ea5"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from tigon.bench import plots, report
+from harness import plots, report
 
 COLOURS = {"SGD": "#9a9a9a", "SGD, twice as long": "#555555", "SAM": "#3b6ea5", "mSAM, 4 shards": "#2b8a3e",
            "mSAM, 8 shards": "#d9480f"}  # fmt: skip

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness import report
 from studies import adapters as study
-
-from tigon.bench import report
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "h100-adapters.json"

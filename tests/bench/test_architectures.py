@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tigon.bench import report
+from harness import report
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "architectures.py"
 SMALL = ["vocab_size=256", "hidden_size=64", "intermediate_size=96", "num_attention_heads=4", "num_key_value_heads=2"]

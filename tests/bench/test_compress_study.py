@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tigon.bench import report
+from harness import report
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness import report
 from studies.convergence import Runs, Training, curve, judge, limit, page, pictures, plot, scores, smoothed
-
-from tigon.bench import report
 
 STEPS, PLAIN = 40, 4
 

@@ -1,8 +1,7 @@
 """benchmarks/counters.py: what is read of ncu's output, with what stands for ncu."""
 
 import pytest
-
-from tigon.bench import report
+from harness import report
 
 
 @pytest.fixture(scope="module")

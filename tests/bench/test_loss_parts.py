@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import report
 from studies import sum_product
 from studies.sum_product import Tile, product, takes
 
-from tigon.bench import report
 from tigon.linear.head import empty_logits
 from tigon.runtime import HAS_TRITON
 

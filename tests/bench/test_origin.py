@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tigon.bench import report
-from tigon.bench.runner import Row
+from harness import report
+from harness.runner import Row
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MERGED = "several runs in one file, and which of them measured a row was not recorded"

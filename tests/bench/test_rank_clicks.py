@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import rank_clicks as script
 import torch
+from harness import report
 from studies.clicks import calibration, data, methods, metrics, page, speed
 from studies.rows import Row
 
 from tigon import rank
-from tigon.bench import report
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ pytest.importorskip("accelerate")
 import open_bandit
 import rank_crosses
 import rank_incremental
+from harness import report
 
 from tigon import rank
-from tigon.bench import report
 
 
 @pytest.fixture(scope="module")

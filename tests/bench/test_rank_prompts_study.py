@@ -10,9 +10,8 @@ import torch
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("transformers")
+from harness import report
 from studies import prompt_tables, prompts
-
-from tigon.bench import report
 
 ROOT = Path(__file__).parents[2]
 GROUPS = ("new members", "known members", "new films", "known films")

@@ -7,11 +7,10 @@ import pytest
 import rank_scaling as script
 import torch
 import torch.nn.functional as F
+from harness import report
 from rank_sequences import LiGRSide, read, slices
 from studies import scaling
 from torch.utils.flop_counter import FlopCounterMode
-
-from tigon.bench import report
 
 
 @pytest.fixture

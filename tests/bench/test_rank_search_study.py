@@ -8,11 +8,10 @@ import pytest
 for package in ("optuna", "lightgbm", "accelerate"):
     pytest.importorskip(package)
 import rank_search as script  # noqa: E402
+from harness import report  # noqa: E402
 from studies import rank_search as study  # noqa: E402
 from studies.clicks import data  # noqa: E402
 from studies.rows import Row  # noqa: E402
-
-from tigon.bench import report  # noqa: E402
 
 WORDS = ("--sets", "adult", "--seeds", 2, "--trials", 3, "--best", 1, "--epochs", 1, "--width", 4, "--rank", 4,
          "--layers", 1, "--mlp", "16", "--batch-size", 64, "--rows", 0.5, "--device", "cpu")  # fmt: skip

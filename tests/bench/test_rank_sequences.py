@@ -8,9 +8,8 @@ import pytest
 import rank_sequences as script
 import rank_sittings
 import torch
+from harness import report
 from studies import sequences as page
-
-from tigon.bench import report
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from harness import report
 from studies import movielens
 from studies import retrieve as tables
-
-from tigon.bench import report
 
 USERS, FILMS = 40, 60
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from tigon.bench import report
+from harness import report
 
 
 @pytest.fixture(scope="module")

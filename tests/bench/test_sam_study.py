@@ -5,11 +5,10 @@ import itertools
 
 import pytest
 import torch
+from harness import report
 from studies import sharpness
 from studies.sharpness import Run
 from torch import nn
-
-from tigon.bench import report
 
 
 @pytest.fixture(scope="module")

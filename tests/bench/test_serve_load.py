@@ -3,8 +3,7 @@
 import sys
 
 import pytest
-
-from tigon.bench import report
+from harness import report
 
 for package in ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client"):
     pytest.importorskip(package)

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import report
 from studies import sft as study
-
-from tigon.bench import report
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -4,8 +4,7 @@ import json
 import sys
 
 import pytest
-
-from tigon.bench import report
+from harness import report
 
 pytest.importorskip("transformers")
 

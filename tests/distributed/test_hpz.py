@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import report
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from world import world_of
 
 import tigon
-from tigon.bench import report
 from tigon.distributed import apply_hpz, count_traffic, hpz
 from tigon.distributed.hpz import gather as gather_module
 from tigon.distributed.hpz.gather import NodeGather

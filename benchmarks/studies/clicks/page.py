@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from harness import report
+
 from studies.rows import columns, markdown
-from tigon.bench import report
 
 NAMES = {
     "lirank-residual": "**LiRank, residual**", "lirank-dcn": "LiRank, DCN, low rank",
