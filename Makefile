@@ -5,7 +5,6 @@
 #   make lint       ruff, ruff format, mypy
 #   make sweep      fuse every class of transformers that has a language head, into benchmarks/families
 #   make converge   train eight families plain and fused, 300 steps; minutes on a GPU, hours on two cores
-#   make sam-study  how flat the minima of MicroBatchSAM are, beside those of SGD
 #   make docs       the documentation, into site/
 #   make package    wheel and source distribution, into dist/, tried in a fresh environment
 #   make gpu-test   the same suite on a CUDA device
@@ -20,7 +19,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint sweep converge sam-study docs package gpu-test gpu-test-distributed bench clean
+.PHONY: help venv demo test lint sweep converge docs package gpu-test gpu-test-distributed bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -71,10 +70,6 @@ sweep: $(READY)
 # Written after every row; begun again, it goes on. CONVERGE_ARGS="--families llama --dtype fp32", "--device cpu".
 converge: $(READY)
 	HF_HUB_OFFLINE=1 $(RUN) benchmarks/converge.py --output benchmarks/results --jobs $(WORKERS) $(CONVERGE_ARGS)
-
-# Written after every run; begun again, it goes on. SAM_ARGS="--seeds 5", "--cost" times steps instead.
-sam-study: $(READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) benchmarks/micro_batch_sam.py --output benchmarks/results --jobs $(WORKERS) $(SAM_ARGS)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet

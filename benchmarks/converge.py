@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from convergence import Runs, Training, judge
 from harness import report
-from studies.convergence import Runs, Training, judge
 from torch import Tensor, nn
 
 import tigon

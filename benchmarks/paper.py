@@ -26,7 +26,7 @@ import torch.distributed as dist
 from harness import report
 from harness.processes import run_in_process
 from harness.training import RunResult
-from studies.sharded import rows_of
+from sharded import rows_of
 
 # The models and batches of arXiv 2410.10989, in sequences over all GPUs.
 CASES = {"llama-3-8b": 64, "qwen2-7b": 48, "gemma-7b": 48, "mistral-7b": 128, "phi-3-mini": 128}

@@ -262,16 +262,16 @@ def draw_headline(axes: Any, colours: dict[str, str]) -> None:
     cases = group_cases(load("h200-4gpus.json")["rows"])
     for axis, key, title in zip(axes, ("tokens_per_s", "peak_gib"), ("Tokens/s", "Peak memory"), strict=True):
         for place, side in enumerate(("liger", "tigon")):
-            changes = [100 * (by[side][key] / by["hf"][key] - 1) for by in cases]
-            bars = axis.barh([n + 0.38 * place for n in range(len(cases))], changes, 0.36, color=colours[side])
-            axis.bar_label(bars, [f"{change:+.1f} %".replace("-", "−") for change in changes], padding=3)
+            ratios = [by[side][key] / by["hf"][key] for by in cases]
+            lengths = [abs(ratio - 1) for ratio in ratios]
+            bars = axis.barh([n + 0.38 * place for n in range(len(cases))], lengths, 0.36, color=colours[side])
+            axis.bar_label(bars, list(map(format_change, ratios)), padding=3)
         axis.set(title=f"{title}, against Hugging Face", xticks=[])
         axis.margins(x=0.25)
         axis.invert_yaxis()
         axis.set_yticks([n + 0.19 for n in range(len(cases))], [by["hf"]["model"] for by in cases])
     axes[1].set(yticks=[])
-    axes[1].invert_xaxis()
-    axes[1].legend(axes[0].containers, ["Liger", "Tigon"], frameon=False, loc="lower left")
+    axes[0].legend(axes[0].containers, ["Liger", "Tigon"], frameon=False, loc="center right")
 
 
 def draw_same_training(axes: Any, colours: dict[str, str]) -> None:
