@@ -13,6 +13,7 @@ from torch import Tensor
 from cases.inputs import Draw, Inputs, Shape, expect_rows, make_elementwise
 from cases.row import OVERWRITES_INPUTS, Implementation, Op, liger, plain, tigon
 from tigon.ops.acts import ACTS, Act
+from tigon.ops.gated_linear import gated_linear
 
 _ROWS = ((1, 14336), (17, 14336), (10**6, 256))
 
@@ -50,12 +51,6 @@ def _make_gated_linear(shape: Shape, dtype: torch.dtype, device: torch.device, i
     weight = draw.normal(out, width, scale=width**-0.5).requires_grad_()
     arguments = {"gate": gate, "up": up, "weight": weight}
     return Inputs(arguments, ("gate", "up", "weight"), ("y",), (draw.normal(rows, out),))
-
-
-def _load_gated_linear() -> Callable[..., Any]:
-    from tigon.ops.gated_linear import gated_linear
-
-    return gated_linear
 
 
 def _load_liger_gated_linear() -> Callable[..., Any]:
@@ -138,7 +133,7 @@ OPS = (
         flops=lambda s: (2 * math.prod(s), 4 * math.prod(s)),
         floor=_make_products,
         implementations={
-            "tigon": Implementation(_load_gated_linear, note="the product is not kept"),
+            "tigon": Implementation(lambda: gated_linear, note="the product is not kept"),
             **plain(_eager_gated_linear),
             "liger": Implementation(_load_liger_gated_linear, note=OVERWRITES_INPUTS, overwrites=True, gpu_only=True),
         },

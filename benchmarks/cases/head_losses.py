@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -380,17 +380,10 @@ def _make_products(number: int, frozen: bool) -> Callable[[Inputs], list[tuple[C
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    names: tuple[str, ...]
-    small: Shape
-    tiny: Shape
-
-
-# By how many numbers a shape has.
+# By how many numbers a shape has: their names, a small shape, a tiny one.
 SIZES = {
-    3: _Sizes(("tokens", "width", "vocabulary"), (256, 64, 4096), (8, 16, 64)),
-    4: _Sizes(("sequences", "tokens", "width", "vocabulary"), (4, 64, 64, 4096), (2, 8, 16, 64)),
+    3: (("tokens", "width", "vocabulary"), (256, 64, 4096), (8, 16, 64)),
+    4: (("sequences", "tokens", "width", "vocabulary"), (4, 64, 64, 4096), (2, 8, 16, 64)),
 }
 
 
@@ -405,7 +398,7 @@ def _make_op(
     """products: as large as that of the logits, dX and dW among them. frozen: no dW."""
     backward = 1 if frozen else 2
     forward = products - backward
-    sizes = SIZES[len(shapes[0])]
+    names, small, tiny = SIZES[len(shapes[0])]
 
     def nbytes(s: Shape, b: int) -> tuple[int, int]:
         *tokens, h, v = s
@@ -414,10 +407,10 @@ def _make_op(
 
     return Op(
         name=name,
-        shape_names=sizes.names,
+        shape_names=names,
         shapes=shapes,
-        small=(sizes.small,),
-        tiny=sizes.tiny,
+        small=(small,),
+        tiny=tiny,
         nbytes=nbytes,
         counted=(f"{2 * forward}·M·N·V FLOP", f"{2 * backward}·M·N·V FLOP"),
         flops=lambda s: (2 * forward * math.prod(s), 2 * backward * math.prod(s)),

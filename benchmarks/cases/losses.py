@@ -24,6 +24,7 @@ from cases.row import (
     tigon,
     torch_own,
 )
+from tigon import logprob
 
 # ------------------------------------------------------------------------------------------------------ cross_entropy
 
@@ -209,12 +210,6 @@ def _expect_logprob(inputs: Inputs) -> Expected:
     return expect_rows(lambda logits, ids: _eager_logprob(logits, ids.long()), rowwise=("logits", "ids"))(wide)
 
 
-def _tigon_logprob() -> Callable[..., Any]:
-    from tigon import logprob
-
-    return lambda logits, target: tuple(logprob(logits, target)[:2])
-
-
 OPS = (
     Op(
         name="cross_entropy",
@@ -256,6 +251,9 @@ OPS = (
         expect=_expect_logprob,
         nbytes=lambda s, b: (s[0] * s[1] * b + 8 * s[0], 2 * s[0] * s[1] * b + 8 * s[0]),
         counted=("logits, targets", "logits, targets → dlogits"),
-        implementations={"tigon": Implementation(_tigon_logprob), **plain(_eager_logprob)},
+        implementations={
+            "tigon": Implementation(lambda: lambda logits, target: tuple(logprob(logits, target)[:2])),
+            **plain(_eager_logprob),
+        },
     ),
 )

@@ -46,10 +46,18 @@ def draw_near_one(draw: Draw, n: int) -> Tensor:
     return (1 + draw.normal(n, scale=0.02)).requires_grad_()
 
 
-def _make_rms_norm(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
-    draw = Draw(device, dtype)
-    x = draw.normal(*shape).requires_grad_()
-    return Inputs({"x": x, "weight": draw_near_one(draw, shape[-1])}, ("x", "weight"), ("y",), (draw.normal(*shape),))
+def _make_norm(*names: str, bias: bool = False, outputs: tuple[str, ...] = ("y",)) -> Callable[..., Inputs]:
+    """Draws tensors of one shape by name, a weight near 1, a small bias, and upstream gradients of the outputs."""
+
+    def make(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
+        draw = Draw(device, dtype)
+        arguments = {name: draw.normal(*shape).requires_grad_() for name in names}
+        arguments["weight"] = draw_near_one(draw, shape[-1])
+        if bias:
+            arguments["bias"] = draw.normal(shape[-1], scale=0.02).requires_grad_()
+        return Inputs(arguments, tuple(arguments), outputs, tuple(draw.normal(*shape) for _ in outputs))
+
+    return make
 
 
 def _make_heads(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
@@ -113,17 +121,6 @@ def _liger_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[An
     return x, residual, weight, 1e-6, 0.0, "llama", False
 
 
-def _make_add_rms_norm(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
-    draw = Draw(device, dtype)
-    arguments = {
-        "x": draw.normal(*shape).requires_grad_(),
-        "residual": draw.normal(*shape).requires_grad_(),
-        "weight": draw_near_one(draw, shape[-1]),
-    }
-    grads = (draw.normal(*shape), draw.normal(*shape))
-    return Inputs(arguments, ("x", "residual", "weight"), ("y", "sum"), grads)
-
-
 def _load_quack_add_rms_norm() -> Callable[..., Any]:
     from quack import rmsnorm
 
@@ -135,16 +132,6 @@ def _load_quack_add_rms_norm() -> Callable[..., Any]:
 
 def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
-
-
-def _make_layer_norm(shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float) -> Inputs:
-    draw = Draw(device, dtype)
-    arguments = {
-        "x": draw.normal(*shape).requires_grad_(),
-        "weight": draw_near_one(draw, shape[-1]),
-        "bias": draw.normal(shape[-1], scale=0.02).requires_grad_(),
-    }
-    return Inputs(arguments, ("x", "weight", "bias"), ("y",), (draw.normal(*shape),))
 
 
 def _load_quack_layer_norm() -> Callable[..., Any]:
@@ -237,7 +224,7 @@ OPS = (
         shapes=((32768, 4096), (16384, 8192), (8192, 16384), (262144, 128), (8192, 4096)),
         extra=_EXTRA,
         small=((256, 1024), (2048, 128)),
-        make=_make_rms_norm,
+        make=_make_norm("x"),
         expect=expect_rows(eager_rms_norm, rowwise=("x",), summed=("weight",)),
         nbytes=_count_row_bytes(1),
         counted=("x, weight → y", "dy, x, weight → dx, dweight"),
@@ -260,7 +247,7 @@ OPS = (
         name="add_rms_norm",
         shapes=((32768, 4096), (16384, 8192)),
         extra=_EXTRA,
-        make=_make_add_rms_norm,
+        make=_make_norm("x", "residual", outputs=("y", "sum")),
         expect=expect_rows(_eager_add_rms_norm, rowwise=("x", "residual"), summed=("weight",)),
         # dx is dresidual: one tensor is written for both.
         nbytes=lambda s, b: ((4 * s[0] * s[1] + s[1]) * b, (4 * s[0] * s[1] + 2 * s[1]) * b),
@@ -280,7 +267,7 @@ OPS = (
         name="layer_norm",
         shapes=((32768, 4096), (8192, 16384)),
         extra=_EXTRA,
-        make=_make_layer_norm,
+        make=_make_norm("x", bias=True),
         expect=expect_rows(_eager_layer_norm, rowwise=("x",), summed=("weight", "bias")),
         nbytes=_count_row_bytes(2),
         counted=("x, weight, bias → y", "dy, x, weight → dx, dweight, dbias"),

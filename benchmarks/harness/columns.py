@@ -110,7 +110,7 @@ def remark(row: Row) -> str:
 Column = str | Callable[[Row], str]
 _REMARK: dict[str, Column] = {"remark": remark}
 _OPERATOR: dict[str, Column] = {"op": "op", "shape": format_shape, "dtype": "dtype", "by": "implementation"}
-# Of other kinds, such as those of studies, tables show the fields as they are.
+# Tables of other kinds, such as those of studies, show the fields as they are.
 COLUMNS: dict[str, dict[str, Column]] = {
     "ops": {
         **_OPERATOR,

@@ -1,4 +1,4 @@
-"""Results as charts: bars of operators and whole models, lines of memory over the length and of searches."""
+"""Results as charts: bars of operators and whole models, lines of searches."""
 
 from __future__ import annotations
 
@@ -78,27 +78,6 @@ def _draw_models(content: dict[str, Any], plt: Any) -> Any:
     return _draw_bars(groups, plt, "side", "value", "{:,.1f}")
 
 
-def _draw_lengths(content: dict[str, Any], plt: Any) -> Any:
-    """Peak memory over the length; a line ends at the longest sequence that fits."""
-    figure, axis = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
-    for name in dict.fromkeys(row["side"] for row in content["rows"]):
-        rows = [row for row in content["rows"] if row["side"] == name and row["status"] == "ok" and row["peak_gib"]]
-        if points := sorted((row["seq"], row["peak_gib"]) for row in rows):
-            label = f"{name}: {points[-1][0]:,} tokens"
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, color=COLOURS.get(name, OTHER))
-    if available := content["environment"].get("memory_gib"):
-        axis.axhline(available, color=plt.rcParams["text.color"], linewidth=0.8, linestyle=":")
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
-    axis.set_ylim(0)
-    axis.set_xlabel("tokens of a sequence")
-    axis.set_ylabel("peak memory, GiB")
-    axis.grid(alpha=0.3)
-    axis.legend(title="longest measured")
-    axis.set_title(format_model(content["rows"][0]), fontsize=12, loc="left")
-    return figure
-
-
 def _draw_searches(content: dict[str, Any], plt: Any) -> Any:
     """Time over the share of the rows that pass, a panel for each number of queries, with the floor below."""
     # Single searches of an index have no floor, and searches with codes no shares.
@@ -131,6 +110,5 @@ def _draw_searches(content: dict[str, Any], plt: Any) -> Any:
 KINDS: dict[str, Callable[[dict[str, Any], Any], Any]] = {
     "ops": _draw_operators,
     "model": _draw_models,
-    "sequence": _draw_lengths,
     "search": _draw_searches,
 }

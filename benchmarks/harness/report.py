@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.columns import (
-    COLUMNS,  # noqa: F401  (studies add the columns of their kinds)
-    TEXT_COLUMNS,
-    Cells,
-    case_key,
-    make_cells,
-    number,
-)
+from harness.columns import TEXT_COLUMNS, Cells, case_key, make_cells, number
 
 from tigon.environment import describe_environment, read_package_version  # noqa: F401
 
@@ -172,36 +165,3 @@ def to_text(content: dict[str, Any]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([headline(content), line(header), *(line(row) for row in rows)])
-
-
-def to_table(content: dict[str, Any]) -> str:
-    """The table in Markdown."""
-    header, rows = cells(content)
-    lines = [header, [":--" if name in TEXT_COLUMNS else "--:" for name in header], *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def to_markdown(content: dict[str, Any]) -> str:
-    return f"{source(content)}\n\n{to_table(content)}\n"
-
-
-def source(content: dict[str, Any]) -> str:
-    """The origin of a table: hardware, ceilings, versions and command, in Markdown."""
-    return f"{headline(content)}. `{content['command']}`" + "".join(f" {line}" for line in provenance(content))
-
-
-def provenance(content: dict[str, Any]) -> list[str]:
-    """A sentence for each run that the rows name, except the run that wrote the file."""
-    origins: dict[tuple[str, str], list[str]] = {}
-    for row in content["rows"]:
-        if "date" in row and (row["date"], row["command"]) != (content["date"], content["command"]):
-            name = " ".join(f"{row[k]}" for k in ("op", "model", "seq", "side", "implementation") if k in row)
-            origins.setdefault((row["date"], row["command"]), []).append(name)
-    lines = []
-    for (date, how), rows in sorted(origins.items()):
-        some = ", ".join(rows) if len(rows) < 5 else f"{len(rows)} rows"
-        where = f"on {date[:10]} by `{how}`"
-        if NOT_RECORDED in (date, how):
-            where = "in earlier runs, whose dates and commands were not recorded"
-        lines.append(f"{some}: measured {where}.")
-    return lines

@@ -232,7 +232,8 @@ def run_case(
     bounds = _compute_bounds(op, inputs, expected, dtype)
     free(device)
 
-    rows, steps, estimates = {}, {}, {}
+    rows: dict[str, Row] = {}
+    steps: dict[str, _Step] = {}
     for name, implementation in implementations.items():
         row = rows[name] = case.make_row(name)
         row.note = note or implementation.note
@@ -248,9 +249,9 @@ def run_case(
                 _check_errors(row, values, expected, bounds)
             del values
             own = inputs.clone()
-            row.peak_mib, estimates[name] = peak_mib(functools.partial(run_once, fn, own), device)
+            row.peak_mib, estimate_ms = peak_mib(functools.partial(run_once, fn, own), device)
             del own
-            steps[name] = fn
+            steps[name] = _Step(fn, implementation.overwrites, estimate_ms, device, settings)
         except Exception as error:  # a peer may fail in any way; its row then says how
             if implementation.where_installed and isinstance(error, ImportError):
                 del rows[name]
@@ -264,9 +265,7 @@ def run_case(
         floor.measure()
         for name in list(steps):
             try:
-                times[name].append(
-                    _time_round(steps[name], implementations[name], inputs, device, settings, estimates[name])
-                )
+                times[name].append(steps[name].time_round(inputs))
             except Exception as error:
                 rows[name].status, rows[name].reason = "failed", one_line(error)
                 del steps[name], times[name]
@@ -274,9 +273,7 @@ def run_case(
     for name, measured in times.items():
         _fill(rows[name], measured, floor)
         try:
-            rows[name].device_ms = _time_graph(
-                steps[name], implementations[name], inputs, device, settings, estimates[name]
-            )
+            rows[name].device_ms = steps[name].time_graph(inputs)
         except Exception as error:  # a peer that waits for the device, or allocates as a capture forbids
             rows[name].device_reason = one_line(error)
             synchronize(device)
@@ -369,45 +366,38 @@ def peak_mib(run: Callable[[], object], device: torch.device) -> tuple[float | N
     return peak, ms
 
 
-def _time_round(
-    fn: Callable[..., Any],
-    implementation: Implementation,
-    inputs: Inputs,
-    device: torch.device,
-    settings: Settings,
-    estimate_ms: float,
-) -> tuple[float, float]:
-    """Milliseconds of the forward, as in training, and of forward + backward. Without a gradient both are equal."""
-    if implementation.overwrites:
-        inputs = inputs.clone()
-    total = functools.partial(run_once, fn, inputs)
-    forward = functools.partial(fn, **inputs.arguments) if inputs.wrt else None
-    forward_ms = time_ms(forward, device, settings, estimate_ms) if forward else math.nan
-    total_ms = time_ms(total, device, settings, estimate_ms)
-    return (forward_ms if forward else total_ms), total_ms
+@dataclass(frozen=True)
+class _Step:
+    """One implementation, ready to be timed. estimate_ms: its forward + backward, roughly."""
 
+    fn: Callable[..., Any]
+    overwrites: bool
+    estimate_ms: float
+    device: torch.device
+    settings: Settings
 
-def _time_graph(
-    fn: Callable[..., Any],
-    implementation: Implementation,
-    inputs: Inputs,
-    device: torch.device,
-    settings: Settings,
-    estimate_ms: float,
-) -> float | None:
-    """Milliseconds of forward + backward as one CUDA graph; None if a graph adds nothing."""
-    if device.type != "cuda" or estimate_ms >= LONG_MS:
-        return None
-    from triton.testing import do_bench_cudagraph
+    def time_round(self, inputs: Inputs) -> tuple[float, float]:
+        """Milliseconds of the forward, as in training, and of forward + backward. Without a gradient both are equal."""
+        inputs = inputs.clone() if self.overwrites else inputs
+        forward = functools.partial(self.fn, **inputs.arguments)
+        forward_ms = time_ms(forward, self.device, self.settings, self.estimate_ms) if inputs.wrt else None
+        total = time_ms(lambda: run_once(self.fn, inputs), self.device, self.settings, self.estimate_ms)
+        return (total if forward_ms is None else forward_ms), total
 
-    if implementation.overwrites:
-        inputs = inputs.clone()
-    # A capture that a wait for the device breaks is never closed: from then on the allocator returns no memory that it
-    # keeps when it has none left, and all that follows runs out of memory. So the wait is found before a capture.
-    with forbid_waiting():
-        run_once(fn, inputs)
-    free(device)
-    return float(do_bench_cudagraph(lambda: run_once(fn, inputs), rep=settings.graph_ms, return_mode="median"))
+    def time_graph(self, inputs: Inputs) -> float | None:
+        """Milliseconds of forward + backward as one CUDA graph; None if a graph adds nothing."""
+        if self.device.type != "cuda" or self.estimate_ms >= LONG_MS:
+            return None
+        from triton.testing import do_bench_cudagraph
+
+        inputs = inputs.clone() if self.overwrites else inputs
+        # A capture that a wait for the device breaks is never closed: from then on the allocator gives back no memory
+        # that it keeps, and all that follows runs out of memory. So the wait is found before a capture.
+        with forbid_waiting():
+            run_once(self.fn, inputs)
+        free(self.device)
+        call = functools.partial(run_once, self.fn, inputs)
+        return float(do_bench_cudagraph(call, rep=self.settings.graph_ms, return_mode="median"))
 
 
 @contextlib.contextmanager

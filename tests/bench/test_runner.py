@@ -255,16 +255,16 @@ def test_the_estimate_of_a_short_call_is_not_the_drivers_time_for_memory(monkeyp
 
 
 def test_a_call_that_cannot_be_captured_says_why(monkeypatch):
-    def device_ms(fn, *rest):
-        if fn is refused:
+    def time_graph(step, inputs):
+        if step.fn is refused:
             raise RuntimeError("operation not permitted when stream is capturing")
         return 0.25
 
     silu = torch.nn.functional.silu
     refused, captured = (lambda gate, up: silu(gate) * up), (lambda gate, up: silu(gate) * up)
-    found = {"tigon": Implementation(lambda: refused), "eager": Implementation(lambda: captured)}
-    monkeypatch.setattr(runner, "_time_graph", device_ms)
-    op = dataclasses.replace(OPS["swiglu"], implementations=found)
+    implementations = {"tigon": Implementation(lambda: refused), "eager": Implementation(lambda: captured)}
+    monkeypatch.setattr(runner._Step, "time_graph", time_graph)
+    op = dataclasses.replace(OPS["swiglu"], implementations=implementations)
     ours, theirs = run_case(Case(op, (3, 4), torch.float32), CPU, CEILINGS, settings=SHORT)
     assert (ours.status, ours.device_ms) == ("ok", None)
     assert ours.device_reason == "RuntimeError: operation not permitted when stream is capturing"
@@ -274,11 +274,10 @@ def test_a_call_that_cannot_be_captured_says_why(monkeypatch):
 @pytest.mark.gpu
 def test_a_call_that_waits_for_the_device_is_not_captured():
     """A capture that broke would leave an allocator that gives back nothing that it keeps."""
-    waiting = Implementation(lambda: lambda gate, up: gate * up * (up.sum().item() != 0.5))
-    op = dataclasses.replace(OPS["swiglu"], implementations={"tigon": waiting, "eager": waiting})
-    inputs = op.make((64, 64), torch.float32, torch.device("cuda"), 0.0)
+    cuda = torch.device("cuda")
+    inputs = OPS["swiglu"].make((64, 64), torch.float32, cuda, 0.0)
+    waiting = runner._Step(lambda gate, up: gate * up * (up.sum().item() != 0.5), False, 0.1, cuda, SHORT)
     with pytest.raises(RuntimeError, match="synchronizing"):
-        runner._time_graph(waiting.load(), waiting, inputs, torch.device("cuda"), SHORT, 0.1)
+        waiting.time_graph(inputs)
     assert torch.cuda.get_sync_debug_mode() == 0
-    plain = Implementation(lambda: lambda gate, up: gate * up)
-    assert runner._time_graph(plain.load(), plain, inputs, torch.device("cuda"), SHORT, 0.1) > 0
+    assert dataclasses.replace(waiting, fn=lambda gate, up: gate * up).time_graph(inputs) > 0
