@@ -67,7 +67,7 @@ def _versions() -> dict[str, Any]:
     import platform
 
     from tigon import __version__
-    from tigon.environment import PACKAGES, read_package_version
+    from tigon.cli.environment import PACKAGES, read_package_version
 
     return {"tigon": __version__, "python": platform.python_version(), **{p: read_package_version(p) for p in PACKAGES}}
 
@@ -75,7 +75,7 @@ def _versions() -> dict[str, Any]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from tigon.environment import describe_environment
+    from tigon.cli.environment import describe_environment
 
     names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
     keys = ("device", "capability", "memory_gib", "driver", "cuda", "hip", "threads")
