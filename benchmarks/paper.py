@@ -31,10 +31,6 @@ from sharded import rows_of
 # The models and batches of arXiv 2410.10989, in sequences over all GPUs.
 CASES = {"llama-3-8b": 64, "qwen2-7b": 48, "gemma-7b": 48, "mistral-7b": 128, "phi-3-mini": 128}
 SIDES = ("hf", "liger", "tigon")
-TINY = {
-    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 16,
-}  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -49,7 +45,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further side is begun")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds after which a side is given up")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="two narrow layers and one short sequence a rank")
     return parser.parse_args(arguments)
 
 
@@ -129,7 +124,7 @@ def run(ranks: Ranks, cell: str, row: RunResult, device: torch.device, options: 
         timeout_s=options.timeout,
         stop=lambda: ranks.failed(cell),
         steps=options.steps,
-        overrides=TINY if options.tiny else {},
+        overrides={},
         member=member,
     )[-1]
     if row.status == "failed":
@@ -139,7 +134,7 @@ def run(ranks: Ranks, cell: str, row: RunResult, device: torch.device, options: 
 
 
 def row_of(model: str, side: str, options: argparse.Namespace, world: int) -> RunResult:
-    batch, seq = (world, 16) if options.tiny else (CASES[model], options.seq)
+    batch, seq = CASES[model], options.seq
     if batch % world:
         raise SystemExit(f"paper.py: {world} GPUs cannot share the {batch} sequences of {model} equally.")
     dtype = "float32" if options.device == "cpu" else "bfloat16"

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = "https://github.com/tigon-ml/tigon/blob/main/benchmarks/results"
 NOISE = 0.02
+LONG = 40  # lines from which a page folds a table
 ORDER = ("hf", "eager", "torch", "compile", "compile-layers", "compile-causal", "liger", "quack", "cce", "trl", "tigon")
 CASE = ("op", "shape", "dtype", "options", "model", "batch", "seq", "layers", "checkpointing", "masked", "accumulation",
         "rank", "quantized", "measure", "gpus")  # fmt: skip
@@ -332,7 +333,10 @@ def make_matrices(pattern: str) -> str:
     parts = []
     for path in sorted(RESULTS.glob(pattern), key=lambda path: (not path.name.startswith("h200"), path.name)):
         if load(path.name)["kind"] in ("ops", "model", "sequence"):
-            parts += [describe_source(path.name), "", make_matrix(load(path.name)["rows"])]
+            table = make_matrix(load(path.name)["rows"])
+            if table.count("\n") > LONG:
+                table = f'<details markdown="1"><summary>{path.stem}</summary>\n\n{table}\n</details>\n'
+            parts += [describe_source(path.name), "", table]
     return "\n".join(parts)
 
 

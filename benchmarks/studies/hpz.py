@@ -42,8 +42,6 @@ from tigon.distributed.hpz.gather import NodeGather
 
 SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8,
          "vocab_size": 32000}  # fmt: skip
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "vocab_size": 97}  # fmt: skip
 SIDES = ("fsdp2", "event", "unchecked", "host", "none")
 LAYERS = 4
 WARMUP = 3
@@ -95,7 +93,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=25, help="timed steps of each side, after three of warm-up")
     parser.add_argument("--bits-steps", type=int, default=50, help="steps of which the bits are compared")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="narrow layers and short sequences")
     return parser.parse_args(arguments)
 
 
@@ -131,7 +128,7 @@ class Trial:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.node = options.group_size or self.world // 2
         self.mesh = init_device_mesh(device.type, (self.world,))
-        self.seq = min(options.seq, 16) if options.tiny else options.seq
+        self.seq = options.seq
         self.spins = cycles_per_second(device)
 
     def say(self, text: str) -> None:
@@ -144,7 +141,7 @@ class Trial:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        sizes = TINY if self.options.tiny else SIZES
+        sizes = SIZES
         with self.device:
             return LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **sizes)).train()
 

@@ -509,13 +509,13 @@ def graphed(run: Callable[[], Tensor]) -> Callable[[], Any]:
     return graph.replay
 
 
-def cost(device: torch.device, tiny: bool) -> Iterator[Row]:
-    width, layers, heads = (64, 2, 2) if tiny else (512, 8, 8)
-    history, candidates, many = (16, 8, 3) if tiny else (512, 512, 16)
+def cost(device: torch.device) -> Iterator[Row]:
+    width, layers, heads = (512, 8, 8)
+    history, candidates, many = (512, 512, 16)
     schema = rank.Schema(
         {"item": "item", "labels": ["click"], "action": ["what"]},
         {
-            "item": rank.Id(hash_rows=1000 if tiny else 100_000, side="item", history=True),
+            "item": rank.Id(hash_rows=100_000, side="item", history=True),
             "what": rank.Id(vocab=("a", "b", "c"), side="action"),
         },
     )
@@ -528,7 +528,7 @@ def cost(device: torch.device, tiny: bool) -> Iterator[Row]:
                 p.normal_(std=p.shape[-1] ** -0.5)
     exact = copy.deepcopy(ranker).double()
     half = copy.deepcopy(ranker).to(torch.bfloat16 if cuda else torch.float32)
-    repeats = 3 if tiny else 30
+    repeats = 30
     base = {"width": width, "layers": layers, "heads": heads, "history": history, "candidates": candidates}
 
     def apart(found: Tensor, expected: Tensor) -> float:
@@ -557,9 +557,9 @@ def cost(device: torch.device, tiny: bool) -> Iterator[Row]:
                 yield Row("speed", f"{requests} requests", 0, name, setting, found)
     # Training, ragged.
     draw = np.random.default_rng(0)
-    requests = 8 if tiny else 512
-    lengths = draw.integers(*((4, 17) if tiny else (64, 1025)), requests).tolist()
-    counts = draw.integers(*((1, 9) if tiny else (8, 65)), requests).tolist()
+    requests = 512
+    lengths = draw.integers(64, 1025, requests).tolist()
+    counts = draw.integers(8, 65, requests).tolist()
     batch = cost_batch(schema, lengths, counts, device)
     setting = {**base, "requests": requests, "history": "64–1024", "candidates": "8–64"}
 
@@ -597,7 +597,7 @@ def cost(device: torch.device, tiny: bool) -> Iterator[Row]:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         try:
-            found = {"ms": timed(run_step, device, 3 if tiny else 5), "gradient_cosine": cosine}
+            found = {"ms": timed(run_step, device, 5), "gradient_cosine": cosine}
             note = ""
         except torch.OutOfMemoryError:
             found, note = {}, "out of memory"
@@ -685,7 +685,7 @@ def main() -> None:
         print(row.data, row.method, row.seed, row.measures, flush=True)
 
     if options.part == "speed":
-        for row in cost(device, device.type == "cpu"):
+        for row in cost(device):
             keep(row)
     else:
         quality(keep, options, device)
