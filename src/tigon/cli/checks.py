@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "rope": (((2, 4, 64, 64), (2, 2, 64, 64)), lambda q, k: tigon.rope(q, k, *_angles(q))),
     "qk_norm_rope": (
         ((2, 4, 64, 64), (2, 2, 64, 64), (64,), (64,)),
-        lambda q, k, *weights: tigon.qk_norm_rope(q, k, *weights, *_angles(q)),
+        lambda q, k, wq, wk: tigon.qk_norm_rope(q, k, wq, wk, *_angles(q)),
     ),
     "softmax": ((ROWS,), lambda x: tigon.softmax(x, -1)),
     "sparsemax": ((ROWS,), tigon.sparsemax),
