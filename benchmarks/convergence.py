@@ -106,7 +106,7 @@ class Runs:
         self.scores = {
             "loss": scores(losses, len(plain), ROUNDING * float(loss.abs().max())),
             "norm": scores(norms.log(), len(plain), ROUNDING),
-            "weights": scores_of(
+            "weights": compute_scores(
                 torch.tensor(self.apart, dtype=torch.float64).square()[..., None], len(plain), ROUNDING
             ),
         }
@@ -148,10 +148,10 @@ def scores(curves: Tensor, plain: int, floor: float) -> list[float]:
         floor: the error that rounding adds to each distance; the squares add up.
     """
     apart = (curves[:, None] - curves[None, :plain]).square()
-    return scores_of(smoothed(apart, reach(curves.shape[1])), plain, floor)
+    return compute_scores(smooth(apart, reach(curves.shape[1])), plain, floor)
 
 
-def scores_of(apart: Tensor, plain: int, floor: float) -> list[float]:
+def compute_scores(apart: Tensor, plain: int, floor: float) -> list[float]:
     """The same, from squared distances (runs, plain, steps)."""
     found = []
     for i in range(len(apart)):
@@ -167,7 +167,7 @@ def reach(steps: int) -> int:
     return max(4, steps // 20)
 
 
-def smoothed(values: Tensor, reach: int) -> Tensor:
+def smooth(values: Tensor, reach: int) -> Tensor:
     """The mean over neighbours along the last axis; fewer of them at the ends."""
     sums = torch.nn.functional.pad(values.cumsum(-1), (1, 0))
     steps = torch.arange(values.shape[-1])

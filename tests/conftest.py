@@ -7,7 +7,6 @@ so it is set here, before the first import of a kernel file.
 import itertools
 import os
 import socket
-import sys
 
 import pytest
 import torch
@@ -90,12 +89,6 @@ def pytest_make_collect_report(collector: pytest.Collector):
     if isinstance(cause, ModuleNotFoundError) and (name := (cause.name or "").partition(".")[0]) in EXTRAS:
         report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"Skipped: {name} is not installed")
     return report
-
-
-def pytest_runtest_call() -> None:
-    """torch measures the guards of each graph with an empty cache, for its log: 0.2 s to empty it."""
-    if guards := sys.modules.get("torch._dynamo.guards"):
-        guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def timed(run: Any, device: torch.device, repeats: int = 5) -> float:
+def time_call(run: Any, device: torch.device, repeats: int = 5) -> float:
     """Median of milliseconds by the clock, after a run that compiles."""
     run()
     times = []
@@ -80,14 +80,14 @@ def speed(device: torch.device, prefix: int, candidates: int, length: int, layer
 
     with torch.no_grad():
         a, b = batch.next_logits(model, answers).softmax(-1), separate(2, False).softmax(-1)
-        scoring = timed(lambda: batch.next_logits(model, answers), device)
-        by_size = {size: timed(lambda size=size: separate(size, False), device, 3) for size in (1, 2, 8)}
+        scoring = time_call(lambda: batch.next_logits(model, answers), device)
+        by_size = {size: time_call(lambda size=size: separate(size, False), device, 3) for size in (1, 2, 8)}
     model.train()
-    step = timed(
+    step = time_call(
         lambda: training(lambda: F.cross_entropy(batch.next_logits(model, answers), labels).backward()), device
     )
     step_by_size = {
-        size: timed(lambda size=size: training(lambda: separate(size, True)), device, 3) for size in (1, 2, 4)
+        size: time_call(lambda size=size: training(lambda: separate(size, True)), device, 3) for size in (1, 2, 4)
     }
     shape = f"Qwen3-1.7B, {prefix} + {candidates} × {length}"
     for method, ms, of_sizes in (("scoring", scoring, by_size), ("training", step, step_by_size)):

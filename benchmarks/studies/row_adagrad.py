@@ -76,7 +76,7 @@ class Step:
         return asdict(self)
 
 
-def ids_of(count: int, rows: int, draw: torch.Generator) -> Tensor:
+def make_ids(count: int, rows: int, draw: torch.Generator) -> Tensor:
     """The rows that occur, ascending: id i with probability log((i + 2) / (i + 1)) / log(V + 1), as in `embedding`."""
     chance = torch.rand(count, generator=draw, device=draw.device, dtype=torch.float64)
     index = ((rows + 1) ** chance - 1).long().clamp_max(rows - 1)
@@ -88,14 +88,14 @@ def floor_bytes(touched: int, width: int) -> int:
     return touched * (3 * 4 * width + 2 * 4 + 8)
 
 
-def expected(side: str, grad: Tensor) -> Tensor:
+def compute_expected(side: str, grad: Tensor) -> Tensor:
     """The change of the touched rows in the first step, in fp64."""
     square = grad.double().square()
     total = square.mean(1, keepdim=True) if side.startswith("tigon") else square
     return -LR * grad.double() / (total.sqrt() + EPS)
 
 
-def optimizer_of(side: str, table: torch.nn.Parameter) -> torch.optim.Optimizer:
+def make_optimizer(side: str, table: torch.nn.Parameter) -> torch.optim.Optimizer:
     if side.startswith("tigon"):
         return tigon.optim.RowAdagrad([table], lr=LR, eps=EPS)
     return torch.optim.Adagrad([table], lr=LR, eps=EPS)
@@ -106,7 +106,7 @@ def check(row: Step, step: Callable[[], Any], table: Tensor, at: Tensor, grad: T
     before = table.detach().clone()
     step()
     change = table.detach()[at].double() - before[at].double()
-    exact = expected(row.side, grad)
+    exact = compute_expected(row.side, grad)
     row.error = float((change - exact).norm() / exact.norm())
     before[at] = table.detach()[at]
     # A weight has as many bits as before, and its change, which is a hundredth of it, has seven less.
@@ -136,7 +136,7 @@ def run_table(
 ) -> list[Step]:
     """Every side on one table; the sides take turns in each round."""
     draw = torch.Generator(device).manual_seed(0)
-    at = ids_of(count, rows, draw)
+    at = make_ids(count, rows, draw)
     grad = torch.randn(at.numel(), width, generator=draw, device=device)
     start = torch.randn(rows, width, generator=draw, device=device)
     sparse = torch.sparse_coo_tensor(at[None], grad, (rows, width), is_coalesced=True, check_invariants=False)
@@ -147,7 +147,7 @@ def run_table(
         found.append(row)
         try:
             table = torch.nn.Parameter(start.clone())
-            optimizer = optimizer_of(side, table)
+            optimizer = make_optimizer(side, table)
             table.grad = sparse if side.endswith("rows") else sparse.to_dense()
             check(row, optimizer.step, table, at, grad)
             row.peak_mib, estimate = peak_mib(optimizer.step, device)

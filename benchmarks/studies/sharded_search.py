@@ -62,7 +62,7 @@ class Row:
         return asdict(self)
 
 
-def filled(index: Index, count: int, dim: int, device: torch.device, whole: bool = False) -> Index:
+def fill_table(index: Index, count: int, dim: int, device: torch.device, whole: bool = False) -> Index:
     """Items by pieces: normal numbers in fp16, or small whole ones; and a number by which a filter chooses."""
     draw, chance = torch.Generator(device).manual_seed(0), np.random.default_rng(0)
     for start in range(0, count, PIECE):
@@ -79,7 +79,7 @@ def both(count: int, dim: int, device: torch.device, whole: bool = False) -> tup
     schema = retrieve.Schema(chance=retrieve.Number(0, 99, step=1))
     one = retrieve.Index(dim, count, schema=schema, device=device)
     split = retrieve.ShardedIndex(dim, count, schema=schema, device=device)
-    return filled(one, count, dim, device, whole), filled(split, count, dim, device, whole)
+    return fill_table(one, count, dim, device, whole), fill_table(split, count, dim, device, whole)
 
 
 def same(one: Index, split: Index, query: Tensor, k: int, where: str | None) -> bool:
@@ -88,7 +88,7 @@ def same(one: Index, split: Index, query: Tensor, k: int, where: str | None) -> 
     return bits and bool(torch.equal(mine.ids, theirs.ids))
 
 
-def graph_of(call: Callable[[], Any]) -> Callable[[], Any]:
+def capture_search(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call as a CUDA graph. Other threads of NCCL ask the driver meanwhile."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -103,7 +103,7 @@ def measure(row: Row, call: Callable[[], Any], clock: Clock, graph: bool) -> Row
     row.ms = statistics.median(row.samples_ms)
     if graph:
         try:
-            row.graph_ms = statistics.median(clock(graph_of(call)))
+            row.graph_ms = statistics.median(clock(capture_search(call)))
         except Exception as error:
             row.reason = f"no graph: {type(error).__name__}"
     return row

@@ -83,14 +83,14 @@ def plain(model: Any, groups: list[Group]) -> Tensor:
     return torch.stack([F.log_softmax(z.float(), -1).gather(-1, c[:, None])[:, 0] for z, c in rows])
 
 
-def fused(model: Any, groups: list[Group]) -> Tensor:
+def run_fused(model: Any, groups: list[Group]) -> Tensor:
     ids, n = _sequences(groups)
     x = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, -n - 1 : -1]
     found: Tensor = tigon.linear_logprob(x.flatten(0, 1), model.lm_head.weight, ids[:, -n:].flatten()).logprob
     return found.view(-1, n)
 
 
-def shared(model: Any, groups: list[Group]) -> Tensor:
+def run_shared(model: Any, groups: list[Group]) -> Tensor:
     prompts, completions = zip(*groups, strict=True)
     batch = tigon.SharedPrefixBatch(list(prompts), list(completions))
     return batch.logprob(model).logprob.view(-1, completions[0][0].numel())
@@ -149,7 +149,7 @@ def case(
     else:
         model.gradient_checkpointing_disable()
     rows, expected = [], None
-    for side, logprobs in zip(SIDES, (plain, fused, shared), strict=True):
+    for side, logprobs in zip(SIDES, (plain, run_fused, run_shared), strict=True):
         row = Row("qwen3-1.7b", prompts, prompt, count, length, checkpointing, side)
         if side == "trl" and _trl_head() is None:
             row.note = "TRL is not installed: log_softmax, a sequence at a time"

@@ -104,7 +104,7 @@ def tokens(model: Any, batch: int, seq: int, seed: int, device: torch.device) ->
     return torch.randint(model.config.vocab_size, (batch, seq), generator=draw).to(device)
 
 
-def timed(run: Callable[[Tensor], Tensor], ids: Tensor, device: torch.device) -> tuple[float, float]:
+def time_call(run: Callable[[Tensor], Tensor], ids: Tensor, device: torch.device) -> tuple[float, float]:
     """Milliseconds, and the loss."""
     synchronize(device)
     start = time.perf_counter()
@@ -126,7 +126,7 @@ def small(name: str, batch: int, seq: int, both: dict[str, Trained], device: tor
                 if row.status == "failed":
                     continue
                 try:
-                    ms, loss = timed(trained.graph if "graph" in side else trained.step, ids, device)
+                    ms, loss = time_call(trained.graph if "graph" in side else trained.step, ids, device)
                 except (RuntimeError, ValueError) as error:
                     row.status, row.reason = "failed", f"{type(error).__name__}: {error}"
                     continue
@@ -157,13 +157,13 @@ def changing(name: str, both: dict[str, Trained], device: torch.device) -> list[
         for sight in range(SIGHTS):
             for seq in draw.sample(seqs, len(seqs)) if sight else seqs:
                 ids = tokens(trained.model, LENGTHS_BATCH, seq, 1 + sight, device)
-                ms, _ = timed(trained.step, ids, device)
+                ms, _ = time_call(trained.step, ids, device)
                 (row.later_ms if sight else row.first_ms).append(ms)
         row.first, row.later = statistics.median(row.first_ms), statistics.median(row.later_ms)
     return rows
 
 
-def measured(
+def measure_all(
     name: str,
     preset: str,
     overrides: dict[str, Any],
@@ -212,7 +212,7 @@ def main() -> int:
     began = time.monotonic()
     rows: list[Step | Lengths] = []
     for name, *case in CASES:
-        for found in measured(name, *case, device):
+        for found in measure_all(name, *case, device):
             rows += found
             if options.output:
                 content = report.result("small-steps", rows, device=device)

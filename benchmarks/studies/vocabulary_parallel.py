@@ -127,7 +127,7 @@ def _head(weight: Tensor, options: dict[str, Any]) -> tigon.Head:
     return tigon.Head(weight, group=options.pop("group", None))
 
 
-def distilled(
+def distill_jsd(
     p: Problem, x: Tensor, weight: Tensor, teacher_weight: Tensor, target: Tensor, *, hinton: bool = False,
     **options: Any,
 ) -> Tensor:  # fmt: skip
@@ -171,8 +171,8 @@ def plain_topk(p: Problem, z: Tensor, target: Tensor) -> Tensor:
 
 LOSSES = {
     "cross_entropy": Loss("linear_cross_entropy", cross_entropy, lambda p, z, t: F.cross_entropy(z, t), teaches=False),
-    "jsd": Loss("distill, JSD", distilled, plain_jsd),
-    "hinton": Loss("distill, KL and cross entropy, τ = 2", functools.partial(distilled, hinton=True), plain_hinton),
+    "jsd": Loss("distill, JSD", distill_jsd, plain_jsd),
+    "hinton": Loss("distill, KL and cross entropy, τ = 2", functools.partial(distill_jsd, hinton=True), plain_hinton),
     "top64": Loss("distill_topk, K = 64", distilled_topk, plain_topk, gives=64),
 }
 
@@ -186,14 +186,14 @@ def one_gpu(p: Problem, x: Tensor, target: Tensor) -> Result:
     return with_gradients(loss, x, p.weight)
 
 
-def sharded(p: Problem, x: Tensor, target: Tensor, **options: Any) -> Result:
+def run_sharded(p: Problem, x: Tensor, target: Tensor, **options: Any) -> Result:
     teacher_weight = p.teacher_own if p.loss.teaches else None
     loss = p.loss.tigon(p, x, p.own, teacher_weight, target, group=dist.group.WORLD, **options)
     return with_gradients(loss, x, p.own)
 
 
 def sharded_in_bf16(p: Problem, x: Tensor, target: Tensor) -> Result:
-    return sharded(p, x, target, accumulate="weight")
+    return run_sharded(p, x, target, accumulate="weight")
 
 
 def torch_loss_parallel(p: Problem, x: Tensor, target: Tensor) -> Result:
@@ -215,7 +215,7 @@ def cut_cross_entropy(p: Problem, x: Tensor, target: Tensor) -> Result:
 
 
 @contextlib.contextmanager
-def replaced(**functions: Any) -> Iterator[None]:
+def replace_functions(**functions: Any) -> Iterator[None]:
     """Inside, Shards has these methods in place of its own."""
     before = {name: getattr(Shards, name) for name in functions}
     for name, function in functions.items():
@@ -238,8 +238,8 @@ def in_silence(p: Problem, x: Tensor, target: Tensor) -> Result:
     def gather(self: Shards, own: Tensor) -> Arriving:
         return Arriving(own.expand(len(self.sizes), *own.shape).contiguous(), Nothing())
 
-    with replaced(gather=gather, sum=lambda self, t: Arriving(t, Nothing())):
-        return sharded(p, x, target)
+    with replace_functions(gather=gather, sum=lambda self, t: Arriving(t, Nothing())):
+        return run_sharded(p, x, target)
 
 
 class Collectives:
@@ -256,8 +256,8 @@ class Collectives:
 
             return record
 
-        with replaced(gather=recorded(gather), sum=recorded(sum_)):
-            sharded(p, p.x, p.target)
+        with replace_functions(gather=recorded(gather), sum=recorded(sum_)):
+            run_sharded(p, p.x, p.target)
 
     def __call__(self) -> None:
         for send, t in self.sent:
@@ -269,7 +269,7 @@ class Collectives:
 
 SIDES: dict[str, Side] = {
     "tigon, one GPU": one_gpu,
-    "tigon": sharded,
+    "tigon": run_sharded,
     "tigon, accumulate='weight'": sharded_in_bf16,
     "torch loss_parallel": torch_loss_parallel,
     "cut-cross-entropy": cut_cross_entropy,
@@ -277,7 +277,7 @@ SIDES: dict[str, Side] = {
 OF_CROSS_ENTROPY = ("torch loss_parallel", "cut-cross-entropy")
 
 
-def errors_of(p: Problem, side: Side) -> dict[str, float]:
+def compute_errors(p: Problem, side: Side) -> dict[str, float]:
     """Mean errors against fp64 on the first rows, over those of eager PyTorch with the whole head."""
     x, target = p.first(min(CHECKED_ROWS, p.shape[0]))
     exact_x, exact_w = x.detach().double().requires_grad_(), p.weight.detach().double().requires_grad_()
@@ -344,7 +344,7 @@ def measure(p: Problem, clock: Clock, sides: list[str]) -> list[Row]:
         side, row = SIDES[name], Row(p.loss.op, p.shape, name)
         rows.append(row)
         try:
-            errors = errors_of(p, side)
+            errors = compute_errors(p, side)
             row.errors = dict(zip(errors, slowest(list(errors.values()), p.device), strict=True))
             before = memory(p.device)
             row.samples_ms = clock(functools.partial(side, p, p.x, p.target))

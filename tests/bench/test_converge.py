@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from convergence import Runs, Training, judge, limit, scores, smoothed
+from convergence import Runs, Training, judge, limit, scores, smooth
 from harness import report
 
 STEPS, PLAIN = 40, 4
@@ -91,7 +91,7 @@ def test_a_score_is_the_largest_ratio_of_distances():
 
 def test_smoothing_is_a_mean_over_neighbours():
     x = torch.tensor([0.0, 3.0, 6.0, 9.0])
-    assert smoothed(x, 1).tolist() == [1.5, 3.0, 6.0, 7.5]
+    assert smooth(x, 1).tolist() == [1.5, 3.0, 6.0, 7.5]
 
 
 def test_the_limit_is_students():

@@ -197,7 +197,7 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
     start = time.monotonic()
     device = torch.device("cuda")
     date = report.result("adapters", [], device=device)["date"]
-    rows = resumed(options.resume)
+    rows = load_resumed(options.resume)
     done = {key(row) for row in rows if row.status == "ok" or row.reason == "out of memory"}
     left = missing(plan(options), done)
     late: list[str] = []
@@ -277,7 +277,7 @@ def figures(row: Row) -> str:
     return ", ".join(parts) or f"loss {row.loss:.4f}"
 
 
-def resumed(path: Path | None) -> list[Row]:
+def load_resumed(path: Path | None) -> list[Row]:
     if path is None or not path.exists():
         return []
     content = report.load(path)

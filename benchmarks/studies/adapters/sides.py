@@ -45,7 +45,7 @@ LEFT_GIB = 4.0  # a worker that holds more than that between two cases ends, and
 # ---------------------------------------------------------------------------------------------------------- the models
 
 
-def config_of(row: Row, overrides: dict[str, Any]) -> Any:
+def make_config(row: Row, overrides: dict[str, Any]) -> Any:
     layers = {"num_hidden_layers": row.layers} if row.layers and "num_hidden_layers" not in overrides else {}
     config = preset_config(
         row.model, max_position_embeddings=max(row.seq, LONGEST), bos_token_id=1, eos_token_id=2, pad_token_id=3,
@@ -55,7 +55,7 @@ def config_of(row: Row, overrides: dict[str, Any]) -> Any:
     return config
 
 
-def frozen(config: Any, device: torch.device, quantized: str) -> nn.Module:
+def build_frozen(config: Any, device: torch.device, quantized: str) -> nn.Module:
     """The frozen model in bf16; if quantized, its linear layers but the head in nf4."""
     from transformers import AutoModelForCausalLM
 
@@ -109,7 +109,7 @@ def linears(model: nn.Module, kind: str = "Linear") -> list[tuple[nn.Module, str
     ]
 
 
-def widened(model: Any) -> Any:
+def use_fp32(model: Any) -> Any:
     """The same numbers in fp32, in plain linear layers: what all sides are compared with."""
     for parent, name, layer in linears(model, "Linear4bit"):
         import bitsandbytes as bnb
@@ -125,7 +125,7 @@ def widened(model: Any) -> Any:
     return model.float()
 
 
-def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def list_trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The adapters' parameters, by names that all sides share."""
     found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [(name[name.index("layers.") :].replace(".default", ""), p) for name, p in found]
@@ -134,7 +134,7 @@ def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 @torch.no_grad()
 def settle(model: nn.Module) -> None:
     """Give the adapters the same numbers on every side."""
-    for name, p in trained(model):
+    for name, p in list_trained(model):
         generator = torch.Generator(device=p.device).manual_seed(zlib.crc32(name.encode()))
         std = p.shape[1] ** -0.5 if "lora_A" in name else 0.01
         p.copy_(torch.randn(p.shape, generator=generator, device=p.device, dtype=torch.float32) * std)
@@ -145,7 +145,7 @@ def settle(model: nn.Module) -> None:
 
 def build(row: Row, device: torch.device, overrides: dict[str, Any]) -> tuple[Any, Callable[[], str]]:
     """The model of a side, and a function that says what was replaced in it."""
-    config = config_of(row, overrides)
+    config = make_config(row, overrides)
     if row.side == "unsloth":
         model, said = of_unsloth(row, config, device)
     else:
@@ -161,9 +161,9 @@ def of_peft(row: Row, config: Any, device: torch.device) -> tuple[Any, Callable[
         import liger_kernel.transformers as liger
 
         getattr(liger, LIGER[row.model])()
-    base = frozen(config, device, row.quantized)
+    base = build_frozen(config, device, row.quantized)
     if row.side == "fp32":
-        base = widened(base)
+        base = use_fp32(base)
     lora = LoraConfig(
         r=row.rank, lora_alpha=2 * row.rank, target_modules=PROJECTIONS, task_type="CAUSAL_LM", lora_dropout=0.0
     )
@@ -198,7 +198,7 @@ def of_unsloth(row: Row, config: Any, device: torch.device) -> tuple[Any, Callab
     def made(*_: Any, **__: Any) -> Any:
         own = type(config).from_pretrained(folder)
         own.use_cache = False
-        model = frozen(own, device, row.quantized)
+        model = build_frozen(own, device, row.quantized)
         model.config._name_or_path = folder  # type: ignore[union-attr]
         return model
 
@@ -246,7 +246,7 @@ def measure(
     cuda = device.type == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
     model, said = build(row, device, overrides)
-    own = trained(model)
+    own = list_trained(model)
     if not own or any("lora_" not in name for name, _ in own):
         raise RuntimeError(f"the adapters alone should be trained, got {[name for name, _ in own][:3]}")
     parameters = [p for _, p in own]

@@ -104,9 +104,9 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
     found = chances(ranker, validation), chances(ranker, test)
     steps = -(-len(train) // fit.batch_size)
     label = test.labels.double().cpu().numpy()
-    more = [("int8", "fp32", metrics.measured(found[1], label) | {"bytes": table_bytes(ranker)})]
+    more = [("int8", "fp32", metrics.measure_all(found[1], label) | {"bytes": table_bytes(ranker)})]
     small = ranker.compress()
-    more.append(("int8", "int8", metrics.measured(chances(small, test), label) | {"bytes": table_bytes(small)}))
+    more.append(("int8", "int8", metrics.measure_all(chances(small, test), label) | {"bytes": table_bytes(small)}))
     ranker.calibrate(validation, drawing)
     more += calibration.rows(*found, validation.labels, label, chances(ranker, test))
     parameters = sum(p.numel() for p in ranker.parameters() if p.requires_grad)

@@ -39,7 +39,7 @@ PEERS = ("fuxictr", "lightgbm", "scikit-learn", "numpy")
 DEFAULT_METHODS = ",".join(METHODS)
 
 
-def fitted(folder: Path, data: str, method: str, seed: int, setting: Setting, fit: Fit, device: str) -> list[Row]:
+def run_fit(folder: Path, data: str, method: str, seed: int, setting: Setting, fit: Fit, device: str) -> list[Row]:
     """One fit: a row of its quality, and rows of what was done with its scores."""
     table, began = read(folder, data), time.perf_counter()
     found = METHODS[method].run(table, seed, setting, fit, torch.device(device))
@@ -50,9 +50,9 @@ def fitted(folder: Path, data: str, method: str, seed: int, setting: Setting, fi
         "batch_size": fit.batch_size, "epochs": found.epochs, "best_epoch": found.best,
         "parameters": found.parameters,
     }  # fmt: skip
-    validation = metrics.measured(found.validation, label[VALIDATION])
+    validation = metrics.measure_all(found.validation, label[VALIDATION])
     note = "ended by --seconds" if seconds > fit.seconds else ""
-    measures = metrics.measured(found.test, label[TEST])
+    measures = metrics.measure_all(found.test, label[TEST])
     rows = [Row("quality", data, seed, method, about, measures, validation, seconds, note)]
     for part, name, measures in found.more:
         rows.append(Row(part, data, seed, name, {"of": method, **setting}, measures))
@@ -161,7 +161,7 @@ def quality(options: argparse.Namespace, rows: list[Row], keep: Any, began: floa
                     break
                 one = fits.queue.pop(0)
                 data, method, seed, point = one
-                running[pool.submit(fitted, options.data, data, method, seed, point, fit, options.device)] = one
+                running[pool.submit(run_fit, options.data, data, method, seed, point, fit, options.device)] = one
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 data, method, seed, point = running.pop(future)
                 try:

@@ -57,7 +57,7 @@ class Row:
         return asdict(self)
 
 
-def stored(dense: nn.Module, way: str) -> nn.Module:
+def store_model(dense: nn.Module, way: str) -> nn.Module:
     """A copy of the model with its feed-forward layers stored in this way."""
     model: Any = copy.deepcopy(dense)
     device = next(model.parameters()).device
@@ -129,7 +129,7 @@ def large_calls(model: Any, tokens: int) -> dict[str, Callable[[Any], Any]]:
 
 
 @torch.no_grad()
-def timed(models: dict[str, nn.Module], call: Callable[[Any], Any], rounds: int) -> dict[str, list[float]]:
+def time_call(models: dict[str, nn.Module], call: Callable[[Any], Any], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each round, all models by turns; every other round in reverse."""
     found: dict[str, list[float]] = {way: [] for way in models}
     gpu = next(next(iter(models.values())).parameters()).device.type == "cuda"
@@ -180,7 +180,7 @@ class Study:
         ways = [way for way in WAYS if way in self.options.only or way == "dense"]
         if find_spec("torchao") is None:
             ways = [way for way in ways if not way.startswith("torchao")]
-        return {way: stored(model, way) for way in ways}
+        return {way: store_model(model, way) for way in ways}
 
     def folder(self, folder: Path) -> None:
         import transformers
@@ -197,7 +197,7 @@ class Study:
     def measure(self, name: str, models: dict[str, nn.Module], of: dict[str, Callable[[Any], Any]]) -> None:
         threads = torch.get_num_threads()
         for what, call in of.items():
-            found = timed(models, call, self.options.rounds)
+            found = time_call(models, call, self.options.rounds)
             dense = statistics.median(found["dense"])
             for way, ms in found.items():
                 low, middle, high = statistics.quantiles(ms, n=4)

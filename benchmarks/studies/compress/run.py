@@ -148,7 +148,7 @@ def relu_model(data: tuple[list[str], list[str]], calibration: int, held: int, s
     return Case("relu", model.eval(), windows(train, calibration, LENGTH), windows(other, held, LENGTH))
 
 
-def pretrained(folder: Path, data: tuple[list[str], list[str]], calibration: int, held: int) -> Case:
+def load_pretrained(folder: Path, data: tuple[list[str], list[str]], calibration: int, held: int) -> Case:
     """Texts as they stand, cut into windows; special tokens around texts are left out."""
     import transformers
 
@@ -166,7 +166,7 @@ def pretrained(folder: Path, data: tuple[list[str], list[str]], calibration: int
 # ------------------------------------------------------------------------------------------------------------- rows
 
 
-def measured(case: Case, way: str) -> Row:
+def measure_all(case: Case, way: str) -> Row:
     row, began = Row(case.name, way, tokens=case.calibration.numel(), held=case.held.numel()), time.process_time()
     undo: Callable[[], None] = lambda: None  # noqa: E731
     try:
@@ -175,7 +175,7 @@ def measured(case: Case, way: str) -> Row:
         elif way in PEERS:
             undo = with_torchao(case, PEERS[way], row)
         else:
-            undo = compressed(case, way, row)
+            undo = compress_model(case, way, row)
         row.loss = case.loss()
         row.distance = case.known.distance() if row.distance is None else row.distance
         row.seconds = time.process_time() - began
@@ -186,11 +186,11 @@ def measured(case: Case, way: str) -> Row:
     return row
 
 
-def compressed(case: Case, way: str, row: Row) -> Callable[[], None]:
+def compress_model(case: Case, way: str, row: Row) -> Callable[[], None]:
     options: dict[str, Any] = {"method": FIXED[way]} if way in FIXED else {}
     if way in WITHIN:
         # As much as the fixed split takes, to the byte and a rounding of the share.
-        options = {"method": WITHIN[way], "budget": share_of(case, SPLIT) * (1 + 1e-9)}
+        options = {"method": WITHIN[way], "budget": compute_share(case, SPLIT) * (1 + 1e-9)}
     elif way in FLOATS:
         options = {"method": way.split()[0], "budget": BUDGET, "recover": FLOATS[way]}
     found = compress.feed_forward(case.model, case.calibration, **options)
@@ -203,7 +203,7 @@ def compressed(case: Case, way: str, row: Row) -> Callable[[], None]:
     return found.remove
 
 
-def share_of(case: Case, way: str) -> float:
+def compute_share(case: Case, way: str) -> float:
     found = compress.feed_forward(case.model, case.calibration[:1].repeat(2, 1), method=FIXED[way])
     share = found.bytes / found.bytes_before
     found.remove()
@@ -230,7 +230,7 @@ def with_torchao(case: Case, word: str, row: Row) -> Callable[[], None]:
     return undo
 
 
-def told(rows: list[Row]) -> list[str]:
+def describe_row(rows: list[Row]) -> list[str]:
     """How much of what 3 bits lose against 4 each split takes back, in held-out loss and in distance."""
     lines = []
     for model, what in ((m, w) for m in dict.fromkeys(row.model for row in rows) for w in ("loss", "distance")):
@@ -265,15 +265,15 @@ def main(arguments: list[str] | None = None) -> int:
         if name == "relu":
             case = relu_model(halves, options.tokens, options.held, options.steps)
         else:
-            case = pretrained(Path(name), halves, options.tokens, options.held)
+            case = load_pretrained(Path(name), halves, options.tokens, options.held)
         there = {row.method for row in rows if row.model == case.name}
         for way in (way for way in options.only if way not in there):
-            rows.append(measured(case, way))
+            rows.append(measure_all(case, way))
             row = rows[-1]
             print(f"{case.name}: {way}: {row.bits} bits, loss {row.loss}, distance {row.distance} "
                   f"({row.seconds} s) {row.reason}", file=sys.stderr, flush=True)  # fmt: skip
-            report.save(path, report.result("compress", rows, device=CPU, notes=told(rows)))
-    print("\n".join(told(rows)))
+            report.save(path, report.result("compress", rows, device=CPU, notes=describe_row(rows)))
+    print("\n".join(describe_row(rows)))
     return 0
 
 

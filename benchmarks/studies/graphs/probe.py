@@ -51,7 +51,7 @@ def logistic(rows: Tensor, labels: Tensor, c: float = 1.0) -> Tensor:
     return weights.detach().to(rows.device)
 
 
-def probed(z: Tensor, graph: Any, c: float = 1.0) -> tuple[float, float]:
+def probe(z: Tensor, graph: Any, c: float = 1.0) -> tuple[float, float]:
     """Accuracy on the nodes to validate on and to test on, in per cent; rows are scaled to the length 1."""
     z = torch.nn.functional.normalize(z.detach().double())
     weights = logistic(z[graph.train], graph.y[graph.train], c)
@@ -72,7 +72,7 @@ class Watch:
         if z.is_cuda:
             torch.cuda.synchronize()
         began = time.monotonic()
-        val, test = probed(z, self.graph)
+        val, test = probe(z, self.graph)
         if not self.found or val > max(one[1] for one in self.found):
             self.best = z.detach()
         self.found.append((epoch, val, test))
@@ -84,7 +84,7 @@ class Watch:
         seconds: of the fit and its probes, without which they are recorded.
         """
         epoch, val, test = max(self.found, key=lambda one: one[1])
-        tuned = max((probed(self.best, self.graph, c) for c in C), key=lambda one: one[0])
+        tuned = max((probe(self.best, self.graph, c) for c in C), key=lambda one: one[0])
         last, most = self.found[-1][2], max(share for *_, share in self.found)
         measures = {
             "best": test,

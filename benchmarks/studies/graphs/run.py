@@ -155,7 +155,7 @@ FITS: dict[str, Callable[..., dict[str, Any]]] = {
 # ---------------------------------------------------------------------------------------------------------------- rate
 
 
-def timed(call: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
+def time_call(call: Callable[[], Any], device: torch.device, rounds: int = 20) -> float:
     """Milliseconds of a call, the median."""
     found = []
     for _ in range(rounds + 3):
@@ -206,8 +206,8 @@ def rate_row(graph: Graph, rounds: int) -> Row:
         "dz": float((z.grad.double() - dz).norm() / dz.norm()),
     }
     with torch.no_grad():
-        measures["forward_ms"] = timed(lambda: coding_rate(z, groups, eps=eps), device, rounds)
-    measures["both_ms"] = timed(both, device, rounds)
+        measures["forward_ms"] = time_call(lambda: coding_rate(z, groups, eps=eps), device, rounds)
+    measures["both_ms"] = time_call(both, device, rounds)
     return Row("rate", "cora", 0, "coding_rate", {"groups": 768, "n": n, "d": d}, measures)
 
 

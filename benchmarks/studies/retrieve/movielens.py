@@ -136,7 +136,7 @@ class Cold(NamedTuple):
 def split(folder: Path, seed: int) -> Split:
     """Of four fifths of the users 80, 10 and 10 % of the pairs; of the others all pairs are tests."""
     draw = np.random.default_rng(seed)
-    data = shuffled(load(folder), draw)
+    data = shuffle(load(folder), draw)
     users = len(data.people["age"])
     is_new = np.isin(np.arange(users), draw.permutation(users)[: users // 5])
     pairs = torch.from_numpy(data.liked[draw.permutation(len(data.liked))])
@@ -147,7 +147,7 @@ def split(folder: Path, seed: int) -> Split:
 def cold_split(folder: Path, seed: int) -> Cold:
     """A fifth of the films has no pair but tests, and a tenth none but validation; of the others as in `split`."""
     draw = np.random.default_rng(seed)
-    data = shuffled(load(folder), draw)
+    data = shuffle(load(folder), draw)
     count = len(data.films["title"])
     order = torch.from_numpy(draw.permutation(count))
     test, validation, warm = order.tensor_split([count // 5, 3 * count // 10])
@@ -160,7 +160,7 @@ def cold_split(folder: Path, seed: int) -> Cold:
     )  # fmt: skip
 
 
-def shuffled(data: MovieLens, draw: np.random.Generator) -> MovieLens:
+def shuffle(data: MovieLens, draw: np.random.Generator) -> MovieLens:
     """Films in any order but MovieLens' own, which begins with known ones: equal scores go by row."""
     order = draw.permutation(len(data.films["title"]))
     place = np.argsort(order)

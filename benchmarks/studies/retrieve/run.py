@@ -113,7 +113,7 @@ class Filtered(NamedTuple):
     passes: Tensor
 
 
-def filters_of(films: dict[str, Any]) -> Iterator[Filtered]:
+def list_filters(films: dict[str, Any]) -> Iterator[Filtered]:
     """By an attribute that has nothing to do with taste, by year and by genre, of shares near the wanted ones."""
     count = len(films["place"])
     place = torch.tensor(films["place"])
@@ -145,7 +145,7 @@ def first(rows: Tensor, kept: Tensor, k: int) -> Tensor:
     return rows.masked_fill(~kept, -1).gather(1, order)[:, :k]
 
 
-def filtered(
+def search_filtered(
     name: str, seed: int, users: Tensor, items: Tensor, known: Tensor, test: Tensor, films: dict[str, Any]
 ) -> Iterator[Row]:
     """A row for each filter and way: before the search, and of the best 100 or 1000 after it."""
@@ -165,7 +165,7 @@ def filtered(
     seen = of_pairs(seen_pairs, (len(asked), len(items)))
     begun = time.perf_counter()
     deep = torch.cat([unseen(index, users[asked[part]], seen[part], max(DEPTHS)) for part in parts])
-    for one in filters_of(films):
+    for one in list_filters(films):
         exact = torch.cat([unseen(index, users[asked[part]], seen[part], K, one.where) for part in parts])
         found = {"where": exact}
         for depth in DEPTHS:
@@ -190,7 +190,7 @@ def filtered(
 def filters(data_path: Path, seed: int, length: Length) -> Iterator[Row]:
     part = split(data_path, seed)
     known = torch.cat((part.train, part.validation))
-    yield from filtered(MOVIELENS, seed, *towers(data_path, seed, length), known, part.test, part.data.films)
+    yield from search_filtered(MOVIELENS, seed, *towers(data_path, seed, length), known, part.test, part.data.films)
 
 
 def options_of_run(folder: Path) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def of_run(folder: Path, seed: int) -> Iterator[Row]:
     users = torch.from_numpy(np.load(folder / "users.npy"))
     items = retrieve.Index.load(folder / "items.index").embeddings[: len(pairs.items)]
     known, test = torch.from_numpy(pairs.train), torch.from_numpy(pairs.test)
-    yield from filtered(data.stem, seed, users, items, known, test, {})
+    yield from search_filtered(data.stem, seed, users, items, known, test, {})
 
 
 # ----------------------------------------------------------------------------------------------------------- cold start
@@ -233,7 +233,9 @@ class Tower(nn.Module):
         return F.normalize(self.user.weight, dim=1), F.normalize(items, dim=1)
 
 
-def judged(cold: Cold, users: Tensor, warm: Tensor, new: Callable[[str], Tensor]) -> tuple[dict[str, float], ...]:
+def evaluate_cold(
+    cold: Cold, users: Tensor, warm: Tensor, new: Callable[[str], Tensor]
+) -> tuple[dict[str, float], ...]:
     """Validation and test, of vectors of users, of warm films, and of new ones by the name of their group.
 
     new, ndcg: of new films among themselves. warm: of warm ones among themselves. mixed …: of one list of both.
@@ -264,7 +266,7 @@ def cold(data_path: Path, seed: int, length: Length) -> Iterator[Row]:
     }
 
     def row(method: str, setting: dict[str, Any], begun: float, *vectors: Any) -> Row:
-        validation, test = judged(data, *vectors)
+        validation, test = evaluate_cold(data, *vectors)
         seconds = round(time.perf_counter() - begun, 1)
         return Row("cold", MOVIELENS, seed, method, setting, test, validation, seconds=seconds)
 
@@ -301,7 +303,7 @@ def cold(data_path: Path, seed: int, length: Length) -> Iterator[Row]:
 # --------------------------------------------------------------------------------------------------------------- links
 
 
-def scores_of(index: retrieve.Index, query: Tensor, **options: Any) -> Tensor:
+def compute_scores(index: retrieve.Index, query: Tensor, **options: Any) -> Tensor:
     """(B, items), of one search for all of them."""
     count = len(index)
     hits = index.search(query, k=count, **options)
@@ -319,7 +321,7 @@ def auc(scores: Tensor, pairs: Tensor, others: Tensor) -> float:
     return float(torch.cat(found).mean())
 
 
-def ranked(scores: Tensor, pairs: Tensor, seen: Tensor) -> dict[str, float]:
+def rank_items(scores: Tensor, pairs: Tensor, seen: Tensor) -> dict[str, float]:
     """Recall and NDCG of all items but those that a user has had."""
     order = scores.masked_fill(seen, -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :K]
     found = metrics.ranking(order, pairs, K, scores.shape[1])
@@ -346,16 +348,16 @@ def links(data_path: Path, seed: int, length: Length) -> Iterator[Row]:
     embedded = index_of(items), users
 
     def row(method: str, setting: dict[str, Any], scores: Tensor, tried: dict[str, float], begun: float) -> Row:
-        found = ranked(scores, part.test, seen_later)
+        found = rank_items(scores, part.test, seen_later)
         found |= {"auc": auc(scores, part.test, ~liked), "auc disliked": auc(scores, part.test, disliked)}
         if "vectors" not in method:  # a user without a pair has no vector
-            new = {**ranked(scores, part.new, torch.zeros_like(seen)), "auc": auc(scores, part.new, ~liked)}
+            new = {**rank_items(scores, part.new, torch.zeros_like(seen)), "auc": auc(scores, part.new, ~liked)}
             found |= {f"new {name}": value for name, value in new.items()}
         seconds = round(time.perf_counter() - begun, 1)
         return Row("links", MOVIELENS, seed, method, setting, found, tried, seconds=seconds)
 
     begun = time.perf_counter()
-    yield row("popularity", {}, scores_of(*popular), {}, begun)
+    yield row("popularity", {}, compute_scores(*popular), {}, begun)
     begun = time.perf_counter()
     made, tried = {}, {}
     for l1 in L1:
@@ -363,33 +365,35 @@ def links(data_path: Path, seed: int, length: Length) -> Iterator[Row]:
             people, attributes, part.train, item_schema=schema, l1=l1, seed=seed,
             query_schema=retrieve.Schema(**{name: retrieve.Category(64) for name in people}),
         )  # fmt: skip
-        scores = scores_of(*popular, links=made[l1].of(people), alpha=0)
+        scores = compute_scores(*popular, links=made[l1].of(people), alpha=0)
         tried[f"{l1:g}"] = auc(scores, part.validation, ~liked)
     chosen = max(L1, key=lambda l1: tried[f"{l1:g}"])
     learned = made[chosen]
     of_people = learned.of(people)
     alone = row(
-        "links", {"l1": chosen, "edges": len(learned)}, scores_of(*popular, links=of_people, alpha=0), tried, begun
+        "links", {"l1": chosen, "edges": len(learned)}, compute_scores(*popular, links=of_people, alpha=0), tried, begun
     )
     alone.edges = sorted(learned.edges(None).to_pylist(), key=lambda edge: -abs(edge["weight"]))[:K]
     yield alone
     for method, base in (("popularity", popular), ("vectors", embedded)):
         begun = time.perf_counter()
         if method == "vectors":
-            yield row(method, {}, scores_of(*base), {}, begun)
+            yield row(method, {}, compute_scores(*base), {}, begun)
         tried = {
-            f"{alpha:g}": ranked(scores_of(*base, links=of_people, alpha=alpha), part.validation, seen)["recall"]
+            f"{alpha:g}": rank_items(compute_scores(*base, links=of_people, alpha=alpha), part.validation, seen)[
+                "recall"
+            ]
             for alpha in ALPHAS
         }
         alpha = max(ALPHAS, key=lambda alpha: tried[f"{alpha:g}"])
-        both = scores_of(*base, links=of_people, alpha=alpha)
+        both = compute_scores(*base, links=of_people, alpha=alpha)
         yield row(f"{method} + links", {"alpha": alpha, "l1": chosen}, both, tried, begun)
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
-def kept(path: Path, empty: dict[str, Any]) -> list[Row]:
+def load_rows(path: Path, empty: dict[str, Any]) -> list[Row]:
     """The rows that a file of this device and these versions has."""
     if not path.exists():
         return []
@@ -420,7 +424,7 @@ def main(arguments: list[str] | None = None) -> int:
         todo.append(("filters", data_of_run(options.run).stem, lambda seed: of_run(options.run, seed)))
     empty = report.result("retrieve-study", [], device=CPU)
     path = options.output / (options.name or report.file_name(empty))
-    done = kept(path, empty)
+    done = load_rows(path, empty)
     there = {(row.part, row.data, row.seed) for row in done}
     for seed in range(options.seeds):
         for part, data, make in todo:

@@ -480,7 +480,7 @@ def padded_logits(ranker: rank.LiGR, batch: rank.Batch, layout: tigon.PrefixLayo
     return z[there_c]
 
 
-def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+def time_call(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """Median milliseconds."""
     for _ in range(3):
         run()
@@ -496,7 +496,7 @@ def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
     return statistics.median(found)
 
 
-def graphed(run: Callable[[], Tensor]) -> Callable[[], Any]:
+def capture_graph(run: Callable[[], Tensor]) -> Callable[[], Any]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -551,9 +551,9 @@ def cost(device: torch.device) -> Iterator[Row]:
             runs["ligr, from a cache"] = lambda b=batch, kept=cache: half.score(kept, b)["click"]
             for name, run in runs.items():
                 error = apart(run(), expected)
-                found = {"ms": timed(run, device, repeats), "error": error}
+                found = {"ms": time_call(run, device, repeats), "error": error}
                 if cuda and name == "ligr, layout kept":
-                    found["graph_ms"] = timed(graphed(run), device, repeats)
+                    found["graph_ms"] = time_call(capture_graph(run), device, repeats)
                 yield Row("speed", f"{requests} requests", 0, name, setting, found)
     # Training, ragged.
     draw = np.random.default_rng(0)
@@ -597,7 +597,7 @@ def cost(device: torch.device) -> Iterator[Row]:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         try:
-            found = {"ms": timed(run_step, device, 5), "gradient_cosine": cosine}
+            found = {"ms": time_call(run_step, device, 5), "gradient_cosine": cosine}
             note = ""
         except torch.OutOfMemoryError:
             found, note = {}, "out of memory"

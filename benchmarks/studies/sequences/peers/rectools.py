@@ -46,7 +46,7 @@ class RecToolsPeer(Peer):
         return found[:, self.extra :]
 
 
-def frame_of(data: Any) -> pd.DataFrame:
+def make_frame(data: Any) -> pd.DataFrame:
     """The events to train by, as RecTools reads them. Where a set has no times, order stands for them, in seconds."""
     user = torch.repeat_interleave(data.offsets.diff())
     place = torch.arange(len(user))
@@ -81,7 +81,7 @@ class Judge(pl.Callback):  # type: ignore[misc]
             trainer.should_stop = True
 
 
-def made(method: str, setting: dict[str, Any], longest: int, times: bool, trainer: Callable[[], pl.Trainer]) -> Any:
+def build(method: str, setting: dict[str, Any], longest: int, times: bool, trainer: Callable[[], pl.Trainer]) -> Any:
     """RecTools' model by its own constructor; what is not named here is its default."""
     options: dict[str, Any] = {
         "n_blocks": setting["layers"], "n_heads": setting["heads"], "n_factors": setting["width"],
@@ -119,11 +119,11 @@ def fit_rectools(
         return Watch(peer, judge, setting)
 
     asked = Judge(began)
-    model = made(method, setting, longest, times, trainer)
+    model = build(method, setting, longest, times, trainer)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # as Lightning advises: products in TF32 take half the time
     try:
-        model.fit(Dataset.construct(frame_of(data)))
+        model.fit(Dataset.construct(make_frame(data)))
     finally:
         torch.set_float32_matmul_precision(before)
     assert asked.watch is not None
