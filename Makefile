@@ -5,7 +5,6 @@
 #   make lint       ruff, ruff format, mypy
 #   make sweep      fuse every class of transformers that has a language head, into benchmarks/families
 #   make converge   train eight families plain and fused, 300 steps; minutes on a GPU, hours on two cores
-#   make sam-study  how flat the minima of MicroBatchSAM are, beside those of SGD
 #   make docs       the documentation, into site/
 #   make package    wheel and source distribution, into dist/, tried in a fresh environment
 #   make gpu-test   the same suite on a CUDA device
@@ -20,7 +19,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint sweep converge sam-study docs package gpu-test gpu-test-distributed bench clean
+.PHONY: help venv demo test lint sweep converge docs package gpu-test gpu-test-distributed bench clean
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -34,7 +33,7 @@ PY := $(VENV)/bin/python
 READY := $(STAMP)
 endif
 # src first, so that a foreign interpreter (PY=…) needs no installed tigon.
-RUN := PYTHONPATH=src $(PY)
+RUN := PYTHONPATH=src:benchmarks $(PY)
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -48,7 +47,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'Installing the versions of constraints.txt into $(VENV); a few minutes.'
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,bench,docs,retrieve,rank,search,graph,serve]' --group dev
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,docs,retrieve,rank,search,graph,serve]' --group dev --group bench
 	@touch $@
 
 demo: $(READY)
@@ -72,10 +71,6 @@ sweep: $(READY)
 converge: $(READY)
 	HF_HUB_OFFLINE=1 $(RUN) benchmarks/converge.py --output benchmarks/results --jobs $(WORKERS) $(CONVERGE_ARGS)
 
-# Written after every run; begun again, it goes on. SAM_ARGS="--seeds 5", "--cost" times steps instead.
-sam-study: $(READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) benchmarks/micro_batch_sam.py --output benchmarks/results --jobs $(WORKERS) $(SAM_ARGS)
-
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
@@ -95,7 +90,7 @@ gpu-test-distributed: $(READY)
 
 bench: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench: torch sees no CUDA device here.")'
-	$(RUN) -m tigon bench --output benchmarks/results
+	$(RUN) benchmarks/run.py --output benchmarks/results
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

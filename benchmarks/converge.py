@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from studies.convergence import Runs, Training, judge
+from convergence import Runs, Training, judge
+from harness import report
 from torch import Tensor, nn
 
 import tigon
-from tigon.bench import report
 
 # Shakespeare's plays, in the public domain: the first third of tinyshakespeare, of github.com/karpathy/char-rnn (MIT).
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"
@@ -334,7 +334,7 @@ def prepare() -> None:
     logging.set_verbosity_error()
 
 
-def finished(
+def run_all(
     rows: list[tuple[Runs, int]], device: str, jobs: int, budget: float = math.inf
 ) -> Iterator[Runs]:  # fmt: skip
     """Each row, given with the number of its plain runs, when it is there. After `budget` seconds none is begun."""
@@ -356,7 +356,7 @@ def finished(
             yield from (future.result() for future in done)
 
 
-def listed(choice: str, all_of: Iterable[str], what: str, parser: argparse.ArgumentParser) -> list[str]:
+def parse_list(choice: str, all_of: Iterable[str], what: str, parser: argparse.ArgumentParser) -> list[str]:
     chosen = choice.split(",")
     if unknown := [name for name in chosen if name not in all_of]:
         parser.error(f"--{what}: {unknown[0]!r} is none of {', '.join(all_of)}")
@@ -383,15 +383,15 @@ def main(arguments: list[str] | None = None) -> int:
     least = size.pop("plain")
     if options.plain is not None and options.plain < 3:
         parser.error("--plain must be at least 3: of a run that is left out, two are to remain")
-    families = listed(options.families, FAMILIES, "families", parser)
-    dtypes = listed(options.dtype, DTYPES, "dtype", parser)
-    batches = listed(options.batches, BATCHES, "batches", parser)
+    families = parse_list(options.families, FAMILIES, "families", parser)
+    dtypes = parse_list(options.dtype, DTYPES, "dtype", parser)
+    batches = parse_list(options.batches, BATCHES, "batches", parser)
 
     device = torch.device(options.device)
     empty = report.result("converge", [], device=device)
     path = options.output / report.file_name(empty)
     wanted = [Runs(f, dtype, b, **size) for b in reversed(batches) for dtype in dtypes for f in reversed(families)]
-    rows = kept(path, empty, wanted)
+    rows = load_rows(path, empty, wanted)
     if rows:
         print(f"{path} has {len(rows)} of {len(wanted)} rows", flush=True)
     todo = [row for row in wanted if key(row) not in {key(r) for r in rows}]
@@ -401,7 +401,7 @@ def main(arguments: list[str] | None = None) -> int:
         return options.plain or (PLAIN_ROUTED if routed else least)
 
     runs = [(row, plain(row)) for row in todo]
-    for row in finished(runs, options.device, options.jobs, options.budget):
+    for row in run_all(runs, options.device, options.jobs, options.budget):
         rows.append(row)
         rows.sort(key=lambda r: [key(w) for w in wanted].index(key(r)), reverse=True)
         judge(rows)
@@ -416,7 +416,7 @@ def key(row: Runs) -> tuple[Any, ...]:
     return row.model, row.dtype, row.batches, row.batch, row.seq, row.steps
 
 
-def kept(path: Path, empty: dict[str, Any], wanted: list[Runs]) -> list[Runs]:
+def load_rows(path: Path, empty: dict[str, Any], wanted: list[Runs]) -> list[Runs]:
     """The wanted rows that a file of this device and these versions has; those that failed are tried again."""
     if not path.exists():
         return []

@@ -1,14 +1,12 @@
-"""What every test shares: the environment, set before anything imports Triton, and the device.
+"""Fixtures of all tests, and the environment, which must be set before anything imports Triton.
 
 On a machine without CUDA the Triton kernels run in Triton's interpreter. The switch is read when a kernel is decorated,
 so it is set here, before the first import of a kernel file.
 """
 
-import gc
 import itertools
 import os
 import socket
-import sys
 
 import pytest
 import torch
@@ -16,15 +14,11 @@ from extras import EXTRAS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Otherwise each worker has compile processes of its own, as many as there are cores, and waits for them at its end.
+    # Otherwise each worker starts as many compile processes as there are cores, and waits for them at the end.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Python collects garbage when there is enough of it.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    # For devices that may come yet torch keeps the stack of each call that seeds them, once a kind: 1.3 ms of a test's.
-    for kind in (torch.cuda, torch.xpu, torch.mtia):
-        kind.manual_seed_all = lambda seed: None
 
 from tigon import use_backend
 from tigon.fusion.memory import auto
@@ -47,35 +41,36 @@ if backend_module.INTERPRET and HAS_TRITON:
     attention.TILES_FP32 = {D: tile._replace(rows=64) for D, tile in attention.TILES_FP32.items()}
 
 
-# A third of all tests, which share nothing: by handfuls they keep both workers busy to the end. One by one, a worker
-# would wait for each next test until the controller has heard of the one before: 15 ms, as long as the test itself.
-BY_HANDFULS = "test_invariants.py"
-HANDFUL = 16
+# A third of all tests, without module fixtures: groups of 16 tests keep all workers busy to the end.
+SPLIT_FILE = "test_invariants.py"
+GROUP_SIZE = 16
 
 
-@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")  # before xdist's, after the folders' own
-def pytest_a_file_to_a_worker(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What a module fixture made, fitted or compiled for a file is made once, not once by each worker that runs of it.
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")  # before xdist's
+def pytest_group_by_file(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each file runs on one worker, so that a module fixture is made once.
 
-    Groups with a name of their own take minutes, and come first (the Makefile lets xdist keep this order).
+    Named groups, such as the tests of 2³¹ elements, which must not run at the same time, take minutes and come first.
     """
     if not getattr(config.option, "loadgroup", False):
         return
 
-    def turn(item: pytest.Item) -> int:
-        return 0 if item.get_closest_marker("xdist_group") else 2 if item.path.name == BY_HANDFULS else 1
+    def rank(item: pytest.Item) -> int:
+        return 0 if item.get_closest_marker("xdist_group") else 2 if item.path.name == SPLIT_FILE else 1
 
-    items.sort(key=turn)
-    handfuls = (f"{n // HANDFUL}" for n in itertools.count())
+    items.sort(key=rank)
+    numbers = itertools.count()
     for item in items:
-        if turn(item):
-            item.add_marker(pytest.mark.xdist_group(item.path.name if turn(item) == 1 else next(handfuls)))
+        if rank(item):
+            name = item.path.name if rank(item) == 1 else f"{next(numbers) // GROUP_SIZE}"
+            item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.hookimpl(trylast=True)  # after xdist's
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # xdist 3.8 writes a test's group where pytest 9.2 no longer looks: groups would not be kept together.
+        # xdist 3.8 writes the group to an attribute that pytest 9.2 no longer reads: without this, tests of 2³¹
+        # elements would run at the same time.
         grouped = getattr(item, "_nodeid", item.nodeid)
         if grouped != item.nodeid:
             item._id = type(item._id).parse(grouped)
@@ -94,19 +89,6 @@ def pytest_make_collect_report(collector: pytest.Collector):
     if isinstance(cause, ModuleNotFoundError) and (name := (cause.name or "").partition(".")[0]) in EXTRAS:
         report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"Skipped: {name} is not installed")
     return report
-
-
-def pytest_collection_finish() -> None:
-    """Modules and tests stay: a collection of garbage need not go through them each time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
-
-
-def pytest_runtest_call() -> None:
-    """torch measures the guards of each graph with an empty cache, for its log: 0.2 s to empty it."""
-    if guards := sys.modules.get("torch._dynamo.guards"):
-        guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +124,7 @@ def _same_state_after_every_test():
 
 @pytest.fixture(autouse=True)
 def _products_of_fp32_are_exact():
-    """A trainer that compiles lets them be TF32 from then on, also those that later tests compare with."""
+    """Trainers that compile switch TF32 on for the process; later tests compare with exact fp32 products."""
     yield
     places = [place for place in (torch.backends, torch.backends.cuda.matmul) if hasattr(place, "fp32_precision")]
     if any(place.fp32_precision == "tf32" for place in places) or not places:
@@ -153,7 +135,7 @@ def _products_of_fp32_are_exact():
 
 @pytest.fixture(autouse=True)
 def _large_batches(monkeypatch):
-    """recompute="auto" takes a test's tiny batch for a large one, and recomputes; `batches_as_they_are` undoes this."""
+    """recompute="auto" treats a test's tiny batch as a large one, and recomputes; `batches_as_they_are` undoes this."""
     monkeypatch.setattr(auto, "LEAST_WORK", 0)
 
 
@@ -183,9 +165,9 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 @pytest.fixture(scope="session")
 def environment():
-    """A user's: without the interpreter, and no part of a distributed run that the tests are started in.
+    """A user's environment: without the interpreter and without the variables of a launcher that runs the tests.
 
-    Where a process group is made nevertheless, it meets at a port of its own: others may run at the same time.
+    A process group gets a free port, because other tests may run at the same time.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

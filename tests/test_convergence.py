@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
-from studies.convergence import Runs, judge
+from convergence import Runs, judge
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "converge.py"
 # A CPU multiplies bf16 slowly. Between them those of bf16 have every part that fuse replaces, and every kind of batch.

@@ -66,7 +66,9 @@ def table(rows: dict[str, Any]) -> list[str]:
     for name, row in rows.items():
         calls = [str(row.get("calls", {}).get(kind, "–")) for kind in KINDS]
         lines.append(
-            "| " + " | ".join([f"`{name}`", *calls, escaped(row.get("media", "text")), "; ".join(reasons(row))]) + " |"
+            "| "
+            + " | ".join([f"`{name}`", *calls, escape_markdown(row.get("media", "text")), "; ".join(reasons(row))])
+            + " |"
         )
     return lines
 
@@ -75,16 +77,16 @@ def reasons(row: dict[str, Any]) -> list[str]:
     found = [f"**wrong**: {row['why']}"] if row["status"] == "wrong" else []
     found += [f"loss: logits built by `{name}`" for name in row.get("logits_built_by", {})]
     found += [f"`{name}`: {why}" for _, name, _, why in row.get("left", [])]
-    return [escaped(text) for text in dict.fromkeys(found)]
+    return [escape_markdown(text) for text in dict.fromkeys(found)]
 
 
 def unrunnable(rows: dict[str, Any]) -> list[str]:
     lines = ["| class | why |", "| :-- | :-- |"]
     for name, row in rows.items():
         if row["status"] == "not run":
-            lines.append(f"| `{name}` | {escaped(row['why'][:160])} |")
+            lines.append(f"| `{name}` | {escape_markdown(row['why'][:160])} |")
     return lines
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     return re.sub(r"([|<>])", r"\\\1", text)

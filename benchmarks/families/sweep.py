@@ -87,7 +87,7 @@ def examine(name: str) -> dict[str, Any]:
             return {"status": "not run", "why": "its loss is not finite, or has no gradient"}
         if not _same(_step(model, inputs), plain):
             return {"status": "not run", "why": "two runs of the plain model differ"}
-        moved = [_moved(model, inputs, seed) for seed in range(2, 5)]
+        moved = [_move_inputs(model, inputs, seed) for seed in range(2, 5)]
     except Exception as error:
         if os.environ.get("SWEEP_TRACEBACK"):
             traceback.print_exc()
@@ -150,7 +150,7 @@ def _same(one: Any, other: Any) -> bool:
     )  # fmt: skip
 
 
-def _moved(model: Any, inputs: Any, seed: int) -> tuple[Any, dict[str, Any]]:
+def _move_inputs(model: Any, inputs: Any, seed: int) -> tuple[Any, dict[str, Any]]:
     """Loss and gradients with every weight moved by one unit in the last place."""
     import torch
 

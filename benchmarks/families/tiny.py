@@ -135,7 +135,7 @@ def tiny_config(config_class: type, default: Any = None) -> Any:
     """A configuration of this class, of the smallest sizes, with every kind of layer that the default has."""
     default = config_class() if default is None else default
     fields = _fields(config_class)
-    sizes = {k: v for k in fields if k in SIZES and isinstance(v := _given(default, k), (int, float))}
+    sizes = {k: v for k in fields if k in SIZES and isinstance(v := _make_inputs(default, k), (int, float))}
     # A part that the default switches off by a size of zero stays off; True is no size.
     changes = {k: SIZES[k] for k, v in sizes.items() if v and v != SIZES[k] and (v is True) == (SIZES[k] is False)}
     # None is no size, except where models read what their configuration leaves open.
@@ -149,7 +149,7 @@ def tiny_config(config_class: type, default: Any = None) -> Any:
         if part is not None and not isinstance(part, dict):
             changes[name] = tiny_config(type(part), part)
     changes |= EXCEPTIONS.get(getattr(config_class, "model_type", "") or config_class.__name__, {})
-    kept = {k: v for k in fields if k not in changes and _plain(v := _given(default, k)) and v is not None}
+    kept = {k: v for k in fields if k not in changes and _plain(v := _make_inputs(default, k)) and v is not None}
     if _differs(config_class, kept):  # a sub-configuration that its owner has set up
         changes = kept | changes
     return config_class(**changes)
@@ -161,7 +161,7 @@ def _fields(config_class: type) -> list[str]:
     return [p for p in inspect.signature(config_class.__init__).parameters if p not in ("self", "kwargs", "args")]
 
 
-def _given(config: Any, name: str) -> Any:
+def _make_inputs(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except Exception:  # a field with one value per layer raises; its list is in the configuration's `__dict__`
@@ -177,16 +177,18 @@ def _differs(config_class: type, kept: dict[str, Any]) -> bool:
         fresh = config_class()
     except Exception:
         return True
-    return any(_given(fresh, k) != v for k, v in kept.items())
+    return any(_make_inputs(fresh, k) != v for k, v in kept.items())
 
 
 def _key_value_heads(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
     """Set as many key-value heads as heads if the default has as many, else half."""
     for name in fields:
         if name in ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"):
-            value = _given(default, name)
+            value = _make_inputs(default, name)
             if isinstance(value, int):
-                heads = next((h for n in ("num_attention_heads", "n_head", "n_heads") if (h := _given(default, n))), 0)
+                heads = next(
+                    (h for n in ("num_attention_heads", "n_head", "n_heads") if (h := _make_inputs(default, n))), 0
+                )
                 changes[name] = HEADS if value == heads else min(value, HEADS // 2)
 
 
@@ -194,7 +196,7 @@ def _tokens(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
     """Give the special tokens distinct ids inside the vocabulary, which no text has."""
     at = WORDS.stop
     for name in fields:
-        value = _given(default, name)
+        value = _make_inputs(default, name)
         if name in changes or type(value) is not int or value < VOCABULARY:
             continue
         if name.endswith(("_token_id", "_token_index", "_token_indices", "_id")):
@@ -204,12 +206,12 @@ def _tokens(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
 def _layers(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
     """One layer of each kind that the lists name, at least two; lists of another length than layers stay."""
     counts = [n for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if n in fields]
-    total = next((v for n in counts if isinstance(v := _given(default, n), int)), None)
+    total = next((v for n in counts if isinstance(v := _make_inputs(default, n), int)), None)
     if total is None:
         return
     lists = {
         n: v for n in fields
-        if isinstance(v := _given(default, n), (list, tuple)) and len(v) == total and total > 2 and _plain(v[0])
+        if isinstance(v := _make_inputs(default, n), (list, tuple)) and len(v) == total and total > 2 and _plain(v[0])
     }  # fmt: skip
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True))) if lists else []
     first: list[int] = []
@@ -227,7 +229,7 @@ def _layers(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
 
 def _rotary(default: Any, fields: list[str], changes: dict[str, Any]) -> None:
     """Sections and factors that have an entry for each pair of a head."""
-    rope = _given(default, "rope_parameters")
+    rope = _make_inputs(default, "rope_parameters")
     if "rope_parameters" in fields and isinstance(rope, dict):
         changes["rope_parameters"] = _shrunk_rope(rope, sections=_reads_sections(type(default)))
 

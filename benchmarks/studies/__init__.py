@@ -1,1 +1,1 @@
-"""Studies beside the benchmarks: rows, judgement, tables and charts of each. The scripts in benchmarks/ record them."""
+"""Studies that were run, with their records in benchmarks/results: `python -m studies.NAME`, from benchmarks/."""

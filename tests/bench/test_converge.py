@@ -1,16 +1,12 @@
 """How plain and fused runs of a training are judged, recorded and shown."""
 
-import importlib.util
 import math
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from studies.convergence import Runs, Training, curve, judge, limit, page, pictures, plot, scores, smoothed
-
-from tigon.bench import report
+from convergence import Runs, Training, judge, limit, scores, smooth
+from harness import report
 
 STEPS, PLAIN = 40, 4
 
@@ -95,7 +91,7 @@ def test_a_score_is_the_largest_ratio_of_distances():
 
 def test_smoothing_is_a_mean_over_neighbours():
     x = torch.tensor([0.0, 3.0, 6.0, 9.0])
-    assert smoothed(x, 1).tolist() == [1.5, 3.0, 6.0, 7.5]
+    assert smooth(x, 1).tolist() == [1.5, 3.0, 6.0, 7.5]
 
 
 def test_the_limit_is_students():
@@ -104,44 +100,6 @@ def test_the_limit_is_students():
     deviation = float(torch.linspace(-1, 1, 12).std())
     assert math.log(limit(plain, 1)) == pytest.approx(4.025 * deviation * math.sqrt(13 / 12), rel=0.01)
     assert limit(plain, 100) > limit(plain, 1)
-
-
-def test_a_record_is_shown_and_drawn(tmp_path):
-    found = rows(far=4.0)
-    path = tmp_path / "cpu-converge.json"
-    report.save(path, report.result("converge", found))
-    content = report.load(path)
-    assert report.file_name(content).endswith("-converge.json")
-    assert Runs(**content["rows"][-1]) == found[-1]
-    runs = trainings(seed=0)
-    shown = curve(content["rows"][0]["loss"]) + curve(content["rows"][0]["runs"][1]["loss"])
-    torch.testing.assert_close(shown, torch.tensor(runs[1].losses, dtype=torch.float64), rtol=0, atol=2e-5)
-    text = page(tmp_path, "../charts")
-    assert "| m | fp32 | last | 6.00 → 4.00 |" in text
-    assert "WRONG: labels: loss" in text
-    for name, drawn in pictures(path, content).items():
-        assert f"../charts/{name}" in text
-        plot(content, tmp_path / name, *drawn)
-        assert (tmp_path / name).stat().st_size > 5000
-
-
-def test_the_page_says_when_there_is_no_record(tmp_path):
-    assert page(tmp_path, "charts") == "No run has been recorded yet."
-
-
-def test_the_documentation_shows_the_record(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    hook = Path(__file__).parents[2] / "benchmarks" / "docs_pages.py"
-    spec = importlib.util.spec_from_file_location("docs_pages", hook)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.syspath_prepend(hook.parent)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
-    report.save(tmp_path / "cpu-converge.json", report.result("converge", rows()[:2]))
-    shown = SimpleNamespace(file=SimpleNamespace(src_uri="how-it-works/convergence.md"))
-    text = module.on_page_markdown("<!-- converge -->", page=shown)
-    for picture in ("losses", "distances"):
-        assert f'aria-label="cpu-converge-fp32-{picture}.png"' in text
 
 
 def test_a_run_goes_on_where_it_was_stopped(script, tmp_path, capsys):

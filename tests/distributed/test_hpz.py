@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from world import world_of
 
 import tigon
-from tigon.bench import report
 from tigon.training import apply_hpz, count_traffic, hpz
 from tigon.training.hpz import gather as gather_module
 from tigon.training.hpz.gather import NodeGather
@@ -432,31 +428,3 @@ def test_errors_say_what_is_wrong(ranks):
         "apart": "got [1, 1, 1, 1] ranks in its order",
     }.items():
         assert words in found[name], found[name]
-
-
-# ------------------------------------------------------------------------------------------------------------ benchmark
-
-
-def benchmark(rank, world, device, script, folder):
-    arguments = ["--output", folder, "--name", "hpz.json", "--device", device.type, "--tiny", "--batch", "1", "--steps"]
-    spec = importlib.util.spec_from_file_location("benchmark_hpz", script)
-    loaded = sys.modules["benchmark_hpz"] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(loaded)
-    loaded.WARMUP = 0
-    loaded.main([*arguments, "1", "--bits-steps", "2", "--micro-steps", "2", "--links", "0.01"])
-
-
-def test_the_benchmark_records_bits_bytes_and_times(ranks, tmp_path):
-    script = Path(__file__).parents[2] / "benchmarks" / "hpz.py"
-    ranks.run(benchmark, str(script), str(tmp_path))
-    content = report.load(tmp_path / "hpz.json")
-    rows = {row["side"]: row for row in content["rows"]}
-    assert {side: row["same_bits"] for side, row in rows.items()} == {
-        "fsdp2": None, "event": True, "unchecked": None, "host": True, "none": None
-    }  # fmt: skip
-    assert rows["fsdp2"]["backward_all_mib"] > 0 == rows["fsdp2"]["node_mib"]
-    assert rows["event"]["backward_all_mib"] == 0
-    assert rows["event"]["node_mib"] > 0 or ranks.size == 2
-    assert rows["event"]["forward_all_mib"] == rows["fsdp2"]["forward_all_mib"] / 2
-    header, lines = report.cells(content)
-    assert dict(zip(header, lines[1], strict=True))["FSDP2's bits"] == "yes, 2 steps"

@@ -222,8 +222,7 @@ def test_a_part_may_act_on_the_whole_model_and_again_when_the_model_changes(tria
 # ----------------------------------------------------------------------------------------------------- completeness
 
 
-def test_every_part_has_a_file_an_option_and_a_word_in_the_docs():
-    page = (ROOT / "docs/how-it-works/fuse.md").read_text()
+def test_every_part_has_a_file_and_an_option():
     tests = "".join(p.read_text() for p in (ROOT / "tests").glob("*/test_*.py"))
     options = set(inspect.signature(tigon.fuse).parameters)
     files = []
@@ -233,8 +232,6 @@ def test_every_part_has_a_file_an_option_and_a_word_in_the_docs():
         )
         files.append(file)
         assert part.option in options
-        assert f"| `{part.option}` | `{part.kind}` |" in page
-        assert f"`parts/{file}.py`" in page
         assert not isinstance(part, ModulePart) or f"recognize_{file}(" in tests
         assert not isinstance(part, ModulePart) or part.stage is Stage.MODULE
     assert tuple(files) == tigon.fusion.parts.FILES, "each file registers one part, in the order of the list"

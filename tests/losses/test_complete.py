@@ -311,16 +311,3 @@ def test_a_word_alone_is_no_loss_of_a_policy(monkeypatch):
     x, weight, target = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(NotImplementedError, match="grpo: 'dummy' has no formula"):
         losses.grpo(x, weight, target, torch.ones(2), config=GRPO(loss_type="dummy"))
-
-
-def test_contributing_names_the_places():
-    text = (DOCS.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| a type of a loss \|.*$", text, re.MULTILINE)
-    for place in ("tests/losses/test_complete.py", "docs/losses/"):
-        assert place in row
-    (paragraph,) = re.findall(r"^### A type of a loss\n\n(.*?)\n###", text, re.MULTILINE | re.DOTALL)
-    places = ("DPO_LOSSES", "DPOType", "CLIPPED", "LossType", "preference/reference.py", "policy/family.py", "`sides`")
-    for place in places:
-        assert place in paragraph, place
-    for path in set(re.findall(r"`((?:src|tests|docs)/[\w./]+\.(?:py|md))`", paragraph)):
-        assert (DOCS.parents[1] / path).is_file(), path

@@ -1,1 +1,1 @@
-"""What the study of clicks is made of: its tables, its methods, its metrics, the step that is timed, and its page."""
+"""LiRank beside FuxiCTR's models and trees: quality, calibration and the time of a step."""

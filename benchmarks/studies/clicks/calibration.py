@@ -27,7 +27,7 @@ def rows(
     found = {"none": test, "isotonic layer": layer, "Platt": platt(validation, y, test)}
     if (stepped := isotonic(validation, y, test)) is not None:
         found["scikit-learn's isotonic"] = stepped
-    return [("calibration", name, metrics.measured(p, label)) for name, p in found.items()]
+    return [("calibration", name, metrics.measure_all(p, label)) for name, p in found.items()]
 
 
 def _logits(p: Floats) -> Tensor:

@@ -121,11 +121,11 @@ def frappe(folder: Path) -> Clicks:
     parts = torch.tensor(part)
     trained = (parts == TRAIN).nonzero().squeeze(1)
     parts[trained[_order(len(trained))[: len(trained) // 10]]] = VALIDATION
-    return _made("frappe", dict(zip(FRAPPE, zip(*ids, strict=True), strict=True)), {}, labels, parts)
+    return _make_table("frappe", dict(zip(FRAPPE, zip(*ids, strict=True), strict=True)), {}, labels, parts)
 
 
 def movielens(folder: Path) -> Clicks:
-    tables = [_separated(_there(folder / f"ml-100k.{kind}")) for kind in ("inter", "item", "user")]
+    tables = [_split_values(_there(folder / f"ml-100k.{kind}")) for kind in ("inter", "item", "user")]
     events, items, users = tables
     item, user = ({row[f"{name}_id"]: row for row in rows} for name, rows in (("item", items), ("user", users)))
     columns: dict[str, list[Any]] = {}
@@ -140,7 +140,7 @@ def movielens(folder: Path) -> Clicks:
         for name, value in values.items():
             columns.setdefault(name, []).append(value)
     labels = [float(event["rating"]) >= 4 for event in events]
-    return _made("ml-100k", columns, {}, labels, _drawn(len(labels)))
+    return _make_table("ml-100k", columns, {}, labels, _draw_split(len(labels)))
 
 
 def adult(folder: Path) -> Clicks:
@@ -149,10 +149,10 @@ def adult(folder: Path) -> Clicks:
 
         rows = pyarrow.parquet.read_table(folder / "adult.parquet.brotli").to_pylist()
     else:
-        rows = _separated(_there(folder / "adult.csv"), ",")
+        rows = _split_values(_there(folder / "adult.csv"), ",")
     labels = [">" in row["income"] for row in rows]
     numbers = {name: [float(row[name]) for row in rows] for name in ADULT_NUMBERS}
-    return _made("adult", {n: [row[n] for row in rows] for n in ADULT}, numbers, labels, _drawn(len(rows)))
+    return _make_table("adult", {n: [row[n] for row in rows] for n in ADULT}, numbers, labels, _draw_split(len(rows)))
 
 
 READERS = {"frappe": frappe, "ml-100k": movielens, "adult": adult}
@@ -164,7 +164,7 @@ def _there(path: Path) -> Path:
     return path
 
 
-def _separated(path: Path, by: str = "\t") -> list[dict[str, str]]:
+def _split_values(path: Path, by: str = "\t") -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         found = csv.DictReader(file, delimiter=by)
         found.fieldnames = [name.partition(":")[0] for name in found.fieldnames or ()]
@@ -175,14 +175,14 @@ def _order(n: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(2024))
 
 
-def _drawn(n: int) -> Tensor:
+def _draw_split(n: int) -> Tensor:
     part, order = torch.full((n,), TRAIN), _order(n)
     part[order[: n // 5]] = TEST
     part[order[n // 5 : n // 5 + n // 10]] = VALIDATION
     return part
 
 
-def _made(
+def _make_table(
     name: str, columns: dict[str, Sequence[Any]], numbers: dict[str, Sequence[float]], labels: Sequence[bool],
     part: Tensor,
 ) -> Clicks:  # fmt: skip

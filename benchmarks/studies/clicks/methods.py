@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from harness import report
 from torch import Tensor
 
 from studies.clicks import calibration, metrics
 from studies.clicks.data import LABEL, TEST, TRAIN, VALIDATION, Clicks, Rows
 from studies.clicks.metrics import Floats
 from tigon import rank
-from tigon.bench import report
 
 Setting = dict[str, Any]
 
@@ -104,9 +104,9 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
     found = chances(ranker, validation), chances(ranker, test)
     steps = -(-len(train) // fit.batch_size)
     label = test.labels.double().cpu().numpy()
-    more = [("int8", "fp32", metrics.measured(found[1], label) | {"bytes": table_bytes(ranker)})]
+    more = [("int8", "fp32", metrics.measure_all(found[1], label) | {"bytes": table_bytes(ranker)})]
     small = ranker.compress()
-    more.append(("int8", "int8", metrics.measured(chances(small, test), label) | {"bytes": table_bytes(small)}))
+    more.append(("int8", "int8", metrics.measure_all(chances(small, test), label) | {"bytes": table_bytes(small)}))
     ranker.calibrate(validation, drawing)
     more += calibration.rows(*found, validation.labels, label, chances(ranker, test))
     parameters = sum(p.numel() for p in ranker.parameters() if p.requires_grad)
@@ -316,7 +316,7 @@ def lacks(name: str, zoo: Path | None) -> str | None:
     kind = METHODS[name]
     if kind.package and kind.package not in sys.modules and importlib.util.find_spec(kind.package) is None:
         return f"{kind.package} is not installed"
-    if kind.package == "fuxictr" and not (found := report.package_version("fuxictr") or "").startswith("2.2."):
+    if kind.package == "fuxictr" and not (found := report.read_package_version("fuxictr") or "").startswith("2.2."):
         return f"fuxictr {found} is installed, and this study drives 2.2, whose layers need neither polars nor ray"
     if kind.zoo and (zoo is None or not (zoo / kind.zoo / "src" / f"{kind.zoo}.py").is_file()):
         return f"--fuxictr names no folder model_zoo of FuxiCTR's sources with {kind.zoo}"

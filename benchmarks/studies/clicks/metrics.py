@@ -32,7 +32,7 @@ def ece(probability: Floats, label: Floats, bins: int = 15) -> float:
     return float(np.abs(np.bincount(at, label - probability, bins)).sum() / len(label))
 
 
-def measured(probability: Floats, label: Floats) -> dict[str, float]:
+def measure_all(probability: Floats, label: Floats) -> dict[str, float]:
     """All three."""
     return {
         "auc": auc(probability, label), "log_loss": log_loss(probability, label), "ece": ece(probability, label)

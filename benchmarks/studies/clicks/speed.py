@@ -64,7 +64,7 @@ def flops(sizes: Sizes) -> int:
     return 6 * sizes.rows * sum(a * b for a, b in products(sizes))
 
 
-def moved(sizes: Sizes) -> dict[str, int]:
+def move_to_device(sizes: Sizes) -> dict[str, int]:
     """Bytes beside the products: each part reads its operands once, and writes its results once. bf16 activations,
     fp32 weights, int64 codes; row-wise Adagrad reads and writes the rows that occur, AdamW all other weights."""
     B, d, r, layers = sizes.rows, sizes.wide, sizes.rank if sizes.attention else 0, sizes.layers
@@ -89,7 +89,7 @@ def moved(sizes: Sizes) -> dict[str, int]:
     }
 
 
-def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+def time_call(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
     """Median milliseconds, behind warm-ups."""
     for _ in range(min(3, repeats)):
         run()
@@ -122,7 +122,7 @@ def floor(sizes: Sizes, device: torch.device, repeats: int, taken: dict[Any, flo
         source = torch.empty((1 << 30) if device.type == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         taken["rate"] = 2 * source.numel() / _back_to_back(lambda: target.copy_(source), device, repeats)
-    rate, total = taken["rate"], sum(moved(sizes).values())
+    rate, total = taken["rate"], sum(move_to_device(sizes).values())
     found = {
         "products_ms": sum(min(taken[one], taken[eights[one]]) for one in shapes), "bytes_ms": total / rate,
     }  # fmt: skip
@@ -147,7 +147,7 @@ def _back_to_back(run: Callable[[], Any], device: torch.device, repeats: int, ma
         for _ in range(many):
             run()
 
-    return timed(several, device, repeats) / many
+    return time_call(several, device, repeats) / many
 
 
 # ------------------------------------------------------------------------------------------------------------ the steps
@@ -163,7 +163,7 @@ def table(sizes: Sizes, batches: int) -> Clicks:
     return Clicks("made", codes, fields, torch.zeros(n, 0), (), labels, torch.full((n,), TRAIN))
 
 
-def made(sizes: Sizes, rows: Rows, device: torch.device) -> rank.LiRank:
+def build(sizes: Sizes, rows: Rows, device: torch.device) -> rank.LiRank:
     torch.manual_seed(0)
     return rank.LiRank(
         rows.schema, sizes.width, "residual" if sizes.attention else "dcn", sizes.layers, sizes.rank, sizes.mlp,
@@ -211,7 +211,7 @@ def fitted_ms(sizes: Sizes, rows: Rows, device: torch.device, repeats: int) -> f
 
     epochs = cdiv(first + repeats, len(rows) // sizes.rows)
     options = rank.FitOptions(batch_size=sizes.rows, epochs=epochs, table_optimizer="row-adagrad")
-    rank.fit(made(sizes, rows, device), rows, None, options, after=after)
+    rank.fit(build(sizes, rows, device), rows, None, options, after=after)
     return 1e3 * (marks[1] - marks[0]) / repeats
 
 
@@ -246,9 +246,9 @@ def sides(
     def of(run: Callable[[], Any]) -> tuple[float, dict[str, float]]:
         gc.collect()  # the model of the side before, which would be in this one's peak
         if device.type != "cuda":
-            return timed(run, device, repeats), {}
+            return time_call(run, device, repeats), {}
         torch.cuda.reset_peak_memory_stats()
-        ms = timed(run, device, repeats)
+        ms = time_call(run, device, repeats)
         return ms, {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
     full = sizes._replace(attention=False, rank=None)
@@ -258,7 +258,7 @@ def sides(
     }  # fmt: skip
     for name, kind in kinds.items():
         lowest = floor(kind, device, repeats, taken)["ms"]
-        ms, peak = of(lirank_step(made(kind, rows, device).train(), batch, device))
+        ms, peak = of(lirank_step(build(kind, rows, device).train(), batch, device))
         yield name, kind, beside(ms, lowest) | peak, ""
     yield "lirank-residual, rank.fit", sizes, beside(fitted_ms(sizes, rows, device, repeats), least["ms"]), ""
     if zoo is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-COMMANDS = ("demo", "train", "inspect", "verify", "compress", "bench", "doctor")
+COMMANDS = ("demo", "train", "inspect", "verify", "compress", "doctor")
 # Commands that have commands of their own.
 GROUPS = ("retrieve", "rank", "graph")
 

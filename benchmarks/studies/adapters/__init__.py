@@ -1,0 +1,1 @@
+"""Training steps with LoRA and QLoRA: HF with PEFT, Liger, Unsloth and Tigon."""

@@ -1,0 +1,1 @@
+"""Compressed models: loss, distance and latency."""

@@ -1,0 +1,1 @@
+"""G2R beside DGI and GRACE on citation graphs."""

@@ -1,0 +1,1 @@
+"""Retrieval on real data: filters, cold items, links and two towers."""

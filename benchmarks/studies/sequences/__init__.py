@@ -1,0 +1,1 @@
+"""LiGR beside SASRec, RecTools and RecBole on next items."""
