@@ -33,7 +33,7 @@ PY := $(VENV)/bin/python
 READY := $(STAMP)
 endif
 # src first, so that a foreign interpreter (PY=…) needs no installed tigon.
-RUN := PYTHONPATH=src $(PY)
+RUN := PYTHONPATH=src:benchmarks $(PY)
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
@@ -47,7 +47,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'Installing the versions of constraints.txt into $(VENV); a few minutes.'
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,bench,docs,retrieve,rank,search,graph,serve]' --group dev
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,docs,retrieve,rank,search,graph,serve]' --group dev --group bench
 	@touch $@
 
 demo: $(READY)
@@ -90,7 +90,7 @@ gpu-test-distributed: $(READY)
 
 bench: $(READY)
 	@$(RUN) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make bench: torch sees no CUDA device here.")'
-	$(RUN) -m tigon bench --output benchmarks/results
+	$(RUN) benchmarks/run.py --output benchmarks/results
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from tigon.bench import report
-from tigon.bench.cases import OPS, Op
-from tigon.bench.processes import Processes
-from tigon.bench.runner import Ceilings, Settings, measure_ceilings, run_case
-from tigon.bench.training import Side
+from cases import OPS, Op
+from harness import report
+from harness.floor import measure_floor
+from harness.processes import run_in_process
+from harness.runner import Case, Ceilings, Settings, measure_ceilings, run_case
+from harness.training import RunResult, train_side
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = (("llama-3-8b", 16, 512), ("llama-3.2-1b", 16, 2048))
@@ -32,7 +32,7 @@ LONG = Settings(rounds=2)
 
 
 @dataclass
-class Found:
+class Comparison:
     """One case: multiples of the floor, as recorded and now."""
 
     what: str
@@ -44,20 +44,20 @@ class Found:
         return 100 * (self.now / self.recorded - 1)
 
 
-def recorded_ops(folder: Path) -> dict[tuple[Any, ...], float]:
+def read_op_ratios(folder: Path) -> dict[tuple[Any, ...], float]:
     """Multiple of the floor of each bf16 case of Tigon's in the result files of one device."""
     found = {}
     for path in sorted(folder.glob("h200-m*.json")):
         content = report.load(path)
         for row in content["rows"] if content["kind"] == "ops" else ():
             if row["implementation"] == "tigon" and row["status"] == "ok" and row["times_floor"]:
-                found[report.case_of(row)] = row["times_floor"]
+                found[report.case_key(row)] = row["times_floor"]
     return found
 
 
-def recorded_models(folder: Path) -> dict[tuple[Any, ...], float]:
+def read_model_ratios(folder: Path) -> dict[tuple[Any, ...], float]:
     content = report.load(folder / "h200-models.json")
-    return {report.case_of(row): row["times_floor"] for row in content["rows"] if row["side"] == "tigon"}
+    return {report.case_key(row): row["times_floor"] for row in content["rows"] if row["side"] == "tigon"}
 
 
 def measure_op(op: Op, shape: tuple[int, ...], device: torch.device, ceilings: Ceilings, twice: bool) -> Any:
@@ -65,16 +65,16 @@ def measure_op(op: Op, shape: tuple[int, ...], device: torch.device, ceilings: C
     if twice:
         settings = Settings(2 * settings.rounds, settings.warmup_ms, settings.repeat_ms, settings.graph_ms)
     only = {"tigon": op.implementations["tigon"]}
-    (row,) = run_case(op, shape, torch.bfloat16, device, ceilings, implementations=only, settings=settings, checked=())
+    (row,) = run_case(Case(op, shape), device, ceilings, implementations=only, settings=settings, checked=())
     return row
 
 
-def compare_ops(options: argparse.Namespace, device: torch.device) -> tuple[list[Found], list[Any], list[str]]:
+def compare_ops(options: argparse.Namespace, device: torch.device) -> tuple[list[Comparison], list[Any], list[str]]:
     """The ratio now of each recorded case, the rows, and the cases for which there was no time."""
     start = time.monotonic()
     ceilings = measure_ceilings(device)
     print(f"copy {ceilings.copy_gbps:.0f} GB/s, matmul {ceilings.matmul_tflops:.0f} TFLOP/s", flush=True)
-    recorded = recorded_ops(options.recorded)
+    recorded = read_op_ratios(options.recorded)
     names = options.only.split(",") if options.only else list(OPS)
     cases = [(OPS[name], shape) for name in names for shape in OPS[name].shapes if "tigon" in OPS[name].implementations]
     # Operators bound by memory take seconds, those bound by matrix products minutes: the quick ones run first.
@@ -94,36 +94,34 @@ def compare_ops(options: argparse.Namespace, device: torch.device) -> tuple[list
         if row.times_floor is None:
             left.append(f"{what}: {row.reason}")
             continue
-        found.append(Found(what, recorded[key], row.times_floor))
+        found.append(Comparison(what, recorded[key], row.times_floor))
         report.save(
             options.output / "compare-ops.json", report.result("ops", rows, device=device, ceilings=asdict(ceilings))
         )
     return found, rows, left
 
 
-def compare_models(options: argparse.Namespace, device: torch.device) -> tuple[list[Found], list[str]]:
-    recorded = recorded_models(options.recorded)
+def compare_models(options: argparse.Namespace, device: torch.device) -> tuple[list[Comparison], list[str]]:
+    recorded = read_model_ratios(options.recorded)
     found, left, rows = [], [], []
-    with Processes(2 * len(MODELS)) as processes:
-        for model, batch, seq in MODELS:
-            times = {}
-            for name in ("floor", "tigon"):
-                request = {"task": "floor"} if name == "floor" else {"task": "train", "steps": 6}
-                side = Side(model, name, batch, seq, False, "bfloat16")
-                (row,) = processes.run(side, device=str(device), overrides={}, **request)
-                rows.append(row)
-                if row.step_ms is None:
-                    left.append(f"{model} {name}: {row.reason}")
-                else:
-                    times[name] = row.step_ms
-            report.save(options.output / "compare-models.json", report.result("model", rows, device=device))
-            key = report.case_of(rows[-1].to_dict())
-            if len(times) == 2 and key in recorded:
-                found.append(Found(f"{model} {batch}×{seq}", recorded[key], times["tigon"] / times["floor"]))
+    for model, batch, seq in MODELS:
+        times = {}
+        for name, task, more in (("floor", measure_floor, {}), ("tigon", train_side, {"steps": 6})):
+            side = RunResult(model, name, batch, seq, False, "bfloat16")
+            (row,) = run_in_process(task, side, device=str(device), overrides={}, **more)
+            rows.append(row)
+            if row.step_ms is None:
+                left.append(f"{model} {name}: {row.reason}")
+            else:
+                times[name] = row.step_ms
+        report.save(options.output / "compare-models.json", report.result("model", rows, device=device))
+        key = report.case_key(rows[-1].to_dict())
+        if len(times) == 2 and key in recorded:
+            found.append(Comparison(f"{model} {batch}×{seq}", recorded[key], times["tigon"] / times["floor"]))
     return found, left
 
 
-def table(found: list[Found], beyond: float) -> str:
+def table(found: list[Comparison], beyond: float) -> str:
     """The cases that differ, the slower ones first, and how many there were."""
     off = sorted((one for one in found if abs(one.percent) > beyond), key=lambda one: -one.percent)
     width = max((len(one.what) for one in off), default=4)

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from convergence import Runs, Training, judge
+from harness import report
 from torch import Tensor, nn
 
 import tigon
-from tigon.bench import report
 
 # Shakespeare's plays, in the public domain: the first third of tinyshakespeare, of github.com/karpathy/char-rnn (MIT).
 TEXT = Path(__file__).parent / "data" / "shakespeare.txt"

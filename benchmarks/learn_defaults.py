@@ -255,7 +255,7 @@ def short_name(device: torch.device) -> str:
 
 
 def main() -> None:
-    from tigon.bench import report
+    from harness import report
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", default="100,2000,10000")

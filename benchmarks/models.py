@@ -1,6 +1,7 @@
-"""Whole models on one GPU: a training step of six of them beside Hugging Face, torch.compile, Liger and their floors.
+"""Whole models on one GPU: a training step beside Hugging Face, torch.compile, Liger and the step's floor.
 
-    python benchmarks/models.py --output results                            every row and side
+    python benchmarks/models.py --output results                            every row and side of six models
+    python benchmarks/models.py --model llama-3.2-1b --shape 4x2048         one preset: Hugging Face, Liger and Tigon
     python benchmarks/models.py --output results --profile                  and where the device's time goes
     python benchmarks/models.py --output results --only llama-3.2-1b --sides hf,liger,tigon
     python benchmarks/models.py --output results --resume results/h200-models.json            what is missing
@@ -9,23 +10,24 @@
         --sides hf,compile-layers,compile-causal,liger,tigon --settings 1x0.125,1x0,4x0
 
 The last measures torch.compile with the attention kernel of the other sides, without masked labels and with accumulated
-steps too. Every side trains in a process of its own, the next of which imports meanwhile. The result file is written
-after every side. Sides that compile come last: they take a minute each, and a budget that is too small leaves them out.
+steps too. Every side trains in a process of its own. The result file is written after every side. Sides that compile
+come last: they take a minute each, and a budget that is too small leaves them out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
+from harness import report
+from harness.floor import measure_floor
+from harness.processes import run_in_process
+from harness.training import DEFAULT_SIDES, MASKED, RunResult, measure_lengths, train_side
 
-from tigon.bench import report
-from tigon.bench.processes import Processes
-from tigon.bench.training import MASKED, Side
+from tigon.presets import PRESETS
 
 # Only --sides selects these: torch.compile with the flash kernel, the levels of recompute, and the highest of them with
 # activations in host memory.
@@ -70,8 +72,10 @@ LENGTH_SIDES = ("hf", "liger", "tigon", "tigon-offload")
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", required=True, type=Path, help="folder for the result file")
+    parser.add_argument("--output", type=Path, help="folder for the result file")
     parser.add_argument("--name", help="name of the result file; default: the device and what was measured")
+    parser.add_argument("--model", choices=PRESETS, help="a preset with random weights, in place of the six models")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, with --model")
     parser.add_argument("--only", help="rows whose names contain one of these, separated by commas; default: all")
     parser.add_argument("--sides", help=f"of every row, separated by commas: {', '.join(ORDER)}")
     parser.add_argument("--steps", type=int, help="timed steps; default: those of the row")
@@ -103,21 +107,23 @@ def read_settings(text: str) -> list[tuple[int, float]]:
 def plan(options: argparse.Namespace) -> list[tuple[Case, str]]:
     """The cases and their sides, in the order in which they run."""
     cases = (LENGTHS,) if options.memory_over_sequence else CASES
+    if options.model:
+        cases = (Case(options.model, 1, 512, options.checkpointing),)
     if options.only:
         cases = tuple(case for case in cases if any(word in case.name for word in options.only.split(",")))
     chosen = options.sides.split(",") if options.sides else None
     pairs = []
     for case in cases:
-        possible = LENGTH_SIDES if options.memory_over_sequence else case.sides()
+        possible = LENGTH_SIDES if options.memory_over_sequence else DEFAULT_SIDES if options.model else case.sides()
         pairs += [(case, side) for side in chosen or possible]
     return sorted(pairs, key=lambda pair: "compile" in pair[1])
 
 
-def row_of(case: Case, side: str, options: argparse.Namespace) -> Side:
+def make_row(case: Case, side: str, options: argparse.Namespace) -> RunResult:
     """The row of a side in the first of the settings."""
     batch, seq = map(int, options.shape.split("x")) if options.shape else (case.batch, case.seq)
     accumulation, masked = options.settings[0]
-    return Side(
+    return RunResult(
         case.model, side, batch, seq, case.checkpointing, options.dtype, layers=case.layers,
         masked=masked, accumulation=accumulation,
     )  # fmt: skip
@@ -128,59 +134,56 @@ def run(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = "sequence" if options.memory_over_sequence else "model"
     overrides = {name: int(value) for name, value in (pair.split("=") for pair in options.set)}
-    rows = resumed(options.resume, kind, device)
+    rows = load_rows(options.resume, kind, device)
     done = {key(row) for row in rows if row.status == "ok"}
     left = [
         (case, side)
         for case, side in plan(options)
-        if not all(key(replace(row_of(case, side, options), accumulation=n, masked=masked)) in done
+        if not all(key(replace(make_row(case, side, options), accumulation=n, masked=masked)) in done
                    for n, masked in options.settings)
     ]  # fmt: skip
-    with Processes(len(left)) as processes:
-        for case, side in left:
-            began = time.monotonic()
-            if began - start > options.budget:
-                print(f"left out, the budget of {options.budget:.0f} s was spent: {case.name} {side}", flush=True)
-                continue
-            request = {"task": "train", "steps": options.steps or case.steps, "profile": options.profile}
-            request["settings"] = options.settings
-            if side == "floor":
-                request = {"task": "floor"}
-            elif kind == "sequence":
-                request = {"task": "lengths", "longest": options.longest, "steps": options.steps or 1}
-                request["profile_at"] = None if side == "tigon-offload" else options.profile_at
-            built = ({"num_hidden_layers": case.layers} if case.layers else {}) | overrides
-            new = processes.run(row_of(case, side, options), device=str(device), overrides=built, **request)
-            replaced = {key(row) for row in new}
-            rows = ordered([row for row in rows if key(row) not in replaced] + new)
-            save(options, kind, rows, device)
-            took = time.monotonic() - began
-            words = " ".join(report.to_text(report.result(kind, new[-1:], device=device)).split("\n")[-1].split())
-            print(f"{time.monotonic() - start:6.1f} s  {case.name}: {took:.1f} s  {words}", flush=True)
+    for case, side in left:
+        began = time.monotonic()
+        if began - start > options.budget:
+            print(f"left out, the budget of {options.budget:.0f} s was spent: {case.name} {side}", flush=True)
+            continue
+        task, request = train_side, {"steps": options.steps or case.steps, "profile": options.profile}
+        request["settings"] = options.settings
+        if side == "floor":
+            task, request = measure_floor, {}
+        elif kind == "sequence":
+            task, request = measure_lengths, {"longest": options.longest, "steps": options.steps or 1}
+            request["profile_at"] = None if side == "tigon-offload" else options.profile_at
+        built = ({"num_hidden_layers": case.layers} if case.layers else {}) | overrides
+        new = run_in_process(task, make_row(case, side, options), device=str(device), overrides=built, **request)
+        replaced = {key(row) for row in new}
+        rows = sort_rows([row for row in rows if key(row) not in replaced] + new)
+        save(options, kind, rows, device)
+        took = time.monotonic() - began
+        words = " ".join(report.to_text(report.result(kind, new[-1:], device=device)).split("\n")[-1].split())
+        print(f"{time.monotonic() - start:6.1f} s  {case.name}: {took:.1f} s  {words}", flush=True)
     if rows:
         save(options, kind, rows, device)
         print(report.to_text(report.result(kind, rows, device=device)))
 
 
-def key(row: Side) -> tuple[str, int, int, bool, float, int, str]:
+def key(row: RunResult) -> tuple[str, int, int, bool, float, int, str]:
     return row.model, row.batch, row.seq, row.checkpointing, row.masked, row.accumulation, row.side
 
 
-def resumed(path: Path | None, kind: str, device: torch.device) -> list[Side]:
+def load_rows(path: Path | None, kind: str, device: torch.device) -> list[RunResult]:
     if path is None or not path.exists():
         return []
     content = report.load(path)
-    now = json.loads(json.dumps(report.environment(device)))
-    for what in ("device", "packages"):
-        if content["environment"][what] != now[what]:
-            raise SystemExit(f"models.py: {path} is of another environment, its {what} differ; times are not compared.")
-    if content["kind"] != kind:
-        raise SystemExit(f"models.py: {path} is of kind {content['kind']!r}, this run is of {kind!r}.")
-    known = {field.name for field in fields(Side)}
-    return [Side(**{k: v for k, v in row.items() if k in known}) for row in content["rows"]]
+    try:
+        report.check_environment(content, report.result(kind, [], device=device))
+    except ValueError as error:
+        raise SystemExit(f"models.py: {path}: {error}") from None
+    known = {field.name for field in fields(RunResult)}
+    return [RunResult(**{k: v for k, v in row.items() if k in known}) for row in content["rows"]]
 
 
-def ordered(rows: list[Side]) -> list[Side]:
+def sort_rows(rows: list[RunResult]) -> list[RunResult]:
     """Cases as they are in the table, sides as in ORDER; and each beside the floor of its case."""
     floors = {key(row)[:-1]: row.step_ms for row in rows if row.side == "floor" and row.step_ms}
     for row in rows:
@@ -190,12 +193,14 @@ def ordered(rows: list[Side]) -> list[Side]:
     return sorted(
         rows,
         key=lambda r: (
-            models[r.model], r.checkpointing, r.batch, r.seq, r.accumulation, -r.masked, ORDER.index(r.side)
+            models.get(r.model, 0), r.checkpointing, r.batch, r.seq, r.accumulation, -r.masked, ORDER.index(r.side)
         ),
     )  # fmt: skip
 
 
-def save(options: argparse.Namespace, kind: str, rows: list[Side], device: torch.device) -> None:
+def save(options: argparse.Namespace, kind: str, rows: list[RunResult], device: torch.device) -> None:
+    if options.output is None:
+        return
     content = report.result(kind, rows, device=device)
     # The file of one case has the same name as the file of many, so that a later run can resume it.
     name = options.name or report.file_name(content, "models" if kind == "model" else None)

@@ -16,21 +16,21 @@ import json
 import os
 import socket
 import time
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from tigon.bench import report
-from tigon.bench.processes import Processes
-from tigon.bench.training import Side
+from harness import report
+from harness.processes import run_in_process
+from harness.training import RunResult
+from sharded import rows_of
 
 # The models and batches of arXiv 2410.10989, in sequences over all GPUs.
 CASES = {"llama-3-8b": 64, "qwen2-7b": 48, "gemma-7b": 48, "mistral-7b": 128, "phi-3-mini": 128}
 SIDES = ("hf", "liger", "tigon")
-SHARDED = Path(__file__).resolve().parent / "sharded.py"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -97,35 +97,32 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cuda", ranks.local) if options.device == "cuda" else torch.device("cpu")
     rows = kept(options, ranks.world) if ranks.rank == 0 else []
     left = ranks.agree("left", missing(options, ranks.world, rows))
-    with Processes(len(left)) as processes:
-        for model, side in left:
-            cell, began = f"{model} {side}", time.monotonic()
-            if not ranks.agree(f"{cell} begins", began - start < options.budget):
-                if ranks.rank == 0:
-                    print(f"left out, the budget of {options.budget:.0f} s was spent: {cell}", flush=True)
-                continue
-            row = run(processes, ranks, cell, row_of(model, side, options, ranks.world), device, options)
+    for model, side in left:
+        cell, began = f"{model} {side}", time.monotonic()
+        if not ranks.agree(f"{cell} begins", began - start < options.budget):
             if ranks.rank == 0:
-                rows = ordered([other for other in rows if (other.model, other.side) != (model, side)] + [row])
-                content = save(options, rows, device)
-                line = " ".join(report.to_text({**content, "rows": [row.to_dict()]}).split("\n")[-1].split())
-                print(f"{time.monotonic() - start:6.1f} s  {time.monotonic() - began:.1f} s  {line}", flush=True)
+                print(f"left out, the budget of {options.budget:.0f} s was spent: {cell}", flush=True)
+            continue
+        row = run(ranks, cell, row_of(model, side, options, ranks.world), device, options)
+        if ranks.rank == 0:
+            rows = ordered([other for other in rows if (other.model, other.side) != (model, side)] + [row])
+            content = save(options, rows, device)
+            line = " ".join(report.to_text({**content, "rows": [row.to_dict()]}).split("\n")[-1].split())
+            print(f"{time.monotonic() - start:6.1f} s  {time.monotonic() - began:.1f} s  {line}", flush=True)
     ranks.wait()
     if ranks.rank == 0 and rows:
         print(report.to_text(save(options, rows, device)))
 
 
-def run(
-    processes: Processes, ranks: Ranks, cell: str, row: Side, device: torch.device, options: argparse.Namespace
-) -> Side:
+def run(ranks: Ranks, cell: str, row: RunResult, device: torch.device, options: argparse.Namespace) -> RunResult:
     """This rank's part of one side. A rank that fails takes the others with it: they would wait for it."""
     member = {"rank": ranks.rank, "world": ranks.world, "host": ranks.host, "port": ranks.port, "prefix": cell}
-    row = processes.run(
+    row = run_in_process(
+        rows_of,
         row,
         device=str(device),
         timeout_s=options.timeout,
         stop=lambda: ranks.failed(cell),
-        task=f"{SHARDED}:rows_of",
         steps=options.steps,
         overrides={},
         member=member,
@@ -136,15 +133,15 @@ def run(
     return row
 
 
-def row_of(model: str, side: str, options: argparse.Namespace, world: int) -> Side:
+def row_of(model: str, side: str, options: argparse.Namespace, world: int) -> RunResult:
     batch, seq = CASES[model], options.seq
     if batch % world:
         raise SystemExit(f"paper.py: {world} GPUs cannot share the {batch} sequences of {model} equally.")
     dtype = "float32" if options.device == "cpu" else "bfloat16"
-    return Side(model, side, batch, seq, False, dtype, gpus=world)
+    return RunResult(model, side, batch, seq, False, dtype, gpus=world)
 
 
-def missing(options: argparse.Namespace, world: int, rows: list[Side]) -> list[tuple[str, str]]:
+def missing(options: argparse.Namespace, world: int, rows: list[RunResult]) -> list[tuple[str, str]]:
     """Models and sides to measure, in the order of the measurements."""
     names = options.only.split(",") if options.only else list(CASES)
     for what, asked, known in (("--only", names, CASES), ("--sides", options.sides.split(","), SIDES)):
@@ -155,25 +152,26 @@ def missing(options: argparse.Namespace, world: int, rows: list[Side]) -> list[t
     return [(row.model, row.side) for row in wanted if (row.model, row.side, row.batch, row.seq) not in done]
 
 
-def kept(options: argparse.Namespace, world: int) -> list[Side]:
+def kept(options: argparse.Namespace, world: int) -> list[RunResult]:
     """The rows of the file that is gone on with. Those of another number of GPUs are not compared with these."""
     if options.resume is None or not options.resume.exists():
         return []
     content = report.load(options.resume)
-    now = json.loads(json.dumps(report.environment(torch.device(options.device))))
+    known = {field.name for field in fields(RunResult)}
+    now = json.loads(json.dumps(report.describe_environment(torch.device(options.device))))
     if any(content["environment"][what] != now[what] for what in ("device", "packages")):
         raise SystemExit(f"paper.py: {options.resume} is of another device or of other versions.")
     if any(row["gpus"] != world for row in content["rows"]):
         raise SystemExit(f"paper.py: {options.resume} is of another number of GPUs than {world}.")
-    return [Side(**row) for row in content["rows"]]
+    return [RunResult(**{k: v for k, v in row.items() if k in known}) for row in content["rows"]]
 
 
-def ordered(rows: list[Side]) -> list[Side]:
+def ordered(rows: list[RunResult]) -> list[RunResult]:
     models = list(CASES)
     return sorted(rows, key=lambda row: (models.index(row.model), SIDES.index(row.side)))
 
 
-def save(options: argparse.Namespace, rows: list[Side], device: torch.device) -> dict[str, Any]:
+def save(options: argparse.Namespace, rows: list[RunResult], device: torch.device) -> dict[str, Any]:
     content = report.result("model", rows, device=device)
     report.save(options.output / (options.name or report.file_name(content, f"{rows[0].gpus}gpus")), content)
     return content

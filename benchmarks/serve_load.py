@@ -199,8 +199,8 @@ class Row:
 def served(items: int, dim: int, dtype: str, k: int, workers: list[int], where: str, batch: int, said: Any) -> None:
     """The process of a server: an index, and one server after another, each until SIGTERM."""
     import torch
-
     from tigon.retrieve.cli.latency import filled
+
     from tigon.retrieve.serve.app import Limits, Service
     from tigon.retrieve.serve.running import serve
 
@@ -322,7 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
                 )  # fmt: skip
                 print(shown(row), flush=True)
         return
-    from tigon.bench import report
+    from harness import report
 
     rows: list[Row] = []
     for row in rows_of(options):

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from tigon.bench.training import WARMUP_STEPS, Side, Trainer, peak_gib, synchronize
+from harness.training import WARMUP_STEPS, RunResult, Trainer, peak_gib, synchronize
 
 
 @dataclass
@@ -46,20 +45,20 @@ class Member:
         )
 
 
-def rows_of(row: Side, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[Side]:
-    """What a process of tigon.bench.processes is asked for."""
+def rows_of(row: RunResult, device: torch.device, overrides: dict[str, Any], **options: Any) -> list[RunResult]:
+    """The task of harness.processes.run_in_process."""
     options.pop("done")
     return [train_sharded(row, device, overrides=overrides, **options)]
 
 
 def train_sharded(
-    row: Side,
+    row: RunResult,
     device: torch.device,
     steps: int,
     overrides: dict[str, Any],
     member: dict[str, Any],
     say: Callable[[str], None] = print,
-) -> Side:
+) -> RunResult:
     """Fill one row by training for WARMUP_STEPS + steps; row.batch is that of all ranks together.
 
     Times and peak memory are the largest of any rank, losses their mean.

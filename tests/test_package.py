@@ -58,7 +58,7 @@ def test_every_extra_that_is_advised_exists():
         for extra in pair
         if extra
     }
-    assert advised >= {"train", "hf", "bench", "deepspeed"}
+    assert advised >= {"train", "hf", "deepspeed"}
     assert advised <= extras
 
 

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from tigon.bench import report
-from tigon.bench.cases import OPS
-from tigon.bench.inputs import DTYPES
-from tigon.bench.runner import parse_shape, run_once
+from cases import OPS
+from cases.inputs import DTYPES
+from harness import report
+from harness.runner import parse_shape, run_once
 
 CASES = (
     "layer_norm 8192x16384 bf16 tigon", "layer_norm 8192x16384 bf16 liger", "layer_norm 8192x12288 bf16 tigon",

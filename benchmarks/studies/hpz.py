@@ -31,11 +31,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import torch.distributed as dist
+from harness import report
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tigon.bench import report
 from tigon.training import apply_hpz, count_traffic, hpz
 from tigon.training.hpz import gather as gather_module
 from tigon.training.hpz.gather import NodeGather

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import report
 from torch import Tensor
 
 import tigon
 from studies.rows import Row
-from tigon.bench import report
 
 
 def finish(device: torch.device) -> None:

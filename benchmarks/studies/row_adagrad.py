@@ -2,8 +2,8 @@
 
     python benchmarks/studies/row_adagrad.py --output results          two tables of 640 and 256 MB, in half a minute
 
-A study of its own: `tigon bench` times functions of inputs with their gradients, and a step has neither. It writes into
-its table, and the next step finds other numbers there.
+A study of its own: run.py times functions of inputs with their gradients, and a step has neither. It writes into its
+table, and the next step finds other numbers there.
 
 Ids are drawn as frequent as Zipf's law has words, and scattered over the table. Gradients are those of the rows that
 occur, each once, sorted, as `embedding_bag(grad="rows")` hands them over: torch's step, which would else sort and add
@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-import tigon
-from tigon.bench import report
-from tigon.bench.inputs import TOLERANCE
-from tigon.bench.runner import (
+from cases.inputs import TOLERANCE
+from harness import report
+from harness.runner import (
     Ceilings,
     Settings,
     fill_total,
+    forbid_waiting,
     free,
     measure_ceilings,
-    no_waiting,
     one_line,
     peak_mib,
     time_ms,
 )
+from torch import Tensor
+
+import tigon
 
 KIND = "row-adagrad"
 TABLES = ((10_000_000, 16), (1_000_000, 64))
@@ -123,7 +123,7 @@ def graph_ms(step: Callable[[], Any], device: torch.device, settings: Settings) 
     from triton.testing import do_bench_cudagraph
 
     try:
-        with no_waiting():
+        with forbid_waiting():
             step()
         return float(do_bench_cudagraph(step, rep=settings.graph_ms, return_mode="median"))
     except RuntimeError:  # a step that waits for the device, or may not be captured

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from harness import report
 from torch import Tensor
 
 from studies.vocabulary_parallel import Clock, slowest
 from tigon import retrieve
-from tigon.bench import report
 from tigon.retrieve.scan.merge import merged_answers, packed_answer
 
 PIECE = 1 << 20

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import report
+from harness.training import build, peak_gib, synchronize
 from torch import Tensor
 
 import tigon
-from tigon.bench import report
-from tigon.bench.training import build, peak_gib, synchronize
 
 # Prompts, tokens of each, completions of each, tokens of each. The last shares nothing: what sharing costs there.
 CASES = ((1, 4096, 8, 512), (1, 8192, 4, 512), (16, 512, 1, 512))

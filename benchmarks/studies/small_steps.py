@@ -4,8 +4,6 @@
 
 Plain and fused models train side by side in one process, in turns, on the same tokens, with AdamW on bf16 weights. The
 host's time depends on the host: compare the sides of one run. The file is written after every case.
-
-`tigon bench --host layer` says what a layer costs the host, without a model of full size.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
+from harness.kernels import profile_step
+from harness.training import build, synchronize
 from torch import Tensor
 
 import tigon
-from tigon.bench import report
-from tigon.bench.kernels import profile_step
-from tigon.bench.training import build, synchronize
 
 # Qwen3-0.6B is the smaller sister of a preset.
 QWEN = {"hidden_size": 1024, "intermediate_size": 3072}

@@ -34,12 +34,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import report
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import tigon
-from tigon.bench import report
 from tigon.losses import Distill, Hidden, TopK, Walk, distill, distill_topk
 from tigon.losses.head.vocabulary_parallel import Arriving, Shards
 

@@ -1,13 +1,16 @@
 """The table of cases: bytes and FLOPs against hand-counted figures, inputs, and the fp64 references."""
 
+import inspect
+
 import pytest
 import torch
+from cases import OPS
+from cases import inputs as inputs_module
+from cases.inputs import DTYPES
+from harness.runner import Case, check
 
-from tigon.bench import inputs as inputs_module
-from tigon.bench.cases import OPS
-from tigon.bench.inputs import DTYPES
-from tigon.bench.ranges import Dice
-from tigon.bench.runner import _errors, _named, check, run_once
+import tigon
+from tigon.lazy import homes_of
 
 CPU = torch.device("cpu")
 # A few rows and columns more than are compared at a time.
@@ -53,6 +56,13 @@ def test_bytes_are_those_counted_by_hand(op, shape, floor_ms):
     assert sum(OPS[op].nbytes(shape, 2)) / 4.27e9 == pytest.approx(floor_ms, rel=0.01)
 
 
+def test_every_public_operator_has_a_case():
+    public = {name for name, home in homes_of("tigon").items() if home.startswith(("tigon.ops.", "tigon.losses."))}
+    public = {name for name in public if inspect.isfunction(getattr(tigon, name))}
+    public -= {"dequantize_4bit", "filtered_topk", "encode_items", "quantize_rows"}  # codes, and search.py's
+    assert {op.operator for op in OPS.values()} == {*public, "gated_linear", "dpo", "orpo", "grpo", "distill"}
+
+
 def test_flops_are_those_of_three_products():
     assert OPS["linear_cross_entropy"].flops((2, 3, 5)) == (2 * 2 * 3 * 5, 2 * 2 * 2 * 3 * 5)
 
@@ -82,7 +92,7 @@ def test_gradients_of_losses_in_fp16_are_scaled(name):
     assert op.make(op.tiny, torch.float16, CPU, 0.0).loss_scale == 2**13, "of eight tokens"
     assert op.make((32, *op.tiny[1:]), torch.float16, CPU, 0.0).loss_scale == 2**15
     assert op.make(op.tiny, torch.bfloat16, CPU, 0.0).grads is None
-    row = check(op, tiny(op), torch.float16, CPU, "eager")
+    row = check(Case(op, tiny(op), torch.float16), CPU, "eager")
     assert row.status == "ok", row.reason
 
 
@@ -109,7 +119,7 @@ PAIRS = [(op, name) for op in OPS.values() for name in ("eager", "tigon", "torch
 @pytest.mark.parametrize(("op", "name"), PAIRS, ids=[f"{op.name}-{name}" for op, name in PAIRS])
 def test_implementations_agree_with_the_reference(op, name, elements, dtype, monkeypatch):
     monkeypatch.setattr(inputs_module, "REFERENCE_ELEMENTS", elements)
-    row = check(op, tiny(op), DTYPES[dtype], CPU, name)
+    row = check(Case(op, tiny(op), DTYPES[dtype]), CPU, name)
     assert row.status == "ok", row.reason
     assert set(row.errors) >= {f"d{name}" for name in op.make(tiny(op), torch.float32, CPU, 0.0).wrt}
 
@@ -119,24 +129,6 @@ def test_no_row_of_sparsemax_has_an_element_on_the_edge_of_its_support(dtype):
     x = OPS["sparsemax"].make((64, 512), dtype, CPU, 0.0).arguments["x"].detach().double()
     steps = x * 32 / 3
     assert torch.equal(steps, steps.round())
-
-
-@pytest.mark.parametrize("op", [op for op in OPS.values() if not isinstance(op.drawn, str)], ids=lambda op: op.name)
-def test_eager_code_and_tigon_take_the_options_that_are_drawn(op):
-    """And the reference: with the options it holds what was made of them, without them it does not."""
-    drawn = [op.drawn(Dice("options", op.name, number, tiny=True)) for number in range(60)]
-    options = {name: value for one in drawn for name, value in one.options.items() if name != "ignored"}
-    assert bool(options) == (op.operator in ("rms_norm", "add_rms_norm", "cross_entropy", "linear_cross_entropy"))
-    inputs = op.make(tiny(op), torch.float64, CPU, 0.0)
-    without = op.expect(inputs)
-    inputs.arguments |= options
-    expected = op.expect(inputs)
-    for name in ("eager", "tigon"):
-        outs, grads = run_once(op.implementations[name].load(), inputs.clone())
-        found = _errors(_named(inputs, outs, grads), expected)
-        assert max(found.values()) < 1e-9, found
-        if options:
-            assert max(_errors(_named(inputs, outs, grads), without).values()) > 1e-4
 
 
 def test_embedding_counts_the_rows_that_occur():

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from convergence import Runs, Training, judge, limit, scores, smooth
-
-from tigon.bench import report
+from harness import report
 
 STEPS, PLAIN = 40, 4
 

@@ -6,17 +6,15 @@ import time
 
 import pytest
 import torch
-
-from tigon.bench import runner
-from tigon.bench.cases import OPS, Implementation
-from tigon.bench.columns import remark
-from tigon.bench.inputs import TOLERANCE
-from tigon.bench.runner import (
+from cases import OPS, Implementation
+from cases.inputs import TOLERANCE
+from harness import runner
+from harness.columns import remark
+from harness.runner import (
+    Case,
     Ceilings,
-    Row,
     Settings,
     choose,
-    left_out,
     measure_ceilings,
     parse_shape,
     run_case,
@@ -32,7 +30,7 @@ SIZES = {"swiglu": (16, 32), "cross_entropy": (16, 64), "linear_cross_entropy": 
 
 def run(op, implementations, dtype=torch.float32):
     shape = SIZES.get(op.name, op.tiny)
-    rows = run_case(op, shape, dtype, CPU, CEILINGS, implementations=implementations, settings=SHORT)
+    rows = run_case(Case(op, shape, dtype), CPU, CEILINGS, implementations=implementations, settings=SHORT)
     return {row.implementation: row for row in rows}
 
 
@@ -70,7 +68,7 @@ def test_the_floor_is_bytes_over_the_copy_bandwidth():
     assert row.floor_ms == pytest.approx(8 * 16 * 32 * 4 / 10e9 * 1e3)
 
 
-def _detached(gate, up):
+def _detach_up(gate, up):
     return torch.nn.functional.silu(gate) * up.detach() + 0 * up
 
 
@@ -80,7 +78,7 @@ def _detached(gate, up):
     [
         (lambda gate, up: torch.nn.functional.silu(up) * gate, "dgate"),
         (lambda gate, up: (torch.nn.functional.silu(gate) * up) * 1.02, "y"),
-        (_detached, "dup"),
+        (_detach_up, "dup"),
         (lambda gate, up: gate * up * math.nan, "y"),
         (lambda gate, up: 0 * gate * up, "y"),
     ],
@@ -112,7 +110,7 @@ def test_the_bound_knows_how_far_eager_code_is_off():
     op = OPS["linear_cross_entropy-ignored90"]
     (shape,) = op.small
     eager = {"eager": op.implementations["eager"]}
-    (row,) = run_case(op, shape, torch.bfloat16, CPU, CEILINGS, implementations=eager, settings=SHORT)
+    (row,) = run_case(Case(op, shape), CPU, CEILINGS, implementations=eager, settings=SHORT)
     assert row.status == "ok"
     if row.errors["dweight"] <= TOLERANCE[torch.bfloat16]:
         pytest.skip("this processor's products in bf16 stay within a few roundings")
@@ -122,7 +120,7 @@ def test_the_bound_knows_how_far_eager_code_is_off():
         return lambda weight, **arguments: real(weight=weight * by + (1 - by) * weight.detach(), **arguments)
 
     broken = {"broken": Implementation(lambda: off(1.03)), "zeros": Implementation(lambda: off(0.0))}
-    rows = run_case(op, shape, torch.bfloat16, CPU, CEILINGS, implementations=broken, settings=SHORT)
+    rows = run_case(Case(op, shape), CPU, CEILINGS, implementations=broken, settings=SHORT)
     assert [row.status for row in rows] == ["wrong", "wrong"]
     assert "in dweight" in rows[0].reason
 
@@ -132,16 +130,6 @@ def test_where_eager_code_is_hopeless_zeros_are_still_wrong():
     hopeless = dataclasses.replace(op, implementations={"eager": by(lambda gate, up: gate * up * 30)})
     rows = run(hopeless, {"zeros": by(lambda gate, up: 0 * gate * up)})
     assert rows["zeros"].status == "wrong"
-
-
-def test_peers_without_a_row_are_named_with_the_reason():
-    op = OPS["linear_cross_entropy"]
-    chosen = {name: one for name, one in choose(op, None, CPU).items() if name != "compile"}
-    found = left_out(op, {**chosen, "absent": by(None)}, [Row(op.name, (), "", name) for name in chosen], CPU)
-    assert found["liger"] == found["quack"] == found["trl"] == "runs on a GPU only"
-    assert found["absent"] == "is not installed"
-    assert "--peers compile" in found["compile"]
-    assert "tigon-compact" not in found, "on request alone"
 
 
 def test_a_failing_implementation_is_a_row_and_the_others_are_measured():
@@ -186,7 +174,7 @@ def test_peers_that_are_measured_where_installed_have_no_row_elsewhere():
 def test_only_what_is_asked_is_checked():
     op = OPS["swiglu"]
     implementations = {"eager": op.implementations["eager"], "broken": by(lambda gate, up: gate * up)}
-    rows = run_case(op, (16, 32), torch.float32, CPU, CEILINGS, implementations=implementations, settings=SHORT,
+    rows = run_case(Case(op, (16, 32), torch.float32), CPU, CEILINGS, implementations=implementations, settings=SHORT,
                     checked=["eager"])  # fmt: skip
     assert [bool(row.errors) for row in rows] == [True, False]
     assert all(row.status == "ok" and row.first_s > 0 for row in rows)
@@ -258,7 +246,7 @@ def test_the_estimate_of_a_short_call_is_not_the_drivers_time_for_memory(monkeyp
         monkeypatch.setattr(torch.cuda, name, lambda *a: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *a: 3 << 20)
-    monkeypatch.setattr(runner, "_once_ms", lambda run, device: next(times))
+    monkeypatch.setattr(runner, "_time_once", lambda run, device: next(times))
     assert runner.peak_mib(lambda: None, torch.device("cuda")) == (0.0, 0.4)
     times = iter([0.7])
     assert runner.peak_mib(lambda: None, torch.device("cuda")) == (0.0, 0.7)
@@ -267,17 +255,17 @@ def test_the_estimate_of_a_short_call_is_not_the_drivers_time_for_memory(monkeyp
 
 
 def test_a_call_that_cannot_be_captured_says_why(monkeypatch):
-    def device_ms(fn, *rest):
-        if fn is refused:
+    def time_graph(step, inputs):
+        if step.fn is refused:
             raise RuntimeError("operation not permitted when stream is capturing")
         return 0.25
 
     silu = torch.nn.functional.silu
     refused, captured = (lambda gate, up: silu(gate) * up), (lambda gate, up: silu(gate) * up)
-    found = {"tigon": Implementation(lambda: refused), "eager": Implementation(lambda: captured)}
-    monkeypatch.setattr(runner, "_device_ms", device_ms)
-    op = dataclasses.replace(OPS["swiglu"], implementations=found)
-    ours, theirs = run_case(op, (3, 4), torch.float32, CPU, CEILINGS, settings=SHORT)
+    implementations = {"tigon": Implementation(lambda: refused), "eager": Implementation(lambda: captured)}
+    monkeypatch.setattr(runner._Step, "time_graph", time_graph)
+    op = dataclasses.replace(OPS["swiglu"], implementations=implementations)
+    ours, theirs = run_case(Case(op, (3, 4), torch.float32), CPU, CEILINGS, settings=SHORT)
     assert (ours.status, ours.device_ms) == ("ok", None)
     assert ours.device_reason == "RuntimeError: operation not permitted when stream is capturing"
     assert (theirs.device_ms, theirs.device_reason) == (0.25, "")
@@ -286,11 +274,10 @@ def test_a_call_that_cannot_be_captured_says_why(monkeypatch):
 @pytest.mark.gpu
 def test_a_call_that_waits_for_the_device_is_not_captured():
     """A capture that broke would leave an allocator that gives back nothing that it keeps."""
-    waiting = Implementation(lambda: lambda gate, up: gate * up * (up.sum().item() != 0.5))
-    op = dataclasses.replace(OPS["swiglu"], implementations={"tigon": waiting, "eager": waiting})
-    inputs = op.make((64, 64), torch.float32, torch.device("cuda"), 0.0)
+    cuda = torch.device("cuda")
+    inputs = OPS["swiglu"].make((64, 64), torch.float32, cuda, 0.0)
+    waiting = runner._Step(lambda gate, up: gate * up * (up.sum().item() != 0.5), False, 0.1, cuda, SHORT)
     with pytest.raises(RuntimeError, match="synchronizing"):
-        runner._device_ms(waiting.load(), waiting, inputs, torch.device("cuda"), SHORT, 0.1)
+        waiting.time_graph(inputs)
     assert torch.cuda.get_sync_debug_mode() == 0
-    plain = Implementation(lambda: lambda gate, up: gate * up)
-    assert runner._device_ms(plain.load(), plain, inputs, torch.device("cuda"), SHORT, 0.1) > 0
+    assert dataclasses.replace(waiting, fn=lambda gate, up: gate * up).time_graph(inputs) > 0

@@ -1,18 +1,21 @@
 """TRL's fused head as a peer: the same losses, with what its trainers import and without."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("trl.kernels.chunked_logprob")
 
-from tigon.bench.cases import OPS
-from tigon.bench.inputs import DTYPES
-from tigon.bench.runner import check
+from cases import OPS
+from cases.inputs import DTYPES
+from harness.runner import Case, check
 
 CPU = torch.device("cpu")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LOSSES = [name for name, op in OPS.items() if "trl" in op.implementations]
 
 
@@ -31,8 +34,8 @@ def test_it_stands_beside_every_loss_that_its_trainers_fuse():
 @pytest.mark.parametrize("name", LOSSES)
 def test_it_computes_the_same_loss(name, dtype):
     op = OPS[name]
-    row = check(op, op.tiny, DTYPES[dtype], CPU, "trl")
-    ours = check(op, op.tiny, DTYPES[dtype], CPU, "eager")
+    row = check(Case(op, op.tiny, DTYPES[dtype]), CPU, "trl")
+    ours = check(Case(op, op.tiny, DTYPES[dtype]), CPU, "eager")
     assert row.status == "ok" or row.reason == ours.reason, row.reason
     assert row.errors.keys() == ours.errors.keys()
 
@@ -43,11 +46,13 @@ def test_it_needs_no_datasets():
 import sys
 sys.modules["datasets"] = sys.modules["pandas"] = None
 import torch
-from tigon.bench.cases import OPS
-from tigon.bench.runner import check
+from cases import OPS
+from harness.runner import Case, check
 for name in ("dpo", "distill"):
-    row = check(OPS[name], OPS[name].tiny, torch.float32, torch.device("cpu"), "trl")
+    row = check(Case(OPS[name], OPS[name].tiny, torch.float32), torch.device("cpu"), "trl")
     assert row.status == "ok", row.reason
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    paths = [str(BENCHMARKS), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

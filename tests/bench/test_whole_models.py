@@ -1,6 +1,8 @@
 """benchmarks/models.py: what runs in which order, what a floor counts, what a kernel is for, what fits."""
 
 import functools
+import math
+import os
 import re
 from types import SimpleNamespace
 
@@ -8,14 +10,14 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from cases import OPS
+from cases.head_losses import make_head_operands
+from harness import floor, kernels, report, runner, training
+from harness.processes import run_in_process
+from harness.runner import Case, Ceilings, Settings
+from harness.training import WARMUP_STEPS, RunResult, Trainer, measure_lengths, train_side
 from torch.utils.flop_counter import FlopCounterMode
 
-from tigon.bench import floor, kernels, plots, report, runner, training
-from tigon.bench.cases import OPS
-from tigon.bench.clocks import Clocks
-from tigon.bench.processes import Processes
-from tigon.bench.runner import Ceilings, Settings
-from tigon.bench.training import Side, Trainer, measure_lengths
 from tigon.presets import PRESETS
 
 TINY = {
@@ -34,18 +36,17 @@ def models(script):
 def test_every_row_is_a_preset_and_every_side_has_a_place(models):
     assert {case.model for case in (*models.CASES, models.LENGTHS)} <= PRESETS.keys()
     assert set(models.ORDER) == {"floor", *training.SIDES}
-    assert set(plots.KERNELS) == set(kernels.KINDS)
 
 
 def test_a_model_of_fewer_layers_says_so(models, tmp_path, monkeypatch):
     built = {}
 
-    def run(self, row, *, overrides, **_):
+    def run(task, row, *, overrides, **_):
         built.update(overrides)
         row.step_ms, row.tokens_per_s = 10.0, 819200.0
         return [row]
 
-    monkeypatch.setattr(Processes, "run", run)
+    monkeypatch.setattr(models, "run_in_process", run)
     models.run(models.parse(["--output", str(tmp_path), "--only", "olmo", "--sides", "liger"]))
     (file,) = tmp_path.glob("*-models.json")
     assert built == {"num_hidden_layers": 16}
@@ -77,11 +78,11 @@ def test_it_records_sides_beside_their_floor_and_goes_on(models, tmp_path, monke
     assert base["step_ms"] == pytest.approx(sum(base["profile_ms"].values()))
     assert "matrix products" in report.to_text(content)
 
-    def no_other(self, row, **_):
+    def no_other(task, row, **_):
         assert row.side == "hf", "what the file has is not measured again"
-        return [Side(row.model, row.side, row.batch, row.seq, False, row.dtype, step_ms=10.0, tokens_per_s=3200.0)]
+        return [RunResult(row.model, row.side, row.batch, row.seq, False, row.dtype, step_ms=10.0, tokens_per_s=3200.0)]
 
-    monkeypatch.setattr(Processes, "run", no_other)
+    monkeypatch.setattr(models, "run_in_process", no_other)
     models.run(models.parse([*more, "--sides", "hf,floor,tigon", "--set", *small, "--resume", str(file)]))
     assert [row["side"] for row in report.load(file)["rows"]] == ["floor", "hf", "tigon"]
     capsys.readouterr()
@@ -117,7 +118,7 @@ def test_without_memory_a_setting_says_so_and_ends_the_side(monkeypatch):
         return 1.0, 2.0
 
     monkeypatch.setattr(Trainer, "timed_step", step)
-    side = Side("llama-3.2-1b", "hf", 1, 8, False, "float32")
+    side = RunResult("llama-3.2-1b", "hf", 1, 8, False, "float32")
     rows = training.train_side(side, CPU, 2, TINY, settings=[(1, 0.0), (2, 0.0), (1, 0.5)], say=lambda text: None)
     assert [(row.status, row.reason, row.accumulation) for row in rows] == [
         ("ok", "", 1),
@@ -140,7 +141,7 @@ def test_which_attention_kernel_a_compiled_side_can_take(name, graphs, mask, mon
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
     torch._dynamo.reset()
-    trainer = Trainer(Side("llama-3.2-1b", name, 2, 16, False, "float32"), CPU, TINY)
+    trainer = Trainer(RunResult("llama-3.2-1b", name, 2, 16, False, "float32"), CPU, TINY)
     for _ in range(2):
         trainer.step(trainer.batch(2, 16))
     nodes = [node for graph in compiled for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
@@ -154,8 +155,8 @@ def test_another_environment_is_not_gone_on_with(models, tmp_path):
     content = report.result("model", [])
     content["environment"]["device"] = "another"
     report.save(tmp_path / "r.json", content)
-    with pytest.raises(SystemExit, match="its device differ"):
-        models.resumed(tmp_path / "r.json", "model", CPU)
+    with pytest.raises(SystemExit, match="differ in device"):
+        models.load_rows(tmp_path / "r.json", "model", CPU)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +164,14 @@ def test_another_environment_is_not_gone_on_with(models, tmp_path):
 )
 def test_the_floor_counts_the_products_of_a_step(checkpointing, masked, accumulation):
     """Those of a real step, but for the rows of the head that are masked."""
-    side = Side(
+    side = RunResult(
         "llama-3.2-1b", "hf", 2, 16, checkpointing, "float32", masked=masked, accumulation=accumulation
     )  # fmt: skip
     trainer = Trainer(side, CPU, TINY)
     with FlopCounterMode(display=False) as step:
         trainer.step(*(trainer.batch(2, 16, masked) for _ in range(accumulation)))
     with FlopCounterMode(display=False) as alone:
-        found = floor.measure_floor(side, CPU, TINY)
+        found = floor.time_parts(side, CPU, TINY)
     products = torch.ops.aten.mm
     unused = 2 * max(1, int(16 * masked))
     head = 3 * 2 * unused * TINY["hidden_size"] * TINY["vocab_size"]
@@ -205,7 +206,7 @@ def test_the_floor_of_a_head_is_the_sum_of_its_fastest_products(vocabulary, form
 
     monkeypatch.setattr(runner, "time_ms", milliseconds)
     ceilings, settings = Ceilings(1.0, 1.0, ""), Settings(1, 1.0, 1.0, 0.0)
-    least = runner._Floor(op, inputs, (8, 16, vocabulary), torch.float32, CPU, ceilings, settings)
+    least = runner._Floor(Case(op, (8, 16, vocabulary), torch.float32), inputs, CPU, ceilings, settings)
     least.measure()
     assert timed == 3 * forms
     assert least.ms == 3.0
@@ -215,7 +216,7 @@ def test_forms_of_a_product_have_the_same_result():
     weight = torch.randn(65, 16)
     x = torch.randn(8, 16)
     found = []
-    for logits, padded in floor.make_head_operands(8, weight):
+    for logits, padded in make_head_operands(8, weight):
         torch.mm(x, padded.T, out=logits)
         found.append((logits[:, :65].clone(), (logits @ padded).clone(), (logits.T @ x)[:65].clone()))
     for other in found[1:]:
@@ -253,15 +254,15 @@ def test_forms_of_a_product_have_the_same_result():
     ],
 )
 def test_kinds_of_kernels(name, kind):
-    assert kernels.kind_of(name) == (kind or "elementwise and copies")
+    assert kernels.classify_kernel(name) == (kind or "elementwise and copies")
 
 
 def test_the_kernels_of_liger_and_tigon_are_known():
     """By name, those that a dense model runs: one that is renamed must not turn into copies."""
     for name in ("_rms_norm_wide_dx_kernel", "_sum_rows_kernel", "_layer_norm_bwd_kernel", "_rms_norm_backward_kernel"):
-        assert kernels.kind_of(name) == "norms"
+        assert kernels.classify_kernel(name) == "norms"
     for name in ("_reduce_kernel", "_narrow_kernel", "_cross_entropy_grad_kernel", "element_mul_kernel"):
-        assert kernels.kind_of(name) == "loss"
+        assert kernels.classify_kernel(name) == "loss"
 
 
 def test_time_is_summed_by_kind_and_idle_is_what_no_kernel_ran_in():
@@ -276,9 +277,9 @@ def test_time_is_summed_by_kind_and_idle_is_what_no_kernel_ran_in():
         event(90.0, 500.0, "ProfilerStep#1", "gpu_user_annotation"),
         {"ts": 0.0, "name": "no duration", "cat": "ac2g"},
     ]
-    found = kernels.by_kind(events)
+    found = kernels.sum_by_kind(events)
     assert found == {"matmul": 0.055, "rotary": 0.02, "elementwise and copies": 0.01, "idle": 0.015}
-    assert kernels.by_kind([]) == {}
+    assert kernels.sum_by_kind([]) == {}
     assert kernels.profile_step(lambda: 1 / 0, CPU) == {}
 
 
@@ -300,7 +301,7 @@ def test_the_second_of_two_steps_is_recorded(monkeypatch):
 def test_a_recording_that_the_profiler_halted_is_not_taken(monkeypatch):
     for halted in (0, 1):
         found = iter({"matmul": 3.0 + i, "idle": 100.0 if i == halted else 2.0} for i in range(2))
-        monkeypatch.setattr(kernels, "recorded", lambda step, device, found=found: next(found))
+        monkeypatch.setattr(kernels, "record_step", lambda step, device, found=found: next(found))
         assert kernels.profile_step(lambda: None, CUDA) == {"matmul": 4.0 - halted, "idle": 2.0}
 
 
@@ -315,7 +316,7 @@ def test_lengths_double_until_one_does_not_fit(monkeypatch):
     monkeypatch.setattr(Trainer, "step", limited)
     monkeypatch.setattr(training, "WARM_LENGTH", 8)
     heard = []
-    side = Side("llama-tiny", "tigon", 1, 16, True, "float32")
+    side = RunResult("llama-tiny", "tigon", 1, 16, True, "float32")
     rows = measure_lengths(side, CPU, 4096, TINY, lambda text: None, lambda rows: heard.append(len(rows)))
     assert [(row.seq, row.status) for row in rows] == [(16, "ok"), (32, "ok"), (48, "failed"), (64, "failed")]
     assert heard == [1, 2, 3, 4], "a process that is killed leaves what it has measured"
@@ -327,28 +328,48 @@ def test_a_length_is_timed_after_a_step_that_warms_up_and_a_long_one_without(mon
     monkeypatch.setattr(training, "WARM_LENGTH", 8)
     times = iter([5.0, 4.0, 3.0, 6e3, 7e3, 8e3, 30e3])  # the last is longer than LONG_STEP_MS
     monkeypatch.setattr(Trainer, "timed_step", lambda self, inputs: (0.0, next(times)))
-    rows = measure_lengths(Side("llama-tiny", "hf", 1, 16, False, "float32"), CPU, 64, TINY, lambda text: None, steps=2)
+    rows = measure_lengths(
+        RunResult("llama-tiny", "hf", 1, 16, False, "float32"), CPU, 64, TINY, lambda text: None, steps=2
+    )
     assert [row.steps_ms for row in rows] == [[4.0, 3.0], [7e3, 8e3], [30e3]]
     assert [row.step_ms for row in rows] == [3.5, 7.5e3, 30e3]
     assert rows[0].tokens_per_s == pytest.approx(16 / 3.5e-3)
 
 
-def test_clocks_are_the_medians_of_what_nvidia_smi_says():
-    clocks = Clocks(CPU)
-    with clocks:
-        assert clocks.medians() == (None, None)
-        for line in ("1980, 687.5\n", "[N/A], [N/A]\n", "1500, 700\n", "1400, 699.0\n"):
-            clocks.add(line)
-    assert clocks.medians() == (1500, 699.0)
-    assert clocks.medians(since=2) == (1400, 699.0)
+def run(task=train_side, **more):
+    row = RunResult("llama-tiny", "hf", 2, 16, False, "float32")
+    options = {"steps": 2, "overrides": {**TINY, "num_hidden_layers": 1}, **more}
+    return run_in_process(task, row, device="cpu", **options)
 
 
-def test_a_process_that_dies_leaves_a_row_and_the_next_one_works(monkeypatch):
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    side = Side("llama-tiny", "hf", 1, 8, False, "float32")
-    with Processes(2) as processes:
-        for _ in range(2):
-            (row,) = processes.run(side, device="cpu", task="train", steps=1, overrides=TINY)
-            assert row.status == "failed"
-            assert "ended with code 1" in row.reason
-    assert processes.waiting is None
+def test_sides_start_from_the_same_weights_and_train():
+    heard = []
+    rows = []
+    for name in ("hf", "tigon"):
+        row = RunResult("llama-tiny", name, 2, 16, False, "float32")
+        rows += run_in_process(train_side, row, device="cpu", steps=2, overrides=TINY, say=heard.append)
+    assert [row.status for row in rows] == ["ok", "ok"], [row.reason for row in rows]
+    plain, fused = rows
+    assert len(plain.losses) == len(plain.steps_ms) + WARMUP_STEPS == 2 + WARMUP_STEPS
+    assert plain.losses == pytest.approx(fused.losses, abs=1e-3)
+    assert abs(plain.losses[0] - math.log(TINY["vocab_size"])) < 0.5  # random weights: uniform over the vocabulary
+    assert len(set(plain.losses)) > 1
+    assert plain.tokens_per_s == pytest.approx(1e3 * 2 * 16 / plain.step_ms)
+    assert plain.peak_gib is None
+    assert len(heard) == 2 * (2 + WARMUP_STEPS)
+
+
+def test_a_process_that_fails_hangs_or_dies_leaves_a_row():
+    (row,) = run(overrides={**TINY, "num_attention_heads": 3})
+    assert (row.status, row.tokens_per_s) == ("failed", None)
+    assert row.reason
+    (row,) = run(timeout_s=0.2)
+    assert row.reason == "took longer than 0.2 s"
+    (row,) = run(stop=lambda: "another rank failed")
+    assert (row.status, row.reason) == ("failed", "another rank failed")
+    (row,) = run(task=die)
+    assert row.reason == "the process ended with code 3"
+
+
+def die(*_, **__):
+    os._exit(3)

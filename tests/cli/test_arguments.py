@@ -15,7 +15,7 @@ from tigon.install import install
 
 def test_help_is_quick_and_imports_nothing_heavy(tigon):
     shown = tigon("--help").ok()
-    for command in ("demo", "train", "inspect", "verify", "bench", "doctor"):
+    for command in ("demo", "train", "inspect", "verify", "compress", "doctor"):
         assert command in shown.out
     code = (
         "import sys\nfrom tigon.cli import main\n"
@@ -142,7 +142,6 @@ PROBLEMS = [
     ((*TRAIN, "--data", ""), "--data is missing"),
     (("demo", "--device", "abacus"), "--device must be auto, cpu or cuda"),
     (("demo", "--output", "text.txt"), "there is a file of that name"),
-    (("bench", "--json", "text.txt/run/bench.json"), "text.txt/run: cannot be written to"),
     (("inspect",), "Missing argument"),
     (("inspect", "vit"), "no causal language-model head"),
     (("verify", "llama-tiny", "--dtype", "int8"), "--dtype must be one of"),

@@ -43,9 +43,6 @@ def test_a_model_becomes_smaller_and_opens(tigon, folder):
     assert 0 < held["distance"] < 1e-3
     assert held["before"]["loss"] != held["now"]["loss"] == pytest.approx(held["before"]["loss"], abs=0.01)
     assert held["before"]["ms"] > 0 < held["now"]["ms"]
-    tigon("bench", "--model", "small", cwd=folder).problem(
-        "takes a preset", "the folder small", "tigon compress --held"
-    )
     assert "agree" in tigon("verify", "small", "--seq-len", "16", cwd=folder).ok().out
 
 

@@ -34,7 +34,7 @@ FIT = ["rank", "fit", "--data", "shown.parquet", "--model", "lirank", "--width",
 CASES = {
     "retrieve": [
         ["retrieve", "build", "items.parquet", "-o", "i"], ["retrieve", "search", "i", "--like", "3", "-k", "2"],
-        ["retrieve", "evaluate", "i", "items.parquet", "-k", "2"], ["retrieve", "bench", "--help"],
+        ["retrieve", "evaluate", "i", "items.parquet", "-k", "2"],
     ],
     "serve": [["retrieve", "serve", "--help"], ["retrieve", "build", "items.parquet", "-o", "served"]],
     "graph": [
@@ -43,7 +43,6 @@ CASES = {
     ],
     "rank": [[*FIT, "--device", "cpu"], ["rank", "eval", "rank-run", "--data", "shown.parquet", "--draws", "0"]],
     "search": [["rank", "search", "--help"]],
-    "bench": [["bench", "--help"], ["doctor", "--help"]],
     "train": [["train", "--model", "llama-tiny", "--data", "text.txt", "--steps", "1", "--seq-len", "16",
                "--batch-size", "1", "--device", "cpu"]],
     "compress": [["compress", "model", "--data", "text.txt", "--budget", "0.4", "-o", "small"]],

@@ -11,9 +11,6 @@ pytest.importorskip("safetensors")
 import pyarrow.csv as csv  # noqa: E402
 import pyarrow.parquet as parquet  # noqa: E402
 
-from tigon.bench import report, search_codes  # noqa: E402
-from tigon.retrieve.cli import latency  # noqa: E402
-
 ITEMS, DIM = 300, 8
 FLOATS = pa.list_(pa.float32())
 
@@ -197,88 +194,9 @@ def test_rows_that_cannot_be_items(tigon, tmp_path):
     assert f"{ITEMS - 1} items" in built.out
 
 
-def test_times_beside_torch_and_a_plot(tigon, tmp_path):
-    size = ("--items", 2000, "--dim", 16, "--queries", "1,3", "-k", "10", "--shares", "1,0.2", "--device", "cpu")
-    shown = tigon("retrieve", "bench", *size, "--each", "--output", tmp_path).ok()
-    (path,) = tmp_path.glob("*-search.json")
-    assert path.with_suffix(".png").stat().st_size > 1000
-    rows = report.load(path)["rows"]
-    ours = [row for row in rows if row["implementation"] == "tigon"]
-    assert [(row["queries"], row["filters"], row["share"]) for row in ours] == [
-        (1, "none", 1), (3, "none", 1), (1, "one", 0.2), (3, "one", 0.2), (1, "each", 0.125), (3, "each", 0.125),
-    ]  # fmt: skip
-    assert all(row["status"] == "ok" and row["equal"] > 0.99 and row["ms"] > 0 for row in ours)
-    assert {row["implementation"] for row in rows} == {"tigon", "torch", "torch-gather"}
-    assert "× floor" in shown.out
-    tigon("retrieve", "bench", "--shares", "0,1").problem("--shares must be up to 16 numbers above 0", "got 0,1")
-    tigon("retrieve", "bench", "-k", "4000").problem("-k must be integers from 1 to 2,048", "got 4000")
-    tigon("retrieve", "bench", "--items", 9, "-k", "10").problem("-k must be at most --items, 9, got 10")
-
-
-def test_searches_beside_a_writer(tigon, tmp_path, monkeypatch):
-    monkeypatch.setattr(latency.measured, "__defaults__", ((256,), 0.3))
-    size = (
-        "--items",
-        2000,
-        "--dim",
-        16,
-        "--queries",
-        "2",
-        "-k",
-        "10",
-        "--shares",
-        "1",
-        "--device",
-        "cpu",
-        "--no-peers",
-    )
-    shown = tigon("retrieve", "bench", *size, "--updates", 5000, "--calls", "256,20", "--output", tmp_path).ok()
-    (path,) = tmp_path.glob("*-search.json")
-    rows = [row for row in report.load(path)["rows"] if row["p99_ms"] is not None]
-    assert [(row["queries"], row["updates"], row["call"], row["status"]) for row in rows] == [
-        (2, 0, 0, "ok"), (2, 5000, 256, "ok"), (2, 5000, 20, "ok"),
-    ]  # fmt: skip
-    assert all(0 < row["ms"] <= row["p99_ms"] for row in rows)
-    assert "p99 ms" in shown.out
-    assert "Index, 5,000 updates/s in calls of 20" in shown.out
-
-
 def test_the_group_says_what_it_has(tigon):
     shown = tigon("retrieve").ok().out
-    assert all(command in shown for command in ("build", "search", "evaluate", "calibrate", "bench"))
-
-
-def test_times_of_codes(tigon, tmp_path, monkeypatch):
-    monkeypatch.setattr(search_codes, "CLUSTER", 100)
-    size = ("--items", 3000, "--dim", 32, "--queries", "1,3", "-k", "10,20", "--shares", "0.5", "--no-peers")
-    shown = tigon("retrieve", "bench", *size, "--codes", "--device", "cpu", "--output", tmp_path).ok()
-    (path,) = tmp_path.glob("*-search.json")
-    content = report.load(path)
-    rows = [row for row in content["rows"] if "vectors" in row]
-    assert all(row["status"] == "ok" and row["ms"] > 0 and row["times_floor"] > 0 for row in rows)
-    # Beside them stand the plain searches of all rows, which no share asked for.
-    plain = [row for row in content["rows"] if "vectors" not in row and row["share"] == 1]
-    assert {(row["queries"], row["k"]) for row in plain} == {(1, 10), (3, 10), (1, 20), (3, 20)}
-    of_8 = [row for row in rows if row["codes"] == "int8"]
-    assert {(row["vectors"], row["queries"], row["k"]) for row in of_8} == {
-        *(("random", b, k) for b in (1, 3) for k in (10, 20)), ("clustered", 1, 10), ("clustered", 1, 20)
-    }  # fmt: skip
-    assert all(row["equal"] > 0.99 and row["certified"] is None for row in of_8)  # without kernels nothing reads codes
-    found = {
-        (row["vectors"], row["k"], row["bits"], row["candidates"]): row["recall"]
-        for row in rows if row["codes"] == "sign" and row["queries"] == 1 and row["vectors"] != "one"
-    }  # fmt: skip
-    assert found.keys() == {
-        *(("clustered", 10, *asked) for asked in ((64, 256), (256, 256), (512, 256), (512, 20), (512, 100))),
-        ("clustered", 20, 512, 256), ("random", 10, 512, 256), ("random", 20, 512, 256),
-    }  # fmt: skip
-    assert found["clustered", 10, 512, 256] > 0.95
-    assert found["clustered", 10, 512, 20] <= found["clustered", 10, 512, 100] <= 1
-    (alone,) = (row for row in rows if row["vectors"] == "one")
-    assert (alone["items"], alone["bits"], alone["equal"]) == (3000, 64, 1)
-    assert "recall" in shown.out
-    assert "0.0 M clustered" in shown.out
-    assert path.with_suffix(".png").stat().st_size > 1000
+    assert all(command in shown for command in ("build", "search", "evaluate", "calibrate", "train", "serve"))
 
 
 def columns(rows=60):

@@ -36,8 +36,7 @@ def pytest_sessionfinish(session):
     rows = session.config.stash.get(ROWS, [])
     if FILE and rows:
         import torch
-
-        from tigon.bench.report import result, save
+        from harness.report import result, save
 
         device = torch.device("cuda" if GPUS else "cpu")
         save(FILE, result("composition", [], device=device, gpus=torch.cuda.device_count()) | {"rows": rows})

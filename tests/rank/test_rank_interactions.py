@@ -356,8 +356,7 @@ def test_the_study_runs_and_goes_on(tmp_path, monkeypatch):
     import sys
 
     import interactions as study
-
-    from tigon.bench import report
+    from harness import report
 
     monkeypatch.setattr(study, "FUNCTIONS", {name: study.FUNCTIONS[name] for name in ("F5", "F8")})
 

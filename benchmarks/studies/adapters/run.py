@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
 
 from studies.adapters.rows import SIDES, Row
-from tigon.bench import report
 
 HERE = Path(__file__).resolve().parents[2]
 # The process that a side runs in: one that changes classes has its own.
@@ -190,7 +190,7 @@ def plan(options: argparse.Namespace) -> list[Row]:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    return (*report.case_of(row.to_dict()), row.side)
+    return (*report.case_key(row.to_dict()), row.side)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -250,10 +250,10 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
 
 def missing(wanted: list[Row], done: set[tuple[Any, ...]]) -> list[Row]:
     """What is still to be measured; with the fp32 side of its case, which leaves its gradients in this run's folder."""
-    cases = {report.case_of(row.to_dict()) for row in wanted if key(row) not in done}
+    cases = {report.case_key(row.to_dict()) for row in wanted if key(row) not in done}
 
     def is_left(row: Row) -> bool:
-        return key(row) not in done or (row.side == "fp32" and report.case_of(row.to_dict()) in cases)
+        return key(row) not in done or (row.side == "fp32" and report.case_key(row.to_dict()) in cases)
 
     return [row for row in wanted if is_left(row)]
 
@@ -294,7 +294,7 @@ def save(
 ) -> dict[str, Any]:
     """Write the file. It has the date at which this run began, as this run's rows have."""
     content = report.result("adapters", rows, device=device) | {"date": date}
-    content["environment"]["packages"] |= {name: report.package_version(name) for name in PACKAGES}
+    content["environment"]["packages"] |= {name: report.read_package_version(name) for name in PACKAGES}
     content["runs"] = [{"date": day, "command": how} for day, how in sorted({(row.date, row.command) for row in rows})]
     content["notes"] = [f"left out, the time was up: {title}" for title in late]
     report.save(options.output / (options.name or report.file_name(content)), content)

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
 
 from studies.clicks import metrics, speed
 from studies.clicks.data import PARTS, TEST, VALIDATION, read
 from studies.clicks.methods import METHODS, Fit, Setting, lacks
 from studies.rows import Row
-from tigon.bench import report
 
 # Those whose versions a result file names beside the usual ones.
 PEERS = ("fuxictr", "lightgbm", "scikit-learn", "numpy")
@@ -221,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     rows = [Row(**row) for path in options.resume for row in report.load(path)["rows"]]
-    peers = {name: report.package_version(name) for name in PEERS}
+    peers = {name: report.read_package_version(name) for name in PEERS}
 
     def keep(*more: Row) -> None:
         rows.extend(more)

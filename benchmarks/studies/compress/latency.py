@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
 from torch import Tensor, nn
 
 from tigon import compress
-from tigon.bench import report
 from tigon.compress.finding import find
 
 BUDGET, LENGTH = 0.57, 128

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import report
 from torch import Tensor, nn
 
 from tigon import compress
-from tigon.bench import report
 from tigon.compress.finding import find
 from tigon.compress.texts import Whole
 

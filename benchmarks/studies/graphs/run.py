@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import report
 from torch import Tensor, nn
 
 from studies.graphs.probe import METHODS, TITLES, Watch
 from studies.rows import Row
-from tigon.bench import report
 from tigon.graph import G2R, Graph, groups_of, planetoid
 from tigon.graph.citations import DATASETS
 from tigon.losses import coding_rate

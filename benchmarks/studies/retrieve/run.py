@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import report
 from torch import Tensor, nn
 
 from studies.retrieve.movielens import Cold, cold_split, of_pairs, pairs_among, split
 from studies.retrieve.rows import MOVIELENS, Row
 from tigon import retrieve
-from tigon.bench import report
 from tigon.retrieve import clusters, col, metrics
 
 CPU = torch.device("cpu")  # where all of it runs

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from harness import report
 
 from studies.retrieve.rows import Row
-from tigon.bench import report
 from tigon.retrieve.cli.fitting import Settings, evaluated, fit
 from tigon.retrieve.cli.pairs import SPLITS, read_pairs
 

@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import report
 from torch import Tensor, nn
 
 import tigon
 from studies.rows import Row
 from studies.sequences import peers as rank_peers
 from tigon import rank
-from tigon.bench import report
 
 LONGEST = 50
 CUTS = (5, 10, 20)

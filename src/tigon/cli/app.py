@@ -14,7 +14,6 @@ COMMANDS = {
     "inspect": "tigon.cli.inspect",
     "verify": "tigon.cli.verify",
     "compress": "tigon.compress.cli.command",
-    "bench": "tigon.cli.bench",
     "doctor": "tigon.cli.doctor",
 }
 # Groups of commands: each module holds a typer application under the group's name.

@@ -1,11 +1,10 @@
-"""`tigon doctor`: what is installed, what the machine has, and which path each operator takes here, and why."""
+"""`tigon doctor`: what is installed, what the machine has, and whether operators run their kernels here, and why."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Run every operator and compare it with fp64.")] = False,
 ) -> None:
-    """Versions, devices, environment, and which implementation each operator uses, and why."""
+    """Versions, devices, environment, and which implementation the operators use for each dtype, and why."""
     found = examine(check)
     if json:
         import json as encoder
@@ -68,22 +67,22 @@ def _versions() -> dict[str, Any]:
     import platform
 
     from tigon import __version__
-    from tigon.bench.report import PACKAGES, package_version
+    from tigon.cli.environment import PACKAGES, read_package_version
 
-    return {"tigon": __version__, "python": platform.python_version(), **{p: package_version(p) for p in PACKAGES}}
+    return {"tigon": __version__, "python": platform.python_version(), **{p: read_package_version(p) for p in PACKAGES}}
 
 
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    from tigon.bench.report import environment
+    from tigon.cli.environment import describe_environment
 
     names = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
     keys = ("device", "capability", "memory_gib", "driver", "cuda", "hip", "threads")
     devices = []
     for name in names:
-        seen = environment(torch.device(name))
-        devices.append({"name": name, **{k: seen[k] for k in keys if seen[k] is not None}})
+        facts = describe_environment(torch.device(name))
+        devices.append({"name": name, **{k: facts[k] for k in keys if facts[k] is not None}})
     return devices
 
 
@@ -96,17 +95,16 @@ def _compiler() -> dict[str, Any]:
 
 
 def _paths() -> list[dict[str, Any]]:
+    """For each device and dtype, which implementation every operator uses."""
     import torch
 
     from tigon import kernels as runtime
-    from tigon.bench.cases import OPS
-    from tigon.bench.inputs import DTYPES
 
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
-    operators = list(dict.fromkeys(op.operator for op in OPS.values()))  # rows share operators
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     rows = []
     for device in devices:
-        for name, dtype in DTYPES.items():
+        for name, dtype in dtypes.items():
             sample = torch.empty(1, dtype=dtype, device=device)
             reason = runtime.why_not_triton(sample)
             try:
@@ -116,25 +114,18 @@ def _paths() -> list[dict[str, Any]]:
             if reason is None and path == "torch":
                 forced = os.environ.get("TIGON_BACKEND") == "torch"
                 reason = "TIGON_BACKEND=torch" if forced else "the interpreter serves only when TIGON_BACKEND=triton"
-            same = {"device": device, "dtype": name, "path": path, "reason": reason or ""}
-            rows += [{"op": op, **same} for op in operators]
+            rows.append({"device": device, "dtype": name, "path": path, "reason": reason or ""})
     return rows
 
 
 def _checks() -> list[dict[str, Any]]:
     import torch
 
-    from tigon.bench.cases import OPS
-    from tigon.bench.runner import check
+    from tigon.cli.checks import CALLS, check_operator
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
-    for op in OPS.values():
-        row = check(op, op.small[0], torch.bfloat16 if device.type == "cuda" else torch.float32, device, "tigon")
-        rows.append(
-            {"op": op.name, "device": str(device), "status": row.status, "reason": row.reason, "error": row.error}
-        )
-    return rows
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [check_operator(name, device, dtype) for name in CALLS]
 
 
 # ------------------------------------------------------------------------------------------------------------- show
@@ -180,18 +171,11 @@ def _describe_device(device: dict[str, Any]) -> str:
 
 
 def _describe_paths(rows: list[dict[str, Any]]) -> list[str]:
-    """One line for all operators that take the same path."""
-    groups: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    """One line for all dtypes that take the same path."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        ops = groups.setdefault((row["device"], row["path"], row["reason"]), {})
-        ops.setdefault(row["op"], []).append(row["dtype"])
-    lines = []
-    for (device, path, reason), ops in groups.items():
-        by_dtypes: dict[str, list[str]] = {}
-        for op, served in ops.items():
-            by_dtypes.setdefault(", ".join(served), []).append(op)
-        for dtypes, names in by_dtypes.items():
-            lines.append(f"{device:8} {dtypes}: {path}" + (f" ({reason})" if reason else ""))
-            indent = " " * 9
-            lines += textwrap.wrap(", ".join(names), 100, initial_indent=indent, subsequent_indent=indent)
-    return lines
+        groups.setdefault((row["device"], row["path"], row["reason"]), []).append(row["dtype"])
+    return [
+        f"{device:8} {', '.join(dtypes)}: {path}" + (f" ({reason})" if reason else "")
+        for (device, path, reason), dtypes in groups.items()
+    ]

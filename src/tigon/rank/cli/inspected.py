@@ -57,11 +57,17 @@ def costs(ranker: Any, data: Any, drawing: Drawing) -> dict[str, Any]:
         "milliseconds, in a batch": 1e3 * sorted(seconds)[len(seconds) // 2],
     }  # fmt: skip
     if device.type == "cuda":
-        from tigon.bench.runner import measure_ceilings
-
-        rate = measure_ceilings(device).matmul_tflops
-        found["floor, milliseconds"] = 1e3 * flops / seen / (1e12 * rate)
+        found["floor, milliseconds"] = 1e3 * flops / seen / _measure_matmul_rate(device)
     return found
+
+
+def _measure_matmul_rate(device: torch.device) -> float:
+    """FLOP a second of a large product in bf16."""
+    from triton.testing import do_bench
+
+    n = 8192
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2e3 * n**3 / float(do_bench(lambda: a @ b, return_mode="median"))
 
 
 def _timed(ranker: Any, batch: Any, drawing: Drawing) -> float:

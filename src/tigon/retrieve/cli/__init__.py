@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-COMMANDS = ("build", "search", "evaluate", "calibrate", "train", "bench", "serve")
+COMMANDS = ("build", "search", "evaluate", "calibrate", "train", "serve")
 
 retrieve = typer.Typer(
     name="retrieve",

@@ -1,0 +1,72 @@
+"""`tigon doctor` as a user runs it."""
+
+import importlib.metadata
+import inspect
+import json
+
+import pytest
+import torch
+
+import tigon as library
+from tigon.cli import checks, doctor
+from tigon.lazy import homes_of
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "the kernels run on CUDA and ROCm devices, not on 'cpu'"),
+        ({"TIGON_BACKEND": "torch"}, "TIGON_BACKEND=torch"),
+        ({"TIGON_BACKEND": "triton"}, "the triton backend was forced"),
+        ({"TIGON_BACKEND": "nonsense"}, "TIGON_BACKEND must be"),
+        ({"CC": "no-such-compiler"}, "no no-such-compiler on PATH"),
+    ],
+)
+def test_doctor_runs_whatever_is_set(tigon, variables, expected):
+    done = tigon("doctor", CUDA_VISIBLE_DEVICES="", **variables).ok()
+    assert expected in done.out
+    assert "torch" in done.out
+
+
+def test_doctor_checks_every_operator_and_prints_json(tigon):
+    found = json.loads(tigon("doctor", "--json", "--check", CUDA_VISIBLE_DEVICES="").ok().out)
+    homes = homes_of("tigon").items()
+    public = {name for name, home in homes if home.startswith(("tigon.ops.", "tigon.losses."))}
+    public = {name for name in public if inspect.isfunction(getattr(library, name))}
+    public -= {"dequantize_4bit", "filtered_topk", "encode_items", "quantize_rows"}  # codes and attributes
+    operators = {*public, "gated_linear", "dpo", "orpo", "grpo", "distill"}
+    assert {row["op"]: row["status"] for row in found["checks"]} == dict.fromkeys(operators, "ok")
+    assert [(row["dtype"], row["path"]) for row in found["paths"]] == [
+        (dtype, "torch") for dtype in ("bf16", "fp16", "fp32", "fp64")
+    ]
+    assert found["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "status"),
+    [
+        (lambda gate, up: gate * up, "wrong"),
+        (lambda gate, up: 0 * gate * up, "wrong"),
+        (lambda gate, up: library.swiglu(gate, up.detach()) + 0 * up, "wrong"),
+        (lambda gate, up: 1 / 0, "failed"),
+    ],
+    ids=["another function", "zeros", "a gradient of zeros", "an error"],
+)
+def test_a_check_sees_what_is_wrong(monkeypatch, broken, status):
+    shapes, right = checks.CALLS["swiglu"]
+    calls = iter([right, broken, right])  # in fp64, on the device, and the reference in its dtype
+    monkeypatch.setitem(checks.CALLS, "swiglu", (shapes, lambda *tensors: next(calls)(*tensors)))
+    row = checks.check_operator("swiglu", torch.device("cpu"), torch.float32)
+    assert row["status"] == status
+    assert row["reason"]
+
+
+def test_doctor_says_what_is_missing(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(doctor, "_devices", lambda: 1 / 0)
+    found = doctor.examine()
+    assert found["versions"]["transformers"] is None
+    assert "ZeroDivisionError" in found["devices"]["error"]
