@@ -371,21 +371,6 @@ def test_a_probe_tells_classes():
     assert graph.probe(of.x, swapped, c=0.5) == {"test": 1.0}
 
 
-def test_the_probe_of_the_study_is_that_of_scikit_learn():
-    linear = pytest.importorskip("sklearn.linear_model")
-    from studies.graphs import logistic
-
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.nn.functional.normalize(torch.randn(60, 12, generator=draw))
-    labels = torch.randint(0, 3, (60,), generator=draw)
-    for c in (1.0, 30.0):
-        right = linear.LogisticRegression(C=c, max_iter=5000, tol=1e-9).fit(rows.double().numpy(), labels.numpy())
-        weights = logistic(rows, labels, c)
-        np.testing.assert_allclose(weights[:-1].T, right.coef_, atol=2e-4)
-        shift = weights[-1] - weights[-1].mean()
-        np.testing.assert_allclose(shift, right.intercept_ - right.intercept_.mean(), atol=2e-4)
-
-
 def test_the_contrast_of_the_study_is_that_of_grace():
     from graphs import info_nce
 

@@ -26,7 +26,7 @@ def numbers_of_parts(partial_ptr, row, kind: tl.constexpr, P, other, KINDS: tl.c
 
 @jit
 def locate_part(W, rows_each, UNIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's part of the rows, its first row, its columns and their mask, for a cut of `tigon.ops.sum_rows.cut`.
+    """This program's part of the rows, its first row, its columns and their mask, as `tigon.ops.sum_rows.cut` cuts.
 
     W counts UNIT columns, which tells the compiler that the width is a multiple of it: rows of 1000 numbers of 16 bits
     are then read 16 bytes a thread, as those of 1008 are.
