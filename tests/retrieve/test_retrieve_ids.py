@@ -48,4 +48,4 @@ def test_texts_of_keys_are_cut_as_they_are_shown():
         [None if n < 0 else whole[end - n : end].decode() for n, end in zip(*row, strict=True)]
         for row in zip(lengths.tolist(), ends.tolist(), strict=True)
     ]
-    assert cut == known.shown(asked).tolist() == [["a longer one", None, ""], ["b", "äö", "äö"]]
+    assert cut == known.to_ids(asked).tolist() == [["a longer one", None, ""], ["b", "äö", "äö"]]

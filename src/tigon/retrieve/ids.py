@@ -138,7 +138,7 @@ class IntIds:
         """Let items be found at rows; −1 takes them out."""
         self.table.set(keys, rows)
 
-    def shown(self, keys: Ints) -> npt.NDArray[Any]:
+    def to_ids(self, keys: Ints) -> npt.NDArray[Any]:
         """The ids of keys."""
         return keys
 
@@ -181,7 +181,7 @@ class StringIds:
         start = self.ends[key - 1] if key else 0
         return self.blob[start : self.ends[key]].decode()
 
-    def _known(self, ids: list[str]) -> tuple[Ints, Ints]:
+    def _look_up(self, ids: list[str]) -> tuple[Ints, Ints]:
         """Numbers of strings, −1 where they have none, and their hashes."""
         hashes = np.fromiter(map(self._hash, ids), dtype=np.int64, count=len(ids))
         keys = self.by_hash.get(hashes)
@@ -196,7 +196,7 @@ class StringIds:
 
     def keys(self, ids: Any) -> Ints:
         """The number of each id, all different; new ones for those that have none."""
-        keys, hashes = self._known(ids)
+        keys, hashes = self._look_up(ids)
         new = np.flatnonzero(keys < 0)
         encoded = [ids[i].encode() for i in new]
         first = self.count
@@ -228,13 +228,13 @@ class StringIds:
             self.ends, self.rows = ends, rows
 
     def find(self, ids: Any) -> tuple[Ints, Ints]:
-        keys, _ = self._known(ids)
+        keys, _ = self._look_up(ids)
         return keys, np.where(keys >= 0, self.rows[keys], GONE).astype(np.int64)
 
     def place(self, keys: Ints, rows: Ints) -> None:
         self.rows[keys] = rows
 
-    def shown(self, keys: Ints) -> npt.NDArray[Any]:
+    def to_ids(self, keys: Ints) -> npt.NDArray[Any]:
         found = np.empty(keys.shape, dtype=object)
         for place, key in np.ndenumerate(keys):
             found[place] = self.text(int(key)) if key >= 0 else None
@@ -257,6 +257,13 @@ class StringIds:
 
 Ids = IntIds | StringIds
 KINDS: dict[str, type[IntIds] | type[StringIds]] = {"int64": IntIds, "str": StringIds}
+
+
+def join_texts(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts one after another as bytes, (n,) uint8, and where each text ends, int64."""
+    encoded = [text.encode() for text in texts]
+    blob, ends = b"".join(encoded), np.cumsum([len(text) for text in encoded], dtype=np.int64)
+    return torch.frombuffer(bytearray(blob) or bytearray(1), dtype=torch.uint8)[: len(blob)], torch.from_numpy(ends)
 
 
 def split_texts(blob: bytes, ends: Ints) -> list[str]:
