@@ -252,7 +252,7 @@ def of_failures(rank, world, device, folder):
         index.upsert(*more)
     query = torch.ones(1, D)
     for given, said in (
-        ({"where": "color == 1"}, "there is no column 'color'"), ({"k": 5000}, "k must be an int from 1 to 2048"),
+        ({"where": "color == 1"}, "there is no column 'color'"), ({"k": 5000}, "k must be from 1 to 2,048"),
         ({"query": torch.ones(1, 3)}, r"query must be \(queries, 8\)"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):

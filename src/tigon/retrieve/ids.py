@@ -49,8 +49,8 @@ class IntTable:
         """The number of each key, −1 where there is none."""
         slots = self._find(keys)
         self._last = keys, slots
-        found: Ints = np.where(slots >= 0, self.values[slots], GONE).astype(np.int64)
-        return found
+        result: Ints = np.where(slots >= 0, self.values[slots], GONE).astype(np.int64)
+        return result
 
     def set(self, keys: Ints, values: Ints) -> None:
         """Give keys, each of which stands there once, their numbers. −1 takes a key out."""
@@ -77,7 +77,7 @@ class IntTable:
 
     def _find(self, keys: Ints) -> Ints:
         """The slot of each key, −1 where it has none."""
-        found = np.full(len(keys), -1, dtype=np.int64)
+        result = np.full(len(keys), -1, dtype=np.int64)
         slots, left = self._start(keys), np.arange(len(keys))
         while len(left):
             window = WINDOW if len(left) <= FEW else WINDOW[:1]
@@ -87,12 +87,12 @@ class IntTable:
             first = np.arange(len(left)), ends.argmax(1)
             ended = ends[first]
             hit = ended & ~empty[first]
-            found[left[hit]] = here[first][hit]
+            result[left[hit]] = here[first][hit]
             if ended.all():
                 break
             more = ~ended
             left, keys, slots = left[more], keys[more], slots[more] + len(window)
-        return found
+        return result
 
     def _insert(self, keys: Ints, values: npt.NDArray[Any]) -> None:
         self.used += len(keys)
@@ -235,10 +235,10 @@ class StringIds:
         self.rows[keys] = rows
 
     def to_ids(self, keys: Ints) -> npt.NDArray[Any]:
-        found = np.empty(keys.shape, dtype=object)
+        result = np.empty(keys.shape, dtype=object)
         for place, key in np.ndenumerate(keys):
-            found[place] = self.text(int(key)) if key >= 0 else None
-        return found
+            result[place] = self.text(int(key)) if key >= 0 else None
+        return result
 
     def cut(self, keys: Ints) -> tuple[Ints, bytes]:
         """The lengths of the texts of keys, −1 where there is none, and the texts one after another."""

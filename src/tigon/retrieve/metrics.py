@@ -121,12 +121,12 @@ def evaluate(
         out = out[out[:, 1] < len(table)]
     asked = right[:, 0].unique()
     bounds = torch.searchsorted(out[:, 0].contiguous(), torch.stack((asked, asked + 1)))
-    found = []
+    pieces = []
     for start in range(0, len(asked), batch_size):
         part = slice(start, start + batch_size)
         bits = pack_passing_bits(out, bounds[:, part], len(table))
-        found.append(_rank(query[asked[part]].detach(), items, max(cuts), bits))
-    rows = torch.cat(found) if found else torch.zeros(0, max(cuts), dtype=torch.int64, device=query.device)
+        pieces.append(_rank(query[asked[part]].detach(), items, max(cuts), bits))
+    rows = torch.cat(pieces) if pieces else torch.zeros(0, max(cuts), dtype=torch.int64, device=query.device)
     # The queries that are asked are numbered anew, as `rows` has them.
     place = torch.stack((torch.searchsorted(asked, right[:, 0].contiguous()), right[:, 1]), 1)
     return ranking(rows, place, cuts, len(table) if isinstance(items, Tensor) else len(items))
@@ -164,7 +164,7 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
     hit = keys[place] == asked if len(keys) else torch.zeros_like(rows, dtype=torch.bool)
     discount = 1 / torch.arange(2, rows.shape[1] + 2, dtype=torch.float64, device=rows.device).log2()
     most = torch.cat((discount.new_zeros(1), discount.cumsum(0)))
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for cut in cuts:
         at = hit[:, :cut].double()
         first = (at / torch.arange(1, cut + 1, dtype=torch.float64, device=rows.device)).amax(1)
@@ -174,10 +174,10 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
             "mrr": first,
             "hit_rate": at.amax(1),
         }
-        found |= {f"{metric}@{cut}": float(value[counted].mean()) for metric, value in values.items()}
+        results |= {f"{metric}@{cut}": float(value[counted].mean()) for metric, value in values.items()}
         shown = rows[counted, :cut]
-        found[f"coverage@{cut}"] = len(shown[shown >= 0].unique()) / max(items, 1) if len(shown) else float("nan")
-    return found
+        results[f"coverage@{cut}"] = len(shown[shown >= 0].unique()) / max(items, 1) if len(shown) else float("nan")
+    return results
 
 
 def _cuts(name: str, k: int | Sequence[int], most: int = 2048) -> list[int]:
@@ -268,6 +268,6 @@ def _read_ranked(argument: str, ids: Any) -> Ranked:
     return ids
 
 
-def _mean(found: npt.NDArray[Any], best: npt.NDArray[Any]) -> float:
+def _mean(gains: npt.NDArray[Any], best: npt.NDArray[Any]) -> float:
     counted = best > 0
-    return float((found[counted] / best[counted]).mean()) if counted.any() else float("nan")
+    return float((gains[counted] / best[counted]).mean()) if counted.any() else float("nan")

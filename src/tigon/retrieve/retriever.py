@@ -62,12 +62,12 @@ class Retriever(nn.Module):
         Raises: ValueError if the encoder returns another shape, or another width than the index's.
         """
         encode = getattr(self.encoder, "encode", None)
-        found = encode(queries) if callable(encode) else self.encoder(queries)
+        output = encode(queries) if callable(encode) else self.encoder(queries)
         try:
-            q = found if isinstance(found, Tensor) else torch.as_tensor(found)
+            q = output if isinstance(output, Tensor) else torch.as_tensor(output)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
-                f"Retriever: encoder must return a tensor or an array, got {type(found).__name__}."
+                f"Retriever: encoder must return a tensor or an array, got {type(output).__name__}."
             ) from None
         dim = self.index.dim
         if q.dim() not in (2, 3) or q.shape[-1] != dim or (q.dim() == 3 and not q.shape[1]):
@@ -285,9 +285,9 @@ def _merge_rows(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rerank(rerank: Rerank, q: Tensor, vectors: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
     there = rows >= 0
-    found = rerank(q, vectors)
-    if not isinstance(found, Tensor) or found.shape != rows.shape or not found.is_floating_point():
-        got = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    reranked = rerank(q, vectors)
+    if not isinstance(reranked, Tensor) or reranked.shape != rows.shape or not reranked.is_floating_point():
+        got = f"{tuple(reranked.shape)} {reranked.dtype}" if isinstance(reranked, Tensor) else type(reranked).__name__
         raise ValueError(f"Retriever.search: rerank must return float scores {tuple(rows.shape)}, got {got}.")
-    found = found.to(scores)
-    return torch.where(there & ~found.isnan(), found, -torch.inf)
+    reranked = reranked.to(scores)
+    return torch.where(there & ~reranked.isnan(), reranked, -torch.inf)

@@ -55,9 +55,9 @@ def compile_clauses(expression: Expression, schema: Schema, strict: bool = False
 
     Raises: ValueError for a column or an operation that is not there, and for more than 16 clauses.
     """
-    found = _compile(expression, schema, strict, positive=True)
-    _check_clauses(len(found), expression, MOST)
-    return found
+    clauses = _compile(expression, schema, strict, positive=True)
+    _check_clauses(len(clauses), expression, MOST)
+    return clauses
 
 
 def _check_clauses(clauses: int, expression: Expression, most: int) -> None:
@@ -118,15 +118,15 @@ def _compile(expression: Expression, schema: Schema, strict: bool, positive: boo
         _check_ranges(len(both) * _count_ranges(both))
         return simplify(both)
     # Parts of one clause are united at once: one after the other, each would sort the codes of the others again.
-    found = NEVER
+    clauses = NEVER
     united = unite_clauses(*(part[0] for part in parts if len(part) == 1))
     for part in ([] if united is None else [united], *(part for part in parts if len(part) != 1)):
-        _check_clauses(len(found) * len(part), expression, MOST_ON_THE_WAY)
-        unions = [unite_clauses(one, other) for one, other in product(found, part)]
-        found = [clause for clause in unions if clause is not None and not _always(clause, schema)]
-        _check_ranges(len(found) * _count_ranges(found))
-        found = simplify(found)
-    return found
+        _check_clauses(len(clauses) * len(part), expression, MOST_ON_THE_WAY)
+        unions = [unite_clauses(one, other) for one, other in product(clauses, part)]
+        clauses = [clause for clause in unions if clause is not None and not _always(clause, schema)]
+        _check_ranges(len(clauses) * _count_ranges(clauses))
+        clauses = simplify(clauses)
+    return clauses
 
 
 def _always(clause: Clause, schema: Schema) -> bool:
@@ -231,18 +231,18 @@ def simplify(clauses: Iterable[Clause]) -> Clauses:
             together[key] = together.get(key, 0) | tag.bits
         else:
             rest.append(clause)
-    found = [Clause(((name, ranges),) if ranges else ()) for name, ranges in alone.items()]
+    result = [Clause(((name, ranges),) if ranges else ()) for name, ranges in alone.items()]
     for (name, place, negated), bits in together.items():
-        found.append(Clause(tags=(TagTest(name, place, bits, "any" if negated else "all", negated),)))
+        result.append(Clause(tags=(TagTest(name, place, bits, "any" if negated else "all", negated),)))
         if not negated and together.get((name, place, True), 0) & bits:
             return NEVER
-    found += dict.fromkeys(rest)
-    if Clause() in found:
+    result += dict.fromkeys(rest)
+    if Clause() in result:
         return NEVER
-    found = list(dict.fromkeys(found))
+    result = list(dict.fromkeys(result))
     kept: Clauses = []
-    for i, clause in enumerate(found):
-        later = (other for other in found[i + 1 :] if not implies(clause, other))
+    for i, clause in enumerate(result):
+        later = (other for other in result[i + 1 :] if not implies(clause, other))
         if not any(implies(other, clause) for other in (*kept, *later)):
             kept.append(clause)
     return kept
@@ -295,15 +295,15 @@ def _build_literals(clause: Clause, schema: Schema) -> list[Literal]:
             break
         room = MOST - len(tests) - sum(len(columns[other]) for other in columns if other != name)
         columns[name] = _build_bitmap(schema, name, ranges, room) or columns[name]
-    found = [*tests, *(literal for literals in columns.values() for literal in literals)]
-    if len(found) > MOST:
+    literals = [*tests, *(literal for listed in columns.values() for literal in listed)]
+    if len(literals) > MOST:
         most = max(columns, key=lambda name: len(columns[name]), default="")
         raise ValueError(
-            f"where: a part needs {len(found)} tests, more than {MOST}: simplify the conditions on "
+            f"where: a part needs {len(literals)} tests, more than {MOST}: simplify the conditions on "
             f"{', '.join([*columns, *dict.fromkeys(tag.column for tag in clause.tags)])}"
             + (f"; {most!r} has {len(columns[most])} ranges of values." if most else ".")
         )
-    return found
+    return literals
 
 
 def _build_ranges(schema: Schema, name: str, ranges: Ranges) -> list[Literal]:

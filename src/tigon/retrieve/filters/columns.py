@@ -215,13 +215,13 @@ def complement(ranges: Ranges, top: int, first: int = 1) -> Ranges:
 
 def unite(*many: Ranges) -> Ranges:
     """The codes that are in any of them."""
-    found: list[tuple[int, int]] = []
+    united: list[tuple[int, int]] = []
     for low, high in sorted(pair for ranges in many for pair in ranges):
-        if found and low <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
+        if united and low <= united[-1][1] + 1:
+            united[-1] = (united[-1][0], max(united[-1][1], high))
         else:
-            found.append((low, high))
-    return tuple(found)
+            united.append((low, high))
+    return tuple(united)
 
 
 def intersect(one: Ranges, other: Ranges) -> Ranges:

@@ -18,7 +18,7 @@ from tigon.retrieve.filters.columns import Category, Ranges, Tags
 from tigon.retrieve.filters.schema import Schema
 from tigon.tables.values import Ints
 
-# Numbers and times are counted by the highest bits of their codes. For float32 these are sign, exponent and three more bits.
+# Numbers and times are counted by the highest bits of their codes: for float32 sign, exponent and three more bits.
 BITS = 12
 # Filters whose shares are remembered.
 REMEMBERED = 1024
@@ -59,7 +59,7 @@ class ValueCounts:
         self.items += sign * words.shape[1]
         for name, column in self.schema.columns.items():
             if isinstance(column, Tags):
-                found = np.concatenate([_bits(words[p.word], p.shift, p.bits) for p in self.schema.places[name]])
+                counts = np.concatenate([_bits(words[p.word], p.shift, p.bits) for p in self.schema.places[name]])
                 any_tag = np.zeros(words.shape[1], dtype=bool)
                 for place in self.schema.places[name]:
                     any_tag |= (words[place.word] & place.mask) != 0
@@ -68,12 +68,12 @@ class ValueCounts:
                 codes = self.schema.decode(name, words)
                 codes = codes[codes > 0]
                 self.missing[name] += sign * (words.shape[1] - len(codes))
-                found = np.bincount(codes >> self._dropped_bits(name))
-            if len(found) > len(self.bins[name]):
-                grown = np.zeros(max(len(found), 2 * len(self.bins[name])), dtype=np.int64)
+                counts = np.bincount(codes >> self._dropped_bits(name))
+            if len(counts) > len(self.bins[name]):
+                grown = np.zeros(max(len(counts), 2 * len(self.bins[name])), dtype=np.int64)
                 grown[: len(self.bins[name])] = self.bins[name]
                 self.bins[name] = grown
-            self.bins[name][: len(found)] += sign * found
+            self.bins[name][: len(counts)] += sign * counts
         self._shares.clear()
 
     def _dropped_bits(self, name: str) -> int:

@@ -75,11 +75,11 @@ class Hits:
 
         Returns: for each query a list of `ScoreBreakdown`: id, score, vectors, edges.
         """
-        ids, found = self._list_hits()
+        ids, hits = self._list_hits()
         has = None if self._links is None else self._links.test()
         parts: list[list[ScoreBreakdown]] = [[] for _ in range(len(self))]
         for id, query, rank, score in zip(
-            ids.tolist(), found["query"].tolist(), found["rank"].tolist(), found["score"].tolist(), strict=True
+            ids.tolist(), hits["query"].tolist(), hits["rank"].tolist(), hits["score"].tolist(), strict=True
         ):
             edges: list[Edge] = []
             vectors = score
@@ -95,8 +95,8 @@ class Hits:
         """A pandas.DataFrame with a row for each hit: query, rank from 0, id, score."""
         import pandas
 
-        ids, found = self._list_hits()
-        return pandas.DataFrame({"query": found["query"], "rank": found["rank"], "id": ids, "score": found["score"]})
+        ids, hits = self._list_hits()
+        return pandas.DataFrame({"query": hits["query"], "rank": hits["rank"], "id": ids, "score": hits["score"]})
 
     def take(self, table: Any, id: str | None = None) -> Any:
         """The rows of a table that belong to the hits, with query, rank and score in front.
@@ -108,36 +108,36 @@ class Hits:
         Returns: a table of the same kind, a row for each hit.
         Raises: ValueError if an id is not in the table, or if the table has a column query, rank or score.
         """
-        ids, found = self._list_hits()
+        ids, hits = self._list_hits()
         if not isinstance(table, dict) and not hasattr(table, "column_names") and not hasattr(table, "columns"):
             raise ValueError(
                 "Hits.take: table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got "
                 f"{type(table).__name__}."
             )
         names = list(table) if isinstance(table, dict) else list(getattr(table, "column_names", None) or table.columns)
-        if taken := [name for name in found if name in names]:
+        if taken := [name for name in hits if name in names]:
             raise ValueError(f"Hits.take: the table must have no column {taken[0]!r}, which tells of the hit.")
         rows = self._positions(ids, table, names, id)
         kind = type(table).__module__.split(".")[0]
         if kind == "pyarrow":
             part = table.take(rows)
-            for place, (name, values) in enumerate(found.items()):
+            for place, (name, values) in enumerate(hits.items()):
                 part = part.add_column(place, name, [values])
             return part
         if kind == "pandas":
             part = table.iloc[rows].reset_index(drop=True)
-            for place, (name, values) in enumerate(found.items()):
+            for place, (name, values) in enumerate(hits.items()):
                 part.insert(place, name, values)
             return part
         if kind == "polars":
             import polars
 
-            return polars.DataFrame(found).hstack(table[rows])
+            return polars.DataFrame(hits).hstack(table[rows])
         taken_columns = {
             name: [values[row] for row in rows] if isinstance(values, (list, tuple)) else values[rows]
             for name, values in table.items()
         }
-        return {**found, **taken_columns}
+        return {**hits, **taken_columns}
 
     def _positions(self, ids: npt.NDArray[Any], table: Any, names: list[str], id: str | None) -> npt.NDArray[np.int64]:
         if id is None:

@@ -123,7 +123,8 @@ class BaseIndex:
         Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
         """
         options: dict[str, Any] = {"strict": strict, "candidates": candidates, "links": links, "alpha": alpha}
-        return self.run(self.parse(query, k, where, **options))
+        with self.table.scheduler.read_lock():  # updates yield while the request is parsed, too
+            return self.run(self.parse(query, k, where, **options))
 
     def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
         """A request for `run`, of the arguments of `search`."""
@@ -360,7 +361,7 @@ class Index(BaseIndex, nn.Module):
         bits: Sequence[int] = (64, 128, 256, 512),
         candidates: Sequence[int] | None = None,
     ) -> Calibration:
-        """The share of the exact answers that codes "sign" would find, with these items and queries, whatever codes there are.
+        """The recall that codes "sign" would have with these items and queries, whatever codes the index has.
 
         Codes of each number of bits are made beside the index, one after the other. Updates wait meanwhile.
 
@@ -385,7 +386,7 @@ class Index(BaseIndex, nn.Module):
         strict: bool = False,
         links: LinkWeights | None = None,
     ) -> Explanation:
-        """The effect of a filter, and the cost of a search with it: the share that passes and the plan. Nothing is searched.
+        """The effect of a filter, and the plan of a search with it. Nothing is searched.
 
         Args:
             where: an expression or its text.

@@ -25,14 +25,14 @@ class ItemBatch(NamedTuple):
     Attributes:
         ids: each once. vectors: as they are stored; None for an index over a parameter. words: (W, items), attributes.
         growth: the values that the vocabularies take in, by column.
-        found: keys and rows of the ids, −1 for new ids; None for an index that has no ids yet.
+        lookup: keys and rows of the ids, −1 for new ids; None for an index that has no ids yet.
     """
 
     ids: Ints | list[str]
     vectors: Tensor | None
     words: Ints
     growth: dict[str, list[Value]]
-    found: tuple[Ints, Ints] | None = None
+    lookup: tuple[Ints, Ints] | None = None
 
 
 def parse_vectors(embeddings: Any, ids: Ints | list[str], format: VectorFormat) -> Tensor:

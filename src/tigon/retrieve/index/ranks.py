@@ -53,9 +53,9 @@ class Ranks:
         """(ranks, …), of which each rank has one."""
         if self.count == 1 or not own.numel():
             return own.expand(self.count, *own.shape)
-        found = own.new_empty((self.count, *own.shape))
-        all_gather(found.view(-1), own.view(-1), group=self.group)
-        return found
+        gathered = own.new_empty((self.count, *own.shape))
+        all_gather(gathered.view(-1), own.view(-1), group=self.group)
+        return gathered
 
     def sum(self, own: Tensor) -> Tensor:
         """Replace a tensor by its sum over the ranks."""

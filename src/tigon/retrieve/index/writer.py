@@ -69,9 +69,9 @@ class ItemWriter:
             words = np.ascontiguousarray(words[:, last])
             vectors = None if vectors is None else vectors[torch.from_numpy(last).to(vectors.device)]
             read = [read[i] for i in last] if isinstance(read, list) else read[last]
-        found = self._look_up(read)
+        lookup = self._look_up(read)
         scheduler.yield_to_searches()
-        return ItemBatch(read, vectors, words, encoded.growth, found)
+        return ItemBatch(read, vectors, words, encoded.growth, lookup)
 
     def _look_up(self, ids: Ints | list[str]) -> tuple[Ints, Ints] | None:
         """Keys and rows of ids; strings, which are compared one by one, a few in a step. None before the first item.
@@ -136,7 +136,7 @@ class ItemWriter:
         if directory.ids is None:
             directory.ids = KINDS["str" if isinstance(items.ids, list) else "int64"]()
         attributes.counts.settle()
-        keys, old = items.found if items.found is not None else directory.ids.find(items.ids)
+        keys, old = items.lookup if items.lookup is not None else directory.ids.find(items.ids)
         if items.vectors is None:
             self.table.write_attributes(old, items.words)
             return
@@ -243,11 +243,11 @@ class ItemWriter:
         growth: dict[str, list[Value]] = parse_json(tensors["growth"].numpy().tobytes(), "a vocabulary")
         ids = self.directory.read("Index.upsert", unpack_ids(tensors))
         schema.check_growth(growth)
-        found = self._look_up(ids)
+        lookup = self._look_up(ids)
         shapes = vectors.shape, vectors.dtype, words.shape
         if shapes != ((len(ids), self.table.format.dim), self.table.dtype, (schema.words, len(ids))):
             raise ValueError(f"a record of {len(ids):,} items has {shapes[0]}, {shapes[1]} and {shapes[2]}")
-        return ItemBatch(ids, vectors, words, growth, found)
+        return ItemBatch(ids, vectors, words, growth, lookup)
 
 
 def pack_items(items: ItemBatch) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ class AttributeEncoder:
         Raises: ValueError if a column is wanting, or a value is of another kind.
         """
         columns, rows = columns_of("retrieve", table)
-        of_rows, found = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        of_rows, of_numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for column, kind in self.kinds.items():
             if column not in columns:
                 near = difflib.get_close_matches(column, columns, 1)
@@ -85,10 +85,10 @@ class AttributeEncoder:
             numbers = np.array([self._number((column, value), grow) for value in values], dtype=np.int64)
             numbers = numbers[indices] if len(values) else np.zeros(0, dtype=np.int64)
             of_rows.append(at[numbers >= 0])
-            found.append(numbers[numbers >= 0])
+            of_numbers.append(numbers[numbers >= 0])
         # By row and then by number, each once.
         wide = max(len(self.attributes), 1)
-        both = np.unique(np.concatenate(of_rows) * wide + np.concatenate(found))
+        both = np.unique(np.concatenate(of_rows) * wide + np.concatenate(of_numbers))
         starts = np.searchsorted(both // wide, np.arange(rows + 1))
         return EncodedAttributes(starts.astype(np.int64), both % wide), columns
 

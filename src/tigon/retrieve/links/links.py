@@ -267,7 +267,7 @@ class Links:
         Returns: an expression for each query. One without edges lets no item through.
         """
         encoded, _ = self.queries.encode("Links.filter", queries)
-        found: list[Expression] = []
+        filters: list[Expression] = []
         for row in range(len(encoded.starts) - 1):
             at, _ = self._leading(EncodedAttributes(np.array([0, len(encoded.row(row))]), encoded.row(row)))
             linked = np.unique(self._item[at[self._weight[at] > min_weight]])
@@ -279,8 +279,8 @@ class Links:
                 Comparison(column, "has_any" if self.items.kinds[column] == "Tags" else "in", tuple(listed))
                 for column, listed in values.items()
             ]
-            found.append(parts[0] if len(parts) == 1 else Or(tuple(parts)))
-        return found
+            filters.append(parts[0] if len(parts) == 1 else Or(tuple(parts)))
+        return filters
 
     def _edge(self, at: int) -> Edge:
         query, item = self.queries.attributes[self._query[at]], self.items.attributes[self._item[at]]
@@ -420,5 +420,5 @@ def _cross(queries: EncodedAttributes, items: EncodedAttributes, q: Ints, i: Int
 def _ranges(starts: Ints, sizes: Ints) -> Ints:
     """starts[0], starts[0] + 1, … of each, one after another."""
     ends = np.cumsum(sizes)
-    found: Ints = np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]) if len(ends) else 0)
-    return found
+    ranges: Ints = np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]) if len(ends) else 0)
+    return ranges

@@ -46,11 +46,11 @@ class Clusters(nn.Module):
                 f"{tuple(embeddings.shape)}."
             )
         rest = embeddings.detach().float()
-        found = []
+        levels = []
         for centers in self.centers:
-            found.append(_nearest(rest, centers))
-            rest = rest - centers[found[-1]]
-        return torch.stack(found, 1)
+            levels.append(_nearest(rest, centers))
+            rest = rest - centers[levels[-1]]
+        return torch.stack(levels, 1)
 
 
 def fit(embeddings: Tensor, levels: int = 2, size: int = 1024, *, iterations: int = 25, seed: int = 0) -> Clusters:

@@ -167,14 +167,14 @@ def similarity_softmax(
     right = _score(name, similarity, query, items[torch.where(target == NEVER, 0, target)].unsqueeze(1))
     scores = []
     if drawn.shared is not None:
-        found = _score(name, similarity, query, items[drawn.shared].unsqueeze(0))
-        found = found if drawn.bias is None else found + drawn.bias
+        part = _score(name, similarity, query, items[drawn.shared].unsqueeze(0))
+        part = part if drawn.bias is None else part + drawn.bias
         keep = drawn.shared != target.unsqueeze(1)
-        scores.append(found.masked_fill(~(keep if drawn.allowed is None else keep & drawn.allowed), -torch.inf))
+        scores.append(part.masked_fill(~(keep if drawn.allowed is None else keep & drawn.allowed), -torch.inf))
     if drawn.own is not None:
-        found = _score(name, similarity, query, items[drawn.own.clamp(min=0)])
-        found = found if drawn.own_bias is None else found + drawn.own_bias
-        scores.append(found.masked_fill(drawn.own < 0, -torch.inf))
+        part = _score(name, similarity, query, items[drawn.own.clamp(min=0)])
+        part = part if drawn.own_bias is None else part + drawn.own_bias
+        scores.append(part.masked_fill(drawn.own < 0, -torch.inf))
     return _mean(among(right.squeeze(1), torch.cat(scores, 1)), target)
 
 
@@ -345,12 +345,12 @@ def _check_allowed(name: str, allowed: Tensor | None, query: Tensor, count: int)
 
 def _score(name: str, similarity: Similarity, query: Tensor, items: Tensor) -> Tensor:
     """(B, C) scores, in fp32 or fp64."""
-    found = similarity(query, items)
+    output = similarity(query, items)
     shape = len(query), items.shape[1]
-    if not isinstance(found, Tensor) or found.shape != shape or not found.is_floating_point():
-        got = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(output, Tensor) or output.shape != shape or not output.is_floating_point():
+        got = f"{tuple(output.shape)} {output.dtype}" if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(f"{name}: similarity must return float scores {shape}, got {got}.")
-    return found.to(torch.promote_types(found.dtype, torch.float32))
+    return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def _mean(losses: Tensor, target: Tensor) -> Tensor:

@@ -140,8 +140,8 @@ class HadamardMLP(nn.Module):
             raise ValueError(
                 f"HadamardMLP: items must be ({len(query)} or 1, C, {self.dim}), got {tuple(items.shape)}."
             )
-        found: Tensor = self.mlp(query.unsqueeze(1) * items.to(query.dtype))
-        return found.squeeze(-1) if self.outputs == 1 else found
+        output: Tensor = self.mlp(query.unsqueeze(1) * items.to(query.dtype))
+        return output.squeeze(-1) if self.outputs == 1 else output
 
 
 class _Product(nn.Module):
@@ -152,8 +152,8 @@ class _Product(nn.Module):
         self.of_query, self.of_item = _mlp(query, hidden, outputs), _mlp(item, hidden, outputs)
 
     def forward(self, query: Tensor, items: Tensor) -> Tensor:
-        found: Tensor = self.of_query(query).unsqueeze(1) * self.of_item(items)
-        return found
+        output: Tensor = self.of_query(query).unsqueeze(1) * self.of_item(items)
+        return output
 
 
 def _mlp(width: int, hidden: int, outputs: int) -> nn.Sequential:

@@ -92,8 +92,8 @@ def mine(
     rows = torch.cat(parts)
     if not ids:
         return rows
-    found = table.keys_of_rows(rows)
-    return found if ids_table is None or ids_table.kind == "int64" else ids_table.to_ids(found.cpu().numpy())
+    keys_found = table.keys_of_rows(rows)
+    return keys_found if ids_table is None or ids_table.kind == "int64" else ids_table.to_ids(keys_found.cpu().numpy())
 
 
 def _select_others(item_ids: Tensor, keys: Tensor, rows: Tensor, k: int, skip: int) -> tuple[Tensor, Tensor]:
@@ -104,9 +104,9 @@ def _select_others(item_ids: Tensor, keys: Tensor, rows: Tensor, k: int, skip: i
     keep = rows >= 0
     if keys.shape[1]:
         # By a search in each query's sorted keys: comparing all with all would take B · W · P bits.
-        found, sorted_keys = item_ids[rows.clamp(min=0)], keys.sort(1).values
-        at = torch.searchsorted(sorted_keys, found).clamp(max=keys.shape[1] - 1)
-        keep &= sorted_keys.gather(1, at) != found
+        candidates, sorted_keys = item_ids[rows.clamp(min=0)], keys.sort(1).values
+        at = torch.searchsorted(sorted_keys, candidates).clamp(max=keys.shape[1] - 1)
+        keep &= sorted_keys.gather(1, at) != candidates
     order = keep.cumsum(1)
     wanted = torch.arange(skip + 1, skip + k + 1, device=rows.device).expand(len(rows), k).contiguous()
     at = torch.searchsorted(order, wanted)
