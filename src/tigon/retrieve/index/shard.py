@@ -35,7 +35,8 @@ class Shard(ItemWriter):
 
     def select_own(self, rows: Ints) -> Ints:
         """The rows of this rank's table among rows of the whole index."""
-        return rows[rows % self.ranks.count == self.ranks.own] // self.ranks.count
+        own: Ints = rows[rows % self.ranks.count == self.ranks.own] // self.ranks.count
+        return own
 
     def place(self, rows: Ints, keys: Ints, vectors: Tensor, words: Ints, replaced: Ints) -> None:
         hidden = self.select_own(replaced)

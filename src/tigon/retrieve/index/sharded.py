@@ -59,6 +59,8 @@ class ShardedIndex(BaseIndex):
     Raises: ValueError as `Index`, and if this process is not in the group.
     """
 
+    writer: Shard
+
     def __init__(
         self,
         dim: int,
@@ -150,7 +152,7 @@ class ShardedIndex(BaseIndex):
 
     def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
         """A request for `run`, of the arguments of `search`."""
-        self.ranks.check_alike("search", query, k, where, *options.items())
+        self.ranks.check_alike("search", query, k, where, *options.values())
         return SearchRequest.parse(self.table, query, k, where, **options)
 
     @torch.no_grad()
@@ -171,8 +173,8 @@ class ShardedIndex(BaseIndex):
                     keys = _look_up_keys(rows, merged_rows, merged_keys)
                 if rows is not merged_rows:
                     keys = torch.where(rows >= 0, keys, -1)
-            words = None if own_words is None else words
-            return make_hits(request, scores, keys, is_exact, words, self.writer.directory.ids)
+            hit_words = None if own_words is None else words
+            return make_hits(request, scores, keys, is_exact, hit_words, self.writer.directory.ids)
 
     def gather_vectors(self, rows: Tensor) -> Tensor:
         """The vectors (…, dim) of rows of the whole index, below 0 zeros, from the ranks that hold them."""

@@ -56,7 +56,8 @@ class RowTable(nn.Module):
         self.attributes = Attributes(schema)
         self.scheduler = UpdateScheduler()
         self.cache = FilterCache(self.scheduler)
-        self._weight = () if weight is None else (weight,)  # in a tuple: the parameter stays the model's
+        # In a tuple: the parameter stays the model's.
+        self._weight: tuple[Tensor, ...] = () if weight is None else (weight,)
         rows, place = directory.rows.total, torch.device(device or "cpu") if weight is None else weight.device
         vectors = None if self._weight else torch.zeros(rows, format.dim, dtype=format.dtype, device=place)
         self.register_buffer("vectors", vectors)

@@ -25,7 +25,7 @@ STRINGS = 64
 
 
 class ItemWriter:
-    """Writes items of an index. The caller holds the update lock, except for `parse`.
+    """Writes items of an index. The caller holds the update lock.
 
     Args:
         table: the rows, on this device.
