@@ -18,7 +18,6 @@ from tigon.retrieve.index.hits import ScoreBreakdown as ScoreBreakdown
 from tigon.retrieve.index.index import Index as Index
 from tigon.retrieve.index.memory import MemoryPlan as MemoryPlan
 from tigon.retrieve.index.memory import plan_memory as plan_memory
-from tigon.retrieve.index.request import SearchRequest as SearchRequest
 from tigon.retrieve.index.sharded import ShardedIndex as ShardedIndex
 from tigon.retrieve.links.links import Edge as Edge
 from tigon.retrieve.links.links import LinkOptions as LinkOptions

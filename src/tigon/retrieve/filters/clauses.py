@@ -117,7 +117,7 @@ def _compile(expression: Expression, schema: Schema, strict: bool, positive: boo
         _check_clauses(len(both), expression, MOST_ON_THE_WAY)
         _check_ranges(len(both) * _count_ranges(both))
         return simplify(both)
-    # Parts of one clause are united at once: one after the other, each would sort the codes of the others again.
+    # Parts with a single clause are united at once: pair by pair, each step would sort all codes again.
     clauses = NEVER
     united = unite_clauses(*(part[0] for part in parts if len(part) == 1))
     for part in ([] if united is None else [united], *(part for part in parts if len(part) != 1)):
@@ -186,7 +186,7 @@ def _compile_tags(
 
 
 def unite_clauses(*clauses: Clause) -> Clause | None:
-    """A clause that holds where one of the clauses does; None if it always does."""
+    """A clause that holds where any of the clauses does; None if the clause always holds."""
     listed: dict[str, list[Ranges]] = {}
     for clause in clauses:
         for name, ranges in clause.codes:
@@ -217,7 +217,7 @@ def _any_of_one(tag: TagTest) -> TagTest:
 
 
 def simplify(clauses: Iterable[Clause]) -> Clauses:
-    """The same without clauses that always hold or that others imply, and with those of one column alone united."""
+    """The same without clauses that always hold or that others imply; clauses on a single column are united."""
     alone: dict[str, Ranges] = {}
     together: dict[tuple[str, int, bool], int] = {}
     rest: list[Clause] = []

@@ -122,7 +122,7 @@ class ColumnReference:
     __hash__ = None  # type: ignore[assignment]
 
     def is_in(self, values: Iterable[Any]) -> Expression:
-        """Whether the value is one of those."""
+        """Whether the value is among the values."""
         return Comparison(self.name, "in", _read_scalars(self.name, "is_in", values))
 
     def between(self, low: Any, high: Any) -> Expression:
@@ -130,11 +130,11 @@ class ColumnReference:
         return Comparison(self.name, ">=", to_scalar(low)) & Comparison(self.name, "<=", to_scalar(high))
 
     def has(self, value: Any) -> Expression:
-        """Whether the tags have this one."""
+        """Whether the tags have this value."""
         return Comparison(self.name, "has", to_scalar(value))
 
     def has_any(self, values: Iterable[Any]) -> Expression:
-        """Whether the tags have one of those at least."""
+        """Whether the tags have at least one of the values."""
         return Comparison(self.name, "has_any", _read_scalars(self.name, "has_any", values))
 
     def has_all(self, values: Iterable[Any]) -> Expression:
@@ -186,7 +186,7 @@ def _read_scalars(name: str, method: str, values: Any) -> tuple[Scalar, ...]:
 
 
 def combine(kind: type[And] | type[Or], expressions: Iterable[Expression]) -> Expression:
-    """Expressions as one; the parts of those of the same kind become parts of it."""
+    """Combine expressions; parts of the same kind are merged."""
     parts: list[Expression] = []
     for expression in expressions:
         parts += expression.parts if isinstance(expression, kind) else (expression,)

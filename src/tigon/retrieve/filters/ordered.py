@@ -17,7 +17,7 @@ ORDERED = ("<", "<=", ">", ">=")
 
 
 class Grid(Coded):
-    """A column whose values lie on a grid: code 1 is its lowest point, and each step is one code more."""
+    """A column whose values lie on a grid: code 1 is the lowest point, and each step adds 1 to the code."""
 
     operations = ("==", "!=", "in", "null", *ORDERED)
     points: int
@@ -39,7 +39,7 @@ class Grid(Coded):
 
 
 class Number(Grid):
-    """A number. By itself it is kept as a float32; with low and high, as one of evenly spaced values.
+    """A number. A number without low and high is kept as a float32; with them, as the nearest of evenly spaced values.
 
     A value is rounded to the nearest float32 or the nearest step when it is written, and filters compare the rounded
     values. A bound in a filter is rounded to float32 as values are. Between two steps it is refused, or rounded inward

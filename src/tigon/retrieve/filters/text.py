@@ -26,7 +26,7 @@ TURNED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 LOWER = {"and", "or", "not", "in", "is", "null", "true", "false", *WORDS}
 PLAIN = {"(", ")", "[", "]", ",", "==", "!=", "<", "<=", ">", ">=", "=", "-", "+"}
 LONGEST = 100_000
-# Bits of an integer: Python writes no longer one in a sentence.
+# Bits of an integer: Python does not print longer integers.
 LARGEST = 4096
 
 

@@ -1,1 +1,1 @@
-"""Links: learned weights between attributes of queries and attributes of items, which a search adds to its scores."""
+"""Links: learned weights between query attributes and item attributes, which a search adds to its scores."""

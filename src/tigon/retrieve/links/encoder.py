@@ -1,4 +1,4 @@
-"""Attributes of one side of a pair, queries or items, as numbers: each value of each column has one."""
+"""Attributes of queries or items as numbers: each value in each column has a number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EncodedAttributes(NamedTuple):
 
 
 class AttributeEncoder:
-    """The columns of a side, of kind Category or Tags, and the values of each in the order in which they came."""
+    """The Category and Tags columns of queries or items, and each column's values in the order in which they came."""
 
     def __init__(self, who: str, kinds: Mapping[str, str], attributes: Iterable[Attribute] = ()) -> None:
         self.who, self.kinds = who, dict(kinds)
@@ -44,7 +44,7 @@ class AttributeEncoder:
 
     @classmethod
     def from_json(cls, who: str, about: Any) -> AttributeEncoder:
-        """The side of a file of links: {"kinds": {"country": "Category"}, "attributes": [["country", "us"]]}.
+        """From a file of links: {"kinds": {"country": "Category"}, "attributes": [["country", "us"]]}.
 
         Raises: ValueError for anything else.
         """
@@ -62,8 +62,7 @@ class AttributeEncoder:
         return cls(who, kinds, ((name, value) for name, value in attributes))
 
     def encode(self, name: str, table: Any, grow: bool = False) -> tuple[EncodedAttributes, dict[str, Any]]:
-        """The attributes of a table's rows, and all its columns. Values that nobody knows are left out, unless they
-        are taken in.
+        """Encode a table's rows. Unknown values are left out, unless `grow` adds them. Returns all columns as well.
 
         Raises: ValueError if a column is wanting, or a value is of another kind.
         """
@@ -99,7 +98,7 @@ class AttributeEncoder:
         return self.numbers.get(attribute, -1)
 
     def encode_one(self, name: str, attributes: Any) -> Ints:
-        """The numbers of the attributes of one row, given as {"country": "us", "tags": ["new"]}."""
+        """The attribute numbers in one row, given as {"country": "us", "tags": ["new"]}."""
         if not isinstance(attributes, Mapping):
             raise ValueError(
                 f"{name}: attributes of {self.who} must be a dict with a value for each column, got "
@@ -118,7 +117,7 @@ def _read(kind: str, column: Any) -> tuple[Ints, Ints, list[Value]]:
 
 
 def find_rows(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str | None, count: int) -> Ints:
-    """The rows of a table that ids name: by its column of ids, or by their numbers.
+    """The table rows that ids name: by the column with ids, or by row numbers.
 
     Raises: ValueError if there is no such column, if it has an id twice, or if an id is not in the table.
     """

@@ -1,7 +1,7 @@
-"""Learned links: which attributes of a query speak for, or against, which attributes of an item.
+"""Learned links: query attributes that raise or lower the score of items with certain attributes.
 
-An edge leads from an attribute of queries, such as occupation=programmer, to one of items, such as tags=sci-fi, and has
-a weight. The score of a query and an item is the sum of the edges between their attributes, and
+An edge leads from a query attribute, such as occupation=programmer, to an item attribute, such as tags=sci-fi, and has
+a weight. The score is the sum of the edges between the attributes of a query and an item, and
 P(confirmed) = sigmoid(bias + score) among the pairs of the fit. Most edges are exactly 0, and are not there.
 
 Source: links learned from confirmed pairs are those of Shen et al. 2024, https://arxiv.org/abs/2402.13435.
@@ -35,7 +35,7 @@ from tigon.tables.columns import columns_of
 from tigon.tables.values import Ints, Value, shorten
 
 FORMAT = 1
-# Up to so many values of items all are columns of the weights, whatever the queries: one kind of search.
+# With up to so many item values, all values are columns of the weights, whatever the queries: one kind of search.
 FEW = 64
 
 
@@ -82,7 +82,7 @@ class LinkWeights(NamedTuple):
 
     Attributes:
         weights: (B, T) fp32: the weight that each of the values adds to the score of an item.
-        values: T, the column and the value of items that each column of the weights is about.
+        values: T, the item column and value for each column of the weights.
         links: the Links themselves. attributes: the attributes of the queries.
     """
 
@@ -92,7 +92,7 @@ class LinkWeights(NamedTuple):
     attributes: EncodedAttributes
 
     def edges(self, query: int, values: Iterable[Attribute]) -> list[Edge]:
-        """The edges from a query's attributes to values of items, the largest weight first.
+        """The edges from a query's attributes to item values, the largest weight first.
 
         Args:
             query: which of the queries, from 0.
@@ -105,7 +105,7 @@ class LinkWeights(NamedTuple):
 
 
 class Links:
-    """Edges with weights between attributes of queries and attributes of items. `Links.fit` learns them.
+    """Weighted edges between query attributes and item attributes. `Links.fit` learns them.
 
     Args:
         queries, items: the columns of both sides and their values.
@@ -119,7 +119,7 @@ class Links:
         weight: npt.NDArray[np.float32], bias: float,
     ) -> None:  # fmt: skip
         self.queries, self.items, self.bias = queries, items, bias
-        # By query attribute, then by item attribute, so that those of an attribute lie together.
+        # By query attribute, then by item attribute, so that an attribute's edges lie together.
         order = np.lexsort((item, query))
         self._query, self._item, self._weight = query[order], item[order], weight[order]
         self._starts = np.searchsorted(self._query, np.arange(len(queries.attributes) + 1))
@@ -140,15 +140,15 @@ class Links:
     ) -> Links:
         """Learn edges from confirmed pairs: a logistic regression with an L1 penalty.
 
-        Each pair (attribute of the query, attribute of the item) that occurs is a feature. Confirmed pairs are held
-        against pairs of the same queries with items drawn evenly, of which those that are confirmed are left out.
+        Each pair (query attribute, item attribute) that occurs is a feature. Negatives are the same queries with items
+        drawn evenly, without confirmed pairs.
 
         Args:
             queries, items: tables with the columns of the schemas: pyarrow, pandas, polars, or a dict of arrays. Other
                 columns are passed over.
             pairs: the confirmed ones, (query, item): an array (P, 2), a list of pairs, or a table of two columns.
-            query_schema: the columns of queries, of kind Category or Tags.
-            item_schema: that of the index, or another. Its columns of kind Category or Tags are used.
+            query_schema: the Category and Tags columns of queries.
+            item_schema: the index's schema or another, whose Category and Tags columns are used.
             query_id, item_id: columns that hold the ids which pairs are made of. None: pairs hold row numbers.
             options: of the fit; None: the defaults of `LinkOptions`.
             device: where to compute, in fp64. 40 bytes an attribute pair of an example are taken.
@@ -222,7 +222,7 @@ class Links:
         return pyarrow.table({**columns, "weight": pyarrow.array(columns["weight"], pyarrow.float32())})
 
     def explain(self, query: Mapping[str, Any], item: Mapping[str, Any]) -> list[Edge]:
-        """The edges between a query and an item, the largest first. The sum of their weights is the link score.
+        """The edges between a query and an item, the largest first. Their weights sum to the link score.
 
         Args:
             query, item: the attributes of one of each: {"occupation": "programmer"}, {"tags": ["sci-fi", "new"]}.
@@ -287,7 +287,7 @@ class Links:
         return Edge(query[0], query[1], item[0], item[1], float(self._weight[at]))
 
     def _leading(self, encoded: EncodedAttributes) -> tuple[Ints, Ints]:
-        """The edges that lead from the attributes of rows, and the row of each."""
+        """The edges that lead from the attributes in rows, and each edge's row."""
         many = np.diff(self._starts)[encoded.numbers]
         row = np.repeat(np.repeat(np.arange(len(encoded.starts) - 1), encoded.sizes), many)
         return _ranges(self._starts[encoded.numbers], many), row
@@ -406,7 +406,7 @@ def _parse_pairs(name: str, pairs: Any) -> tuple[Any, Any]:
 
 
 def _cross(queries: EncodedAttributes, items: EncodedAttributes, q: Ints, i: Ints, wide: int) -> tuple[Ints, Ints]:
-    """Every pair of attributes of each example, as a · wide + b, and where the pairs of each example begin."""
+    """Every attribute pair in each example, as a · wide + b, and where each example's pairs begin."""
     first, second = queries.sizes[q], items.sizes[i]
     many = first * second
     starts = np.cumsum(many) - many

@@ -34,8 +34,8 @@ class FitResult(NamedTuple):
 
 
 class Examples:
-    """Which features each example has, from both sides: as sums over the features of an example, and over the examples
-    of a feature. Both add in one order, so that a fit has the same bits on every run."""
+    """Which features each example has, for sums over an example's features and over a feature's examples. Both sums
+    have one order, so that a fit has the same bits on every run."""
 
     def __init__(self, features: Tensor, starts: Tensor, count: int) -> None:
         P, n = len(starts), len(features)

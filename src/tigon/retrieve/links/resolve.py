@@ -1,4 +1,4 @@
-"""Links in a search: their values as tags of the items' attribute words, and the edges of each hit."""
+"""Links in a search: their values as tags in the items' attribute words, and each hit's edges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tigon.retrieve.links.encoder import Attribute
 from tigon.retrieve.links.links import LinkWeights
 from tigon.retrieve.transfer import to_device
 
-# Sets of values whose tags an index remembers.
+# Value sets whose tags an index remembers.
 REMEMBERED = 64
 
 
@@ -62,7 +62,7 @@ def resolve_links(links: Any, alpha: Any, B: int, attributes: Attributes, device
 
 
 def _find_tags(links: LinkWeights, attributes: Attributes, device: torch.device) -> tuple[RowTags, list[int]]:
-    """The tags of the values that items have, and the columns of the weights."""
+    """The tags for the values that items have, and their columns in the weights."""
     schema, cache = attributes.schema, attributes.link_tags
     key = links.values, schema.version, device
     with attributes.lock:
@@ -77,7 +77,7 @@ def _find_tags(links: LinkWeights, attributes: Attributes, device: torch.device)
 
 
 def _make_test(schema: Schema, name: str, value: Any) -> tuple[int, int, int] | None:
-    """The word, the mask and the value of rows that have an attribute; None if no item ever had it."""
+    """The word, mask and value that rows with an attribute have; None if no item ever had the attribute."""
     if name not in schema.columns:
         raise ValueError(f"Index.search: links lead to a column {name!r} of items{schema.nearest(name)}.")
     column = schema.columns[name]

@@ -61,7 +61,7 @@ def truncate(file: BinaryIO, size: int) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a whole or partial snapshot as far as possible: the files that `save` writes, and then the
-    folder if nothing else is in it.
+    folder if no other file is in the folder.
 
     The folder has another name first, so that a reader finds a snapshot whole or not at all.
     """
@@ -79,7 +79,7 @@ def remove(folder: Path) -> None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a file and wait for the disk. Returns its size and SHA-256."""
+    """Write a file and wait for the disk. Returns size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for piece in pieces:

@@ -1,7 +1,7 @@
 """The lock of an index's folder: one index of one process writes to the folder at a time.
 
 The lock is an flock on the file `tigon.lock` in the folder itself, which no save replaces. The kernel releases the lock
-when its process ends, however that is. Reading takes no lock.
+when the process ends in any way. Readers take no lock.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LOCK = "tigon.lock"
 
 
 class FolderLock(Forkable):
-    """The lock of a folder, held until `release`, or until nothing refers to it.
+    """The lock of a folder, held until `release` or garbage collection.
 
-    A forked child does not hold the lock of its parent: it is refused as any other process is.
+    A forked child does not hold its parent's lock, and is refused like any other process.
 
     Args:
         name: the beginning of errors. folder: a folder that is there.
@@ -35,19 +35,21 @@ class FolderLock(Forkable):
         self.survive_forks()
 
     def is_held(self) -> bool:
-        """Whether this process holds the lock, and the folder is still the one that it is in."""
+        """Whether this process holds the lock, and the folder is still in its place."""
         return self.pid == os.getpid() and not self.file.closed and _is_at(self.file, self.folder / LOCK)
 
     def release(self) -> None:
         self.file.close()
 
     def after_fork(self, is_child: bool) -> None:
-        if is_child:  # which would keep the lock if it outlived its parent; closing it here does not release it there
+        if (
+            is_child
+        ):  # a child that outlives its parent would keep the lock; closing here does not release the parent's lock
             self.file.close()
 
 
 def check_free(name: str, folder: Path) -> None:
-    """Raise a ValueError if a folder is there and another index or process writes to it, before work is done for it."""
+    """Raise a ValueError if another index or process writes to the folder, before any work is done."""
     if (folder / LOCK).exists():
         FolderLock(name, folder).release()
 

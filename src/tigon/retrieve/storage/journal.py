@@ -33,7 +33,7 @@ class Journal:
     """The open journal of an index, which has the lock of the folder.
 
     Args:
-        path: of the file, which is made if it is not there. Bytes behind the last whole record are cut off.
+        path: of the file, which is created if missing. Bytes behind the last whole record are cut off.
         snapshot: the id of the snapshot that the updates follow.
 
     Raises: ValueError if the file is damaged, or of another snapshot.
@@ -59,9 +59,9 @@ class Journal:
         self.file.close()
 
     def append(self, kind: str, tensors: dict[str, Tensor]) -> None:
-        """Write a record, and wait until it is on the disk.
+        """Write a record, and wait until the record is on the disk.
 
-        Raises: OSError if the disk is full or the journal was removed; the journal is as it was then. ValueError in a
+        Raises: OSError if the disk is full or the journal was removed; the journal is unchanged then. ValueError in a
             fork of the process that opened the journal.
         """
         if self.broken:
@@ -182,7 +182,7 @@ def _make_error(path: Path, number: int, at: int, size: int) -> _Damaged:
 def repair_journal(path: Path, snapshot: str) -> None:
     """Cut a journal off before the first record that is damaged.
 
-    Raises: ValueError for the journal of another snapshot, which stays as it is.
+    Raises: ValueError for the journal of another snapshot, which is not changed.
     """
     end = 0
     try:

@@ -1,4 +1,4 @@
-"""Clusters of items by their content, for items that no one has had yet: residual k-means on the device of the data.
+"""Content clusters for cold-start items: residual k-means on the device of the data.
 
     level 1 clusters the embeddings, level l + 1 the residuals of the levels before
 
@@ -59,7 +59,7 @@ def fit(embeddings: Tensor, levels: int = 2, size: int = 1024, *, iterations: in
     Args:
         embeddings: (N, D) floats, finite, of the items' text, image or attributes.
         levels: how many clusters an item is in.
-        size: clusters of a level, at most N.
+        size: clusters in a level, at most N.
         iterations: of Lloyd's algorithm, for each level. A centre without items moves to the item that is farthest from
             its own centre.
         seed: of the items that the centres begin at.
@@ -107,7 +107,7 @@ class ClusteredEmbedding(nn.Module):
 
     Args:
         clusters: (N, levels) integers, as `Clusters` returned them for the items.
-        size: clusters of a level.
+        size: clusters in a level.
         dim: the width of the vectors.
         dropout: the share of items whose id is left out in a call in training mode.
 

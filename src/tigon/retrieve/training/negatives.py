@@ -1,4 +1,4 @@
-"""Negatives from the index that is trained: the best items that are not right, and which ones rules allow.
+"""Hard negatives from the index that is trained, and the items that rules allow.
 
 `mine` searches for more items than are asked for, and leaves the query's own out: of the k + skip + P best at most P
 are positives, so the answer is exact. Under `Index.over` it is that of the weights of the moment.

@@ -94,7 +94,7 @@ class TwoTowers(nn.Module):
         return make_csr_matrix(starts, columns, weights, size)
 
     def _weights_without(self, pairs: Tensor) -> Tensor:
-        """The weights of the graph's pairs, 0 for pairs that are left out."""
+        """The graph's pair weights, 0 for pairs that are left out."""
         weights, keys = self.get_buffer("weights"), self.get_buffer("keys")
         require_tensors("TwoTowers", leave_out=pairs)
         if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype.is_floating_point:
