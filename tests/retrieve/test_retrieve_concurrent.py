@@ -9,9 +9,7 @@ import torch
 
 from tigon.retrieve import Category, Index, Number, Schema, col
 from tigon.retrieve.index import scheduler, table, update_queue
-from tigon.retrieve.index.rows import RowAllocator
 from tigon.retrieve.index.writer import ItemWriter
-from tigon.retrieve.transfer import batch_to_device
 
 SCHEMA = Schema(version=Number(), parity=Category())
 
@@ -105,26 +103,6 @@ def test_a_call_of_several_pieces_becomes_visible_at_once(monkeypatch, device):
         thread.join()
     assert not failed, failed
     assert index.table.attributes.counts.items == items
-
-
-def test_rows_come_back_from_live_bits():
-    rng = np.random.default_rng(0)
-    rows = RowAllocator(100)
-    known = set()
-    for _ in range(50):
-        shown = rows.allocate(int(rng.integers(0, min(10, rows.available() + 1))))
-        hidden = np.array(sorted(known)[: int(rng.integers(0, 12))], dtype=np.int64)
-        places, bits = rows.mark(shown, hidden)
-        rows.publish(shown, hidden)
-        known = (known | set(shown.tolist())) - set(hidden.tolist())
-        assert rows.count == len(known)
-        assert set(np.flatnonzero(rows.live_mask()).tolist()) == known
-        assert set(places.tolist()) == {int(r) // 32 for r in (*shown, *hidden)}
-        assert (rows.live[places].view(np.int32) == bits).all()
-        again = RowAllocator.from_live_bits(rows.live.view(np.int32), 100)
-        assert (again.count, set(np.flatnonzero(again.live_mask()).tolist())) == (len(known), known)
-        assert again.available() == rows.available() == 100 - len(known)
-        assert not set(rows.free.tolist()) & known
 
 
 class Together:
@@ -351,21 +329,6 @@ def test_an_update_without_searches_does_not_pause(monkeypatch):
         index.upsert([0], torch.ones(1, 2))
     monkeypatch.setattr(scheduler, "RECENT", 0.0)
     index.upsert([0], torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("n", [1, 2, 5, 256])  # odd numbers end beside a multiple of 16 bytes
-def test_arrays_and_vectors_arrive_together(n, dtype, device):
-    rows, words = np.arange(n), np.arange(3 * n).reshape(3, n) << 40
-    given = [rows[:0], rows, words, rows[: n // 2]]
-    vectors = torch.randn(n, 7).to(dtype)
-    for own in (vectors, vectors.to(device)):
-        *parts, arrived = batch_to_device(given, device, own)
-        assert [part.tolist() for part in parts] == [array.tolist() for array in given]
-        assert (arrived.view(torch.uint8).cpu() == vectors.view(torch.uint8)).all()
-        assert all(part.device.type == device.type for part in (*parts, arrived))
-        if device.type == "cuda":
-            assert all(part.data_ptr() % 16 == 0 for part in (*parts, arrived) if part.numel())
 
 
 def test_the_share_of_a_filter_follows_updates():

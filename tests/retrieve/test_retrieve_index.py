@@ -474,19 +474,6 @@ def test_plan_memory_is_what_the_buffers_take():
 # ----------------------------------------------------------------------------------------------------------------- ids
 
 
-def test_the_table_of_ids_against_a_dict():
-    rng = np.random.default_rng(0)
-    table, known = ids_module.IntTable(), {}
-    for _ in range(60):
-        keys = np.unique(rng.choice([rng.integers(-50, 50, 40), rng.integers(-(2**63), 2**63 - 1, 40)]))
-        values = rng.integers(-1, 1000, len(keys))
-        table.set(keys, values)
-        known.update(zip(keys.tolist(), values.tolist(), strict=True))
-        asked = np.concatenate([keys, rng.integers(-60, 60, 50), np.array(list(known))])
-        assert table.get(asked).tolist() == [known.get(k, -1) for k in asked.tolist()]
-    assert 10 * table.used <= 7 * len(table.values)
-
-
 def test_strings_whose_hashes_collide_are_told_apart(monkeypatch):
     monkeypatch.setattr(ids_module.StringIds, "_hash", staticmethod(lambda text: len(text) % 3))
     index = Index(D, 200)

@@ -55,13 +55,9 @@ class Number(Grid):
     kind = "Number"
 
     def __init__(
-        self,
-        low: float | None = None,
-        high: float | None = None,
-        step: float | None = None,
-        bits: int | None = None,
+        self, low: float | None = None, high: float | None = None, step: float | None = None, bits: int | None = None,
         approximate: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         low, high, step = (_read_finite(name, value) for name, value in (("low", low), ("high", high), ("step", step)))
         if bits is not None:
             number = as_int(bits)

@@ -95,16 +95,9 @@ class BaseIndex:
 
     @torch.no_grad()
     def search(
-        self,
-        query: Any,
-        k: int | Sequence[int] = 100,
-        where: Where | Sequence[Where] = None,
-        *,
-        strict: bool = False,
-        candidates: int | None = None,
-        links: LinkWeights | None = None,
-        alpha: float = 1.0,
-    ) -> Hits:
+        self, query: Any, k: int | Sequence[int] = 100, where: Where | Sequence[Where] = None, *,
+        strict: bool = False, candidates: int | None = None, links: LinkWeights | None = None, alpha: float = 1.0,
+    ) -> Hits:  # fmt: skip
         """The k best items that pass, for each query. All that pass are scored, unless the index has codes "sign".
 
         Args:
@@ -167,16 +160,9 @@ class Index(BaseIndex, nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        capacity: int,
-        dtype: str | torch.dtype = "float16",
-        metric: Metric = "ip",
-        schema: Schema | None = None,
-        device: torch.device | str | None = None,
-        codes: Codes = None,
-        bits: int = 512,
-    ) -> None:
+        self, dim: int, capacity: int, dtype: str | torch.dtype = "float16", metric: Metric = "ip",
+        schema: Schema | None = None, device: torch.device | str | None = None, codes: Codes = None, bits: int = 512,
+    ) -> None:  # fmt: skip
         super().__init__()
         format = VectorFormat.parse("Index", dim, dtype, metric, codes, bits)
         capacity = read_int("Index", "capacity", capacity)
@@ -198,15 +184,9 @@ class Index(BaseIndex, nn.Module):
 
     @classmethod
     def over(
-        cls,
-        parameter: Tensor | nn.Embedding,
-        ids: Any = None,
-        table: Any = None,
-        schema: Schema | None = None,
-        metric: Literal["ip", "l2"] = "ip",
-        codes: Codes = None,
-        bits: int = 512,
-    ) -> Index:
+        cls, parameter: Tensor | nn.Embedding, ids: Any = None, table: Any = None, schema: Schema | None = None,
+        metric: Literal["ip", "l2"] = "ip", codes: Codes = None, bits: int = 512,
+    ) -> Index:  # fmt: skip
         """An index over the rows of a parameter, such as an embedding that is trained: no copy, never stale.
 
         A search sees the weights of that moment. Optimizer steps and searches belong on one stream. From a step until
@@ -323,14 +303,9 @@ class Index(BaseIndex, nn.Module):
 
     @torch.no_grad()
     def warmup(
-        self,
-        k: int | Sequence[int] = 100,
-        queries: int | Sequence[int] = 1,
-        where: Where | Sequence[Where] = None,
-        *,
-        strict: bool = False,
-        dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
-    ) -> float:
+        self, k: int | Sequence[int] = 100, queries: int | Sequence[int] = 1, where: Where | Sequence[Where] = None,
+        *, strict: bool = False, dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
+    ) -> float:  # fmt: skip
         """Compile the kernels of searches to come, by running such searches.
 
         A GPU compiles kernels at the first search of a kind, which then takes seconds. Kernels depend on k, on the
@@ -378,14 +353,9 @@ class Index(BaseIndex, nn.Module):
             return calibrate_codes(self.table, queries, k, bits, candidates)
 
     def explain(
-        self,
-        where: Where = None,
-        k: int = 100,
-        queries: int = 1,
-        *,
-        strict: bool = False,
+        self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False,
         links: LinkWeights | None = None,
-    ) -> Explanation:
+    ) -> Explanation:  # fmt: skip
         """The effect of a filter, and the plan of a search with it. Nothing is searched.
 
         Args:
@@ -432,13 +402,9 @@ class Index(BaseIndex, nn.Module):
 
     @classmethod
     def open(
-        cls,
-        path: str | Path,
-        journal: bool = True,
-        device: torch.device | str | None = None,
-        *,
+        cls, path: str | Path, journal: bool = True, device: torch.device | str | None = None, *,
         repair: bool = False,
-    ) -> Index:
+    ) -> Index:  # fmt: skip
         """The index of a folder, which no other index or process can open or save to until `close`.
 
         With a journal each update is on the disk before it is made: after a kill or with a full disk the index comes

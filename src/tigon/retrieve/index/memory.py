@@ -56,15 +56,10 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    items: int,
-    dim: int,
-    dtype: str | torch.dtype = "float16",
-    metric: Literal["ip", "cosine", "l2"] = "ip",
-    schema: Schema | None = None,
-    id_length: int | None = None,
-    codes: Literal["int8", "sign"] | None = None,
+    items: int, dim: int, dtype: str | torch.dtype = "float16", metric: Literal["ip", "cosine", "l2"] = "ip",
+    schema: Schema | None = None, id_length: int | None = None, codes: Literal["int8", "sign"] | None = None,
     bits: int = 512,
-) -> MemoryPlan:
+) -> MemoryPlan:  # fmt: skip
     """The memory of an index, computed without taking any.
 
     A search takes up to 1.25 GiB more, whatever the index.

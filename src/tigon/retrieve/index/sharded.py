@@ -62,17 +62,10 @@ class ShardedIndex(BaseIndex):
     writer: Shard
 
     def __init__(
-        self,
-        dim: int,
-        capacity: int,
-        dtype: str | torch.dtype = "float16",
-        metric: Metric = "ip",
-        schema: Schema | None = None,
-        device: torch.device | str | None = None,
-        codes: Literal["int8"] | None = None,
-        *,
-        mesh: DeviceMesh | dist.ProcessGroup | None = None,
-    ) -> None:
+        self, dim: int, capacity: int, dtype: str | torch.dtype = "float16", metric: Metric = "ip",
+        schema: Schema | None = None, device: torch.device | str | None = None, codes: Literal["int8"] | None = None,
+        *, mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         if codes not in (None, "int8"):
             raise ValueError(f"ShardedIndex: codes must be None or 'int8', got {codes!r}.")
         format = VectorFormat.parse("ShardedIndex", dim, dtype, metric, codes, 512)
@@ -185,14 +178,9 @@ class ShardedIndex(BaseIndex):
 
     @torch.no_grad()
     def warmup(
-        self,
-        k: int | Sequence[int] = 100,
-        queries: int | Sequence[int] = 1,
-        where: Where | Sequence[Where] = None,
-        *,
-        strict: bool = False,
-        dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
-    ) -> float:
+        self, k: int | Sequence[int] = 100, queries: int | Sequence[int] = 1, where: Where | Sequence[Where] = None,
+        *, strict: bool = False, dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
+    ) -> float:  # fmt: skip
         """Compile the kernels of searches to come, as `Index.warmup`, and open the ranks' connections.
 
         Args:
@@ -213,14 +201,9 @@ class ShardedIndex(BaseIndex):
         return time.perf_counter() - begun
 
     def explain(
-        self,
-        where: Where = None,
-        k: int = 100,
-        queries: int = 1,
-        *,
-        strict: bool = False,
+        self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False,
         links: LinkWeights | None = None,
-    ) -> Explanation:
+    ) -> Explanation:  # fmt: skip
         """The effect of a filter on this rank, and the plan of a search there. Nothing is searched.
 
         Args:

@@ -126,18 +126,10 @@ class Links:
 
     @classmethod
     def fit(
-        cls,
-        queries: Any,
-        items: Any,
-        pairs: Any,
-        *,
-        query_schema: Schema,
-        item_schema: Schema,
-        query_id: str | None = None,
-        item_id: str | None = None,
-        options: LinkOptions | None = None,
+        cls, queries: Any, items: Any, pairs: Any, *, query_schema: Schema, item_schema: Schema,
+        query_id: str | None = None, item_id: str | None = None, options: LinkOptions | None = None,
         device: torch.device | str | None = None,
-    ) -> Links:
+    ) -> Links:  # fmt: skip
         """Learn edges from confirmed pairs: a logistic regression with an L1 penalty.
 
         Each pair (query attribute, item attribute) that occurs is a feature. Negatives are the same queries with items
