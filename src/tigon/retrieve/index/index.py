@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,7 +205,8 @@ class Index(BaseIndex, nn.Module):
         Raises: ValueError if the parameter has another shape, or ids or table do not fit it.
         """
         weight = parse_weight(parameter, metric)
-        format = VectorFormat.parse("Index.over", weight.shape[1], weight.dtype, metric, codes, bits)
+        format = VectorFormat.parse("Index.over", weight.shape[1], "float32", metric, codes, bits)
+        format = replace(format, dtype=weight.dtype)  # any float dtype
         return cls._from_table(make_table(weight, format, copy_schema("Index.over", schema), ids, table))
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class RowTable(nn.Module):
         weight: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.format, self.directory = format, directory
+        self._format, self.directory = format, directory
         self.attributes = Attributes(schema)
         self.scheduler = UpdateScheduler()
         self.cache = FilterCache(self.scheduler)
@@ -69,6 +70,11 @@ class RowTable(nn.Module):
         self.codes = None if format.codes is None else VectorCodes(format, rows, place)
         if self.codes is not None and not self._weight:
             self.codes.version = ()
+
+    @property
+    def format(self) -> VectorFormat:
+        """The format of the vectors, in the dtype that a cast gave them."""
+        return self._format if self._format.dtype == self.dtype else replace(self._format, dtype=self.dtype)
 
     @property
     def embeddings(self) -> Tensor:
