@@ -118,7 +118,7 @@ class BaseIndex:
         """
         options: dict[str, Any] = {"strict": strict, "candidates": candidates, "links": links, "alpha": alpha}
         with self.table.scheduler.read_lock():  # updates yield while the request is parsed, too
-            return self.run(self.parse(query, k, where, **options))
+            return self._run(self.parse(query, k, where, **options))
 
     def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
         """A request for `run`, of the arguments of `search`."""
@@ -135,6 +135,10 @@ class BaseIndex:
 
         Returns: `Hits`.
         """
+        with self.table.scheduler.read_lock():
+            return self._run(request, finish)
+
+    def _run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
         return self.searcher.run(request, finish)
 
 

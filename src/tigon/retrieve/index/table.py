@@ -53,7 +53,7 @@ class RowTable(nn.Module):
         weight: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._format, self.directory = format, directory
+        self.format, self.directory = format, directory
         self.attributes = Attributes(schema)
         self.scheduler = UpdateScheduler()
         self.cache = FilterCache(self.scheduler)
@@ -70,11 +70,6 @@ class RowTable(nn.Module):
         self.codes = None if format.codes is None else VectorCodes(format, rows, place)
         if self.codes is not None and not self._weight:
             self.codes.version = ()
-
-    @property
-    def format(self) -> VectorFormat:
-        """The format of the vectors, in the dtype that a cast gave them."""
-        return self._format if self._format.dtype == self.dtype else replace(self._format, dtype=self.dtype)
 
     @property
     def embeddings(self) -> Tensor:
@@ -311,6 +306,7 @@ class RowTable(nn.Module):
                 torch.cuda.synchronize(self.device)
             before = self.dtype
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            self.format = replace(self.format, dtype=self.dtype)
             self.cache.clear()
             if self.bias is not None:  # half() is meant for the vectors
                 self.bias = distance_bias(self.embeddings)
