@@ -13,8 +13,9 @@ MODULES = {
 }
 
 
-def imported(name: str, path: Path, modules, everywhere: bool) -> set[str]:
-    """Modules that this one imports when it is imported itself; everywhere: also those that its functions import."""
+def imported(name: str, path: Path, modules, everywhere: bool, types: bool = False) -> set[str]:
+    """Modules that this one imports when it is imported itself; everywhere: also those that its functions import.
+    types: also those that it imports for annotations alone."""
     found = set()
 
     def visit(body):
@@ -29,7 +30,7 @@ def imported(name: str, path: Path, modules, everywhere: bool) -> set[str]:
                 found.update(full if (full := f"{base}.{alias.name}") in modules else base for alias in node.names)
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not everywhere:
                 continue
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
                 visit(node.orelse)
             else:
                 visit(ast.iter_child_nodes(node))
@@ -69,6 +70,13 @@ def test_the_library_does_not_know_its_benchmarks():
     for path in MODULES.values():
         words = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
         assert not benchmarks & set(words), path
+
+
+def test_nor_does_retrieval_by_functions_and_annotations():
+    starts = ("tigon.retrieve.", "tigon.retrieve.scan")
+    modules = {name: path for name, path in MODULES.items() if name.startswith(starts)}
+    assert len(modules) > 50
+    assert cycle({name: imported(name, path, modules, True, types=True) for name, path in modules.items()}) == []
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -19,7 +19,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from serving import BINARY, ITEMS, KEY, SRC, D, Held, Process, X, ask, binary, check_answer, made, many_calls, until
 
-from tigon.retrieve import Index, searching
+from tigon.retrieve import Index
+from tigon.retrieve.filters import attributes
 from tigon.retrieve.serve import application, engine, frames, front, running
 from tigon.retrieve.serve.app import Limits, Service
 from tigon.retrieve.serve.application import Reply
@@ -254,7 +255,7 @@ def test_what_a_front_knows_of_the_operator_is_so():
     from tigon.retrieve.scan import MOST
 
     assert application.MOST_K == MOST
-    assert searching.KEPT >= application.MOST_FILTERS
+    assert attributes.MOST_FILTERS >= application.MOST_FILTERS
 
 
 def test_a_front_has_no_torch():

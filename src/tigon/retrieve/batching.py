@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from tigon.data.values import shorten
-from tigon.retrieve import searching
 from tigon.retrieve.arguments import as_number, read_int
+from tigon.retrieve.filters.expressions import Where
 from tigon.retrieve.fork import Forkable
-from tigon.retrieve.hits import Hits
-from tigon.retrieve.index import Index, Where
-from tigon.retrieve.scan import MOST as MOST_K
+from tigon.retrieve.index.hits import Hits
+from tigon.retrieve.index.index import Index
+from tigon.retrieve.index.request import broadcast_filters, parse_k, parse_query, unique_filters
 
 
 class Overloaded(RuntimeError):
@@ -145,17 +145,15 @@ class Batcher(Forkable):
         Returns: the Future of the `Hits`. Cancelled before its search begins, it is not searched.
         Raises: ValueError as `Index.search`; Overloaded if too many queries wait; RuntimeError after `close`.
         """
-        q = searching.query_of(self.index, query).cpu()
+        q = parse_query(query, self.index.dim).cpu()
         count = len(q)
         if count > self.most:
             raise ValueError(f"Batcher.search: query must be at most {self.most:,} queries (most), got {count:,}.")
-        most, ks = searching.ks_of(k, count)
-        if not 1 <= most <= MOST_K:
-            raise ValueError(f"Batcher.search: k must be from 1 to {MOST_K:,}, got {k!r}.")
+        most, ks = parse_k(k, count, "Batcher.search")
         one = where is None or not isinstance(where, (list, tuple))
-        wheres = [where] * count if one else list(searching.wheres_of(where, count))
-        for each in [where] if one else searching.distinct(wheres).values():
-            searching.compiled(self.index, each, strict)
+        wheres = [where] * count if one else list(broadcast_filters(where, count))
+        for each in [where] if one else unique_filters(wheres).values():
+            self.index.table.attributes.compile(each, strict)
         request = Request(q, most, [most] * count if ks is None else list(ks), wheres, Future(), time.monotonic())
         with self._changed:
             if self._closed:

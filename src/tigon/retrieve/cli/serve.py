@@ -153,10 +153,10 @@ def _encoder(name: str, place: Any, retriever: Path | None) -> Any:
         got = type(made).__name__
         raise Problem(f"{NAME}: --encoder {name} must give a module, a function or what has encode, got {got}")
     if retriever is not None:
-        from tigon.retrieve.retriever import fill
+        from tigon.retrieve.retriever import load_encoder
 
         try:
-            fill(retriever, made)
+            load_encoder(retriever, made)
         except (OSError, ValueError) as error:
             said = one_line(error).removeprefix("Retriever.from_pretrained: ")
             raise Problem(f"{NAME}: --encoder {name}: {said}") from error

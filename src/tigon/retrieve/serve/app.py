@@ -15,9 +15,8 @@ import torch
 from pydantic_core import to_json
 
 import tigon
-from tigon.retrieve import searching
 from tigon.retrieve.batching import Batcher, Overloaded
-from tigon.retrieve.index import Index
+from tigon.retrieve.index.index import Index
 from tigon.retrieve.serve import documented, messages
 from tigon.retrieve.serve.application import AGAIN, TEXT, About, Application, Limits, Reply
 from tigon.retrieve.serve.counters import Counters
@@ -54,7 +53,7 @@ class Service(Application):
         hosts: Sequence[str] | None = None,
     ) -> None:
         half = index.metric == "ip" and index.dtype in (torch.float16, torch.float8_e4m3fn)
-        about = About(index.dim, half, index.fixed, encode is not None)
+        about = About(index.dim, half, index.table.is_over_parameter, encode is not None)
         super().__init__(about, key, limits, documented.pages(path is not None), hosts)
         self.key, self.index, self.path, self.encode = key, index, path, encode
         self.batcher = Batcher(index, most=limits.batch, wait=limits.wait, queue=max(limits.queue, limits.batch))
@@ -108,7 +107,7 @@ class Service(Application):
 
     async def compile_filters(self, wheres: set[str], strict: bool) -> dict[str | None, Exception]:
         """Compile filters in a thread, but for those that are kept. Returns the errors of those that do not fit."""
-        new = [where for where in wheres if not searching.is_compiled(self.index, where, strict)]
+        new = [where for where in wheres if not self.index.table.attributes.is_compiled(where, strict)]
         if not new:
             return {}
         return await asyncio.get_running_loop().run_in_executor(self._compiler, self._compile, new, strict)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 import tigon
-from tigon.retrieve import searching
 from tigon.retrieve.ids import StringIds
 from tigon.retrieve.serve import frames
 from tigon.retrieve.serve.app import Service
@@ -110,7 +109,8 @@ class Link(asyncio.Protocol):
         quick: list[frames.Search] = []
         for search in searches:
             distinct = {where for where in search.wheres if where is not None}
-            new = {where for where in distinct if not searching.is_compiled(self.service.index, where, search.strict)}
+            attributes = self.service.index.table.attributes
+            new = {where for where in distinct if not attributes.is_compiled(where, search.strict)}
             if sum(map(len, new)) > LONG_FILTER:
                 self._start(self._search_compiled(search, new))
             else:
@@ -189,7 +189,7 @@ class Link(asyncio.Protocol):
         if error is None:
             found = answer.result()
             ids, names = found.ids, None
-            known = self.service.index.ids
+            known = self.service.index.table.directory.ids
             if isinstance(known, StringIds):
                 ids, names = known.cut(found.ids)
             if not self.answers:

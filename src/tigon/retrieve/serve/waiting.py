@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tigon.retrieve import searching
 from tigon.retrieve.batching import Batcher, Overloaded
-from tigon.retrieve.hits import Hits
+from tigon.retrieve.index.hits import Hits
 from tigon.retrieve.serve.counters import Counters
 from tigon.retrieve.serve.messages import Answer, Array
 
@@ -72,7 +71,7 @@ class Gate:
 
     def check(self, where: str | None, strict: bool = False) -> None:
         """Raise ValueError if a filter does not fit; if strictly, also if it has a value that no item has."""
-        searching.compiled(self.index, where, strict)
+        self.index.table.attributes.compile(where, strict)
 
     def room(self) -> int:
         """How many more queries the queue holds."""
