@@ -36,7 +36,7 @@ from tigon.bench import report
 from tigon.linear import chunks as walks
 from tigon.linear import head as heads
 from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunks, chunk_budget, chunk_rows, spared_by_one_chunk
+from tigon.linear.chunks import Chunks, chunk_budget, chunk_rows, count_spared_bytes
 from tigon.linear.head import Projection, class_blocks, empty_logits, product_into
 from tigon.runtime import HAS_TRITON, INTERPRET, launches, multiprocessors
 
@@ -231,7 +231,7 @@ class Shape:
         self.x = normal(N, H).bfloat16().requires_grad_()
         self.weight = (2 * H**-0.5 * normal(V, H)).bfloat16().requires_grad_()
         self.target = torch.randint(0, V, (N,), generator=generator, device=bench.device)
-        spared = spared_by_one_chunk(self.weight, torch.bfloat16, "fp32")
+        spared = count_spared_bytes(self.weight, torch.bfloat16, "fp32")
         budget = chunk_budget(bench.device, chunk_bytes, whole=N * V * 2, spared=spared)
         self.rows = chunk_rows(N, V * 2, budget)
         self.count = -(-N // self.rows)
@@ -349,8 +349,8 @@ class Shape:
         return loss, dx, some, dw
 
     def step(self) -> tuple[Tensor, ...]:
-        walk = tigon.losses.Walk(chunk_bytes=self.chunk_bytes)
-        loss = tigon.linear_cross_entropy(self.x, self.weight, self.target, walk=walk)
+        chunks = tigon.losses.ChunkOptions(chunk_bytes=self.chunk_bytes)
+        loss = tigon.linear_cross_entropy(self.x, self.weight, self.target, chunks=chunks)
         return loss.detach(), *torch.autograd.grad(loss, (self.x, self.weight))
 
     def measure_step(self, name: str, right: tuple[float, Tensor, Tensor, Tensor], *changes: Change) -> None:

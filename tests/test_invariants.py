@@ -793,7 +793,7 @@ def arguments_of(name: str) -> set[str]:
     if "head" in words:
         values = (
             tigon.Head,
-            *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Rollout", "Sampler", "TopK", "Walk")),
+            *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Rollout", "Sampler", "TopK", "ChunkOptions")),
         )
         options = (getattr(tigon.losses, n) for n in ("GRPO", "Distill", "DistillTopK"))
         words |= {field for value in (*values, *options) for field in inspect.signature(value).parameters}
@@ -802,8 +802,8 @@ def arguments_of(name: str) -> set[str]:
 
 def wrong_with(sentence: str, name: str) -> str | None:
     """What a sentence about bad input lacks: the operation, the argument, or what came."""
-    # Walk refuses its numbers itself, when it is made.
-    found = re.fullmatch(rf"({name}|Walk): (.+?) (?:must|goes with) .*\bgot .+\.", sentence, re.DOTALL)
+    # ChunkOptions refuses its numbers itself, when it is made.
+    found = re.fullmatch(rf"({name}|ChunkOptions): (.+?) (?:must|goes with) .*\bgot .+\.", sentence, re.DOTALL)
     if found is None:
         return f"not 'op: argument must …, got ….': {sentence}"
     # What `swiglu(gate_up)` was handed is its argument gate.

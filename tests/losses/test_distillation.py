@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from flat import distill, distill_topk
+from flat import distill, distill_reference, distill_topk, distill_topk_reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +17,6 @@ import tigon
 import tigon.losses.distillation as module
 from tigon import nn
 from tigon.losses import Distill, DistillTopK, Hidden, TopK, ValidCount
-from tigon.losses.distillation import distill_reference, distill_topk_reference
 
 N, H, WIDE, V, K = 24, 10, 16, 37, 5
 
@@ -625,5 +624,7 @@ def test_fp32_logits_with_a_bias_and_ignored_rows(backend, device):
 
 def test_other_dtypes_of_logits_are_refused():
     x = _peaked(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"Walk: logits_dtype must be None or torch.float32, got torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"ChunkOptions: logits_dtype must be None or torch.float32, got torch.float16"
+    ):
         distill(*x, logits_dtype=torch.float16)

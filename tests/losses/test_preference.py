@@ -316,13 +316,15 @@ def test_the_kl_term_from_anywhere_is_the_same(monkeypatch):
         {"kl": kl.item()},
         {"kl_logps": logps, "ref_kl_logps": ref_logps},
         {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps},
-        {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps, "kl_lengths": ValidLengths(kl_target)},
+        {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps, "kl_count_lengths": ValidLengths(kl_target)},
     ):
         torch.testing.assert_close(call(**how, **of)[0], loss)
-    monkeypatch.setattr(walk, "_with_slopes", None)  # the KL term is asked for no gradient
+    monkeypatch.setattr(walk, "_evaluate_with_slopes", None)  # the KL term is asked for no gradient
     weight.requires_grad_()
     mismatched = tigon.losses.Mismatched(kl_x, kl_target, ref_logps)
-    found = preference._divergence(mismatched, tigon.Head(weight, bias), tigon.losses.KTO(), tigon.losses.Walk())
+    found = preference._estimate_kl(
+        mismatched, tigon.Head(weight, bias), tigon.losses.KTO(), tigon.losses.ChunkOptions()
+    )
     torch.testing.assert_close(found, kl)
     monkeypatch.undo()
     by_head = call(kl_x=kl_x, kl_target=kl_target, ref_kl_x=ref_kl_x, **of)[1]["kl"]
@@ -556,7 +558,7 @@ def test_nothing_waits_for_the_device(name, options, known, monkeypatch):
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     if name == "kto" and "kl" in ours:
         ours |= {"kl": None, "kl_x": x.detach(), "kl_target": target, "ref_kl_logps": ours["ref_logps"]}
-        monkeypatch.setattr(walk, "_lengths", lambda *_: lengths)
+        monkeypatch.setattr(walk, "_count_lengths", lambda *_: lengths)
     with NothingWaits():
         LOSSES[name](*leaves[:2], target, bias=leaves[2], lengths=lengths, chunk_bytes=1, **ours)
 

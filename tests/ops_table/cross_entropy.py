@@ -220,8 +220,8 @@ LINEAR_CROSS_ENTROPY = Op(
         Bad(lambda: _bad_linear(x=torch.ones(3, 5)), r"linear_cross_entropy: x must be .*got \(3, 5\) and \(7, 4\)"),
         Bad(lambda: _bad_linear(bias=torch.ones(6)), r"linear_cross_entropy: bias must have shape \(7,\), got \(6,\)"),
         Bad(lambda: _bad_linear(weight=torch.ones(7, 4).half()), r"weight must have x's dtype torch.float32, got .*16"),
-        Bad(_bad_linear, r"Walk: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
-        Bad(_bad_linear, r"Walk: chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
+        Bad(_bad_linear, r"ChunkOptions: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
+        Bad(_bad_linear, r"ChunkOptions: chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
     ),
     launches=("linear_cross_entropy_fwd", "linear_cross_entropy_bwd"),
     models=(

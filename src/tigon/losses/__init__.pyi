@@ -1,12 +1,12 @@
 # The public losses: the one place that declares them (see tigon/lazy.py).
+from tigon.linear.chunk_options import ChunkOptions as ChunkOptions
 from tigon.linear.chunks import ValidCount as ValidCount
 from tigon.linear.chunks import ValidLengths as ValidLengths
 from tigon.linear.head import Hidden as Hidden
-from tigon.linear.walk import Walk as Walk
 from tigon.losses.choices import choice as choice
 from tigon.losses.choices import choice_logits as choice_logits
-from tigon.losses.coding import RowGroups as RowGroups
-from tigon.losses.coding import coding_rate as coding_rate
+from tigon.losses.coding_rates import RowGroups as RowGroups
+from tigon.losses.coding_rates import coding_rate as coding_rate
 from tigon.losses.distillation import Distill as Distill
 from tigon.losses.distillation import DistillTopK as DistillTopK
 from tigon.losses.distillation import TopK as TopK

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tigon.compat.liger.options import Options, accumulate, without_effect
+from tigon.linear.chunk_options import ChunkOptions
 from tigon.linear.chunks import chunk_budget, chunk_rows
 from tigon.linear.head import Head
-from tigon.linear.walk import Walk
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.cross_entropy import CrossEntropy, cross_entropy
 from tigon.ops.logprob import logprob
 
 
@@ -59,9 +59,18 @@ def liger_cross_entropy(
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     valid = target != ignore_index
     found = cross_entropy(
-        input, target, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-        z_loss=lse_square_scale, softcap=softcap, details=any(wanted),
-    )  # type: ignore[call-overload]  # fmt: skip
+        input,
+        target,
+        weight=weight,
+        config=CrossEntropy(
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=lse_square_scale,
+            softcap=softcap,
+        ),
+        details=any(wanted),
+    )
     if isinstance(found, Tensor):
         return found
     accuracy = _correct(found.predicted, target, valid) if reduction == "none" else found.accuracy
@@ -111,16 +120,29 @@ def head_cross_entropy(
     count = valid.sum().clamp(min=1) if items is None else items
     if ce_weight is None and not use_token_scaling and not any(wanted):
         return linear_cross_entropy(
-            input, Head(weight, bias, softcap), target, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
-            z_loss=lse_square_scale, label_smoothing=label_smoothing, divisor=count if reduction == "mean" else None,
-            walk=Walk(accumulate=summed),
-        )  # fmt: skip
+            input,
+            Head(weight, bias, softcap),
+            target,
+            config=CrossEntropy(
+                ignore_index=ignore_index,
+                reduction=reduction,
+                z_loss=lse_square_scale,
+                label_smoothing=label_smoothing,
+                divisor=count if reduction == "mean" else None,
+            ),
+            chunks=ChunkOptions(accumulate=summed),
+        )
 
     def rows(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         loss, _, _, predicted = cross_entropy(
-            logits, target, weight=ce_weight, ignore_index=ignore_index, reduction="none",
-            label_smoothing=label_smoothing, softcap=softcap, details=True,
-        )  # fmt: skip
+            logits,
+            target,
+            weight=ce_weight,
+            config=CrossEntropy(
+                ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing, softcap=softcap
+            ),
+            details=True,
+        )
         z = torch.zeros_like(loss)
         if lse_square_scale:  # computed apart, since class weights do not apply to the z-loss
             z = _z_loss(logits, lse_square_scale, softcap).masked_fill(target == ignore_index, 0.0)

@@ -1,8 +1,7 @@
-"""What the kernels of distillation are made of, whether a device has all classes of a row (`whole`) or some (`split`).
+"""Device functions of the distillation kernels.
 
 Kernels take logarithms to the base 2: k = log2(e) / temperature turns differences of logits into them. The formulas are
-those of tigon.tiles.divergence. Functions are inlined, so sharing them changes no instruction. Kernels are not shared:
-one that stops for an exchange between devices has other numbers in registers than one that goes on.
+those of tigon.tiles.divergence.
 
 HARD is `formula.Hard`: 0 without cross entropy; 1 with cross entropy at temperature 1, which shares the softmax of the
 soft loss; 2 with cross entropy beside a soft loss at another temperature, which takes a second sum.
@@ -26,13 +25,13 @@ LEAST_REST = tl.constexpr(formula.LEAST_REST)
 
 
 @jit
-def tile_of(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+def tile_columns(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """Columns of the DEPTH blocks that are folded into one: a running maximum then costs 1/DEPTH of an exponential."""
     return tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @jit
-def logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
+def load_logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
     """z = softcap · tanh(scale · x / softcap), `other` where masked, and dz/dx."""
     # fp32 at once: z − max is multiplied by k and becomes an exponent, so a rounding of the difference would be a
     # relative error of the probability.
@@ -50,7 +49,7 @@ def logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
 
 
 @jit
-def weighted(soft_weight, hard_weight, factor_ptr):
+def multiply_weights(soft_weight, hard_weight, factor_ptr):
     """The gradients' weights times the factor that lies on the device, where there is one: the host never reads it."""
     if factor_ptr is not None:
         factor = tl.load(factor_ptr).to(tl.float32)
@@ -76,7 +75,7 @@ def hard_loss(z_target, label, top, log2_sum, V):
 
 
 @jit
-def skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def write_zeros(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """Results of a row that does not count: losses and gradient are 0."""
     tl.store(soft_ptr + row, 0.0)
     if hard_ptr is not None:
@@ -95,7 +94,7 @@ def skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: 
 
 
 @jit
-def values(
+def sum_values(
     logits_ptr, teacher_ptr, V, blocks, tile, row_a, log_a, row_b, log_b, beta, k, softcap, scale, teacher_softcap,
     teacher_scale, KIND: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,8 +106,8 @@ def values(
     for i in range(blocks):
         # From the end: the pass before this one read that part last, and it may still be in the cache.
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-        a, _ = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        a, _ = load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         # lq = log₂ q = (z − max) · k − log₂ Σ. A masked lane has z = -inf on both sides, hence q = p = 0 and a term of
         # 0.
         terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
@@ -120,19 +119,18 @@ def values(
 
 
 @jit
-def gradients(
+def write_gradients(
     logits_ptr, teacher_ptr, label, value, V, tile, row_a, log_a, row_b, log_b, log_h, mean_u, soft_weight,
     hard_weight, beta, k, softcap, scale, teacher_softcap, teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Overwrite the logits with the gradient. Returns value, to which forward KL, without another pass, adds terms."""
     none = float("-inf")
-    # From the front: `values`, which goes backwards, read that part last. Forward KL has had no such pass, and gains
-    # nothing from this order.
+    # From the front: `sum_values`, which goes backwards, read that part last.
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
-        a, slope = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        a, slope = load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         lq = (a - row_a) * k - log_a
         terms, q, u = sides(lq, (b - row_b) * k - log_b, beta, KIND)
         if KIND == "kl":
@@ -159,7 +157,7 @@ def gradients(
 
 
 @jit
-def products(
+def sum_products(
     logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -172,8 +170,8 @@ def products(
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
         # Masked places are 0, which adds nothing to a product. The softmax needs -inf there.
-        a, _ = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+        a, _ = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         sum_aa += tl.sum(a * a, 0)
         # One pass gives all three products, so each side is read from DRAM once. fp32: a sum of V squares of bf16 would
         # stop growing.
@@ -185,12 +183,12 @@ def products(
 
 
 @jit
-def at_least(norm):
+def bound_norm(norm):
     return tl.where(norm < LEAST_NORM, LEAST_NORM, norm)  # NaN stays
 
 
 @jit
-def cosine_gradients(
+def write_cosine_gradients(
     logits_ptr, teacher_ptr, label, V, blocks, tile, over_a, over_b, cosine, row_top, log_h, soft_weight, hard_weight,
     softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -199,8 +197,8 @@ def cosine_gradients(
     for i in range(blocks):
         # From the end: the pass before this one read that part last, and it may still be in the cache.
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-        a, slope = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+        a, slope = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         # Each side by its own norm first: a / |a| is at most 1, while a · b or |a|² may overflow.
         # d (1 − cos) / da = (a / |a| · cos − b / |b|) / |a|.
         dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
@@ -217,7 +215,7 @@ def cosine_gradients(
 
 
 @jit
-def rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
+def load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
     """Logits of the classes that the teacher did not give; -inf marks those that it gave."""
     # One value, -inf, stands for a masked column and for a class that the teacher gave: neither belongs to the rest.
     x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -232,7 +230,7 @@ def rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @jit
-def rest_sums(
+def sum_rest(
     logits_ptr, V, tile, k, softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +241,7 @@ def rest_sums(
     if SUM:
         for start in range(0, V, DEPTH * BLOCK):
             at = start + tile
-            z, _ = rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            z, _ = load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             before = top
             # A lane may see nothing but -inf, if all its classes were given. Its maximum then stays LOWEST, which is
             # finite, and its sum 0.
@@ -263,7 +261,7 @@ def log2_sum(lp):
 
 
 @jit
-def given_sides(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST: tl.constexpr):
+def normalize_given(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST: tl.constexpr):
     """lq and lp; the row's maximum, log₂ of its sum, and the rest's share of that sum, log₂ of it."""
     # Finite, where no class was given: inf - inf would be NaN.
     top_k = tl.maximum(tl.max(z_k, 0), LOWEST)
@@ -293,7 +291,7 @@ def given_sides(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST
 
 
 @jit
-def given_results(
+def write_given_results(
     logits_ptr, soft_ptr, factor_ptr, row, label, V, K, ids, at_k, here, z_k, slope_k, lq, lp, row_top, top_rest,
     log_rest, log_tail, log_h, soft_weight, hard_weight, beta, k, softcap, scale, KIND: tl.constexpr,
     REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, DEPTH: tl.constexpr,
@@ -328,13 +326,13 @@ def given_results(
         elif REST == "drop":
             # With "drop" the rest has no term, yet its classes are in the normaliser: d = q_rest · (0 − mean).
             of_rest = -mean * tl.exp2(log_tail)
-        soft_weight, hard_weight = weighted(soft_weight, hard_weight, factor_ptr)
-        tile = tile_of(DEPTH, BLOCK)
+        soft_weight, hard_weight = multiply_weights(soft_weight, hard_weight, factor_ptr)
+        tile = tile_columns(DEPTH, BLOCK)
         blocks = tl.cdiv(V, DEPTH * BLOCK)
         for i in range(blocks):
             # From the end: the pass before this one read that part last, and it may still be in the cache.
             at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-            z, slope = rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            z, slope = load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             # With "renormalize" the rest has no soft gradient; its logits still become 0.
             dz = tl.zeros((DEPTH, BLOCK), tl.float32)
             if REST != "renormalize":

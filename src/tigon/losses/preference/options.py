@@ -193,13 +193,13 @@ class Mismatched(NamedTuple):
         x: (S', T', H) hidden states.
         target: (S', T').
         ref: (S',) sums of log-probabilities under the reference, or a `tigon.losses.Hidden`.
-        valid: how many targets of each count, as in `tigon.losses.Walk`.
+        valid_tokens: how many targets of each count, as in `tigon.losses.ChunkOptions`.
     """
 
     x: Tensor
     target: Tensor
     ref: Tensor | Hidden
-    valid: Sequence[int] | None = None
+    valid_tokens: Sequence[int] | None = None
 
 
 class Unpaired(NamedTuple):

@@ -33,7 +33,7 @@ IGNORED, OUTSIDE = tl.constexpr(shard_statistics.IGNORED), tl.constexpr(shard_st
 ROWS = 128  # rows of a program of the merge
 
 
-def columns(formula: Formula) -> int:
+def count_columns(formula: Formula) -> int:
     """How many of the columns there are."""
     if formula.kind == "cosine":
         return 6 if formula.hard else 3
@@ -52,7 +52,7 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
     # Finite also where every class here is -inf: −inf − (−inf) would make the merge's sums NaN on all devices.
     top = z.amax(-1).clamp(min=shard_statistics.LEAST)
     power = z - top.unsqueeze(-1)
-    target = [of_target(z, rows.labels)] if formula.hard and rows.labels is not None else []
+    target = [select_target(z, rows.labels)] if formula.hard and rows.labels is not None else []
     if formula.kind == "cosine":
         # Norms travel as squares: squares of parts add up, norms of parts do not.
         found = [z.square().sum(-1), (z * t).sum(-1), t.square().sum(-1), *target]
@@ -63,17 +63,17 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
         found += [((t - top_t.unsqueeze(-1)) / formula.temperature).exp().sum(-1), *target]
         found += [power.exp().sum(-1)] if formula.hard is Hard.APART else []
     # Rows that do not count travel as zeros, not as what their logits happen to be.
-    return of_valid(torch.stack(found, -1), rows.labels)
+    return mask_ignored(torch.stack(found, -1), rows.labels)
 
 
-def of_target(z: Tensor, labels: Tensor) -> Tensor:
+def select_target(z: Tensor, labels: Tensor) -> Tensor:
     """The target's z where this device has it, else 0: a sum over the devices is then the target's z."""
     # A negative label may be another device's class, ignored, or out of range. None of them reads a logit here.
     here = labels >= 0
     return torch.where(here, z.gather(-1, torch.where(here, labels, 0).unsqueeze(-1)).squeeze(-1), 0.0)
 
 
-def of_valid(values: Tensor, labels: Tensor | None) -> Tensor:
+def mask_ignored(values: Tensor, labels: Tensor | None) -> Tensor:
     """Values (M, ...), 0 in rows that do not count."""
     if labels is None:
         return values
@@ -81,7 +81,13 @@ def of_valid(values: Tensor, labels: Tensor | None) -> Tensor:
     return torch.where(counts, values, 0.0)
 
 
-def log_sum(tops: Tensor, sums: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def one_hot(labels: Tensor, z: Tensor) -> Tensor:
+    """(M, V); 0 everywhere in the row of a label of another device."""
+    # A comparison and not F.one_hot, which raises for the negative labels of other devices.
+    return (torch.arange(z.shape[1], device=z.device) == labels.unsqueeze(-1)).to(z.dtype)
+
+
+def merge_log_sums(tops: Tensor, sums: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Of all devices the maximum, and the logarithm of the sum, given those of each."""
     top = tops.amax(0)
     # Each part is brought to the common maximum first. A device's own maximum may lie far below, and its sum then
@@ -97,19 +103,19 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
         over_a, over_b = (1 / said[square].sum(0).sqrt().clamp(min=1e-8) for square in (AA, BB))
         merged = [over_a, over_b, said[AB].sum(0) * over_a * over_b]
         if formula.hard:
-            top, log_h = log_sum(said[COSINE_TOP], said[COSINE_SUM], 1.0)
+            top, log_h = merge_log_sums(said[COSINE_TOP], said[COSINE_SUM], 1.0)
         merged.append(top)
     else:
-        top, log_a = log_sum(said[TOP], said[SUM], formula.temperature)
-        merged = [top, log_a, *log_sum(said[TEACHER_TOP], said[TEACHER_SUM], formula.temperature)]
+        top, log_a = merge_log_sums(said[TOP], said[SUM], formula.temperature)
+        merged = [top, log_a, *merge_log_sums(said[TEACHER_TOP], said[TEACHER_SUM], formula.temperature)]
         if formula.hard:
             # At temperature 1 one sum serves both losses, and the column SUM_AT_ONE does not exist.
-            log_h = log_a if formula.hard is Hard.SHARED else log_sum(said[TOP], said[SUM_AT_ONE], 1.0)[1]
+            log_h = log_a if formula.hard is Hard.SHARED else merge_log_sums(said[TOP], said[SUM_AT_ONE], 1.0)[1]
     if formula.hard and rows.labels is not None:
         # No device has that class, so all targets would add up to z = 0: a plausible and wrong loss.
         log_h = torch.where(rows.labels == shard_statistics.OUTSIDE, float("nan"), log_h)
         hard = (top - said[COSINE_TARGET if cosine else TARGET].sum(0)) + log_h
-        rows.write(None, of_valid(hard, rows.labels), None)
+        rows.write(None, mask_ignored(hard, rows.labels), None)
     # For a cosine: 1 / |a|, 1 / |b|, cos, top, log_h. LOG_H is the last column of both layouts.
     return torch.stack([*merged, log_h], -1)
 
@@ -138,9 +144,9 @@ def _distill_statistics_kernel(
             for i in tl.static_range(COLUMNS):
                 tl.store(out_ptr + i, 0.0)
             return
-    tile = tiles.tile_of(DEPTH, BLOCK)
+    tile = tiles.tile_columns(DEPTH, BLOCK)
     if IS_COSINE:
-        sum_aa, sum_ab, sum_bb, top, total = tiles.products(
+        sum_aa, sum_ab, sum_bb, top, total = tiles.sum_products(
             logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP,
             TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
@@ -153,19 +159,19 @@ def _distill_statistics_kernel(
             tl.store(out_ptr + COSINE_TOP, row_top)
             tl.store(out_ptr + COSINE_SUM, tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0))
     else:
-        _normalisers(
+        _store_normalisers(
             logits_ptr, teacher_ptr, out_ptr, V, tile, k, softcap, scale, teacher_softcap, teacher_scale, HARD,
             SOFTCAP, TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
     if HARD:
         # 0 on all devices but the one that holds the target, so that a sum over the devices is the target's z. The
         # logits are still whole: no launch has overwritten them.
-        z_target, _steep = tiles.logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
+        z_target, _steep = tiles.load_logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
         tl.store(out_ptr + (COSINE_TARGET if IS_COSINE else TARGET), z_target)
 
 
 @jit
-def _normalisers(
+def _store_normalisers(
     logits_ptr, teacher_ptr, out_ptr, V, tile, k, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -182,14 +188,14 @@ def _normalisers(
     sum_h = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
-        a, _ = tiles.logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        a, _ = tiles.load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
         before = top_a
         top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
         if HARD == 2:
             sum_h = tiles.fold_at_one(a, before, top_a, sum_h)
         # The teacher's tile is asked for when the student's is folded and out of the registers. Fewer loads are in
         # flight: that is the price of the registers.
-        b, _ = tiles.logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        b, _ = tiles.load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         top_b, sum_b, _, _ = fold(b, top_b, sum_b, k)
     row_a = tl.max(top_a, 0)
     row_b = tl.max(top_b, 0)
@@ -225,7 +231,7 @@ def _log2_sums(
 
 
 @jit
-def _total(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(world):
         # Devices in order: the sums have the same bits everywhere, and no device's gradient departs from the others'.
@@ -246,9 +252,9 @@ def _merge_distill_kernel(
     merged_ptr += rows * MERGED
     if IS_COSINE:
         # One norm at a time: the product of two large norms may overflow.
-        over_a = 1.0 / tiles.at_least(tl.sqrt(_total(parts_ptr, rows, inside, M, world, AA, COLUMNS, BLOCK)))
-        over_b = 1.0 / tiles.at_least(tl.sqrt(_total(parts_ptr, rows, inside, M, world, BB, COLUMNS, BLOCK)))
-        cosine = _total(parts_ptr, rows, inside, M, world, AB, COLUMNS, BLOCK) * over_a * over_b
+        over_a = 1.0 / tiles.bound_norm(tl.sqrt(_sum_parts(parts_ptr, rows, inside, M, world, AA, COLUMNS, BLOCK)))
+        over_b = 1.0 / tiles.bound_norm(tl.sqrt(_sum_parts(parts_ptr, rows, inside, M, world, BB, COLUMNS, BLOCK)))
+        cosine = _sum_parts(parts_ptr, rows, inside, M, world, AB, COLUMNS, BLOCK) * over_a * over_b
         tl.store(merged_ptr + OVER_A, over_a, mask=inside)
         tl.store(merged_ptr + OVER_B, over_b, mask=inside)
         tl.store(merged_ptr + COSINE, cosine, mask=inside)
@@ -269,7 +275,7 @@ def _merge_distill_kernel(
     if HARD:
         labels = tl.load(labels_ptr + rows, mask=inside, other=IGNORED)
         # One device has the target's logit, the others 0.
-        z_target = _total(parts_ptr, rows, inside, M, world, COSINE_TARGET if IS_COSINE else TARGET, COLUMNS, BLOCK)
+        z_target = _sum_parts(parts_ptr, rows, inside, M, world, COSINE_TARGET if IS_COSINE else TARGET, COLUMNS, BLOCK)
         # NaN also in the merged row, from which the gradient learns of it.
         log_h = tl.where(labels != OUTSIDE, log_h, float("nan"))
         hard = (top - z_target) + log_h * LN2
@@ -281,10 +287,10 @@ def _merge_distill_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def of_rows(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
+def compute_statistics(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
     """This device's statistics, (M, columns); V may be 0."""
     M, V = rows.logits.shape
-    COLUMNS, cosine = columns(formula), formula.kind == "cosine"
+    COLUMNS, cosine = count_columns(formula), formula.kind == "cosine"
     # In the losses' dtype: fp32 on the wire, since statistics in bf16 would round every probability of the row.
     out = rows.soft.new_empty(M, COLUMNS)
     if V == 0:  # a device without classes: empty sums, and the least maxima
@@ -296,7 +302,7 @@ def of_rows(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
         return out
     if not use_triton(rows.logits, teacher):
         for part in _cache_sized(rows.logits):
-            out[part] = statistics_reference(rows.at(part), teacher[part], formula)
+            out[part] = statistics_reference(rows.slice(part), teacher[part], formula)
         return out
     sizes = V, rows.logits.stride(0), teacher.stride(0)
     numbers = formula.k, *formula.student, *formula.teacher
