@@ -36,7 +36,7 @@ from tigon.bench import report
 from tigon.linear import chunks as walks
 from tigon.linear import head as heads
 from tigon.linear import weight_gradient
-from tigon.linear.chunks import Chunks, chunk_budget, chunk_rows, count_spared_bytes
+from tigon.linear.chunks import Chunks, Gradients, chunk_budget, chunk_rows, count_spared_bytes
 from tigon.linear.head import Projection, class_blocks, empty_logits, product_into
 from tigon.runtime import HAS_TRITON, INTERPRET, launches, multiprocessors
 
@@ -153,9 +153,12 @@ def overlapped(programs: float, device: torch.device) -> tuple[Change, ...]:
         least = 1 / multiprocessors(device) if programs else 0
         return (warps, depth, block, max(programs, least), *rest)
 
-    def walk(chunks: Chunks, losses: Tensor, factor: Any, dx: Any, dw: Any, db: Any, add: bool, *options: Any) -> None:
+    def walk(chunks: Chunks, losses: Tensor, factor: Any, gradients: Gradients, options: Any) -> None:
+        dx, dw = gradients.dx, gradients.dw
+        assert dx is not None
+        assert dw is not None
         room = empty_logits(chunks.size, chunks.head.weight.shape[0], chunks.head.x, chunks.dtype)
-        first = not add
+        first = True
         for start, stop in chunks.spans():
             half = min(stop, start + -(-(stop - start) // 256) * 128)
             parts = []
@@ -163,7 +166,7 @@ def overlapped(programs: float, device: torch.device) -> tuple[Change, ...]:
                 if a == b:
                     continue
                 part = chunks.compute(a, b, room[a - start : b - start])
-                passed = part.logits, part.target, losses[part.rows], None, factor, True, *options
+                passed = part.logits, part.target, losses[part.rows], None, factor, True, *options.of_rows
                 if side is None:
                     row_launches.cross_entropy_rows(*passed)
                     parts.append((part, None))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 import tigon.losses.distillation as module
 from tigon import nn
-from tigon.losses import Distill, DistillTopK, Hidden, TopK, ValidCount
+from tigon.losses import Distill, DistillTopK, Hidden, TopK, ValidCount, inputs
 
 N, H, WIDE, V, K = 24, 10, 16, 37, 5
 
@@ -380,7 +380,7 @@ def test_an_id_out_of_range_is_loud_in_the_kernel(rest, kind, triton_backend, de
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0}, {"loss_type": "cosine"}], ids=str)
 def test_a_target_out_of_range_is_loud_in_the_kernel(options, triton_backend, device, monkeypatch):
-    monkeypatch.setattr(module, "checked_target", lambda name, target, *_: target)
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)
     student, teacher, target = batch(device, 4, torch.float32)
     target[2] = V
     loss, _ = distill(*student[:2], *teacher[:2], target, hard_weight=0.5, **options)
@@ -414,7 +414,7 @@ class Work(TorchDispatchMode):
 @pytest.mark.parametrize("topk", [False, True])
 def test_products_memory_and_waiting(topk, device, triton_backend, monkeypatch):
     """Four products a token, one of them the teacher's; two chunks of logits; and the host never waits."""
-    monkeypatch.setattr(module, "checked_target", lambda name, target, *_: target)  # these look at the numbers of a CPU
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)  # these look at the numbers of a CPU
     monkeypatch.setattr(module, "_check_ids", lambda *_: None)
     student, teacher, target = batch(device, 512, torch.float32)
     ids, logprobs = given(teacher)
@@ -432,7 +432,7 @@ def test_products_memory_and_waiting(topk, device, triton_backend, monkeypatch):
 
 
 def test_a_frozen_side_costs_no_product(device, triton_backend, monkeypatch):
-    monkeypatch.setattr(module, "checked_target", lambda name, target, *_: target)
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)
     student, teacher, target = batch(device, 128, torch.float32)
     x, weight = (t.detach() for t in student[:2])
     for leaves, count in (((x, weight), 0), ((student[0], weight), 1), ((x, student[1]), 1)):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-from tigon.losses import GRPO, RLOO, Rollout, ValidLengths, token_loss
+from tigon.losses import GRPO, RLOO, Rollout, ValidLengths, inputs, token_loss
 from tigon.losses.family import Part, Whole
 from tigon.losses.policy import LOSS_TYPES, MODES, kernels
 from tigon.losses.policy import grpo_reference as policy_reference
@@ -518,9 +518,7 @@ class NothingWaits(TorchDispatchMode):
 
 @pytest.mark.parametrize(("options", "which"), CASES, ids=str)
 def test_nothing_waits_for_the_device(options, which, monkeypatch):
-    monkeypatch.setattr(
-        token_loss, "checked_target", lambda name, target, *_: target
-    )  # on a CPU it looks at the targets
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)  # on a CPU it looks at the targets
     leaves, target, advantages, near = batch()
     lengths = (target != -100).sum(1).tolist()
     with NothingWaits():

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from tigon import nn
-from tigon.losses import ValidLengths, preference
+from tigon.losses import ValidLengths, inputs, preference
 from tigon.losses import token_loss as walk
 from tigon.losses.preference import reference
 from tigon.losses.preference.families import log1mexp
@@ -551,7 +551,7 @@ class NothingWaits(TorchDispatchMode):
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
 def test_nothing_waits_for_the_device(name, options, known, monkeypatch):
-    monkeypatch.setattr(walk, "checked_target", lambda name, target, *_: target)  # on a CPU it looks at the targets
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)  # on a CPU it looks at the targets
     x, weight, bias, target = batch()
     ours, _ = arguments(name, options, "given")
     lengths = (target != -100).sum(1).tolist() if known else [T] * S

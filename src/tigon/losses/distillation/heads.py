@@ -193,6 +193,8 @@ def _distill_kernel(
             inside = (label >= 0) & (label < V)
             z_target, _steep = tiles.load_logit(logits_ptr, label, inside, scale, softcap, 0.0, SOFTCAP)
             hard, log_h = tiles.hard_loss(z_target, label, row_a, log_h, V)
+            if HARD == 1:  # HARD 2 takes log_h itself, which carries the NaN of a label out of range
+                hard_weight = tl.where(log_h == log_h, hard_weight, float("nan"))
             tl.store(hard_ptr + row, hard)
     else:
         merged_ptr += row * MERGED
@@ -203,8 +205,7 @@ def _distill_kernel(
         log_h = log_a
         if HARD:
             log_h = tl.load(merged_ptr + LOG_H)
-    if HARD == 1:  # HARD 2 takes log_h itself, which carries the NaN of a label out of range
-        hard_weight = tl.where(log_h == log_h, hard_weight, float("nan"))
+            hard_weight = tl.where(log_h == log_h, hard_weight, float("nan"))
 
     value = tl.zeros((BLOCK,), tl.float32)
     mean_u = 0.0

@@ -222,7 +222,7 @@ def _sum_sequence(
                         RATIO_BY_TOKENS,
                     )  # fmt: skip
                     log_w += _sum_where(_clamp(tl.log(sampled), LOG_LEAST, 20.0), valid)
-    return count, log_weight_sum, drift_sum, difference_sum, _clamp(log_w, LOG_LEAST, 20.0)
+    return count, log_weight_sum, drift_sum, difference_sum, log_w
 
 
 @jit
@@ -300,6 +300,7 @@ def _policy_kernel(
     sampled_of_sequence = 1.0
     if OF_SEQUENCE:
         sampled_of_sequence = _bound_ratio(difference_sum, sampler_low, sampler_high, MODE)
+    log_w = _clamp(log_w, LOG_LEAST, 20.0)
 
     # What a token counts for.
     tokens = 1.0
