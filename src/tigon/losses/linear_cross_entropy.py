@@ -21,7 +21,7 @@ from tigon.linear.head import Head, Projection
 from tigon.linear.upstream import scale_gradients
 from tigon.linear.vocabulary_parallel import Shards
 from tigon.losses.inputs import WalkPlan, parse_inputs, plan_walk
-from tigon.losses.operator import Stage, make_differentiable, record
+from tigon.losses.operator import LossOperator, make_differentiable, record
 from tigon.losses.options import make_keyword_error
 from tigon.ops.cross_entropy import CrossEntropy, cross_entropy_reference, cross_entropy_rows, inverse_divisor
 from tigon.ops.cross_entropy.launches import gradient_rows
@@ -291,8 +291,8 @@ def _backward_of_rows(tensors: _BackwardTensors, options: _Options, shards: Shar
     return dx.to(x.dtype), dw, db.to(weight.dtype) if plan.need_db else x.new_empty(0)
 
 
-_fwd = Stage("linear_cross_entropy_fwd", _Tensors, _Options, _forward_fake, _forward, 5)
-_bwd = Stage("linear_cross_entropy_bwd", _BackwardTensors, _Options, _backward_fake, _backward_of_rows, 3)
+_fwd = LossOperator("linear_cross_entropy_fwd", _Tensors, _Options, _forward_fake, _forward, 5)
+_bwd = LossOperator("linear_cross_entropy_bwd", _BackwardTensors, _Options, _backward_fake, _backward_of_rows, 3)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -23,7 +23,7 @@ from tigon.linear.chunks import Chunk, Chunks, Gradients, chunk_rows, guard_vali
 from tigon.linear.head import Head, Projection, class_blocks, empty_logits, parse_head
 from tigon.linear.vocabulary_parallel import Shards, is_sharded, localize_adapter
 from tigon.losses.inputs import WalkPlan, parse_inputs, plan_walk
-from tigon.losses.operator import Stage, make_differentiable, record
+from tigon.losses.operator import LossOperator, make_differentiable, record
 from tigon.losses.options import check_positive
 from tigon.ops.logprob import LogProb, logprob_gradient_rows, logprob_reference, logprob_rows
 from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
@@ -282,8 +282,8 @@ def _backward_of_rows(
     )
 
 
-_fwd = Stage("linear_logprob_fwd", _Tensors, _Options, _forward_fake, _forward, 7)
-_bwd = Stage("linear_logprob_bwd", _BackwardTensors, _BackwardOptions, _backward_fake, _backward_of_rows, 5)
+_fwd = LossOperator("linear_logprob_fwd", _Tensors, _Options, _forward_fake, _forward, 7)
+_bwd = LossOperator("linear_logprob_bwd", _BackwardTensors, _BackwardOptions, _backward_fake, _backward_of_rows, 5)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -106,7 +106,7 @@ class Unpacker:
         return kind(*[self.read(field) for field in FIELDS[kind]])
 
 
-class Stage:
+class LossOperator:
     """A function of (tensors, options, shards) as a launch of torch.library.
 
     Args:
@@ -154,7 +154,7 @@ class Stage:
 
 
 def make_differentiable(
-    stage: Stage, save: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1,
+    stage: LossOperator, save: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1,
     unsaved: tuple[int, ...] = (),
 ) -> Callable[..., Any]:  # fmt: skip
     """Give a stage its gradient, and return the function to call: (tensors, options, shards).

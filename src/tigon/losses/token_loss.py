@@ -29,7 +29,7 @@ from tigon.linear.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.batch_split import PartRows, split_batch
 from tigon.losses.family import ALONE, FAMILIES, Family, Part, Whole
 from tigon.losses.inputs import HeadInputs, WalkPlan, parse_inputs, plan_walk
-from tigon.losses.operator import Packed, Stage, Unpacker, make_differentiable, pack, record
+from tigon.losses.operator import LossOperator, Packed, Unpacker, make_differentiable, pack, record
 from tigon.losses.options import check_positive
 from tigon.ops.logprob import logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
@@ -495,7 +495,7 @@ class _Batch:
         return Part(part.sequences, logprob, entropy, mean, reference, self.slice_rows(part, mask), own, top1)
 
 
-_fwd = Stage("token_loss_fwd", _Tensors, (_pack_call, _read_call), _forward_fake, _forward, 8)
+_fwd = LossOperator("token_loss_fwd", _Tensors, (_pack_call, _read_call), _forward_fake, _forward, 8)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

@@ -24,7 +24,7 @@ from tigon.losses.distillation import heads, topk
 from tigon.losses.distillation.formula import Formula, Kind, Rest, Transform, Weights
 from tigon.losses.distillation.rows import Rows, TopK
 from tigon.losses.inputs import WalkPlan
-from tigon.losses.operator import Stage, make_differentiable, record
+from tigon.losses.operator import LossOperator, make_differentiable, record
 
 
 class Tensors(NamedTuple):
@@ -204,7 +204,7 @@ def _with_teacher(chunks: Chunks, tensors: Tensors, options: Options) -> Iterato
         yield chunk, head.logits(theirs, buffer[: chunk.stop - chunk.start])
 
 
-_fwd = Stage("distill_fwd", Tensors, Options, _forward_fake, _forward, 7)
+_fwd = LossOperator("distill_fwd", Tensors, Options, _forward_fake, _forward, 7)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
