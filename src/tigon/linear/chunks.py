@@ -101,7 +101,6 @@ class ValidCount:
     """
 
     def __init__(self, target: Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
-        # The copy starts here and is waited for in the loss, a whole forward pass later.
         labels = target[..., 1:] if shift else target
         self._arrival = _Arrival((as_labels(labels, ignore_index) != ignore_index).sum())
 
@@ -139,7 +138,6 @@ def to_scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype) -
     """A number or 0-d tensor as a 0-d tensor on the device, without gradient. No copy makes the host wait."""
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=dtype, device=device)
-    # A divisor may be the result of a computation with a graph. The loss takes it as a constant.
     value = value.detach().reshape(()).to(dtype)
     if value.device.type == "cpu" and device.type != "cpu":  # multiplied as a scalar: a copy from pageable memory waits
         return value * torch.ones((), dtype=dtype, device=device)
@@ -217,7 +215,6 @@ class Chunks:
         N, V = head.x.shape[0], head.weight.shape[0] if shards is None else shards.widest
         # More than N valid rows do not exist: a number that is too large costs rows, not memory beyond the batch.
         visited = N if num_valid is None else max(0, min(num_valid, N))
-        # The first row, and with an index all rows, in the order of the walk.
         self._first = 0
         self.index: Tensor | None = None
         if visited < N:
@@ -229,13 +226,11 @@ class Chunks:
 
     def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
         self.visited = visited
-        # Zero visited rows mean zero chunks, and `Gradients` then zeroes what no chunk writes.
         self.size = chunk_rows(visited, row_bytes, budget) if visited else 0
         self.count = -(-visited // self.size) if visited else 0
 
     def subset(self, rows: Tensor | slice, most: int) -> Chunks:
         """The walk over some rows of the batch, in their order, in chunks of about at most `most` rows."""
-        # Shallow: head, targets and shards are shared. Only the rows and their cuts differ.
         part = copy.copy(self)
         if isinstance(rows, slice):
             part._first, part.index, visited = rows.start, None, rows.stop - rows.start
@@ -247,13 +242,11 @@ class Chunks:
 
     def with_head(self, head: Projection) -> Chunks:
         """The same walk over the rows of another head's x, in logits of the same dtype."""
-        # The cuts stay, so both heads' chunks hold the same rows. A reference model's logits are computed so.
         other = copy.copy(self)
         other.head = head
         return other
 
     def __iter__(self) -> Iterator[Chunk]:
-        # One buffer for all chunks. A chunk is done with its logits before the next one is computed.
         room = self.room
         if room is None:
             room = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
@@ -282,7 +275,6 @@ class Chunks:
         scratch: where logits are computed again, if those in the room must last.
         """
         kept = self._first_kept_row(room)
-        # Backwards, because the last chunks are those whose logits are still there.
         for start, stop in reversed(self.spans()):
             if last is not None:
                 yield last
@@ -317,7 +309,6 @@ class Chunks:
 
     def spans(self) -> list[tuple[int, int]]:
         """Where the chunks start and stop."""
-        # Host arithmetic alone. All ranks come to the same spans, which their collectives rely on.
         return [(start, min(start + self.size, self.visited)) for start in range(0, self.visited, self.size or 1)]
 
     def row_indices(self, start: int, stop: int) -> Tensor | slice:
@@ -338,7 +329,6 @@ class Chunks:
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk from start to stop; its logits are written to `logits`, (stop − start, V)."""
         chunk = self.with_logits(start, stop, logits)
-        # After the rows of x were taken: the product reads them, and so does dW's product later.
         self.head.logits(chunk.x, logits)
         return chunk
 
@@ -356,7 +346,6 @@ class Chunks:
         """Per-row results (visited, ...) as (N, ...), with zeros for rows that were not visited."""
         if self.index is None:
             return results
-        # Valid rows were sorted to the front for the walk. Here each result returns to its row, and ignored rows get 0.
         return results.new_zeros(self.target.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
 
 
@@ -398,7 +387,6 @@ class Gradients:
             # on it adds to what lies in dW, V · H numbers of fp32.
             weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
         if self.db is not None:
-            # In fp32: db adds over chunks as dW does.
             self.db += chunk.logits.sum(0, dtype=self.db.dtype)
         self._first = False
 
@@ -406,5 +394,4 @@ class Gradients:
         """Write what is still on its way, and zero dW if no chunk came. Call this at the end of the walk."""
         self._input.flush()
         if self._first and self.dw is not None:
-            # No chunk came, as where no target counts: dW is uninitialised memory until here.
             weight_gradient.zero(self.dw)

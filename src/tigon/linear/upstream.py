@@ -25,7 +25,6 @@ def scale_gradients(
     """
     # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
     ours = not is_traced(factor) and not graph_is_kept()
-    # No need, no launch: the forward pass may have left an empty tensor in this place.
     return [
         _scale_gradient(gradient, factor, dtype, ours) if need and dtype is not None else None
         for gradient, dtype, need in zip(gradients, dtypes, needs, strict=True)
@@ -55,10 +54,8 @@ def _scale_gradient(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dt
         # dW is still an fp32 sum, half of which lies inside the bf16 result. Factor and narrowing share the pass.
         if more.numel():
             return narrowed(gradient, more, factor, ours)
-    # A result of another dtype has another size and needs memory of its own.
     in_place = ours and gradient.dtype == dtype
     if is_traced(gradient) or not use_triton(gradient):
-        # Looking at a CPU factor costs nothing, and spares a pass over the gradient.
         if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
             return gradient
         return (gradient.to(factor.dtype) * factor).to(dtype)
@@ -82,7 +79,6 @@ def _scale_late(factors: Late, factor: Tensor, ours: bool) -> Tensor:
     up = factor.abs().clamp(min=1.0)
     if is_traced(dlogits) or not use_triton(dlogits):
         return late_product((dlogits.to(factor.dtype) * up).to(dlogits.dtype), x, factor / up)
-    # With the padding behind each row, as one piece of memory.
     whole = dlogits.as_strided((dlogits.shape[0] * dlogits.stride(0),), (1,))
     scaled = _scale_gradient(whole, up, dlogits.dtype, ours)
     return late_product(scaled.as_strided(dlogits.shape, dlogits.stride()), x, factor / up)

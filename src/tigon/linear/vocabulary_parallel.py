@@ -42,8 +42,6 @@ class PendingTensor(NamedTuple):
 
     def wait(self) -> Tensor:
         """The tensor, for work that is queued from now on. On a GPU the stream waits, and the host does not."""
-        # `wait` orders streams: kernels that are queued afterwards on the current stream start when the collective has
-        # ended.
         self.work.wait()
         return self.value
 
@@ -73,7 +71,6 @@ class Shards(NamedTuple):
     @property
     def first(self) -> int:
         """The global index of this device's first class."""
-        # Shards need not be equal, so rank · size would be wrong.
         return sum(self.sizes[: self.rank])
 
     def describe(self) -> str:
@@ -101,7 +98,6 @@ class Shards(NamedTuple):
         """Replace t, dense, by its sum over the devices."""
         import torch.distributed as dist
 
-        # A reduction here, since a gather of dx would be as many times as large as there are ranks.
         return PendingTensor(t, dist.all_reduce(t, group=self.group, async_op=True))
 
 
@@ -127,7 +123,6 @@ class InputGradient:
             dtype = torch.promote_types(dtype, torch.float32)
         # Rows that are scattered, or summed in fp32, go through a buffer; else the product writes to dx itself.
         own = dx.new_empty(dlogits.shape[0], dx.shape[1], dtype=dtype) if apart or dtype != dx.dtype else dx[rows]
-        # Queued before dW's product, because the sum over the ranks can only start when this product is done.
         self.head.input_gradient(dlogits, own)
         if more is not None and dtype == dx.dtype:
             # An adapter's share of dx enters before the sum over the ranks: each rank has its own rows of B, and so its
@@ -136,12 +131,9 @@ class InputGradient:
         elif more is not None:
             product_into(own, more[0] * more[2], more[1], first=False)
         if self.shards is not None:
-            # At most one sum is on its way, so at most two buffers of dx exist.
-            # The chunk before has had all of its dW product to travel. Its buffer is freed before the next sum starts.
             self.flush()
             self._on_the_way = self.shards.sum(own), rows, dx
         elif isinstance(rows, Tensor):
-            # Each row of the batch is in one chunk at most, so nothing is overwritten and nothing has to be added.
             dx.index_copy_(0, rows, own)
 
     def flush(self) -> None:
@@ -153,7 +145,6 @@ class InputGradient:
         here = sum_.wait()
         if isinstance(rows, Tensor):
             dx.index_copy_(0, rows, here.to(dx.dtype))
-        # In dx's own dtype and with consecutive rows the sum ran inside dx, and nothing is left to copy.
         elif here.dtype != dx.dtype:
             dx[rows].copy_(here)
         self._on_the_way = None
@@ -212,7 +203,6 @@ def _resolve_dtensors(
             f"{name}: weight must be Shard(0), rows of classes, on a mesh of one dimension, got "
             f"{tuple(weight.placements)} on {mesh.ndim}: gather it with full_tensor()."
         )
-    # The same group beside a DTensor is no contradiction, and passes.
     if group is not None and process_group(name, group) is not mesh.get_group():
         raise ValueError(f"{name}: group must be left out beside a DTensor, which says where its shards are.")
     if bias is not None and (not hasattr(bias, "device_mesh") or bias.placements != weight.placements):
@@ -226,11 +216,8 @@ def _resolve_dtensors(
         # dx is the whole sum here: of a sequence that is split, each device takes its own tokens of it.
         x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
     if hasattr(target, "device_mesh"):
-        # Labels are small, and every rank needs all of them to know which are its own, whose are others', and which do
-        # not count.
         target = target.full_tensor()
     world, V = mesh.size(), weight.shape[0]
-    # No exchange of sizes: a DTensor's shards follow from V and the mesh.
     chunk = -(-V // world)
     sizes = tuple(max(0, min(V, (r + 1) * chunk) - r * chunk) for r in range(world))  # as torch.chunk
     local, rank = weight.to_local(), mesh.get_local_rank()

@@ -116,7 +116,6 @@ def _parse_reference(
 def _count_lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
     """How many targets of each sequence count; empty if the host does not know."""
     if lengths is None:
-        # On a CPU the host is the device, and looking costs nothing; a traced tensor has no numbers to look at.
         looks = target.device.type == "cpu" and can_look(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
     if not isinstance(lengths, Iterable):
@@ -241,14 +240,12 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
             if plan.need_dx:
                 dx[part.chunks.row_indices(0, part.chunks.visited)] = 0.0
             continue
-        # (rows,) each, in the order of the walk.
         flat = [None if s is None else part.gather(s) for s in slopes]
         # Backwards, because the last chunk's logits are still in the buffer. A part of one chunk, the usual case, is
         # therefore never computed twice. The walk takes `last` over: its rows of x are memory that is needed again.
         walk, last = part.chunks.iterate_backward(room, last), None
         for chunk in walk:
             dlogprob, dentropy = (None if s is None else s[chunk.rows] for s in flat)
-            # In place: the gradient overwrites the logits, which nothing reads again.
             logprob_gradient_rows(
                 chunk.logits, chunk.target, stats[chunk.rows], dlogprob, dentropy, chunk.logits, plan.ignore_index,
                 *options.transform, merged=shards is not None,
@@ -270,7 +267,6 @@ class _Results:
     def __init__(self, family: Family, batch: _Batch, lone: bool) -> None:
         self.family, self.batch, self.lone = family, batch, lone
         x, target, acc = batch.head.x, batch.target, batch.acc
-        # A small batch's time is the host's, which launches a family's kernels in less time than many small operators.
         self.by_kernels = lone and target.numel() > 0 and family.has_kernels() and use_triton(x)
         self.results: tuple[Tensor, ...] = ()
         if self.by_kernels:
@@ -347,7 +343,6 @@ def _evaluate_with_slopes(
         share, outputs = family(part._replace(logprob=logprob, entropy=entropy))
         slopes: list[Tensor | None] = [None, None]
         if share.requires_grad:
-            # Numbers of tokens, (S', T): this graph is small beside their logits.
             leaves = [logprob] if entropy is None else [logprob, entropy]
             # allow_unused: some families' losses do not depend on the entropy that they log.
             found_slopes = torch.autograd.grad(share, leaves, share.new_full((), grad_scale), allow_unused=True)
@@ -461,7 +456,6 @@ class _Batch:
             # The reference needs no statistics afterwards, but merging writes them.
             stats = own.new_empty(chunks.visited, 3) if stats is None else stats
             (labels,) = chunks.select(0, chunks.visited, chunks.target)
-            # One collective for the whole part: all its chunks' statistics travel together.
             parts = self.shards.gather(own).wait()
             merge_logprob(parts, labels, results, stats, self.shards.classes, *self.transform)
         return chunk

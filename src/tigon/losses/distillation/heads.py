@@ -62,7 +62,6 @@ def _write_in_steps(rows: Rows, teacher: Tensor, formula: Formula, shards: Shard
     merged = statistics.merge(_gather(own, shards), rows, formula)
     means = None
     if formula.kind == "cosine":
-        # Every device has the whole cosine, from the same bits: nothing is left to sum at the end of the walk.
         rows.soft.copy_(mask_ignored(1.0 - merged.select(-1, COSINE), rows.labels))
     elif formula.kind != "kl" or not formula.gradient:
         # For forward KL the pass that writes the gradient gives the value as well, and Σ q · u is not needed.
@@ -180,12 +179,10 @@ def _distill_kernel(
             top_b, sum_b, _, _ = fold(b, top_b, sum_b, k)
             if HARD == 2:
                 sum_h = tiles.fold_at_one(a, before, top_a, sum_h)
-        # Each lane's sum is brought from the lane's maximum to the row's, which only shrinks the sum.
         row_a = tl.max(top_a, 0)
         row_b = tl.max(top_b, 0)
         log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
         log_b = tl.log2(tl.sum(sum_b * tl.exp2((top_b - row_b) * k), 0))
-        # At temperature 1, k is log₂ e, and log_a is the cross entropy's normaliser as well.
         log_h = log_a
         if HARD:
             if HARD == 2:

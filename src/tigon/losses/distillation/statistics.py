@@ -37,8 +37,6 @@ def count_columns(formula: Formula) -> int:
     """How many of the columns there are."""
     if formula.kind == "cosine":
         return 6 if formula.hard else 3
-    # One column more for the target's z, and another for a sum at temperature 1 where the temperature is another. A
-    # column that is left out spares 4 bytes a row and device on the wire.
     return 4 + formula.hard
 
 
@@ -54,7 +52,6 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
     power = z - top.unsqueeze(-1)
     target = [select_target(z, rows.labels)] if formula.hard and rows.labels is not None else []
     if formula.kind == "cosine":
-        # Norms travel as squares: squares of parts add up, norms of parts do not.
         found = [z.square().sum(-1), (z * t).sum(-1), t.square().sum(-1), *target]
         found += [top, power.exp().sum(-1)] if formula.hard else []
     else:
@@ -62,13 +59,11 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
         found = [top, (power / formula.temperature).exp().sum(-1), top_t]
         found += [((t - top_t.unsqueeze(-1)) / formula.temperature).exp().sum(-1), *target]
         found += [power.exp().sum(-1)] if formula.hard is Hard.APART else []
-    # Rows that do not count travel as zeros, not as what their logits happen to be.
     return mask_ignored(torch.stack(found, -1), rows.labels)
 
 
 def select_target(z: Tensor, labels: Tensor) -> Tensor:
     """The target's z where this device has it, else 0: a sum over the devices is then the target's z."""
-    # A negative label may be another device's class, ignored, or out of range. None of them reads a logit here.
     here = labels >= 0
     return torch.where(here, z.gather(-1, torch.where(here, labels, 0).unsqueeze(-1)).squeeze(-1), 0.0)
 
@@ -90,8 +85,6 @@ def one_hot(labels: Tensor, z: Tensor) -> Tensor:
 def merge_log_sums(tops: Tensor, sums: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Of all devices the maximum, and the logarithm of the sum, given those of each."""
     top = tops.amax(0)
-    # Each part is brought to the common maximum first. A device's own maximum may lie far below, and its sum then
-    # vanishes, as it should.
     return top, (sums * ((tops - top) / temperature).exp()).sum(0).log()
 
 
@@ -99,7 +92,6 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
     said, cosine = parts.unbind(-1), formula.kind == "cosine"
     top = log_h = torch.zeros_like(said[0][0])
     if cosine:
-        # The square root only after the sum over the devices.
         over_a, over_b = (1 / said[square].sum(0).sqrt().clamp(min=1e-8) for square in (AA, BB))
         merged = [over_a, over_b, said[AB].sum(0) * over_a * over_b]
         if formula.hard:
@@ -109,7 +101,6 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
         top, log_a = merge_log_sums(said[TOP], said[SUM], formula.temperature)
         merged = [top, log_a, *merge_log_sums(said[TEACHER_TOP], said[TEACHER_SUM], formula.temperature)]
         if formula.hard:
-            # At temperature 1 one sum serves both losses, and the column SUM_AT_ONE does not exist.
             log_h = log_a if formula.hard is Hard.SHARED else merge_log_sums(said[TOP], said[SUM_AT_ONE], 1.0)[1]
     if formula.hard and rows.labels is not None:
         # No device has that class, so all targets would add up to z = 0: a plausible and wrong loss.
@@ -134,7 +125,6 @@ def _distill_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
-    # The K columns of a row lie side by side: a program writes them as one short run of memory.
     out_ptr += row * COLUMNS
     label = 0
     if labels_ptr is not None:
@@ -150,7 +140,6 @@ def _distill_statistics_kernel(
             logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP,
             TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
-        # Plain sums, which the merge adds up over the devices without rescaling.
         tl.store(out_ptr + AA, tl.sum(sum_aa, 0))
         tl.store(out_ptr + AB, tl.sum(sum_ab, 0))
         tl.store(out_ptr + BB, tl.sum(sum_bb, 0))
@@ -199,7 +188,6 @@ def _store_normalisers(
         top_b, sum_b, _, _ = fold(b, top_b, sum_b, k)
     row_a = tl.max(top_a, 0)
     row_b = tl.max(top_b, 0)
-    # Sums, and not their logarithms: the merge rescales and adds them, and takes one logarithm of the total.
     tl.store(out_ptr + TOP, row_a)
     tl.store(out_ptr + SUM, tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
     tl.store(out_ptr + TEACHER_TOP, row_b)
@@ -215,12 +203,9 @@ def _log2_sums(
 ):  # fmt: skip
     """The maximum over all devices and log₂ of their sum, from each device's maximum and sum in columns TOP and SUM."""
     top = tl.full((BLOCK,), LOWEST, tl.float32)
-    # Adjacent lanes read adjacent rows, COLUMNS numbers apart.
     for part in range(world):
-        # Two passes over a row's few numbers: first the maximum, so that no sum has to be rescaled twice.
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS + TOP, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
-    # In the order of the devices: all of them get the same bits.
     for part in range(world):
         at = parts_ptr + (part * M + rows) * COLUMNS
         # Bounded: a device without classes has the least maximum, and its 0 · inf would be NaN.
@@ -247,7 +232,6 @@ def _merge_distill_kernel(
 ):  # fmt: skip
     """Merge BLOCK rows, and write their hard losses. A row is a few numbers here, so each lane has a row."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Rows beyond M are masked. M is not specialised, since the last chunk's differs from the others'.
     inside = rows < M
     merged_ptr += rows * MERGED
     if IS_COSINE:
@@ -268,15 +252,12 @@ def _merge_distill_kernel(
         tl.store(merged_ptr + LOG_A, log_a, mask=inside)
         tl.store(merged_ptr + TOP_B, top_b, mask=inside)
         tl.store(merged_ptr + LOG_B, log_b, mask=inside)
-        # HARD 1: temperature 1, one softmax for both losses.
         log_h = log_a
         if HARD == 2:
             _, log_h = _log2_sums(parts_ptr, rows, inside, M, world, LOG2E, TOP, SUM_AT_ONE, COLUMNS, BLOCK)
     if HARD:
         labels = tl.load(labels_ptr + rows, mask=inside, other=IGNORED)
-        # One device has the target's logit, the others 0.
         z_target = _sum_parts(parts_ptr, rows, inside, M, world, COSINE_TARGET if IS_COSINE else TARGET, COLUMNS, BLOCK)
-        # NaN also in the merged row, from which the gradient learns of it.
         log_h = tl.where(labels != OUTSIDE, log_h, float("nan"))
         hard = (top - z_target) + log_h * LN2
         # Every device writes the same loss of the row, so the hard losses need no sum at the end of the walk.

@@ -38,8 +38,6 @@ def load_logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
     x = tl.load(x_ptr + at, mask=mask, other=other).to(tl.float32)
     slope = scale
     if SOFTCAP:
-        # The slope comes with z, since both are made of the same tanh. Passes that ignore it pay nothing: the compiler
-        # drops what is unused.
         z, slope = cap(x, scale, softcap)
         # The tanh of a masked -inf is -1, a logit like any other.
         z = tl.where(mask, z, other)
@@ -104,15 +102,11 @@ def sum_values(
     value = tl.zeros((BLOCK,), tl.float32)
     sum_u = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
-        # From the end: the pass before this one read that part last, and it may still be in the cache.
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
         a, _ = load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
         b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
-        # lq = log₂ q = (z − max) · k − log₂ Σ. A masked lane has z = -inf on both sides, hence q = p = 0 and a term of
-        # 0.
         terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
         value += tl.sum(terms, 0)
-        # Of forward KL Σ q · u is not asked: its slope along the logits is q − p.
         if KIND != "kl":
             sum_u += tl.sum(q * u, 0)
     return value, sum_u
@@ -126,7 +120,6 @@ def write_gradients(
 ):  # fmt: skip
     """Overwrite the logits with the gradient. Returns value, to which forward KL, without another pass, adds terms."""
     none = float("-inf")
-    # From the front: `sum_values`, which goes backwards, read that part last.
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
         a, slope = load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
@@ -134,20 +127,14 @@ def write_gradients(
         lq = (a - row_a) * k - log_a
         terms, q, u = sides(lq, (b - row_b) * k - log_b, beta, KIND)
         if KIND == "kl":
-            # d KL / dz = q − p: Σ p = 1, so no sum over the row is needed first.
             value += tl.sum(terms, 0)
             dz = (q - u) * soft_weight
         else:
-            # q · u is the slope along log q. The softmax's Jacobian turns it into q_j · (u_j − Σ q · u), the slope
-            # along z_j.
             dz = q * (u - mean_u) * soft_weight
         if HARD:
-            # At temperature 1 both losses have the same softmax.
             of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
             # softmax − one-hot. A label of another device is negative and equals no column.
             dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
-        # Rounded once, from fp32 to the logits' dtype. The tile's loads of a and b come before its store, and no other
-        # program reads this row.
         dx = (dz * slope).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + at, dx, mask=at < V)
     return value
@@ -169,7 +156,6 @@ def sum_products(
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
-        # Masked places are 0, which adds nothing to a product. The softmax needs -inf there.
         a, _ = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
         b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         sum_aa += tl.sum(a * a, 0)
@@ -200,7 +186,6 @@ def write_cosine_gradients(
         a, slope = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
         b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         # Each side by its own norm first: a / |a| is at most 1, while a · b or |a|² may overflow.
-        # d (1 − cos) / da = (a / |a| · cos − b / |b|) / |a|.
         dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
         if HARD:
             p = tl.exp2((a - row_top) * LOG2E - log_h)
@@ -222,7 +207,6 @@ def load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
     slope = scale
     if SOFTCAP:
         z, slope = cap(x, scale, softcap)
-        # The tanh of -inf is -1, a logit like any other: the mark is put back.
         z = tl.where(x == float("-inf"), x, z)
     else:
         z = x * scale
@@ -243,10 +227,7 @@ def sum_rest(
             at = start + tile
             z, _ = load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             before = top
-            # A lane may see nothing but -inf, if all its classes were given. Its maximum then stays LOWEST, which is
-            # finite, and its sum 0.
             top, total, _, _ = fold(z, top, total, k)
-            # Both sums are relative to the same maximum, whatever the temperature: one maximum serves them.
             if HARD == 2:
                 sum_h = fold_at_one(z, before, top, sum_h)
     return top, total, sum_h
@@ -272,8 +253,6 @@ def normalize_given(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, 
         lq = (z_k - top_k) * k - log_all
         lp = log_p - log2_sum(log_p)
     else:
-        # The softmax is over all V classes: K exponentials in registers, and the rest's sum brought from its own
-        # maximum to the row's.
         whole = tl.sum(tl.exp2((z_k - row_top) * k), 0) + tl.exp2((top_rest - row_top) * k + log_rest)
         log_all = tl.log2(whole)
         lq = (z_k - row_top) * k - log_all
@@ -301,12 +280,9 @@ def write_given_results(
 
     slope_k: dz/dx of the given classes, or None where it has to be told from z_k.
     """
-    # BLOCK_K lanes in registers, so no loop over the row. Lanes beyond K hold -inf on both sides, but for the rest's,
-    # and add 0.
     terms, q, u = sides(lq, lp, beta, KIND)
     tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
     if GRADIENT:
-        # d: the derivative with respect to each given class's logit, and to the rest's as if it were one class.
         if KIND == "kl":
             # u = p, and the slope along log q is −p. Σ p is kept, and not taken as 1: with "drop" the given classes' p
             # are no distribution.
@@ -319,12 +295,10 @@ def write_given_results(
                 u += 1.0  # the given classes' q do not sum to 1, so the slope of Σ q does not vanish
             mean = tl.sum(q * u, 0)
             d = q * (u - mean)
-        # The rest's slope is shared out by each class's part of the rest; "renormalize" has none to share.
         of_rest = 0.0
         if REST == "tail":
             of_rest = tl.sum(tl.where(at_k == K, d, 0.0), 0)
         elif REST == "drop":
-            # With "drop" the rest has no term, yet its classes are in the normaliser: d = q_rest · (0 − mean).
             of_rest = -mean * tl.exp2(log_tail)
         soft_weight, hard_weight = multiply_weights(soft_weight, hard_weight, factor_ptr)
         tile = tile_columns(DEPTH, BLOCK)
@@ -333,13 +307,10 @@ def write_given_results(
             # From the end: the pass before this one read that part last, and it may still be in the cache.
             at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
             z, slope = load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
-            # With "renormalize" the rest has no soft gradient; its logits still become 0.
             dz = tl.zeros((DEPTH, BLOCK), tl.float32)
             if REST != "renormalize":
                 # Without a rest log_rest is -inf, and the exponent NaN.
                 share = tl.where(z == float("-inf"), 0.0, tl.exp2((z - top_rest) * k - log_rest))
-                # share = exp(z − top_rest) / Σ of the rest, at the temperature: the class's probability among the
-                # classes not given.
                 dz = soft_weight * of_rest * share
             if HARD:
                 dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))

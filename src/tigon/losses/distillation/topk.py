@@ -81,13 +81,11 @@ def statistics_reference(rows: Rows, teacher: TopK, formula: Formula, first: int
     z, _ = formula.student(rows.wide)
     here, at = find_local_ids(teacher, z.shape[1], first)
     rest = mask_given(z, here, at)
-    # Finite where every class here was given: the rest is then empty, and its sum 0.
     top = rest.amax(-1).clamp(min=shard_statistics.LEAST)
     power = rest - top.unsqueeze(-1)
     target = torch.zeros_like(top)
     if formula.hard and rows.labels is not None:
         target = select_target(z, rows.labels)
-    # Always four columns here. Beside K given logits, one more number a row hardly counts.
     fixed = torch.stack([top, (power / formula.temperature).exp().sum(-1), target, power.exp().sum(-1)], -1)
     return mask_ignored(torch.cat([fixed, torch.where(here, z.gather(-1, at), 0.0)], -1), rows.labels)
 
@@ -99,7 +97,6 @@ def merged_reference(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula,
     labels, logprobs, temperature = rows.labels, teacher.logprobs, formula.temperature
     here, at = find_local_ids(teacher, V, first)
     given = logprobs != -torch.inf
-    # Each given logit is on one device, and 0 on the others: the sum restores it exactly, in any order.
     z_k = torch.where(given, parts[..., FIXED:].sum(0), -torch.inf)
     tops, sums, targets, sums_at_one = parts[..., :FIXED].unbind(-1)
     top_rest, log_rest = (v.unsqueeze(-1) for v in merge_log_sums(tops, sums, temperature))
@@ -108,16 +105,13 @@ def merged_reference(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula,
     log_tail = (top_rest - top) / temperature + log_rest
     lq = (z_k - top) / temperature
     whole = torch.logsumexp(torch.cat([lq, log_tail], -1), -1, keepdim=True)
-    # Counted over all devices' classes. Ids appear at most once a row, so a count says whether a rest exists.
     others = given.sum(-1, keepdim=True) < classes
     soft, d, rest_slope = given_slopes(formula, lq - whole, logprobs.to(z.dtype), log_tail - whole, others)
     z_rest = mask_given(z, here, at)
-    # This device's classes as parts of the rest of all devices: the given ones, and -inf logits, have no share.
     share = torch.where(z_rest == -torch.inf, 0.0, ((z_rest - top_rest) / temperature - log_rest).exp())
     dz = (share * rest_slope).scatter_add(-1, at, torch.where(here, d, 0.0)) * formula.weights.soft
     hard = None
     if formula.hard and labels is not None:
-        # All V classes of all devices: the K given ones and the rest, relative to one maximum.
         log_h = torch.logsumexp(torch.cat([z_k - top, top_rest - top + log_one], -1), -1, keepdim=True)
         log_h = torch.where((labels == shard_statistics.OUTSIDE).unsqueeze(-1), float("nan"), log_h)
         hard = mask_ignored((top - targets.sum(0).unsqueeze(-1) + log_h).squeeze(-1), labels)
@@ -143,7 +137,6 @@ def _topk_statistics_kernel(
     label = 0
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
-        # IGNORED comes from the global target, so all devices skip the same rows.
         if label == IGNORED:
             # Written all the same: the numbers travel, and NaN from uninitialised memory would look like an error.
             for i in tl.static_range(FIXED):
@@ -153,14 +146,11 @@ def _topk_statistics_kernel(
     none = float("-inf")
     # int64: from unsigned ids of few bits `first` could not be subtracted.
     ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0).to(tl.int64)
-    # Every device is given all K places, and finds its own classes among them.
     log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
     # Judged against all classes, before `first` is subtracted: every device comes to the same verdict.
     outside = (log_p != none) & ((ids < 0) | (ids >= classes))
     ids -= first
-    # The mask of both the load and the store below: neither touches a class of another device.
     here = (log_p != none) & (ids >= 0) & (ids < V)
-    # 0 where another device has the class: a sum over the devices is then the logit.
     z_k, _steep = tiles.load_logit(logits_ptr, ids, here, scale, softcap, 0.0, SOFTCAP)
     z_k = tl.where(outside, float("nan"), z_k)  # an id out of range reads no logit, and makes the loss NaN
     z_target = 0.0
@@ -176,8 +166,6 @@ def _topk_statistics_kernel(
     top, total, sum_h = tiles.sum_rest(logits_ptr, V, tile, k, softcap, scale, SUMS, HARD, SOFTCAP, DEPTH, BLOCK)
     row_top = tl.max(top, 0)
     row_total = tl.sum(total * tl.exp2((top - row_top) * k), 0)
-    # At temperature 1 both sums are the same number. The column is written all the same, since the layout has no
-    # branches.
     at_one = row_total
     if HARD == 2:
         at_one = tl.sum(sum_h * tl.exp2((top - row_top) * LOG2E), 0)
@@ -185,7 +173,6 @@ def _topk_statistics_kernel(
     tl.store(out_ptr + SUM, row_total)
     tl.store(out_ptr + TARGET, z_target)
     tl.store(out_ptr + SUM_AT_ONE, at_one)
-    # NaN of an id out of range travels in its column, and every device's loss becomes NaN.
     tl.store(out_ptr + FIXED + at_k, z_k, mask=at_k < K)
 
 
@@ -221,7 +208,6 @@ def _distill_topk_kernel(
         given = (log_p != none) & inside
         # The slope is kept too, because the store below destroys the logit.
         z_k, slope_k = tiles.load_logit(logits_ptr, ids, given, scale, softcap, none, SOFTCAP)
-        # An id out of range reads no logit, and makes the loss NaN.
         z_k = tl.where((log_p == none) | inside, z_k, float("nan"))
         log_p = log_p * LOG2E
         z_target = 0.0
@@ -245,7 +231,6 @@ def _distill_topk_kernel(
         )
         log_h = log_all
         if HARD:
-            # The rest's sum at temperature 1, brought from the rest's maximum to the row's.
             step = (top_rest - row_top) * LOG2E
             if HARD == 2:
                 at_one = tl.sum(sum_h * tl.exp2((top - top_rest) * LOG2E), 0)
@@ -260,7 +245,6 @@ def _distill_topk_kernel(
             SOFTCAP, GRADIENT, DEPTH, BLOCK,
         )  # fmt: skip
     else:
-        # int64: from unsigned ids of few bits `first` could not be subtracted.
         ids = ids.to(tl.int64)
         # `given` counts the classes of all devices for the rest's probability; `here` is what this device overwrites.
         given = (log_p != none) & (ids >= 0) & (ids < classes)
@@ -276,7 +260,6 @@ def _distill_topk_kernel(
         z_target = 0.0
         z_k = tl.zeros((BLOCK_K,), tl.float32)
         for part in range(world):
-            # row is int64, so world · M · (FIXED + K) may exceed 2³¹.
             own = parts_ptr + (part * M + row) * (FIXED + K)
             # Bounded: a device without a rest has the least maximum, and its 0 · inf would be NaN.
             step = tl.load(own + TOP) - top_rest
@@ -284,11 +267,9 @@ def _distill_topk_kernel(
             z_target += tl.load(own + TARGET)
             at_one += tl.load(own + SUM_AT_ONE) * tl.exp2(tl.maximum(step * LOG2E, -1000.0))
             z_k += tl.load(own + FIXED + at_k, mask=at_k < K, other=0.0)
-        # A place that holds no class added zeros.
         z_k = tl.where(log_p == none, none, z_k)
         log_p = log_p * LOG2E
         log_rest = tl.log2(total)
-        # `classes`, not V: whether a rest exists is decided over all devices' classes.
         lq, lp, row_top, log_all, log_tail = tiles.normalize_given(
             z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST
         )

@@ -132,8 +132,6 @@ def _forward_fake(tensors: Tensors, options: Options, shards: Shards | None) -> 
     # One chunk with its divisor folded in is one product, which rounds once. A "sum" stays wide: its factor comes with
     # the upstream gradient and would round a second time.
     several = tensors.inverse is None or not one
-    # Weights wider than the products (autocast) get a gradient as wide as theirs. fp16 gets its divisor in the backward
-    # pass alone, and its range need not hold the sum.
     wide = weight.dtype != plan.compute or plan.compute == torch.float16 or (plan.fp32 and several)
     only = visited if one and shards is None and options.logits == plan.compute else 0
     dw, more = weight_gradient.places(weight, plan.compute, wide, plan.budget, plan.need_dw, only)
@@ -175,9 +173,7 @@ def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> Resul
             topk.write_rows(rows, theirs, formula, shards)
         else:
             heads.write_rows(rows, theirs, formula, shards)
-        # Wide logits leave a wide gradient, and the products take narrow factors.
         gradients.add(chunks.narrow(chunk) if gradients else chunk)
-    # The last chunk's dx of a split head is still being summed over the devices.
     gradients.finish()
     over: Tensor | float = 1.0 if inverse is None else inverse
     torch.mul(heads.sum_over_devices(soft_rows, formula, shards).sum() * unit, over, out=results.soft)
@@ -224,7 +220,6 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Sequence[Tensor | None
     if dloss is None:
         return ()
     dx, dw, more, db, inverse, *_ = ctx.saved_tensors
-    # 0-d tensors on the device: the host reads neither of them.
     factor = dloss if inverse is None else dloss * inverse
     # On the factor, which is fp32, and not on the gradients: those would leave fp16's range again.
     factor = factor if ctx.grad_scale == 1.0 else factor / ctx.grad_scale
