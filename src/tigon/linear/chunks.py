@@ -29,7 +29,7 @@ from tigon.ops.targets import as_labels
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
-# Of a frozen head. What many rows spread is the cost of adding a chunk to dW, and a frozen head has no dW.
+# For a frozen head. More rows spread the cost of adding a chunk to dW, and a frozen head has no dW.
 FROZEN_CHUNK_BYTES = 2**29
 CPU_CHUNK_BYTES = 2**25
 
@@ -288,7 +288,7 @@ class Chunks:
         """The first row, in the order of the walk, whose logits the room holds after `iterate_forward`."""
         if not self.count:
             return 0
-        # The last chunk may be short. What the room holds beside it is a number of whole chunks, so that no chunk lies
+        # The last chunk may be short. Beside it the room holds a number of whole chunks, so that no chunk lies
         # across the front and the kept part.
         before_last = (self.count - 1) * self.size
         return max(0, before_last - (room.shape[0] - (self.visited - before_last)) // self.size * self.size)
@@ -357,7 +357,7 @@ class Gradients:
         dx: (N, H), uninitialised. Rows that `walk` does not visit are zeroed.
         dw: the tensors of `weight_gradient.parts`, uninitialised unless `add`.
         db: (V,), uninitialised.
-        add: add to what `dw` holds.
+        add: add to the values of `dw`.
     """
 
     def __init__(
@@ -391,7 +391,7 @@ class Gradients:
         self._first = False
 
     def finish(self) -> None:
-        """Write what is still on its way, and zero dW if no chunk came. Call this at the end of the walk."""
+        """Write the pending sum of dx, and zero dW if no chunk came. Call this at the end of the walk."""
         self._input.flush()
         if self._first and self.dw is not None:
             weight_gradient.zero(self.dw)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Head(NamedTuple):
-    """What turns hidden states x into logits: softcap · tanh(scale · (x Wᵀ + bias) / softcap), W the weight.
+    """The head that turns hidden states x into logits: softcap · tanh(scale · (x Wᵀ + bias) / softcap), W the weight.
 
     Every loss of a head takes one of these; or the weight alone, or a `torch.nn.Linear`.
 
@@ -82,7 +82,7 @@ def check_head(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, prefix: str = "", sequences: bool = False,
     beside: tuple[tuple[str, Tensor | None], ...] = (),
 ) -> torch.dtype:  # fmt: skip
-    """Raise a ValueError for what does not fit, else return the dtype of the products: x's, or autocast's.
+    """Raise a ValueError for tensors that do not fit, else return the dtype of the products: x's, or autocast's.
 
     Args:
         name: the operator's name. prefix: the prefix of x, weight and bias in its arguments' names.

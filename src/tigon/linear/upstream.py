@@ -23,7 +23,7 @@ def scale_gradients(
 
     A pair is a dW in the two tensors of `weight_gradient.places`.
     """
-    # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
+    # Gradients of the forward pass may be scaled in place, unless the graph is kept for another backward pass.
     ours = not is_traced(factor) and not graph_is_kept()
     return [
         _scale_gradient(gradient, factor, dtype, ours) if need and dtype is not None else None
@@ -71,9 +71,9 @@ def _scale_gradient(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dt
 
 
 def _scale_late(factors: Late, factor: Tensor, ours: bool) -> Tensor:
-    """dW · factor from the factors of its product: what is below 1 goes to x, what is above 1 to dlogits.
+    """dW · factor from the factors of its product: a part below 1 goes to x, a part above 1 to dlogits.
 
-    So no x overflows, and dlogits are what they are in eager code, whose upstream gradient comes first.
+    So no x overflows, and dlogits are those of eager code, whose upstream gradient comes first.
     """
     dlogits, x = factors
     up = factor.abs().clamp(min=1.0)

@@ -52,7 +52,7 @@ class RowGroups:
         offsets: (G + 1,) integers, from 0 to M: group j has the members offsets[j] to offsets[j + 1] − 1. Groups may be
             empty, and may share rows.
         members: (M,) integers, rows of z. A row that a group names twice counts with both weights.
-        weights: (M,) finite floats, not negative; 1 each if left out. What has the weight 0 is no member.
+        weights: (M,) finite floats, not negative; 1 each if left out. A row of weight 0 is no member.
     Raises: ValueError for shapes, dtypes and numbers that do not fit.
 
     The groups lie on the device of `members`. They are prepared on the host, which waits for the device; calls do not.

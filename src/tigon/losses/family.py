@@ -1,4 +1,4 @@
-"""What `tigon.losses.token_loss` asks of a loss of log-probabilities: a family, called with parts of the batch."""
+"""The interface of `tigon.losses.token_loss`: families of losses, called with parts of the batch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Family:
     sums: tuple[str, ...] = ()
     per_sequence: tuple[str, ...] = ()
     per_token: tuple[str, ...] = ()
-    # Whether results are what `finish` makes of them. internal: how many of `per_token`, the last, are for it alone.
+    # Whether `finish` computes the results. internal: how many of `per_token`, the last, are for it alone.
     finishes: ClassVar[bool] = False
     internal: int = 0
     wants_entropy: bool = False
@@ -116,7 +116,7 @@ class Family:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the numbers of the batch that the caller gets: what `finish` returns."""
+        """The names of the numbers of the batch that the caller gets, as `finish` returns them."""
         return self.sums
 
     def prepare(self, tensors: Any, mask: Tensor, dtype: torch.dtype) -> Any:
@@ -127,7 +127,7 @@ class Family:
         return tensors
 
     def finish(self, results: dict[str, Tensor], tensors: Any, mask: Tensor) -> Sequence[Tensor]:
-        """The metrics, 0-d each, from sums and results of tokens of all parts, and from what `prepare` has returned."""
+        """The metrics, 0-d each, from sums and results of tokens of all parts, and from the result of `prepare`."""
         raise NotImplementedError
 
     def has_kernels(self) -> bool:

@@ -1,4 +1,4 @@
-"""What every loss of a head begins with: its tensors, parsed, and the plan of its walk over chunks."""
+"""The beginning of every loss of a head: its tensors, parsed, and the plan of its walk over chunks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def linear_logprob(
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale, group or adapter.
             Over a group the upstream gradient has to be the same on all ranks, and the adapter's B holds the rows of
             this rank's classes.
-        target: (...), integer class indices: what x predicts.
+        target: (...), integer class indices, which x predicts.
         ignore_index, temperature: as in `tigon.logprob`.
         chunks: which tokens are left out, what the walk over the others costs, and with `keep_bytes` which logits are
             kept for the backward pass.
@@ -114,7 +114,7 @@ class _Tensors(NamedTuple):
 
 
 class _BackwardTensors(NamedTuple):
-    """After those of the forward pass, what it saved, and the upstream gradients."""
+    """Those of the forward pass, its saved results, and the upstream gradients."""
 
     x: Tensor
     weight: Tensor

@@ -34,7 +34,7 @@ def record(cls: R) -> R:
 def _field_type(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         return (_field_type(get_args(hint)[0]),)
-    # What is left without a class of its own are literals, all of them words.
+    # Hints that are no class are literals, all of them words.
     return hint if isinstance(hint, type) else str
 
 

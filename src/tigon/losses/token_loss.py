@@ -46,9 +46,9 @@ def token_loss(
     """The loss of a family, 0-d, and its other results, which have no gradient. The public functions call this one.
 
     Args:
-        family: what is computed, with its options.
+        family: the loss, with its options.
         tensors: the family's tensors, of type `family.Tensors`; (S,) or (S, T) each, or None. No gradient.
-        x: (S, T, H). target: (S, T), aligned with x: what x[s, t] predicts.
+        x: (S, T, H). target: (S, T), aligned with x: the token that x[s, t] predicts.
         reference: the reference model's hidden states (S, T, H') and head, whose softcap, scale and group are the
             policy's.
         chunks: `valid_tokens` are the numbers of targets of the sequences that count.
@@ -304,7 +304,7 @@ class _Results:
             return stats, last, slopes
         view = batch.make_part(part, values, self.mask, self.tensors)
         if part.indices is not None:
-            # Of this part, as the sort of its own rows cuts off what its lengths do not count.
+            # By part, since the sort of its rows cuts off those beyond its lengths.
             enough.append(view.mask.sum() <= part.chunks.visited)
         if grad_scale is not None:
             # Boosted from the start, in fp32: fp16 gradients of a mean over many tokens would underflow.
@@ -394,7 +394,7 @@ def _scatter_results(family: Family, outputs: dict[str, Tensor], part: PartRows,
 
 
 class _Values(NamedTuple):
-    """What the walk reads off a part's logits, (S', T) each: as in `Part`."""
+    """Results of a part's logits, (S', T) each: as in `Part`."""
 
     logprob: Tensor
     entropy: Tensor | None
@@ -461,10 +461,10 @@ class _Batch:
         return chunk
 
     def forward(self, family: Family, part: PartRows, room: Tensor) -> tuple[_Values, Tensor, Chunk | None]:
-        """What the part's logits say, its rows' statistics, and its last chunk, whose logits are in the room."""
+        """The results of the part's logits, its rows' statistics, and its last chunk, whose logits are in the room."""
         count = part.chunks.visited
         wanted = True, family.wants_entropy, family.wants_mean_logit, self.reference is not None
-        # One tensor for all, so that one launch puts in what does not count; each begins at a multiple of 16 bytes.
+        # One tensor for all, so that one launch fills in masked tokens; each begins at a multiple of 16 bytes.
         numbers = self.head.x.new_empty((sum(wanted), -(-count // 4) * 4), dtype=self.acc)
         numbers = numbers if count % 4 == 0 else numbers[:, :count]
         rows = iter(numbers.unbind())

@@ -121,7 +121,7 @@ def distill_topk(
         head: the student's, as in `distill`.
         teacher: a `TopK`, ids and log-probabilities (..., K), whole on all ranks.
         target: (...) or None, as in `distill`.
-        config: the kind of divergence, its numbers, and what becomes of the other classes. The cross entropy of
+        config: the kind of divergence, its numbers, and the treatment of the other classes. The cross entropy of
             `hard_weight` is over all classes.
         chunks: as in `distill`; the student's logits have the bytes to themselves.
     Returns: as `distill`.

@@ -1,4 +1,4 @@
-"""What a row's loss is: one value, which says everything that a launch of a kernel depends on besides its tensors."""
+"""The loss of a row as one value, `Formula`: all that a launch of a kernel depends on beside its tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Hard(IntEnum):
 
 @record
 class Transform(NamedTuple):
-    """What is done to one side's logits: z = softcap · tanh(scale · x / softcap), or scale · x for a softcap of 0."""
+    """The transform of one side's logits: z = softcap · tanh(scale · x / softcap), or scale · x for a softcap of 0."""
 
     softcap: float = 0.0
     scale: float = 1.0
@@ -80,7 +80,7 @@ class Formula(NamedTuple):
 
     @property
     def k(self) -> float:
-        """What turns differences of logits into logarithms to the base 2, which kernels take."""
+        """The factor that turns differences of logits into logarithms to the base 2, which kernels take."""
         return math.log2(math.e) / self.temperature
 
     @property

@@ -28,7 +28,7 @@ class Distill:
         hard_weight: h in [0, 1], the share of the cross entropy with target, at temperature 1.
         reduction: "batchmean" divides by the rows that count, "mean" the soft loss also by V, as torch's and TRL's mean
             over elements does, "sum" by nothing. Where no row counts the loss is 0.
-        divisor: with the two means, what divides in place of the rows that count: a number or a 0-d tensor (TRL's
+        divisor: with the two means, the divisor in place of the rows that count: a number or a 0-d tensor (TRL's
             num_items_in_batch, the count of a whole gradient-accumulation step), without gradient.
         ignore_index: targets that do not count.
     Raises: ValueError for options that do not fit.
@@ -67,7 +67,7 @@ class DistillTopK(Distill):
 
     Args:
         loss_type: "kl", "reverse_kl", "jsd" or "tvd".
-        rest: what becomes of the classes that were not given. "tail": they are one class more, of probability
+        rest: the treatment of the classes that were not given. "tail": they are one class more, of probability
             1 − Σ p and 1 − Σ q, the teacher's at least 1e-7 where the student's is not 0. "renormalize": they are left
             out, and both sides' given probabilities divided by their sums. "drop": they are left out, and nothing is
             divided: the loss is the given classes' share, which for "kl" may be negative.

@@ -83,7 +83,7 @@ def _reduce(rows: Tensor, z: Tensor, target: Tensor | None, config: Distill) -> 
 
 
 def _rest_probability(p: Tensor, q_rest: Tensor, others: Tensor) -> Tensor:
-    """What the given p leave to the others, (..., 1)."""
+    """The probability that the given p leave to the other classes, (..., 1)."""
     rest = 1 - p.sum(-1, keepdim=True)
     rest = torch.where(rest < LEAST_REST, torch.where(q_rest == 0, 0.0, LEAST_REST), rest)
     return torch.where(others.any(-1, keepdim=True), rest, 0.0)
@@ -98,7 +98,7 @@ def given_slopes(
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """Soft losses (M,); their slopes along the given classes' logits (M, K), and along the rest's as one class (M, 1).
 
-    lq_rest: (M, 1), what q leaves to the others. others: (M, V) or (M, 1), whether there are any.
+    lq_rest: (M, 1), the rest of q. others: (M, V) or (M, 1), whether there are other classes.
     """
     K = lq.shape[-1]
     if formula.rest == "renormalize":
@@ -108,7 +108,7 @@ def given_slopes(
         lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, lp_rest], -1)
     terms, slopes = terms_and_slopes(formula, lq, lp)
     if formula.kind == "reverse" and formula.rest == "drop":
-        slopes = slopes + lq.exp()  # what is left out makes the probabilities no distribution, whose sum has no slope
+        slopes = slopes + lq.exp()  # without the rest the probabilities are no distribution, whose sum has no slope
     total = slopes.sum(-1, keepdim=True)
     d = slopes - lq.exp() * total
     rest_slope: Tensor | float = 0.0

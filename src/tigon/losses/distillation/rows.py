@@ -61,7 +61,7 @@ class Rows(NamedTuple):
         return self._replace(labels=local_labels(self.labels, formula.ignore_index, 0, V, V))
 
     def write(self, soft: Tensor | None, hard: Tensor | None, gradient: Tensor | None) -> None:
-        """Results of the torch path; None for what was not computed."""
+        """Write results of the torch path, those that are not None."""
         if soft is not None:
             self.soft.copy_(soft)
         if self.hard is not None and hard is not None:
@@ -74,7 +74,7 @@ def launch_rows(
     kernel: Any, rows: Rows, formula: Formula, tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], *,
     least: int = 4, hard: bool = True,
 ) -> None:  # fmt: skip
-    """Launch a kernel of one program a row. arguments: what follows the tensors, up to DEPTH and BLOCK.
+    """Launch a kernel of one program a row. arguments: those after the tensors, up to DEPTH and BLOCK.
 
     least: warps of a short row. hard: False for a kernel that leaves the cross entropy to others.
     """

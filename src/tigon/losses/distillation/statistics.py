@@ -1,4 +1,4 @@
-"""What devices tell each other of a row of two heads' logits, and what all of it says together.
+"""Statistics of a row of two heads' logits, which devices exchange, and their merge.
 
 Labels are those of tigon.ops.shard_statistics: the label of another device's class is negative, and no logit is read
 for it.
@@ -18,14 +18,14 @@ from tigon.runtime import cdiv, do_not_specialize, jit, launch, tl, use_triton
 from tigon.tiles.constants import LN2, LOG2E, LOWEST
 from tigon.tiles.fold import fold
 
-# The columns of a device's statistics of a row. Of two softmaxes: the maximum of z over the student's classes here, and
+# The columns of a device's statistics of a row. Two softmaxes: the maximum of z over the student's classes here, and
 # Σ exp((z − maximum) / τ); the teacher's; for a cross entropy the target's z, and the student's sum at temperature 1.
 TOP, SUM, TEACHER_TOP, TEACHER_SUM, TARGET, SUM_AT_ONE = map(tl.constexpr, range(6))
-# Of a cosine: a·a, a·b, b·b; for a cross entropy the target's z, and maximum and sum at temperature 1.
+# Cosine: a·a, a·b, b·b; for a cross entropy the target's z, and maximum and sum at temperature 1.
 AA, AB, BB, COSINE_TARGET, COSINE_TOP, COSINE_SUM = map(tl.constexpr, range(6))
-# What a row's statistics become once those of all devices are merged. Of two softmaxes: both sides' maxima, and the
+# The columns after the merge over all devices. Two softmaxes: both sides' maxima, and the
 # logarithms of the sums, to the base 2 in the kernels; kept apart, since the two together would be rounded at their own
-# size. Of a cosine: 1 / |a|, 1 / |b|, the cosine. LOG_H: the student's log-sum at temperature 1.
+# size. Cosine: 1 / |a|, 1 / |b|, the cosine. LOG_H: the student's log-sum at temperature 1.
 TOP_A, LOG_A, TOP_B, LOG_B, LOG_H = map(tl.constexpr, range(5))
 OVER_A, OVER_B, COSINE, COSINE_TOP_A = map(tl.constexpr, range(4))
 MERGED = tl.constexpr(5)
@@ -83,7 +83,7 @@ def one_hot(labels: Tensor, z: Tensor) -> Tensor:
 
 
 def merge_log_sums(tops: Tensor, sums: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of all devices the maximum, and the logarithm of the sum, given those of each."""
+    """The maximum over all devices and the logarithm of the sum, from those of each device."""
     top = tops.amax(0)
     return top, (sums * ((tops - top) / temperature).exp()).sum(0).log()
 

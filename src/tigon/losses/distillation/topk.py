@@ -176,7 +176,7 @@ def _topk_statistics_kernel(
     tl.store(out_ptr + FIXED + at_k, z_k, mask=at_k < K)
 
 
-# One program a row of V logits. What `heads` says of labels, losses, factor and weights holds here as well.
+# One program a row of V logits. Labels, losses, factor and weights are those of heads.py.
 #   ids, logprobs   (M, K) of the teacher, in BLOCK_K > K lanes; lane K stands for the rest
 #   parts           (world, M, FIXED + K) statistics of all devices, which have marked the given classes' logits. None:
 #                   this row has all classes, and first, classes, M and world are None
@@ -246,7 +246,7 @@ def _distill_topk_kernel(
         )  # fmt: skip
     else:
         ids = ids.to(tl.int64)
-        # `given` counts the classes of all devices for the rest's probability; `here` is what this device overwrites.
+        # given: classes of any device, for the rest's probability. here: places that this device overwrites.
         given = (log_p != none) & (ids >= 0) & (ids < classes)
         ids -= first
         here = given & (ids >= 0) & (ids < V)

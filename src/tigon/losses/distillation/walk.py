@@ -105,7 +105,7 @@ class Factors(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the operator returns: three losses, 0-d, and the gradients, empty where none is needed."""
+    """The results of the operator: three losses, 0-d, and the gradients, empty where none is needed."""
 
     loss: Tensor
     soft: Tensor
@@ -125,8 +125,8 @@ def _forward_fake(tensors: Tensors, options: Options, shards: Shards | None) -> 
     (V, H), rows = weight.shape, x.shape[0]
     loss, soft, hard = (x.new_empty((), dtype=acc) for _ in range(3))
     dx = x.new_empty((rows, H) if plan.need_dx else (0,), dtype=plan.compute)
-    # The rule by which `Chunks` leaves rows out: what it holds in one chunk has to be one product here. On a CPU the
-    # walk may count fewer rows later, and dW is then wider than it had to be.
+    # The rule by which `Chunks` leaves rows out: its rows of one chunk have to be one product here. On a CPU the walk
+    # may count fewer rows later, and dW is then wider than it had to be.
     visited = rows if plan.valid < 0 or plan.valid > rows else plan.valid
     one = visited * (V if shards is None else shards.widest) * options.logit_bytes <= options.share
     # One chunk with its divisor folded in is one product, which rounds once. A "sum" stays wide: its factor comes with

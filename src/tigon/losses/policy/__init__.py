@@ -54,10 +54,10 @@ def grpo(
     importance_sampling_level "sequence".
 
     Args:
-        x: (S, T, H) hidden states of S completions; x[s, t] is what target[s, t] is predicted from.
+        x: (S, T, H) hidden states of S completions; x[s, t] predicts target[s, t].
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head`.
         target: (S, T) the sampled tokens; ignore_index where a token does not count (prompt, padding, tool output).
-        rollout: what is known of the completions: a `tigon.losses.Rollout` of advantages and, as far as you have them,
+        rollout: a `tigon.losses.Rollout` of advantages and, as far as you have them,
             log-probabilities under the old policy, the reference and the sampler; or the advantages alone.
         config: the kind of loss and its numbers.
         chunks: its `valid_tokens` are the numbers of tokens that count; the others then cost nothing.

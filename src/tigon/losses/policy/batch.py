@@ -16,7 +16,7 @@ from tigon.losses.token_loss import token_loss
 
 
 class Objective(NamedTuple):
-    """What one call computes: the options of `grpo` or of `rloo` as the family takes them, and those of the batch.
+    """The computation of one call: the options of `grpo` or of `rloo` as the family takes them, and those of the batch.
 
     bonus: the entropy's coefficient. items: the divisor of a type that has one, as in `GRPO`.
     """

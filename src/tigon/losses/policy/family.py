@@ -27,8 +27,9 @@ RATIO_BOUND = 80.0  # nats: its exponential is far beyond any bound, and finite 
 class PolicyOptions(NamedTuple):
     """A `Policy`'s options; bounds are infinite where they are off.
 
-    level: what has a ratio; "total" is a sequence's ratio that is not a mean over its tokens. mode: how the sampler's
-    ratio is used, "none" if there is nothing left to compute. reference: where its log-probabilities come from.
+    level: whether tokens or sequences have a ratio; "total" is a sequence's ratio that is not a mean over its tokens.
+    mode: how the sampler's ratio is used, "none" if there is nothing left to compute. reference: the source of its
+    log-probabilities.
     divisor: of "dapo", "cispo" and "vespo", 0 where it is a tensor or the number of tokens; of "dr_grpo", a sequence's.
     bonus: the entropy's coefficient, unless that is a tensor.
     """
@@ -57,7 +58,7 @@ class PolicyOptions(NamedTuple):
 
 
 class PolicyTensors(NamedTuple):
-    """A `Policy`'s tensors beside the log-probabilities, (S, T) or (S,): what a `Rollout` has and the loss uses.
+    """A `Policy`'s tensors beside the log-probabilities, (S, T) or (S,): those of a `Rollout` that the loss uses.
 
     Padding may hold anything. items, bonus: 0-d, the divisor and the entropy's coefficient where these are tensors.
     """
@@ -72,7 +73,7 @@ class PolicyTensors(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a part sees of `PolicyTensors`, in the dtype of the loss, 0 where masked.
+    """`PolicyTensors` as a part sees them, in the dtype of the loss, 0 where masked.
 
     share: (S,) the weight of one token of each sequence in the loss. bonus: (S,) that of a token's entropy.
     """
@@ -150,7 +151,7 @@ class Policy(Family, key="policy"):
         return min(size, self.options.divisor) if self.options.divisor and self.loss.share == "items" else size
 
     def prepare(self, tensors: PolicyTensors, mask: Tensor, dtype: torch.dtype) -> Prepared:
-        # What a token counts for is known before the walk, and the walk then only sums.
+        # The weight of a token is known before the walk, which then only sums.
         counts = mask.sum(1).to(dtype)
         tokens = counts.sum().clamp(min=1)  # the mean over no token is 0
 
@@ -192,7 +193,7 @@ class Policy(Family, key="policy"):
         level = self.options.level
         tokens = mask.sum().clamp(min=1)
         metrics = [results[name] if name == "policy_loss" else results[name] / tokens for name in self.sums]
-        # TRL logs by the shape of what it has: means over sequences where advantages are of sequences.
+        # As TRL logs: means over sequences where advantages are of sequences.
         by_sequence = tensors.advantages.shape != mask.shape
         if "phi" in results:
             metrics.append(select_counted(results["phi"], mask, by_sequence).mean())

@@ -1,10 +1,10 @@
-"""Policy losses of a batch that is one part, in two launches: what `tigon.losses.policy.family` says in PyTorch.
+"""Policy losses of a batch that is one part, in two launches; `tigon.losses.policy.family` in kernels.
 
     of each sequence   its tokens → sums of loss and metrics; d loss / d logprob and d loss / d entropy of each token
     of the batch       sums → the loss, the metrics
 
 Of few tokens the host's time is the loss's time, and in PyTorch each step of the formula is a launch, forward and
-backward. `Policy` is the specification; slopes are what its autograd computes, ties and infinities included: half to
+backward. `Policy` is the specification; slopes are those of its autograd, ties and infinities included: half to
 each side where both terms of a minimum are equal, a select and no product where 0 would meet an infinite number.
 """
 
@@ -39,7 +39,7 @@ class Formula(NamedTuple):
     """A `Policy`, as its kernels take it.
 
     kind: the formula, as in `PolicyLoss`. options: `PolicyOptions`.
-    share: what a token's weight is: 1 over S and over the tokens of its "sequence", over all "tokens", over "items", a
+    share: the weight of a token: 1 over S and over the tokens of its "sequence", over all "tokens", over "items", a
         tensor; or a "number".
     number: that number times S, if it is `per_sequence`.
     places: of each metric in the result.
@@ -182,7 +182,7 @@ def _sum_sequence(
     KIND: tl.constexpr, LEVEL: tl.constexpr, MODE: tl.constexpr, OLD_BY_TOKENS: tl.constexpr,
     RATIO_BY_TOKENS: tl.constexpr, DRIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the formula needs of the sequence before any token: its tokens, and sums over them.
+    """The sums over a sequence that the formula needs before any token.
 
     Returns: count; Σ of the log-ratio, of the drift, and of old − sampler; log w of "vespo".
     """
@@ -270,7 +270,7 @@ def _vespo_weight(A, log_w, k_pos, k_neg, lambda_pos, lambda_neg):
 #                                   count; None where the number is an argument, or counted here
 #   dlogprob, dentropy              (S, T) slopes, times boost, or None; sums: (COLUMNS, S)
 #   low, high, cispo_high, delta    bounds of a ratio; number: the weight of a token with SHARE "number"
-#   KIND, LEVEL, MODE, SHARE        the formula, what has a ratio, the sampler's ratio, what a token is divided by
+#   KIND, LEVEL, MODE, SHARE        the formula; token or sequence has a ratio; the sampler's ratio; a token's weight
 @jit
 @do_not_specialize("S", "T", "ignore_index")
 def _policy_kernel(
@@ -302,7 +302,7 @@ def _policy_kernel(
         sampled_of_sequence = _bound_ratio(difference_sum, sampler_low, sampler_high, MODE)
     log_w = _clamp(log_w, LOG_LEAST, 20.0)
 
-    # What a token counts for.
+    # The weight of a token.
     tokens = 1.0
     if SHARE == "tokens" or WITH_BONUS:
         tokens = _count_tokens(target_ptr, total_ptr, S, T, ignore_index, COUNT_BLOCK)

@@ -1,4 +1,4 @@
-"""The metrics of policy losses, by TRL's names: shares of clipped ratios, means and extremes over what counts."""
+"""The metrics of policy losses, by TRL's names: shares of clipped ratios, means and extremes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLER_NAMES = tuple(f"sampling/importance_sampling_ratio/{name}" for name in (
 
 
 def clip_metric_names(formula: str) -> tuple[str, ...]:
-    """What `clip_ratios` returns."""
+    """The names of the results of `clip_ratios`."""
     return {"cispo": ("cispo_clip_ratio",), "sapo": (), "vespo": ()}.get(formula, CLIP_NAMES)
 
 

@@ -1,4 +1,4 @@
-"""The options of policy losses, which raise when they are made, and what a trainer knows of sampled completions."""
+"""The options of policy losses, which raise when they are made, and a trainer's data of sampled completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PolicyLoss(NamedTuple):
     """A type of policy loss.
 
     formula: of a token; the branch of `Policy` that computes it.
-    share: what the sum over tokens is divided by. "sequence": sequences · tokens of the token's sequence; "tokens": all
+    share: the divisor of the sum over tokens. "sequence": sequences · tokens of the token's sequence; "tokens": all
         tokens that count; "items": num_items_in_batch; "sequences"; "length": sequences · max_completion_length.
     """
 
@@ -162,15 +162,15 @@ class Sampler(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """What a trainer knows of S sampled completions of at most T tokens. A loss takes the advantages alone, too.
+    """A trainer's data of S sampled completions of at most T tokens. A loss takes the advantages alone, too.
 
     Args:
         advantages: (S,) or (S, T); (S,) for `rloo`, each reward less the mean of the others of its prompt.
         old: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" of an earlier
             call. `rloo` takes sums of sequences as well, (S,). None: this policy's own.
         ref: (S, T) log-probabilities under the reference model, or a `tigon.losses.Hidden`, its hidden states and head.
-            beta wants one; with beta = 0, "kl" is still reported. Of `grpo`.
-        sampler: (S, T) log-probabilities of the engine that sampled, or a `Sampler` that holds the ratio. Of `grpo`.
+            beta wants one; with beta = 0, "kl" is still reported. For `grpo` only.
+        sampler: (S, T) log-probabilities of the sampling engine, or a `Sampler` that holds the ratio. For `grpo` only.
     """
 
     advantages: Tensor

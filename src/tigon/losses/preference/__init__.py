@@ -10,7 +10,7 @@ Names and semantics are those of TRL 1.16. All functions take their tensors and 
     head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or group.
     target: (S, T), integers: the token that x[s, t] predicts (already shifted), or ignore_index where it does not count
         (prompt, padding).
-    ref: what the reference model says: log-probabilities of the sequences, or a `tigon.losses.Hidden`, its hidden
+    ref: the reference model: log-probabilities of the sequences, or a `tigon.losses.Hidden`, its hidden
         states and head, whose log-probabilities are then computed along the way. No gradient.
     config: a frozen object of the family's options, each with a `temperature`, which divides the logits, and an
         `ignore_index`.
@@ -264,8 +264,8 @@ def kto(
         x: (S, T, H), one completion a sequence.
         head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (S, T).
-        unpaired: a `tigon.losses.Unpaired`: which completions are desirable, what the reference model says of them, and
-            the KL term.
+        unpaired: a `tigon.losses.Unpaired`: which completions are desirable, their log-probabilities under the
+            reference, and the KL term.
         config: the kind of loss and its numbers.
         chunks: which tokens are left out, and what the walk over the others costs.
     Returns: the loss, and rewards/chosen, /rejected, /margins, logps/chosen, /rejected, logits/chosen, /rejected, means

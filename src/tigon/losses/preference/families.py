@@ -96,10 +96,10 @@ class Pairs(Family):
 
 
 class Pair(NamedTuple):
-    """What the types of DPO are made of, (n, 1) each: w of the chosen (winner), l of the rejected.
+    """The terms of the types of DPO, (n, 1) each: w of the chosen (winner), l of the rejected.
 
     ratio: log πθ(y) / π_ref(y). score: f'(ratio), the ratio itself for the reverse KL. margin: β · difference of
-    scores. count: tokens. delta: what bco_pair takes off the rewards.
+    scores. count: tokens. delta: bco_pair subtracts it from the rewards.
     """
 
     ratio_w: Tensor
@@ -239,7 +239,7 @@ class DPOOptions(NamedTuple):
 
 class DPOTensors(NamedTuple):
     """reference: (S,) log-probabilities that are given. token_weights: (S, T), in the sequences' log-probabilities.
-    delta: (S,), what "bco_pair" takes off the rewards.
+    delta: (S,), which "bco_pair" subtracts from the rewards.
     """
 
     reference: Tensor | None = None
@@ -281,7 +281,7 @@ class DPOFamily(Pairs, key="dpo"):
         return BATCH if any(DPO_LOSSES[term.name].whole_batch for term in self.options.terms) else 2
 
     def grad_scale(self, sequences: int, tokens: int) -> float:
-        # "sft" also divides by tokens. The scale is the geometric mean of what "sft" and the other types need.
+        # "sft" also divides by tokens: the scale is the geometric mean of those of "sft" and of the other types.
         if any(term.name == "sft" for term in self.options.terms):
             return float(super().grad_scale(sequences, tokens) * max(1, tokens) ** 0.5)
         bounded = self.options.divergence == "reverse_kl" and all(

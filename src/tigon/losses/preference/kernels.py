@@ -98,7 +98,7 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
 @jit
 def _log_sigmoid(z):
     u = tl.exp(-tl.abs(z))
-    # log(1 + u), and what rounding 1 + u has lost: near 0 that is all.
+    # log(1 + u), and the part that rounding 1 + u has lost: near 0 that is all.
     w = 1.0 + u
     return tl.where(z < 0, z, 0.0) - (tl.log(w) + (u - (w - 1.0)) / w)
 
@@ -136,8 +136,8 @@ def _sum_sequence(
     target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, sequence, T, ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a sequence: tokens, tokens of the completion; sums of log-probabilities over each, of the reference's, of
-    entropies and mean logits; the tokens than which none is likelier."""
+    """Sums over a sequence: tokens, tokens of the completion; log-probabilities over each, the reference's, entropies,
+    mean logits; the tokens than which none is likelier."""
     count, within = 0, 0
     all_logprob, logprob, theirs, entropy, logits, hits = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for start in range(0, T, BLOCK):
