@@ -242,7 +242,7 @@ def test_every_public_loss_has_a_reference():
 @pytest.fixture
 def dummy(monkeypatch):
     """A type of DPO that stands in the one place of the source that CONTRIBUTING.md names."""
-    row = families.DPOLoss(lambda p: (p.margin - 1).square() + p.ratio_l)
+    row = families.PairLoss(lambda p: (p.margin - 1).square() + p.ratio_l)
     monkeypatch.setitem(families.DPO_LOSSES, "dummy", row)
 
 

@@ -4,7 +4,7 @@ Each device of a group holds consecutive rows of the weight, and all tokens of x
 device. The devices exchange
 
     once a chunk of tokens     3 to 5 numbers a token, the statistics of tigon.ops.shard_statistics; in distillation
-                               others, twice (tigon.losses.distillation.split)
+                               others, twice (tigon.losses.distillation.heads)
     once a chunk of tokens     the sum of the devices' dx, while the chunk's dw is computed
 
 The weight's gradient needs nothing from other devices. `linear_logprob` sends the numbers of all tokens at once, 5 in

@@ -52,7 +52,7 @@ def write_rows(rows: Rows, teacher: Tensor, formula: Formula, shards: Shards | N
     else:
         # A few rows at a time: the steps make several tensors as wide as the logits.
         for part in _cache_sized(rows.logits):
-            _write_in_steps(rows.slice(part).with_local_labels(formula), teacher[part], formula, None)
+            _write_in_steps(rows.select(part).with_local_labels(formula), teacher[part], formula, None)
 
 
 def _write_in_steps(rows: Rows, teacher: Tensor, formula: Formula, shards: Shards | None) -> None:
@@ -309,7 +309,7 @@ def write_values(rows: Rows, teacher: Tensor, merged: Tensor, formula: Formula) 
         return mean.zero_()
     if not use_triton(rows.logits, teacher):
         for part in _cache_sized(rows.logits):
-            mean[part] = values_reference(rows.slice(part), teacher[part], merged[part], formula)
+            mean[part] = values_reference(rows.select(part), teacher[part], merged[part], formula)
         return mean
     _launch(rows, teacher, formula, merged=merged, mean=mean, values=True, gradient=False)
     return mean
@@ -328,7 +328,7 @@ def write_gradients(rows: Rows, teacher: Tensor, merged: Tensor, means: Tensor |
         total = None if means is None else means.sum(0)
         for part in _cache_sized(rows.logits):
             here = None if total is None else total[part]
-            gradients_reference(rows.slice(part), teacher[part], merged[part], here, formula)
+            gradients_reference(rows.select(part), teacher[part], merged[part], here, formula)
     elif formula.kind == "cosine":
         _launch_cosine(rows, teacher, formula, merged=merged, gradient=True)
     else:

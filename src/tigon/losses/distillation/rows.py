@@ -23,7 +23,7 @@ class TopK(NamedTuple):
     ids: Tensor
     logprobs: Tensor
 
-    def slice(self, part: slice) -> TopK:
+    def select(self, part: slice) -> TopK:
         return TopK(self.ids[part], self.logprobs[part])
 
 
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
         """The logits in the dtype of the results."""
         return self.logits.to(self.soft.dtype)
 
-    def slice(self, part: slice) -> Rows:
+    def select(self, part: slice) -> Rows:
         labels = None if self.labels is None else self.labels[part]
         hard = None if self.hard is None else self.hard[part]
         return Rows(self.logits[part], labels, self.soft[part], hard, self.factor)

@@ -283,7 +283,7 @@ def compute_statistics(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
         return out
     if not use_triton(rows.logits, teacher):
         for part in _cache_sized(rows.logits):
-            out[part] = statistics_reference(rows.slice(part), teacher[part], formula)
+            out[part] = statistics_reference(rows.select(part), teacher[part], formula)
         return out
     sizes = V, rows.logits.stride(0), teacher.stride(0)
     numbers = formula.k, *formula.student, *formula.teacher

@@ -55,7 +55,7 @@ def write_rows(rows: Rows, teacher: TopK, formula: Formula, shards: Shards | Non
     else:
         span = 0, rows.logits.shape[1]
         for part in _cache_sized(rows.logits):
-            here, given = rows.slice(part).with_local_labels(formula), teacher.slice(part)
+            here, given = rows.select(part).with_local_labels(formula), teacher.select(part)
             write_merged(here, given, compute_statistics(here, given, formula, span).unsqueeze(0), formula, span)
 
 
@@ -306,7 +306,7 @@ def compute_statistics(rows: Rows, teacher: TopK, formula: Formula, span: tuple[
         return out
     if not use_triton(rows.logits):
         for part in _cache_sized(rows.logits):
-            out[part] = statistics_reference(rows.slice(part), teacher.slice(part), formula, span[0])
+            out[part] = statistics_reference(rows.select(part), teacher.select(part), formula, span[0])
         return out
     # The span is part of the launch's key: a kernel may be compiled for the numbers' divisibility.
     sizes = V, K, *span, rows.logits.stride(0), ids.stride(0), logprobs.stride(0)
@@ -328,7 +328,7 @@ def write_merged(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula, spa
         _launch(rows, teacher, formula, parts, span, V)
         return
     for part in _cache_sized(rows.logits):
-        merged_reference(rows.slice(part), teacher.slice(part), parts[:, part], formula, span, V)
+        merged_reference(rows.select(part), teacher.select(part), parts[:, part], formula, span, V)
 
 
 def _launch(rows: Rows, teacher: TopK, formula: Formula, parts: Tensor | None, span: Any, V: int | None = None) -> None:

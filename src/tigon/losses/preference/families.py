@@ -160,7 +160,7 @@ def _discopop(p: Pair) -> Tensor:
     return -F.logsigmoid(p.margin) * torch.sigmoid(-of) + torch.exp(F.logsigmoid(of) - p.margin)
 
 
-class DPOLoss(NamedTuple):
+class PairLoss(NamedTuple):
     """A type of DPO.
 
     formula: of pairs, (n, 1). None: of tokens, which the family has.
@@ -176,31 +176,31 @@ class DPOLoss(NamedTuple):
 
 
 # By TRL's names. A type is a row here, and a word of DPOType, which type checkers see.
-DPO_LOSSES: dict[str, DPOLoss] = {
-    "sigmoid": DPOLoss(lambda p: -F.logsigmoid(p.margin), any_divergence=True, bounded=True),
-    "hinge": DPOLoss(lambda p: torch.relu(1 - p.margin), any_divergence=True, bounded=True),
-    "ipo": DPOLoss(lambda p: (p.per_token() - 1 / (2 * p.beta)).square(), any_divergence=True),
-    "exo_pair": DPOLoss(_exo_pair, any_divergence=True),
-    "nca_pair": DPOLoss(_nca_pair, bounded=True),
-    "robust": DPOLoss(_robust, any_divergence=True),
-    "bco_pair": DPOLoss(
+DPO_LOSSES: dict[str, PairLoss] = {
+    "sigmoid": PairLoss(lambda p: -F.logsigmoid(p.margin), any_divergence=True, bounded=True),
+    "hinge": PairLoss(lambda p: torch.relu(1 - p.margin), any_divergence=True, bounded=True),
+    "ipo": PairLoss(lambda p: (p.per_token() - 1 / (2 * p.beta)).square(), any_divergence=True),
+    "exo_pair": PairLoss(_exo_pair, any_divergence=True),
+    "nca_pair": PairLoss(_nca_pair, bounded=True),
+    "robust": PairLoss(_robust, any_divergence=True),
+    "bco_pair": PairLoss(
         lambda p: -F.logsigmoid(p.beta * p.ratio_w - p.delta) - F.logsigmoid(p.delta - p.beta * p.ratio_l), bounded=True
     ),
-    "sppo_hard": DPOLoss(lambda p: (p.ratio_w - 0.5 / p.beta).square() + (p.ratio_l + 0.5 / p.beta).square()),
-    "aot": DPOLoss(_aot, bounded=True, whole_batch=True),
-    "aot_unpaired": DPOLoss(
+    "sppo_hard": PairLoss(lambda p: (p.ratio_w - 0.5 / p.beta).square() + (p.ratio_l + 0.5 / p.beta).square()),
+    "aot": PairLoss(_aot, bounded=True, whole_batch=True),
+    "aot_unpaired": PairLoss(
         lambda p: _smooth_log_sigmoid(p.beta * (_sort(p.ratio_w) - _sort(p.ratio_l)), p.smoothing),
         bounded=True, whole_batch=True,
     ),
-    "apo_zero": DPOLoss(
+    "apo_zero": PairLoss(
         lambda p: torch.sigmoid(-p.beta * p.ratio_w) + torch.sigmoid(p.beta * p.ratio_l), bounded=True
     ),
-    "apo_down": DPOLoss(
+    "apo_down": PairLoss(
         lambda p: torch.sigmoid(p.beta * p.ratio_w) + torch.sigmoid(p.beta * (p.ratio_l - p.ratio_w)), bounded=True
     ),
-    "discopop": DPOLoss(_discopop, any_divergence=True),
-    "sigmoid_norm": DPOLoss(lambda p: -F.logsigmoid(p.beta * p.per_token()), any_divergence=True, bounded=True),
-    "sft": DPOLoss(None, any_divergence=True),
+    "discopop": PairLoss(_discopop, any_divergence=True),
+    "sigmoid_norm": PairLoss(lambda p: -F.logsigmoid(p.beta * p.per_token()), any_divergence=True, bounded=True),
+    "sft": PairLoss(None, any_divergence=True),
 }  # fmt: skip
 DPOType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
