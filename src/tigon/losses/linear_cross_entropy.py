@@ -101,9 +101,9 @@ def linear_cross_entropy(
         _check_main_grad(grad, inputs.weight, dtype, reduction)
         if torch.is_grad_enabled():
             upstream = to_scalar(upstream_scale, x.device, dtype)
-            loss, *_ = _IntoMainGrad.apply(*tensors, grad, upstream, options, inputs.shards)
-            return loss  # type: ignore[no-any-return]
-    loss = _linear_cross_entropy(tensors, options, inputs.shards)
+            added: Tensor = _IntoMainGrad.apply(*tensors, grad, upstream, options, inputs.shards)[0]
+            return added
+    loss: Tensor = _linear_cross_entropy(tensors, options, inputs.shards)
     return loss.view(inputs.target.shape) if reduction == "none" else loss
 
 

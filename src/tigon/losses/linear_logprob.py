@@ -178,7 +178,7 @@ class _AdaptedChunks(Chunks):
         return chunk
 
 
-def _count_buffer_rows(rows: Any, row_bytes: int, budget: int, keep: int) -> int:
+def _count_buffer_rows(rows: Any, row_bytes: int, budget: int, keep: int) -> Any:
     """Rows of the buffer of logits: those of the chunks that are kept from the end, at least one chunk."""
     size = chunk_rows(rows, row_bytes, budget) if rows else 0
     chunks = -(-rows // size) if rows else 0
@@ -251,11 +251,11 @@ def _backward_of_rows(
     # Another backward pass may read the kept logits, as under retain_graph: the gradient then has scratch memory.
     scratch = None if options.ours else empty_logits(chunks.size, weight.shape[0], x, plan.compute)
     for chunk in chunks.iterate_backward(logits, scratch=scratch):
-        slopes = [d if d is None else d[chunk.rows] for d in upstream]
+        dlogprob, dentropy = (d if d is None else d[chunk.rows] for d in upstream)
         dlogits = chunk.logits if scratch is None else scratch[: chunk.logits.shape[0]]
         logprob_gradient_rows(
-            chunk.logits, chunk.target, None if stats is None else stats[chunk.rows], *slopes, dlogits,
-            plan.ignore_index, *forward.transform, merged=shards is not None,
+            chunk.logits, chunk.target, None if stats is None else stats[chunk.rows], dlogprob, dentropy,
+            dlogits, plan.ignore_index, *forward.transform, merged=shards is not None,
         )  # fmt: skip
         chunk.logits = dlogits
         # The walk goes backwards, so the last chunk is the first to write the sums.

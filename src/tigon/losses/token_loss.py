@@ -60,7 +60,7 @@ def token_loss(
     chunks.check_unused(name, "logits_dtype", "keep_bytes")
     inputs = parse_inputs(name, x, head, target, ignore_index, chunks.accumulate, sequences=True)
     x, target = inputs.x, inputs.target
-    theirs = (None, None, None)
+    theirs: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if reference is not None:
         theirs = _parse_reference(name, reference, head, inputs, chunks.accumulate)
     stacks = family.group_size()
