@@ -172,7 +172,7 @@ MADE = {
         Made((8,), {"elementwise_affine": False}, (X,)),
         Made(((5, 8),), {}, None, "LayerNorm: normalized_shape must name the last dimension alone"),
     ],
-    "LinearCrossEntropyLoss": [Made((5, 7), {}, None, POSITIONAL)],
+    "LinearCrossEntropyLoss": [Made((5, 7), {}, None, "LinearCrossEntropyLoss: config must be a CrossEntropy, got 5")],
     "RMSNorm": [
         Made((8,), {}, (X,)),
         Made((8,), {}, (X.double(),)),

@@ -153,6 +153,9 @@ class _HeadLoss(_Loss, Generic[Config]):
 
     def __init__(self, config: Config | None = None, chunks: ChunkOptions = ChunkOptions()) -> None:
         super().__init__()
+        if config is not None and not isinstance(config, self.options):
+            name, kind = type(self).__name__, self.options.__name__
+            raise ValueError(f"{name}: config must be a {kind}, got {config!r}.")
         self.config, self.chunks = self.options() if config is None else config, chunks
 
     def forward(
