@@ -37,8 +37,8 @@ BY_KERNELS = [
 @pytest.mark.parametrize(("name", "options", "source"), BY_KERNELS, ids=str)
 def test_one_part_goes_to_the_kernels(name, options, source, known, triton_backend, device, monkeypatch):
     calls = []
-    pair_slopes = families.pair_slopes
-    monkeypatch.setattr(families, "pair_slopes", lambda *of: (calls.append(of), pair_slopes(*of)))
+    pair_slopes = families.write_pair_slopes
+    monkeypatch.setattr(families, "write_pair_slopes", lambda *of: (calls.append(of), pair_slopes(*of)))
 
     def run(dtype):
         x, weight, bias, target = batch(device, dtype)
