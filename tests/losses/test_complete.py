@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import flat
 import pytest
 import test_distillation
 import test_policy
@@ -24,7 +23,7 @@ from ops_table import OPS
 
 import tigon
 from tigon import losses, nn
-from tigon.losses import CPO, DPO, GRPO, KTO, SimPO, policy
+from tigon.losses import CPO, DPO, GRPO, KTO, SimPO, distillation, policy
 from tigon.losses.distillation import options as distillation_options
 from tigon.losses.policy import options as policy_options
 from tigon.losses.preference import families
@@ -79,14 +78,14 @@ def policy_reference(kind: str) -> torch.Tensor:
 
 
 def distill_reference(kind: str) -> torch.Tensor:
-    x, weight = torch.randn(3, 4), torch.randn(7, 4)
-    return flat.distill_reference(x, weight, x + 1, weight, loss_type=kind)[0]
+    x, head, config = torch.randn(3, 4), tigon.Head(torch.randn(7, 4)), Anything(losses.Distill(), kind)
+    return distillation.distill_reference(x, head, losses.Hidden(x + 1, head), config=config)[0]
 
 
 def topk_reference(kind: str) -> torch.Tensor:
     ids = torch.tensor([[0, 1]]).expand(3, 2)
-    x, weight = torch.randn(3, 4), torch.randn(7, 4)
-    return flat.distill_topk_reference(x, weight, ids, -torch.ones(3, 2), loss_type=kind)[0]
+    x, head, config = torch.randn(3, 4), tigon.Head(torch.randn(7, 4)), Anything(losses.DistillTopK(), kind)
+    return distillation.distill_topk_reference(x, head, losses.TopK(ids, -torch.ones(3, 2)), config=config)[0]
 
 
 def distill_cases(op: str, test: Callable[..., Any], default: str) -> set[str]:
