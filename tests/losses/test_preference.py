@@ -316,7 +316,7 @@ def test_the_kl_term_from_anywhere_is_the_same(monkeypatch):
         {"kl": kl.item()},
         {"kl_logps": logps, "ref_kl_logps": ref_logps},
         {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps},
-        {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps, "kl_count_lengths": ValidLengths(kl_target)},
+        {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps, "kl_lengths": ValidLengths(kl_target)},
     ):
         torch.testing.assert_close(call(**how, **of)[0], loss)
     monkeypatch.setattr(walk, "_evaluate_with_slopes", None)  # the KL term is asked for no gradient
