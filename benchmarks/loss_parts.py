@@ -36,7 +36,7 @@ from tigon.bench import report
 from tigon.kernels import HAS_TRITON, INTERPRET, launches, multiprocessors
 from tigon.losses.head import chunks as walks
 from tigon.losses.head import head as heads
-from tigon.losses.head.chunks import Chunks, chunk_budget, chunk_rows, spared_by_one_chunk
+from tigon.losses.head.chunks import Chunks, Gradients, chunk_budget, chunk_rows, count_spared_bytes
 from tigon.losses.head.head import Projection, class_blocks, empty_logits, product_into
 from tigon.ops.linear import weight_gradient
 
@@ -153,9 +153,12 @@ def overlapped(programs: float, device: torch.device) -> tuple[Change, ...]:
         least = 1 / multiprocessors(device) if programs else 0
         return (warps, depth, block, max(programs, least), *rest)
 
-    def walk(chunks: Chunks, losses: Tensor, factor: Any, dx: Any, dw: Any, db: Any, add: bool, *options: Any) -> None:
+    def walk(chunks: Chunks, losses: Tensor, factor: Any, gradients: Gradients, options: Any) -> None:
+        dx, dw = gradients.dx, gradients.dw
+        assert dx is not None
+        assert dw is not None
         room = empty_logits(chunks.size, chunks.head.weight.shape[0], chunks.head.x, chunks.dtype)
-        first = not add
+        first = True
         for start, stop in chunks.spans():
             half = min(stop, start + -(-(stop - start) // 256) * 128)
             parts = []
@@ -163,7 +166,7 @@ def overlapped(programs: float, device: torch.device) -> tuple[Change, ...]:
                 if a == b:
                     continue
                 part = chunks.compute(a, b, room[a - start : b - start])
-                passed = part.logits, part.target, losses[part.rows], None, factor, True, *options
+                passed = part.logits, part.target, losses[part.rows], None, factor, True, *options.of_rows
                 if side is None:
                     row_launches.cross_entropy_rows(*passed)
                     parts.append((part, None))
@@ -231,7 +234,7 @@ class Shape:
         self.x = normal(N, H).bfloat16().requires_grad_()
         self.weight = (2 * H**-0.5 * normal(V, H)).bfloat16().requires_grad_()
         self.target = torch.randint(0, V, (N,), generator=generator, device=bench.device)
-        spared = spared_by_one_chunk(self.weight, torch.bfloat16, "fp32")
+        spared = count_spared_bytes(self.weight, torch.bfloat16, "fp32")
         budget = chunk_budget(bench.device, chunk_bytes, whole=N * V * 2, spared=spared)
         self.rows = chunk_rows(N, V * 2, budget)
         self.count = -(-N // self.rows)
@@ -349,8 +352,8 @@ class Shape:
         return loss, dx, some, dw
 
     def step(self) -> tuple[Tensor, ...]:
-        walk = tigon.losses.Walk(chunk_bytes=self.chunk_bytes)
-        loss = tigon.linear_cross_entropy(self.x, self.weight, self.target, walk=walk)
+        chunks = tigon.losses.ChunkOptions(chunk_bytes=self.chunk_bytes)
+        loss = tigon.linear_cross_entropy(self.x, self.weight, self.target, chunks=chunks)
         return loss.detach(), *torch.autograd.grad(loss, (self.x, self.weight))
 
     def measure_step(self, name: str, right: tuple[float, Tensor, Tensor, Tensor], *changes: Change) -> None:

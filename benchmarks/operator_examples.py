@@ -95,7 +95,7 @@ y = tigon.prefix_attention(q, k, v, layout)  # (62, 8, 64)
     "cross_entropy": """\
 logits = torch.randn(4, 128, 1000, requires_grad=True)
 target = torch.randint(1000, (4, 128))
-loss = tigon.cross_entropy(logits, target, label_smoothing=0.1)
+loss = tigon.cross_entropy(logits, target, config=tigon.CrossEntropy(label_smoothing=0.1))
 loss.backward()
 """,
     "kl_div": """\

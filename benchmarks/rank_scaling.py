@@ -60,7 +60,9 @@ def judged(side: LiGRSide, data: Sequences, left_out: int, size: int = 2048) -> 
     for users in torch.arange(data.users).split(size):
         hidden = side.hidden(users, left_out + 1).float()
         target = data.items[(data.offsets[users + 1] - 1 - left_out).to(hidden.device)]
-        total += tigon.linear_cross_entropy(hidden, side.table[1:].float(), target - 1, reduction="sum").double()
+        total += tigon.linear_cross_entropy(
+            hidden, side.table[1:].float(), target - 1, config=tigon.CrossEntropy(reduction="sum")
+        ).double()
         z = hidden @ side.table[1:].float().t()
         places.append((z >= z.gather(1, target[:, None] - 1)).sum(1))
     return {"loss": total.item() / data.users, "hr@10": (torch.cat(places) <= 10).double().mean().item()}

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tigon.integrations.liger.cross_entropy import in_chunks
 from tigon.integrations.liger.options import Options, accumulate, without_effect
 from tigon.losses.distillation import Distill, distill
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Hidden
-from tigon.losses.head.walk import Walk
-from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.cross_entropy import CrossEntropy, cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.targets import as_labels
 
@@ -102,7 +102,7 @@ def liger_fused_linear_jsd(
     return distill(
         student_input, student_weight, Hidden(teacher_input, teacher_weight), shift_labels,
         config=Distill(beta=jsd_beta, ignore_index=ignore_index, temperature=temperature),
-        walk=Walk(accumulate=summed, logits_dtype=torch.float32),
+        chunks=ChunkOptions(accumulate=summed, logits_dtype=torch.float32),
     )[0]  # fmt: skip
 
 
@@ -153,7 +153,9 @@ class LigerFusedCETVDLoss(Options):
         self._keep(ignore_index=ignore_index)
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        ce = cross_entropy(student_logits, target, ignore_index=self.ignore_index, reduction="none")
+        ce = cross_entropy(
+            student_logits, target, config=CrossEntropy(ignore_index=self.ignore_index, reduction="none")
+        )
         distance = tvd(
             student_logits, teacher_logits.detach(), reduction="rows", temperature=1.0,
             mask=_mask(target, self.ignore_index),
