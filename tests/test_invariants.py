@@ -517,7 +517,13 @@ def library_calls(op: Op, case: Case, dtype, device, monkeypatch) -> list[tuple]
 
 def as_library_call(func, args) -> tuple:
     """The same of calls that differ in sizes and numbers alone: flags, names, and which tensors are left out."""
-    return func, *(a if isinstance(a, bool | str) else type(a) for a in args)
+
+    def flag(a):
+        if isinstance(a, list):  # of a loss: its whole numbers and flags, its numbers, its words
+            return tuple(e if isinstance(e, str) or (type(e) in (int, bool) and e in (0, 1)) else type(e) for e in a)
+        return a if isinstance(a, bool | str) else type(a)
+
+    return func, *map(flag, args)
 
 
 @cache
@@ -793,7 +799,7 @@ def arguments_of(name: str) -> set[str]:
     if "head" in words:
         values = (
             tigon.Head,
-            *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Rollout", "Sampler", "TopK", "Walk")),
+            *(getattr(tigon.losses, n) for n in ("Hidden", "MainGrad", "Rollout", "Sampler", "TopK", "ChunkOptions")),
         )
         options = (getattr(tigon.losses, n) for n in ("GRPO", "Distill", "DistillTopK"))
         words |= {field for value in (*values, *options) for field in inspect.signature(value).parameters}
@@ -802,8 +808,10 @@ def arguments_of(name: str) -> set[str]:
 
 def wrong_with(sentence: str, name: str) -> str | None:
     """What a sentence about bad input lacks: the operation, the argument, or what came."""
-    # Walk refuses its numbers itself, when it is made.
-    found = re.fullmatch(rf"({name}|Walk): (.+?) (?:must|goes with) .*\bgot .+\.", sentence, re.DOTALL)
+    # Options refuse their numbers themselves, when they are made.
+    found = re.fullmatch(
+        rf"({name}|ChunkOptions|CrossEntropy): (.+?) (?:must|goes with) .*\bgot .+\.", sentence, re.DOTALL
+    )
     if found is None:
         return f"not 'op: argument must …, got ….': {sentence}"
     # What `swiglu(gate_up)` was handed is its argument gate.

@@ -30,8 +30,6 @@ MOST = 6
 SHARE = 0.82
 # Functions of more than six parameters, and why.
 LONG = {
-    "cross_entropy": "the options of torch.nn.functional.cross_entropy by their names, and what torch's lacks",
-    "linear_cross_entropy": "as cross_entropy, so that one may stand for the other",
     "embedding_bag": "the arguments of torch.nn.functional.embedding_bag by their names, and the tables of fields",
     "filtered_topk": "queries, items and k, and what each row has beside its vector",
     "fit": "what is fitted on what, and what a run that goes on takes and says",

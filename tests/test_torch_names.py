@@ -49,6 +49,7 @@ LOGS, SHARES = randn(4, 7).log_softmax(-1), randn(4, 7, seed=1).softmax(-1)
 IMAGE, MAP = randn(2, 5, 3, 4), torch.randint(0, 5, (2, 3, 4), generator=torch.Generator().manual_seed(3))
 TABLE, IDS = randn(9, 4), torch.tensor([[0, 8, 3], [3, 3, 2]])
 FLAT, BEGINS, FACTORS = torch.tensor([0, 8, 3, 3, 2]), torch.tensor([0, 2, 2]), randn(2, 3, seed=4)
+CONFIG = r"\w+ must be passed as config=tigon.CrossEntropy\(\w+=…\)"
 POSITIONAL, KEYWORD = "takes .*positional", "got an unexpected keyword argument"
 NORMALIZED = "weight must be a tensor, got .*: where torch.nn.functional.* takes normalized_shape"
 SECOND = r"cross_entropy: logits must have their classes in the last dimension.*movedim\(1, -1\)"
@@ -57,12 +58,13 @@ CALLS = {
     "cross_entropy": [
         Call((Z, TARGET)),
         Call((Z, TARGET, CLASSES)),
-        Call((Z, TARGET), {"weight": CLASSES, "reduction": "sum"}),
-        Call((Z, TARGET.clamp(min=0)), {"ignore_index": 1, "label_smoothing": 0.1, "reduction": "none"}),
+        Call((Z, TARGET), {"weight": CLASSES}),
+        Call((Z, TARGET), {"weight": CLASSES, "reduction": "sum"}, CONFIG),
+        Call((Z, TARGET.clamp(min=0)), {"ignore_index": 1, "label_smoothing": 0.1}, CONFIG),
         Call((Z[0], TARGET[0])),
         Call((Z, TARGET, None, None, 1), {}, POSITIONAL),
         Call((Z, TARGET), {"size_average": False}, KEYWORD),
-        Call((), {"input": Z, "target": TARGET}, KEYWORD),
+        Call((), {"input": Z, "target": TARGET}, "missing 1 required positional argument: 'logits'"),
         Call((Z, Z.softmax(-1)), {}, r"cross_entropy: target must have shape \(6,\)"),
         Call((IMAGE, MAP), {}, SECOND),
         Call((randn(2, 5, 5), torch.zeros(2, 5).long()), {}, SECOND),
@@ -118,10 +120,9 @@ CALLS = {
     ],
     "linear_cross_entropy": [
         Call((Z, randn(7, 5), TARGET.clamp(min=0))),
-        Call((Z, randn(7, 5), TARGET.clamp(min=0)), {"label_smoothing": 0.1, "reduction": "sum"}),
-        Call((Z, randn(7, 5), TARGET), {"ignore_index": -100}),
+        Call((Z, randn(7, 5), TARGET.clamp(min=0)), {"label_smoothing": 0.1, "reduction": "sum"}, CONFIG),
         Call((Z, randn(7, 5), TARGET), {"linear_bias": randn(7)}, KEYWORD),
-        Call((Z, randn(7, 5), TARGET), {"weight": randn(7)}, KEYWORD),
+        Call((Z, randn(7, 5), TARGET), {"weight": randn(7)}, "weight must be passed as head=tigon.Head"),
     ],
     "rms_norm": [
         Call((X, (8,)), {}, NORMALIZED),
@@ -143,8 +144,8 @@ CALLS = {
 MADE = {
     "CrossEntropyLoss": [
         Made((), {}, (Z, TARGET)),
-        Made((CLASSES,), {"ignore_index": 1, "label_smoothing": 0.1}, (Z, TARGET.clamp(min=0))),
-        Made((), {"reduction": "none"}, (Z, TARGET)),
+        Made((CLASSES,), {}, (Z, TARGET.clamp(min=0))),
+        Made((), {"reduction": "none"}, None, KEYWORD),
         Made((), {}, (IMAGE, MAP), SECOND),
         Made((None, False), {}, None, POSITIONAL),
     ],
@@ -171,7 +172,7 @@ MADE = {
         Made((8,), {"elementwise_affine": False}, (X,)),
         Made(((5, 8),), {}, None, "LayerNorm: normalized_shape must name the last dimension alone"),
     ],
-    "LinearCrossEntropyLoss": [Made((5, 7), {}, None, POSITIONAL)],
+    "LinearCrossEntropyLoss": [Made((5, 7), {}, None, "LinearCrossEntropyLoss: config must be a CrossEntropy, got 5")],
     "RMSNorm": [
         Made((8,), {}, (X,)),
         Made((8,), {}, (X.double(),)),

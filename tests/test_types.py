@@ -41,7 +41,7 @@ def test_mypy_finds_wrong_words(tmp_path):
 
     x, t = torch.randn(2, 8), torch.zeros(2).long()
     tigon.rms_norm(x, cast="gemma")
-    tigon.cross_entropy(x, t, reduction="sum")
+    tigon.cross_entropy(x, t, config=tigon.CrossEntropy(reduction="sum"))
     tigon.geglu(x, x, approximate="none")
     tigon.gated_linear(x, x, x, act="relu2")
     tigon.Rope(angles="once")
@@ -54,9 +54,9 @@ def test_mypy_finds_wrong_words(tmp_path):
     tigon.tvd(x, x, reduction="rows")
     tigon.add_rms_norm(x, x, cast="none")
     tigon.gated_mlp(x, x, x, x, act="gelu")
-    tigon.linear_cross_entropy(x, x, t, reduction="none")
+    tigon.linear_cross_entropy(x, x, t, config=tigon.CrossEntropy(reduction="none"))
     tigon.fuse(torch.nn.Linear(8, 8), recompute="mlp")
-    tigon.nn.LinearCrossEntropyLoss(label_smoothing=0.1)
+    tigon.nn.LinearCrossEntropyLoss(tigon.CrossEntropy(label_smoothing=0.1))
     tigon.nn.DPOLoss(tigon.losses.DPO(beta=0.1))
     tigon.losses.grpo(x, x, t, tigon.losses.Rollout(x, old=x))
     """

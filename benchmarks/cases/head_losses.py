@@ -277,53 +277,60 @@ def _eager_distill(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight:
     return _mixture_jsd(F.log_softmax(F.linear(x, weight).to(wide), -1), teacher) / x.shape[0]
 
 
-def _tigon_linear_cross_entropy(note: str, compact: bool = False, **walk: Any) -> Implementation:
+def _tigon_linear_cross_entropy(note: str, compact: bool = False, **chunks: Any) -> Implementation:
     """compact: hand over how many labels count, so that ignored rows are left out."""
 
     def load() -> Callable[..., Any]:
         from tigon import linear_cross_entropy
-        from tigon.losses import Walk
+        from tigon.losses import ChunkOptions
 
         return lambda x, weight, target, num_valid: linear_cross_entropy(
-            x, weight, target, walk=Walk(valid=num_valid if compact else None, **walk)
+            x, weight, target, chunks=ChunkOptions(valid_tokens=num_valid if compact else None, **chunks)
         )
 
     return Implementation(load, note=note)
 
 
-def _tigon_linear_logprob(note: str, **walk: Any) -> Implementation:
+def _tigon_linear_logprob(note: str, **chunks: Any) -> Implementation:
     def load() -> Callable[..., Any]:
         from tigon import linear_logprob
-        from tigon.losses import Walk
+        from tigon.losses import ChunkOptions
 
-        chosen = Walk(**walk)
-        return lambda x, weight, target, num_valid: linear_logprob(x, weight, target, walk=chosen).logprob
+        chosen = ChunkOptions(**chunks)
+        return lambda x, weight, target, num_valid: linear_logprob(x, weight, target, chunks=chosen).logprob
 
     return Implementation(load, note=note)
 
 
 def _tigon_dpo() -> Callable[..., Any]:
-    from tigon.losses import DPO, Hidden, Walk, dpo
+    from tigon.losses import DPO, ChunkOptions, Hidden, dpo
 
     config = DPO(beta=BETA)
     return lambda x, weight, target, lengths, ref_x, ref_weight: dpo(
-        x, weight, target, Hidden(ref_x, ref_weight), config=config, walk=Walk(valid=lengths)
+        x, weight, target, Hidden(ref_x, ref_weight), config=config, chunks=ChunkOptions(valid_tokens=lengths)
     )[0]
 
 
 def _tigon_orpo() -> Callable[..., Any]:
-    from tigon.losses import ORPO, Walk, orpo
+    from tigon.losses import ORPO, ChunkOptions, orpo
 
     config = ORPO(beta=BETA)
-    return lambda x, weight, target, lengths: orpo(x, weight, target, config=config, walk=Walk(valid=lengths))[0]
+    return lambda x, weight, target, lengths: orpo(
+        x, weight, target, config=config, chunks=ChunkOptions(valid_tokens=lengths)
+    )[0]
 
 
 def _tigon_grpo() -> Callable[..., Any]:
-    from tigon.losses import GRPO, Rollout, Walk, grpo
+    from tigon.losses import GRPO, ChunkOptions, Rollout, grpo
 
     config = GRPO(loss_type="grpo", beta=KL, use_bias_correction_kl=False, epsilon=0.2)
     return lambda x, weight, target, lengths, advantages, old_logprob, ref_logprob: grpo(
-        x, weight, target, Rollout(advantages, old_logprob, ref_logprob), config=config, walk=Walk(valid=lengths)
+        x,
+        weight,
+        target,
+        Rollout(advantages, old_logprob, ref_logprob),
+        config=config,
+        chunks=ChunkOptions(valid_tokens=lengths),
     )[0]
 
 

@@ -40,8 +40,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import tigon
-from tigon.losses import Distill, Hidden, TopK, Walk, distill, distill_topk
-from tigon.losses.head.vocabulary_parallel import Arriving, Shards
+from tigon.losses import ChunkOptions, Distill, Hidden, TopK, distill, distill_topk
+from tigon.losses.head.vocabulary_parallel import PendingTensor, Shards
 
 SHAPES = ((8192, 4096, 128256), (32768, 4096, 128256), (16384, 2048, 151936), (32768, 2304, 256000))
 CHECKED_ROWS = 512  # of the batch, in fp64
@@ -119,7 +119,7 @@ class Loss:
 
 
 def cross_entropy(p: Problem, x: Tensor, weight: Tensor, _: Tensor | None, target: Tensor, **options: Any) -> Tensor:
-    return tigon.linear_cross_entropy(x, _head(weight, options), target, walk=Walk(**options))
+    return tigon.linear_cross_entropy(x, _head(weight, options), target, chunks=ChunkOptions(**options))
 
 
 def _head(weight: Tensor, options: dict[str, Any]) -> tigon.Head:
@@ -133,13 +133,13 @@ def distill_jsd(
 ) -> Tensor:  # fmt: skip
     config = Distill(loss_type="kl", temperature=2.0, hard_weight=0.5) if hinton else Distill()
     teacher = Hidden(p.teacher_x[: x.shape[0]], teacher_weight)
-    return distill(x, _head(weight, options), teacher, target, config=config, walk=Walk(**options))[0]
+    return distill(x, _head(weight, options), teacher, target, config=config, chunks=ChunkOptions(**options))[0]
 
 
 def distilled_topk(p: Problem, x: Tensor, weight: Tensor, _: Tensor, target: Tensor, **options: Any) -> Tensor:
     rows = x.shape[0]
     teacher = TopK(p.ids[:rows], p.logprobs[:rows])
-    return distill_topk(x, _head(weight, options), teacher, target, walk=Walk(**options))[0]
+    return distill_topk(x, _head(weight, options), teacher, target, chunks=ChunkOptions(**options))[0]
 
 
 def teachers(p: Problem, z: Tensor) -> Tensor:
@@ -235,10 +235,10 @@ class Nothing:
 def in_silence(p: Problem, x: Tensor, target: Tensor) -> Result:
     """The walk without collectives: every device takes its own statistics for all, and its share of dx for the sum."""
 
-    def gather(self: Shards, own: Tensor) -> Arriving:
-        return Arriving(own.expand(len(self.sizes), *own.shape).contiguous(), Nothing())
+    def gather(self: Shards, own: Tensor) -> PendingTensor:
+        return PendingTensor(own.expand(len(self.sizes), *own.shape).contiguous(), Nothing())
 
-    with replace_functions(gather=gather, sum=lambda self, t: Arriving(t, Nothing())):
+    with replace_functions(gather=gather, sum=lambda self, t: PendingTensor(t, Nothing())):
         return run_sharded(p, x, target)
 
 
@@ -250,7 +250,7 @@ class Collectives:
         gather, sum_ = Shards.gather, Shards.sum
 
         def recorded(send: Any) -> Any:
-            def record(shards: Shards, t: Tensor) -> Arriving:
+            def record(shards: Shards, t: Tensor) -> PendingTensor:
                 self.sent.append((lambda u: send(shards, u).wait(), torch.zeros_like(t)))
                 return send(shards, t)  # type: ignore[no-any-return]
 

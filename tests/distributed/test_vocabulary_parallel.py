@@ -453,7 +453,7 @@ def test_distillation_of_dtensors(ranks):
 
 def what_all_say(rank, world, device):
     """Of many rows: what the gradients of each device are computed with."""
-    from tigon.losses.distillation.split import gradients, topk
+    from tigon.losses.distillation import heads, topk
 
     draw = torch.Generator().manual_seed(2)
     x, theirs = torch.randn(2, 2000, 8, generator=draw).to(device)
@@ -470,8 +470,8 @@ def what_all_say(rank, world, device):
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "write_gradients", recorded(gradients.write_gradients, (2, 3)))
-        patch.setattr(topk, "write_rows", recorded(topk.write_rows, (2,)))
+        patch.setattr(heads, "write_gradients", recorded(heads.write_gradients, (2, 3)))
+        patch.setattr(topk, "write_merged", recorded(topk.write_merged, (2,)))
         for loss_type in ("jsd", "cosine"):
             flat.distill(x.requires_grad_(), own, theirs, own, loss_type=loss_type, group=dist.group.WORLD)
         flat.distill_topk(x, own, ids, logprobs, group=dist.group.WORLD)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tigon
+from tigon.losses import inputs
 from tigon.losses.head.chunks import (
     CHUNK_BYTES,
     CPU_CHUNK_BYTES,
@@ -16,9 +17,9 @@ from tigon.losses.head.chunks import (
     ValidCount,
     chunk_budget,
     chunk_rows,
-    scalar,
+    to_scalar,
 )
-from tigon.losses.head.head import Projection, class_blocks, empty_logits, with_bias
+from tigon.losses.head.head import Projection, append_bias, class_blocks, empty_logits
 
 CPU = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def test_every_valid_row_is_visited_once_with_its_logits(num_valid):
     order = torch.arange(300) if chunks.index is None else chunks.index
     assert set(order.tolist()) >= set((target != -100).nonzero().flatten().tolist())
     assert torch.equal(x[order], torch.cat([c.x for c in chunks]))
-    assert torch.equal(chunks.in_batch_order(torch.ones(chunks.visited)) == 1, (target != -100) | (num_valid is None))
+    assert torch.equal(chunks.scatter_to_batch(torch.ones(chunks.visited)) == 1, (target != -100) | (num_valid is None))
 
 
 def test_ignored_rows_are_left_out():
@@ -97,15 +98,15 @@ def test_the_logits_buffer_is_one():
 def test_backwards_computes_again_what_the_room_no_longer_holds(rows, room_rows, monkeypatch):
     x, weight, _, chunks = walk(None)
     if rows is not None:
-        chunks = chunks.among(rows, 128)
+        chunks = chunks.subset(rows, 128)
     order = torch.arange(300) if rows is None else torch.arange(300)[rows]
     room = torch.full((room_rows, 11), float("nan"))
-    seen = [chunk.start for chunk in chunks.forwards(room)]
+    seen = [chunk.start for chunk in chunks.iterate_forward(room)]
     computed = []
     compute = chunks.compute
     monkeypatch.setattr(chunks, "compute", lambda *span: computed.append(span[0]) or compute(*span))
     back = []
-    for chunk in chunks.backwards(room):
+    for chunk in chunks.iterate_backward(room):
         torch.testing.assert_close(chunk.logits, x[order[chunk.rows]] @ weight.t())
         assert torch.equal(torch.arange(300)[chunk.at], order[chunk.rows])
         back.append(chunk.start)
@@ -118,11 +119,11 @@ def test_backwards_computes_again_what_the_room_no_longer_holds(rows, room_rows,
 def test_the_last_chunk_that_the_caller_holds_is_not_gathered_again(monkeypatch):
     *_, chunks = walk(200)
     room = torch.empty(128, 11)
-    *_, last = chunks.forwards(room)
+    *_, last = chunks.iterate_forward(room)
     gathered = []
     with_logits = chunks.with_logits
     monkeypatch.setattr(chunks, "with_logits", lambda *of: gathered.append(of[0]) or with_logits(*of))
-    assert next(iter(back := chunks.backwards(room, last))) is last
+    assert next(iter(back := chunks.iterate_backward(room, last))) is last
     assert [chunk.start for chunk in back] == gathered == [0]
 
 
@@ -171,7 +172,7 @@ def test_scalar(value, device):
     if isinstance(value, torch.Tensor):
         given.append(value.to(device))
     for number in given:
-        found = scalar(number, device, torch.float32)
+        found = to_scalar(number, device, torch.float32)
         assert (found.shape, found.dtype, found.device.type) == ((), torch.float32, device.type)
         assert not found.requires_grad
         assert found.item() == expected
@@ -182,7 +183,7 @@ def test_a_scalar_of_the_host_does_not_wait(device):
     torch.cuda.set_sync_debug_mode("error")
     try:
         for value in NUMBERS:
-            scalar(value, device, torch.float32)
+            to_scalar(value, device, torch.float32)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -270,7 +271,7 @@ def test_wide_logits_of_narrow_factors_fill_their_columns_alone(V, rows, bias, d
     b = torch.randn(V, device=device).bfloat16() if bias else None
     room = torch.full((rows, V + 7), 7.0, device=device)
     for out in (empty_logits(rows, V, x, torch.float32), room[:, :V]):
-        Projection.of(x, weight, b, torch.bfloat16).logits(x, out)
+        Projection.cast(x, weight, b, torch.bfloat16).logits(x, out)
         exact = x.double() @ weight.double().t() + (0.0 if b is None else b.double())
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
     assert (room[:, V:] == 7.0).all()
@@ -282,8 +283,8 @@ def test_logits_with_a_bias_are_rounded_once(V, device):
     x, weight = (torch.randn(n, 24, device=device).bfloat16() for n in (50, V))
     bias = torch.randn(V, device=device).bfloat16()
     exact = (x.double() @ weight.double().t() + bias.double()).bfloat16()
-    head = Projection.of(x, weight, bias, torch.bfloat16)
-    for of in (head, head._replace(both=with_bias(weight, bias))):
+    head = Projection.cast(x, weight, bias, torch.bfloat16)
+    for of in (head, head._replace(both=append_bias(weight, bias))):
         out = empty_logits(50, V, x, torch.bfloat16)
         assert (of.logits(x, out) != exact).float().mean() < 0.02
 
@@ -299,8 +300,7 @@ def test_the_losses_know_whether_their_head_is_frozen(trained, monkeypatch):
 
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(10, 8, requires_grad=trained)
     target = torch.randint(10, (6,))
-    for name in ("linear_cross_entropy", "linear_logprob", "token_loss", "distillation"):
-        monkeypatch.setattr(importlib.import_module(f"tigon.losses.{name}"), "chunk_budget", budget)
+    monkeypatch.setattr(inputs, "chunk_budget", budget)
     tigon.linear_cross_entropy(x, weight, target)
     tigon.linear_logprob(x, weight, target)
     tigon.losses.orpo(x.view(2, 3, 8), weight, target.view(2, 3))

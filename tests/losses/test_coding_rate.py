@@ -9,7 +9,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import tigon
-from tigon.losses import RowGroups, coding, coding_rate
+from tigon.losses import RowGroups, coding_rate
+from tigon.losses import coding_rates as coding
 
 N, D, EPS = 24, 6, 0.3
 PAGE = Path(__file__).parents[2] / "docs" / "losses" / "coding-rate.md"
@@ -84,15 +85,15 @@ def test_groups(sizes, weights, piece, device, monkeypatch):
 
 def test_sizes_of_few_groups_go_with_the_next(monkeypatch):
     sizes = torch.tensor([1] * 3 + [0, 2, 4, 4, 16] + [64] * 300 + [4096])
-    found = coding._fewer(sizes).tolist()
+    found = coding._merge_small_sizes(sizes).tolist()
     # The first 64s would make 300 more factors of 4096 × 4096.
     assert found == [64] * 3 + [0, 64, 64, 64, 64] + [64] * 300 + [4096]
-    assert coding._fewer(sizes[:0]).tolist() == []
+    assert coding._merge_small_sizes(sizes[:0]).tolist() == []
     monkeypatch.setattr(coding, "LAUNCHES", ("cuda", "cpu"))
     z, groups = rows(), given(SIZES["all"])
     prepared = RowGroups(*groups)
     assert len(prepared._blocks) == 1
-    assert len(prepared.take(torch.tensor([0, 1, 9]))._blocks) == 1
+    assert len(prepared.select(torch.tensor([0, 1, 9]))._blocks) == 1
     for got, expected in zip(
         both(lambda z: coding_rate(z, prepared, eps=EPS), z), both(lambda z: looped(z, groups, eps=EPS), z),
         strict=True,
@@ -121,7 +122,7 @@ def test_labels_are_groups_of_rows():
     order = labels.argsort(stable=True)
     offsets = torch.tensor([0, *labels.unique(return_counts=True)[1]]).cumsum(0)
     right = both(lambda z: looped(z, (offsets, order, None), eps=EPS), z)
-    for of in (labels, labels.int(), RowGroups.of_labels(labels)):
+    for of in (labels, labels.int(), RowGroups.from_labels(labels)):
         for got, expected in zip(both(lambda z, of=of: coding_rate(z, of, eps=EPS), z), right, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
     # One label is all rows; no label is none, and n counts those without one.
@@ -135,7 +136,7 @@ def test_some_of_the_groups():
     sizes = SIZES["all"]
     offsets, members, weights = given(sizes)
     which = torch.tensor([9, 0, 4, 4, 11, 9])
-    taken = RowGroups(offsets, members, weights).take(which)
+    taken = RowGroups(offsets, members, weights).select(which)
     assert len(taken) == 6
     of = torch.cat([torch.arange(offsets[j], offsets[j + 1]) for j in which])
     alone = torch.tensor([0, *(sizes[j] for j in which)]).cumsum(0), members[of], weights[of]
@@ -143,10 +144,10 @@ def test_some_of_the_groups():
     right = both(lambda z: looped(z, alone, eps=EPS), z)
     for got, expected in zip(both(lambda z: coding_rate(z, taken, eps=EPS), z), right, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-    twice = taken.take(torch.tensor([0, 3]))
-    right = coding_rate(z, RowGroups(offsets, members, weights).take(torch.tensor([9, 4])), eps=EPS)
+    twice = taken.select(torch.tensor([0, 3]))
+    right = coding_rate(z, RowGroups(offsets, members, weights).select(torch.tensor([9, 4])), eps=EPS)
     torch.testing.assert_close(coding_rate(z, twice, eps=EPS), right)
-    assert coding_rate(z, taken.take(torch.tensor([], dtype=torch.long)), eps=EPS) == 0
+    assert coding_rate(z, taken.select(torch.tensor([], dtype=torch.long)), eps=EPS) == 0
 
 
 def test_the_order_of_rows_does_not_matter():
@@ -235,14 +236,14 @@ def test_a_matrix_without_a_factor_is_nan_and_fp64_has_one():
 
 def test_memory_is_that_of_a_piece(monkeypatch):
     """Thousands of groups of hundreds of members: 98 MiB of rows in all, and 1 MiB of everything at a time."""
-    seen, solved = [], coding._solved
+    seen, solved = [], coding._solve
 
     def watched(y, gradient):
         seen.append((y.numel() + min(y.shape[1:]) ** 2 * len(y)) * y.element_size())
         return solved(y, gradient)
 
     monkeypatch.setattr(coding, "PIECE_BYTES", 2**20)
-    monkeypatch.setattr(coding, "_solved", watched)
+    monkeypatch.setattr(coding, "_solve", watched)
     groups = given([150, 250] * 2000, weights=False, n=500)
     coding_rate(rows(500, 24, torch.float32).requires_grad_(), groups[:2], eps=EPS).backward()
     assert sum(seen) > 98 * 2**20
@@ -311,7 +312,7 @@ TAKEN = RowGroups(*ONE)
         ),
         (lambda: coding_rate(Z[:1], ONE, eps=1), "groups must have members below 1, the rows of z, got 1."),
         (
-            lambda: coding_rate(Z, RowGroups.of_labels(torch.zeros(5).long()), eps=1),
+            lambda: coding_rate(Z, RowGroups.from_labels(torch.zeros(5).long()), eps=1),
             "coding_rate: groups must be of 4 labels, one a row of z, got 5.",
         ),
         (
@@ -330,8 +331,8 @@ TAKEN = RowGroups(*ONE)
         (lambda: RowGroups(*ONE, torch.tensor([1, -1.0])), "weights must be finite and not negative, got -1.0 at 1."),
         (lambda: RowGroups(*ONE, torch.tensor([torch.nan, 1])), "must be finite and not negative, got nan at 0."),
         (lambda: RowGroups(*ONE, torch.ones(2, requires_grad=True)), "weights must not require a gradient"),
-        (lambda: TAKEN.take(torch.tensor([0, 1])), "RowGroups: which must lie in [0, 1), the groups, got 1."),
-        (lambda: TAKEN.take(torch.tensor([-1])), "RowGroups: which must lie in [0, 1), the groups, got -1."),
+        (lambda: TAKEN.select(torch.tensor([0, 1])), "RowGroups: which must lie in [0, 1), the groups, got 1."),
+        (lambda: TAKEN.select(torch.tensor([-1])), "RowGroups: which must lie in [0, 1), the groups, got -1."),
     ],
 )  # fmt: skip
 def test_bad_input_gets_a_sentence(call, sentence):

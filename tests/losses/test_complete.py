@@ -24,6 +24,7 @@ from ops_table import OPS
 import tigon
 from tigon import losses, nn
 from tigon.losses import CPO, DPO, GRPO, KTO, SimPO, distillation, policy
+from tigon.losses.distillation import options as distillation_options
 from tigon.losses.policy import options as policy_options
 from tigon.losses.preference import families
 
@@ -77,14 +78,14 @@ def policy_reference(kind: str) -> torch.Tensor:
 
 
 def distill_reference(kind: str) -> torch.Tensor:
-    x, weight = torch.randn(3, 4), torch.randn(7, 4)
-    return distillation.distill_reference(x, weight, x + 1, weight, loss_type=kind)[0]
+    x, head, config = torch.randn(3, 4), tigon.Head(torch.randn(7, 4)), Anything(losses.Distill(), kind)
+    return distillation.distill_reference(x, head, losses.Hidden(x + 1, head), config=config)[0]
 
 
 def topk_reference(kind: str) -> torch.Tensor:
     ids = torch.tensor([[0, 1]]).expand(3, 2)
-    x, weight = torch.randn(3, 4), torch.randn(7, 4)
-    return distillation.distill_topk_reference(x, weight, ids, -torch.ones(3, 2), loss_type=kind)[0]
+    x, head, config = torch.randn(3, 4), tigon.Head(torch.randn(7, 4)), Anything(losses.DistillTopK(), kind)
+    return distillation.distill_topk_reference(x, head, losses.TopK(ids, -torch.ones(3, 2)), config=config)[0]
 
 
 def distill_cases(op: str, test: Callable[..., Any], default: str) -> set[str]:
@@ -145,12 +146,12 @@ TYPES = (
     of_preference("kto", KTO, families.KTO_TYPES, "`loss_type` of `kto`"),
     Types("grpo", policy.LOSS_TYPES, words_of(GRPO), policy_reference, POLICY_CASES, "policy.md"),
     Types(
-        "distill", distillation.LOSS_TYPES, words_of(losses.Distill), distill_reference,
+        "distill", distillation_options.LOSS_TYPES, words_of(losses.Distill), distill_reference,
         frozenset(distill_cases("distill", test_distillation.test_every_kind_is_that_of_whole_logits, "jsd")),
         "distillation.md",
     ),
     Types(
-        "distill_topk", distillation.TOPK_LOSS_TYPES, distillation.TOPK_LOSS_TYPES, topk_reference,
+        "distill_topk", distillation_options.TOPK_LOSS_TYPES, distillation_options.TOPK_LOSS_TYPES, topk_reference,
         frozenset(
             distill_cases(
                 "distill_topk", test_distillation.test_every_kind_of_given_classes_is_that_of_whole_logits, "kl"
@@ -240,7 +241,7 @@ def test_every_public_loss_has_a_reference():
 @pytest.fixture
 def dummy(monkeypatch):
     """A type of DPO that stands in the one place of the source that CONTRIBUTING.md names."""
-    row = families.DPOLoss(lambda p: (p.margin - 1).square() + p.ratio_l)
+    row = families.PairLoss(lambda p: (p.margin - 1).square() + p.ratio_l)
     monkeypatch.setitem(families.DPO_LOSSES, "dummy", row)
 
 
@@ -258,10 +259,10 @@ def test_a_row_is_a_type_of_dpo(dummy, kinds, chunk_bytes):
     if kinds != "dummy":
         expected = expected - F.logsigmoid(m).mean()
     wanted = torch.autograd.grad(expected, leaves)
-    config, walk = DPO(loss_type=kinds), losses.Walk(chunk_bytes=chunk_bytes)
+    config, chunks = DPO(loss_type=kinds), losses.ChunkOptions(chunk_bytes=chunk_bytes)
     head = tigon.Head(*leaves[1:])
-    by_function = losses.dpo(leaves[0], head, target, ref, config=config, walk=walk)[0]
-    for loss in (by_function, nn.DPOLoss(config, walk)(leaves[0], head, target, ref)[0]):
+    by_function = losses.dpo(leaves[0], head, target, ref, config=config, chunks=chunks)[0]
+    for loss in (by_function, nn.DPOLoss(config, chunks)(leaves[0], head, target, ref)[0]):
         torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
         for got, right in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):
             torch.testing.assert_close(got, right, rtol=1e-9, atol=1e-12)
@@ -308,6 +309,7 @@ def test_a_row_that_is_removed_is_missed(of):
 def test_a_word_alone_is_no_loss_of_a_policy(monkeypatch):
     """It is refused, not taken for the clipped ones."""
     monkeypatch.setattr(policy_options, "LOSS_TYPES", (*policy.LOSS_TYPES, "dummy"))
+    monkeypatch.setitem(policy_options.POLICY_LOSSES, "dummy", policy_options.PolicyLoss("none", "tokens"))
     x, weight, target = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(NotImplementedError, match="grpo: 'dummy' has no formula"):
         losses.grpo(x, weight, target, torch.ones(2), config=GRPO(loss_type="dummy"))

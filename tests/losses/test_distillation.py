@@ -9,15 +9,14 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from flat import distill, distill_topk
+from flat import distill, distill_reference, distill_topk, distill_topk_reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 import tigon.losses.distillation as module
 from tigon import nn
-from tigon.losses import Distill, DistillTopK, Hidden, TopK, ValidCount
-from tigon.losses.distillation import distill_reference, distill_topk_reference
+from tigon.losses import Distill, DistillTopK, Hidden, TopK, ValidCount, inputs
 
 N, H, WIDE, V, K = 24, 10, 16, 37, 5
 
@@ -381,7 +380,7 @@ def test_an_id_out_of_range_is_loud_in_the_kernel(rest, kind, triton_backend, de
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0}, {"loss_type": "cosine"}], ids=str)
 def test_a_target_out_of_range_is_loud_in_the_kernel(options, triton_backend, device, monkeypatch):
-    monkeypatch.setattr(module, "checked_target", lambda name, target, *_: target)
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)
     student, teacher, target = batch(device, 4, torch.float32)
     target[2] = V
     loss, _ = distill(*student[:2], *teacher[:2], target, hard_weight=0.5, **options)
@@ -415,7 +414,7 @@ class Work(TorchDispatchMode):
 @pytest.mark.parametrize("topk", [False, True])
 def test_products_memory_and_waiting(topk, device, triton_backend, monkeypatch):
     """Four products a token, one of them the teacher's; two chunks of logits; and the host never waits."""
-    monkeypatch.setattr(module, "checked_target", lambda name, target, *_: target)  # these look at the numbers of a CPU
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)  # these look at the numbers of a CPU
     monkeypatch.setattr(module, "_check_ids", lambda *_: None)
     student, teacher, target = batch(device, 512, torch.float32)
     ids, logprobs = given(teacher)
@@ -433,7 +432,7 @@ def test_products_memory_and_waiting(topk, device, triton_backend, monkeypatch):
 
 
 def test_a_frozen_side_costs_no_product(device, triton_backend, monkeypatch):
-    monkeypatch.setattr(module, "checked_target", lambda name, target, *_: target)
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)
     student, teacher, target = batch(device, 128, torch.float32)
     x, weight = (t.detach() for t in student[:2])
     for leaves, count in (((x, weight), 0), ((student[0], weight), 1), ((x, student[1]), 1)):
@@ -625,5 +624,7 @@ def test_fp32_logits_with_a_bias_and_ignored_rows(backend, device):
 
 def test_other_dtypes_of_logits_are_refused():
     x = _peaked(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"Walk: logits_dtype must be None or torch.float32, got torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"ChunkOptions: logits_dtype must be None or torch.float32, got torch.float16"
+    ):
         distill(*x, logits_dtype=torch.float16)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tigon import use_backend
 from tigon.losses import TopK
-from tigon.losses.distillation import split, whole
+from tigon.losses.distillation import heads, statistics, topk
 from tigon.losses.distillation.formula import Formula, Transform, Weights
 from tigon.losses.distillation.rows import Rows
 from tigon.ops.shard_statistics import IGNORED, OUTSIDE, local_labels
@@ -42,7 +40,7 @@ def labels_of(target):
     return [local_labels(target, -100, first, size, V) for first, size in zip(starts, SIZES, strict=True)]
 
 
-def formula_of(kind, temperature, transforms, hard, rest=None, gradient=True, ignore_index=-100):
+def formula_of(kind, temperature, transforms, hard, rest="", gradient=True, ignore_index=-100):
     weights = Weights(0.6, 0.4 if hard else 0.0)
     return Formula(kind, rest, 0.3, temperature, weights, ignore_index, *transforms, gradient)
 
@@ -60,22 +58,22 @@ def exact_of(logits, target, hard):
 
 
 def of_parts(logits, teacher, target, formula):
-    """Soft and hard losses, and the logits that became gradients, as `Split.from_head` goes about it."""
+    """Soft and hard losses, and the logits that became gradients, as `heads.write_rows` goes about it."""
     pieces = [
         (rows_of(z, own, formula.hard), t)
         for z, t, own in zip(cut(logits), cut(teacher), labels_of(target), strict=True)
     ]
-    said = torch.stack([split.statistics.of_rows(*piece, formula) for piece in pieces])
+    said = torch.stack([statistics.compute_statistics(*piece, formula) for piece in pieces])
     means, merged = None, None
     for rows, _ in (pieces[0], pieces[2]):  # one that has classes, and one that has none
-        merged = split.statistics.merge(said, rows, formula)
+        merged = statistics.merge(said, rows, formula)
     if formula.kind not in ("cosine", "kl") or not formula.gradient:
-        means = torch.stack([split.gradients.write_values(*piece, merged, formula) for piece in pieces])
+        means = torch.stack([heads.write_values(*piece, merged, formula) for piece in pieces])
         means = means if formula.kind != "kl" else None
     for piece in pieces if formula.gradient else ():
-        split.gradients.write_gradients(*piece, merged, means, formula)
+        heads.write_gradients(*piece, merged, means, formula)
     softs = torch.stack([rows.soft for rows, _ in pieces]).sum(0)
-    soft = 1 - merged[:, split.statistics.COSINE.value] if formula.kind == "cosine" else softs
+    soft = 1 - merged[:, statistics.COSINE.value] if formula.kind == "cosine" else softs
     return torch.where(target == -100, 0.0, soft), pieces[2][0].hard, torch.cat([rows.logits for rows, _ in pieces], 1)
 
 
@@ -100,7 +98,8 @@ def test_parts_of_two_heads(kind, temperature, transforms, hard, dtype, rows, ba
     logits, teacher, target = rows
     logits, teacher = logits.to(dtype), teacher.to(dtype)
     formula, exact = formula_of(kind, temperature, transforms, hard), exact_of(logits, target, hard)
-    whole.heads.rows_reference(exact, teacher.double(), formula)
+    with use_backend("torch"):
+        heads.write_rows(exact, teacher.double(), formula, None)
     found = of_parts(logits, teacher, target, formula)
     close(found, (exact.soft, exact.hard, exact.logits))
     assert (found[2][3] == 0).all()
@@ -110,22 +109,23 @@ def test_parts_of_two_heads(kind, temperature, transforms, hard, dtype, rows, ba
 def test_without_a_gradient(kind, rows, backend):
     logits, teacher, target = rows
     formula, exact = formula_of(kind, 1.0, PLAIN, True, gradient=False), exact_of(logits, target, True)
-    whole.heads.rows_reference(exact, teacher.double(), formula)
+    with use_backend("torch"):
+        heads.write_rows(exact, teacher.double(), formula, None)
     soft, hard, same = of_parts(logits, teacher, target, formula)
     close((soft, hard, None), (exact.soft, exact.hard, 0))
     assert torch.equal(same, logits)
 
 
 def of_topk_parts(logits, teacher, target, formula):
-    """As `Split.from_topk` goes about it."""
+    """As `topk.write_rows` goes about it."""
     starts = [sum(SIZES[:i]) for i in range(len(SIZES))]
-    shards = [SimpleNamespace(first=first, classes=V) for first in starts]
+    shards = [(first, V) for first in starts]
     pieces = [(rows_of(z, own, formula.hard), teacher) for z, own in zip(cut(logits), labels_of(target), strict=True)]
     said = torch.stack([
-        split.topk.of_rows(*piece, formula, where) for piece, where in zip(pieces, shards, strict=True)
+        topk.compute_statistics(*piece, formula, where) for piece, where in zip(pieces, shards, strict=True)
     ])  # fmt: skip
     for piece, where in zip(pieces, shards, strict=True):
-        split.topk.write_rows(*piece, said, formula, where)
+        topk.write_merged(*piece, said, formula, where)
     first, *others = (rows for rows, _ in pieces)
     for rows in others:  # also where there are no classes
         torch.testing.assert_close(rows.soft, first.soft, rtol=0, atol=0, equal_nan=True)
@@ -151,7 +151,8 @@ def test_parts_of_given_classes(rest, kind, temperature, transforms, hard, dtype
     assert ids.unique(dim=-1).shape == ids.shape
     formula = formula_of(kind, temperature, (transforms[0], Transform()), hard, rest)
     exact = exact_of(logits, target, hard)
-    whole.topk.rows_reference(exact, TopK(ids, logprobs.double()), formula)
+    with use_backend("torch"):
+        topk.write_rows(exact, TopK(ids, logprobs.double()), formula, None)
     found = of_topk_parts(logits, TopK(ids, logprobs), target, formula)
     close(found, (exact.soft, exact.hard, exact.logits))
 

@@ -226,7 +226,7 @@ def test_under_autocast(device):
     ("change", "message"),
     [
         ({"temperature": 0.0}, "temperature must be positive, got 0"),
-        ({"logits_dtype": torch.float32}, r"walk\.logits_dtype must be left out: this loss has no use for it"),
+        ({"logits_dtype": torch.float32}, r"chunks\.logits_dtype must be left out: this loss has no use for it"),
         ({"bias": torch.ones(3)}, r"bias must have shape \(5,\), got \(3,\)"),
         ({"weight": torch.ones(5, 3)}, r"x must be \(..., H\) and weight \(V, H\) with the same H"),
         ({"weight": torch.ones(5, 4).bfloat16()}, "weight must have x's dtype torch.float32, got torch.bfloat16"),

@@ -17,7 +17,7 @@ def peak_of(N, H, V, **walk):
     weight = torch.empty(V, H, device="meta", dtype=torch.bfloat16, requires_grad=True)
     target = torch.empty(N, device="meta", dtype=torch.int64)
     with meta_as_gpu(), _Books() as books:
-        loss = tigon.linear_cross_entropy(x, weight, target, walk=tigon.losses.Walk(**walk))
+        loss = tigon.linear_cross_entropy(x, weight, target, chunks=tigon.losses.ChunkOptions(**walk))
         grads = torch.autograd.grad(loss, (x, weight))
     assert [g.shape for g in grads] == [x.shape, weight.shape]
     return books.peak.total

@@ -26,7 +26,7 @@ def test_at_most_six_arguments(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_sentence_names_the_value(name):
-    homes = [("config", getattr(losses, CONFIGS[name])), ("walk", losses.Walk), ("head", tigon.Head)]
+    homes = [("config", getattr(losses, CONFIGS[name])), ("chunks", losses.ChunkOptions), ("head", tigon.Head)]
     if name in HELD:
         homes.append((inspect.getfullargspec(getattr(losses, name)).args[3], getattr(losses, HELD[name])))
     own = set(inspect.signature(getattr(losses, name)).parameters)

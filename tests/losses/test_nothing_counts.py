@@ -6,7 +6,7 @@ One NaN of one rank poisons the sum over all of them, and every guard that asks 
 import pytest
 import torch
 import torch.nn.functional as F
-from flat import cpo, distill, distill_topk, dpo, grpo, kto, linear_cross_entropy, orpo, rloo, simpo
+from flat import cpo, cross_entropy, distill, distill_topk, dpo, grpo, kto, linear_cross_entropy, orpo, rloo, simpo
 
 import tigon
 from tigon.integrations import liger
@@ -44,14 +44,14 @@ def rows_of(t):
 
 # Each takes x, weight and target, and gives a mean over tokens.
 MEANS = {
-    "cross_entropy": lambda x, w, t: tigon.cross_entropy(logits(x, w), t),
-    "cross_entropy, weights": lambda x, w, t: tigon.cross_entropy(logits(x, w), t, weight=class_weights()),
-    "cross_entropy, weights, smoothing, z-loss": lambda x, w, t: tigon.cross_entropy(
+    "cross_entropy": lambda x, w, t: cross_entropy(logits(x, w), t),
+    "cross_entropy, weights": lambda x, w, t: cross_entropy(logits(x, w), t, weight=class_weights()),
+    "cross_entropy, weights, smoothing, z-loss": lambda x, w, t: cross_entropy(
         logits(x, w), t, weight=class_weights(), label_smoothing=0.1, z_loss=1e-2
     ),
-    "cross_entropy, softcap": lambda x, w, t: tigon.cross_entropy(logits(x, w), t, softcap=5.0, z_loss=1e-2),
+    "cross_entropy, softcap": lambda x, w, t: cross_entropy(logits(x, w), t, softcap=5.0, z_loss=1e-2),
     "cross_entropy, details": lambda x, w, t: sum(
-        tigon.cross_entropy(logits(x, w), t, weight=class_weights(), z_loss=1e-2, details=True)[:2]
+        cross_entropy(logits(x, w), t, weight=class_weights(), z_loss=1e-2, details=True)[:2]
     ),
     "linear_cross_entropy": linear_cross_entropy,
     "linear_cross_entropy, smoothing, z-loss": lambda x, w, t: linear_cross_entropy(

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from tigon.kernels import dispatch
-from tigon.losses import GRPO, RLOO, Rollout, ValidLengths, token_loss
+from tigon.losses import GRPO, RLOO, Rollout, ValidLengths, inputs, token_loss
 from tigon.losses.family import Part, Whole
 from tigon.losses.policy import LOSS_TYPES, MODES, kernels
 from tigon.losses.policy import grpo_reference as policy_reference
-from tigon.losses.policy.batch import Objective
-from tigon.losses.policy.family import Policy, Prepared, Sides
+from tigon.losses.policy.batch import grpo_objective
+from tigon.losses.policy.family import Policy, PolicyTensors, Prepared
 from tigon.nn import GRPOLoss, RLOOLoss
 
 S, T, H, V = 6, 40, 8, 30
@@ -41,7 +41,7 @@ def batch(device="cpu", dtype=torch.float64, S=S, T=T):
     logp = F.log_softmax(x @ weight.t() + bias, -1)
     logprob = logp.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     mask = target != -100
-    # Ratios on both sides of every bound.
+    # Ratios on both tensors of every bound.
     near = {name: torch.where(mask, logprob + 0.4 * randn(S, T), float("nan")) for name in ("old", "ref", "sampler")}
     return (
         tuple(t.to(dtype).requires_grad_() for t in (x, weight, bias)),
@@ -200,20 +200,20 @@ def test_kernels_of_tokens(options, which, dtype, counted, triton_backend, devic
     near = [(logprob - 0.3 * torch.randn(S, T, device=device) + padded).to(dtype) for _ in range(3)]
     near = [t if name in which else None for t, name in zip(near, ("old", "ref", "sampler"), strict=True)]
     rollout = Rollout(torch.randn(S, device=device), *near)
-    of = Objective.of_grpo(GRPO(**options, entropy_coefficient=0.2), rollout)
-    sides = Sides(rollout.advantages, *near)
-    family = Policy.of(of.words, of.numbers, sides)
+    objective = grpo_objective(GRPO(**options, entropy_coefficient=0.2), rollout)
+    tensors = PolicyTensors(rollout.advantages, *near)
+    family = Policy.for_tensors(objective.options, tensors)
     loss, metrics = torch.empty((), device=device), torch.empty(len(family.metrics), device=device)
     slopes = [torch.empty_like(logprob) for _ in range(2)]
-    batch = Whole(logprob, entropy, None, None, None, target, -100, sides, S * T)
+    batch = Whole(logprob, entropy, None, None, None, target, -100, tensors, S * T)
     family.launch(batch, loss, metrics, slopes, 64.0)
     family.launch(batch._replace(visited=S * T // 4), short := loss.clone(), metrics.clone(), slopes, 64.0)
     assert short.isnan()
 
-    prepared = family.prepare(sides, mask, torch.float32)
+    prepared = family.prepare(tensors, mask, torch.float32)
     own = Prepared._make(t.unsqueeze(1) if t is not None and t.dim() == 1 else t for t in prepared)
     part = Part(None, logprob, entropy, None, None, mask, own)
-    expected, found, expected_slopes = token_loss._with_slopes(family, part, 64.0)
+    expected, found, expected_slopes = token_loss._evaluate_with_slopes(family, part, 64.0)
     torch.testing.assert_close(loss, expected)
     for a, b in zip(slopes, expected_slopes, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -518,9 +518,7 @@ class NothingWaits(TorchDispatchMode):
 
 @pytest.mark.parametrize(("options", "which"), CASES, ids=str)
 def test_nothing_waits_for_the_device(options, which, monkeypatch):
-    monkeypatch.setattr(
-        token_loss, "checked_target", lambda name, target, *_: target
-    )  # on a CPU it looks at the targets
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)  # on a CPU it looks at the targets
     leaves, target, advantages, near = batch()
     lengths = (target != -100).sum(1).tolist()
     with NothingWaits():

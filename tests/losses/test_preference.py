@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from tigon import nn
-from tigon.losses import ValidLengths, preference
+from tigon.losses import ValidLengths, inputs, preference
 from tigon.losses import token_loss as walk
 from tigon.losses.preference import reference
 from tigon.losses.preference.families import log1mexp
@@ -319,10 +319,12 @@ def test_the_kl_term_from_anywhere_is_the_same(monkeypatch):
         {"kl_x": kl_x, "kl_target": kl_target, "ref_kl_logps": ref_logps, "kl_lengths": ValidLengths(kl_target)},
     ):
         torch.testing.assert_close(call(**how, **of)[0], loss)
-    monkeypatch.setattr(walk, "_with_slopes", None)  # the KL term is asked for no gradient
+    monkeypatch.setattr(walk, "_evaluate_with_slopes", None)  # the KL term is asked for no gradient
     weight.requires_grad_()
     mismatched = tigon.losses.Mismatched(kl_x, kl_target, ref_logps)
-    found = preference._divergence(mismatched, tigon.Head(weight, bias), tigon.losses.KTO(), tigon.losses.Walk())
+    found = preference._estimate_kl(
+        mismatched, tigon.Head(weight, bias), tigon.losses.KTO(), tigon.losses.ChunkOptions()
+    )
     torch.testing.assert_close(found, kl)
     monkeypatch.undo()
     by_head = call(kl_x=kl_x, kl_target=kl_target, ref_kl_x=ref_kl_x, **of)[1]["kl"]
@@ -549,14 +551,14 @@ class NothingWaits(TorchDispatchMode):
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("name", "options"), KINDS, ids=str)
 def test_nothing_waits_for_the_device(name, options, known, monkeypatch):
-    monkeypatch.setattr(walk, "checked_target", lambda name, target, *_: target)  # on a CPU it looks at the targets
+    monkeypatch.setattr(inputs, "checked_target", lambda name, target, *_: target)  # on a CPU it looks at the targets
     x, weight, bias, target = batch()
     ours, _ = arguments(name, options, "given")
     lengths = (target != -100).sum(1).tolist() if known else [T] * S
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     if name == "kto" and "kl" in ours:
         ours |= {"kl": None, "kl_x": x.detach(), "kl_target": target, "ref_kl_logps": ours["ref_logps"]}
-        monkeypatch.setattr(walk, "_lengths", lambda *_: lengths)
+        monkeypatch.setattr(walk, "_count_lengths", lambda *_: lengths)
     with NothingWaits():
         LOSSES[name](*leaves[:2], target, bias=leaves[2], lengths=lengths, chunk_bytes=1, **ours)
 

@@ -8,17 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 from tigon.kernels import dispatch
 from tigon.losses import token_loss as walk
-from tigon.losses.family import Nothing, Part, Term, Whole
+from tigon.losses.family import NoTensors, Part, Term, Whole
 from tigon.losses.preference import families, kernels
 from tigon.losses.preference.families import (
     Beta,
     CPOFamily,
-    CPONumbers,
-    CPOWords,
+    CPOOptions,
     DPOFamily,
-    DPONumbers,
+    DPOOptions,
     DPOTensors,
-    DPOWords,
     ORPOFamily,
     ORPOTensors,
 )
@@ -39,8 +37,8 @@ BY_KERNELS = [
 @pytest.mark.parametrize(("name", "options", "source"), BY_KERNELS, ids=str)
 def test_one_part_goes_to_the_kernels(name, options, source, known, triton_backend, device, monkeypatch):
     calls = []
-    pair_slopes = families.pair_slopes
-    monkeypatch.setattr(families, "pair_slopes", lambda *of: (calls.append(of), pair_slopes(*of)))
+    pair_slopes = families.write_pair_slopes
+    monkeypatch.setattr(families, "write_pair_slopes", lambda *of: (calls.append(of), pair_slopes(*of)))
 
     def run(dtype):
         x, weight, bias, target = batch(device, dtype)
@@ -65,16 +63,22 @@ def test_one_part_goes_to_the_kernels(name, options, source, known, triton_backe
         torch.testing.assert_close(g.double(), e, rtol=1e-3, atol=1e-5)
 
 
-def pairs_of(name, S, T, mask, device):
+SIGMOID = (Term("sigmoid", 1.0),)
+
+
+def dpo_options(divergence="reverse_kl", terms=SIGMOID):
+    return DPOOptions(0.1, 0.0, divergence, 1.0, 0.05, terms)
+
+
+def make_pairs(name, S, T, mask, device):
     """A family, its tensors."""
     if name == "orpo":
-        sides = ORPOTensors(mask & (torch.rand(S, T, device=device) < 0.8))
-        return ORPOFamily.of(Nothing(), Beta(0.3), sides), sides
+        tensors = ORPOTensors(mask & (torch.rand(S, T, device=device) < 0.8))
+        return ORPOFamily.for_tensors(Beta(0.3), tensors), tensors
     if name == "dpo":
-        sides = DPOTensors(torch.randn(S, device=device))
-        numbers = DPONumbers(0.1, 0.0, 1.0, 0.05)
-        return DPOFamily.of(DPOWords("reverse_kl"), numbers, sides, [Term("sigmoid", 0.7)]), sides
-    return CPOFamily.of(CPOWords(name, "average"), CPONumbers(2.0, 0.25, 0.1, 0.4), Nothing()), Nothing()
+        tensors = DPOTensors(torch.randn(S, device=device))
+        return DPOFamily.for_tensors(dpo_options(terms=(Term("sigmoid", 0.7),)), tensors), tensors
+    return CPOFamily.for_tensors(CPOOptions(name, True, 2.0, 0.25, 0.1, 0.4), NoTensors()), NoTensors()
 
 
 @pytest.mark.parametrize("counted", [0, 2**24])  # the chosen's tokens: once for all programs, or by each
@@ -90,11 +94,11 @@ def test_slopes_without_logits(name, size, counted, triton_backend, device, monk
     mask = target != -100
     logprob, entropy, mean = (torch.where(mask, f * torch.rand(S, T, device=device), 0.0) for f in (-size, 1.0, 3.0))
     top1 = mask & (torch.rand(S, T, device=device) < 0.5)
-    family, sides = pairs_of(name, S, T, mask, device)
+    family, tensors = make_pairs(name, S, T, mask, device)
     assert family.has_kernels()
     loss, metrics = torch.empty((), device=device), torch.empty(len(family.metrics), device=device)
     slope = torch.empty_like(logprob)
-    whole = Whole(logprob, entropy, mean, None, top1, target, -100, sides, S * T)
+    whole = Whole(logprob, entropy, mean, None, top1, target, -100, tensors, S * T)
     family.launch(whole, loss, metrics, [slope, None], 64.0)
     family.launch(whole._replace(visited=S * T // 4), short := loss.clone(), metrics.clone(), [None, None], 64.0)
     assert short.isnan()
@@ -102,10 +106,10 @@ def test_slopes_without_logits(name, size, counted, triton_backend, device, monk
     # The families in fp64; but what is certain in fp32 is bounded as fp32 has it, by `log1mexp`.
     dtype = torch.float32 if name == "orpo" and size < 1e-6 else torch.float64
     numbers = [t.to(dtype) for t in (logprob, entropy, mean)]
-    prepared = family.prepare(sides, mask, dtype)
+    prepared = family.prepare(tensors, mask, dtype)
     own = prepared._make(t.unsqueeze(1) if t is not None and t.dim() == 1 else t for t in prepared)
     part = Part(None, *numbers, None, mask, own, top1)
-    expected, found, (expected_slope, _) = walk._with_slopes(family, part, 64.0)
+    expected, found, (expected_slope, _) = walk._evaluate_with_slopes(family, part, 64.0)
     torch.testing.assert_close(loss.to(dtype), expected, rtol=2e-6, atol=1e-7)
     scale = expected_slope.abs().max()
     torch.testing.assert_close(slope.to(dtype) / scale, expected_slope / scale, rtol=1e-5, atol=1e-6)
@@ -115,24 +119,24 @@ def test_slopes_without_logits(name, size, counted, triton_backend, device, monk
 
 def test_pairs_that_are_far_apart(triton_backend, device):
     """The loss of a pair that is learned already is small, and not 0."""
-    numbers, sides = DPONumbers(0.1, 0.0, 1.0, 0.05), DPOTensors(torch.tensor([-180.0, 0.0], device=device))
-    family = DPOFamily.of(DPOWords("reverse_kl"), numbers, sides, [Term("sigmoid", 1.0)])
+    tensors = DPOTensors(torch.tensor([-180.0, 0.0], device=device))
+    family = DPOFamily.for_tensors(dpo_options(), tensors)
     zero, target = torch.zeros(2, 3, device=device), torch.ones(2, 3, dtype=torch.long, device=device)
     loss, metrics, slope = torch.empty((), device=device), torch.empty(10, device=device), torch.empty_like(zero)
-    family.launch(Whole(zero, zero, zero, None, target == 1, target, -100, sides, 6), loss, metrics, [slope, None], 1.0)
+    family.launch(
+        Whole(zero, zero, zero, None, target == 1, target, -100, tensors, 6), loss, metrics, [slope, None], 1.0
+    )
     torch.testing.assert_close(loss, torch.exp(torch.tensor(-18.0, device=device)), rtol=1e-5, atol=0.0)
     torch.testing.assert_close(slope[1], 0.1 * loss.expand(3), rtol=1e-5, atol=0.0)
 
 
 def test_what_has_no_kernel():
-    sides = DPOTensors(token_weights=torch.ones(2, 3))
-    numbers = DPONumbers(0.1, 0.0, 1.0, 0.05)
-    one = [Term("sigmoid", 1.0)]
-    assert DPOFamily.of(DPOWords("reverse_kl"), numbers, DPOTensors(), one).has_kernels()
-    assert not DPOFamily.of(DPOWords("reverse_kl"), numbers, sides, one).has_kernels()
-    assert not DPOFamily.of(DPOWords("forward_kl"), numbers, DPOTensors(), one).has_kernels()
-    assert not DPOFamily.of(DPOWords("reverse_kl"), numbers, DPOTensors(), [*one, Term("sft", 1.0)]).has_kernels()
-    assert not CPOFamily.of(CPOWords("simpo", "average"), CPONumbers(1.0, 0.0, 0.0, 0.0, 0.25), Nothing()).has_kernels()
+    weighted, two = DPOTensors(token_weights=torch.ones(2, 3)), (Term("sigmoid", 1.0), Term("sft", 1.0))
+    assert DPOFamily.for_tensors(dpo_options(), DPOTensors()).has_kernels()
+    assert not DPOFamily.for_tensors(dpo_options(), weighted).has_kernels()
+    assert not DPOFamily.for_tensors(dpo_options("forward_kl"), DPOTensors()).has_kernels()
+    assert not DPOFamily.for_tensors(dpo_options(terms=two), DPOTensors()).has_kernels()
+    assert not CPOFamily.for_tensors(CPOOptions("simpo", True, 1.0, 0.0, 0.0, 0.0, 0.25), NoTensors()).has_kernels()
 
 
 @pytest.mark.parametrize("name", ["orpo", "simpo", "cpo", "dpo"])

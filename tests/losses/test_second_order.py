@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from flat import distill, distill_topk, dpo, grpo, kto, rloo
+from flat import distill, distill_topk, dpo, grpo, kto, linear_cross_entropy, rloo
 
 import tigon
 from tigon import losses
@@ -36,7 +36,7 @@ def accumulated(x, w):
 
 LOSSES = {
     "linear_cross_entropy": lambda x, w: tigon.linear_cross_entropy(x, w, of(x).target),
-    "of each token": lambda x, w: tigon.linear_cross_entropy(x, w, of(x).target, reduction="none").sum(),
+    "of each token": lambda x, w: linear_cross_entropy(x, w, of(x).target, reduction="none").sum(),
     "main_grad": accumulated,
     "linear_logprob": lambda x, w: tigon.linear_logprob(x, w, of(x).target).logprob.sum(),
     "dpo": lambda x, w: dpo(x, w, of(x).target, ref_chosen_logps=of(x).logps, ref_rejected_logps=of(x).logps)[0],

@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tigon.losses import ValidLengths
-from tigon.losses.family import BATCH, FAMILIES, Family, Takes
+from tigon.losses.batch_split import split_batch
+from tigon.losses.family import BATCH, FAMILIES, Family
 from tigon.losses.head.chunks import Chunks
 from tigon.losses.head.head import Projection
-from tigon.losses.parts import split
+from tigon.losses.operator import record
 
 # torch's word for a buffer that is too small.
 pytestmark = pytest.mark.filterwarnings("error:An output with one or more elements was resized")
@@ -21,11 +22,12 @@ pytestmark = pytest.mark.filterwarnings("error:An output with one or more elemen
 S, T, H, V = 6, 50, 16, 70
 
 
-class ToyNumbers(NamedTuple):
-    together: int  # how sequences go together
+@record
+class ToyOptions(NamedTuple):
+    group_size: int  # how sequences go group_size
 
 
-class ToySides(NamedTuple):
+class ToyTensors(NamedTuple):
     sequence: torch.Tensor | None = None
     token: torch.Tensor | None = None
 
@@ -34,28 +36,29 @@ class Toy(Family):
     """Every number of a part has a share in the loss."""
 
     key = "toy"
-    takes = Takes(numbers=ToyNumbers, sides=ToySides)
+    Options = ToyOptions
+    Tensors = ToyTensors
     sums = ("count",)
     per_token = ("logprob",)
     wants_entropy = True
     wants_mean_logit = True
 
-    def together(self):
-        return int(self.numbers.together)
+    def group_size(self):
+        return self.options.group_size
 
     @property
     def per_sequence(self):
-        return ("total",) if self.together() else ()
+        return ("total",) if self.group_size() else ()
 
     def __call__(self, part):
-        sequence, token = part.sides
+        sequence, token = part.tensors
         found = {"count": part.mask.sum(), "logprob": part.logprob}
         loss = 0.1 * (part.entropy * part.mask).sum()
-        if self.together() == 0:
+        if self.group_size() == 0:
             loss = loss + (sequence * part.logprob.exp() * token * part.mask).sum()
         else:
             found["total"] = total = (part.logprob * token).sum(1, keepdim=True)
-            if self.together() == 2:  # the first of all pairs, then the second
+            if self.group_size() == 2:  # the first of all pairs, then the second
                 first, second = total.chunk(2)
                 loss = loss + F.logsigmoid(first - second).sum()
             else:
@@ -76,22 +79,22 @@ def batch(device):
     target[:, :12] = -100
     target[2] = -100  # a sequence without anything that counts
     target[4, 20:] = -100
-    sides = torch.randn(S, device=device, dtype=torch.float64), torch.rand(S, T, device=device, dtype=torch.float64)
+    tensors = torch.randn(S, device=device, dtype=torch.float64), torch.rand(S, T, device=device, dtype=torch.float64)
     reference = tuple(torch.randn(s, device=device, dtype=torch.float64) for s in ((S, T, 8), (V, 8)))
-    return x, weight, bias, target, sides, reference
+    return x, weight, bias, target, tensors, reference
 
 
-def whole(x, weight, bias, target, sides, reference, together):
+def whole(x, weight, bias, target, tensors, reference, group_size):
     """The toy with all logits in memory."""
     at, mask = target.clamp(min=0).unsqueeze(-1), target != -100
     logp = F.log_softmax((x @ weight.t() + bias) / 0.8, -1)
     logprob = torch.where(mask, logp.gather(-1, at).squeeze(-1), 0.0)
     loss = 0.1 * -torch.where(mask, (logp.exp() * logp).sum(-1), 0.0).sum()
-    sequence, token = sides[0].unsqueeze(1), sides[1]
+    sequence, token = tensors[0].unsqueeze(1), tensors[1]
     total = (logprob * token).sum(1, keepdim=True)
-    if together == 0:
+    if group_size == 0:
         loss = loss + (sequence * logprob.exp() * token * mask).sum()
-    elif together == 2:
+    elif group_size == 2:
         loss = loss + F.logsigmoid(total[: S // 2] - total[S // 2 :]).sum()
     else:
         loss = loss + F.logsigmoid(sequence * total).sum()
@@ -105,46 +108,46 @@ def whole(x, weight, bias, target, sides, reference, together):
 @pytest.mark.parametrize("chunk_bytes", [1, 40000, None])  # parts in several pieces, several parts, one part
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("with_reference", [False, True])
-@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
-def test_parts_change_nothing(together, with_reference, known, chunk_bytes, dtype, backend, device):
+@pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
+def test_parts_change_nothing(group_size, with_reference, known, chunk_bytes, dtype, backend, device):
     # The walk is the same code on either backend, and whether lengths are known changes no kernel.
     dear = device.type == "cpu" and (chunk_bytes == 40000 or known == (chunk_bytes is None))
     if backend == "triton" and (dtype == torch.float64 or dear):
         pytest.skip("the kernels take no fp64; and time in the interpreter is dear")
-    x, weight, bias, target, sides, reference = batch(device)
+    x, weight, bias, target, tensors, reference = batch(device)
     leaves = [t.to(dtype).requires_grad_() for t in (x, weight, bias)]
     loss, found = token_loss(
-        "toy", [], [together], leaves[0], leaves[1], target, leaves[2],
+        "toy", [group_size], leaves[0], leaves[1], target, leaves[2],
         reference=(*(t.to(dtype) for t in reference), None) if with_reference else (None, None, None),
-        sides=[s.to(dtype) for s in sides], lengths=ValidLengths(target) if known else [T] * S, temperature=0.8,
+        tensors=[t.to(dtype) for t in tensors], lengths=ValidLengths(target) if known else [T] * S, temperature=0.8,
         chunk_bytes=chunk_bytes,
     )  # fmt: skip
     grads = torch.autograd.grad(3 * loss, leaves)
     exact = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    answer, logprob, total = whole(*exact, target, sides, reference if with_reference else None, together)
+    answer, logprob, total = whole(*exact, target, tensors, reference if with_reference else None, group_size)
     close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
     torch.testing.assert_close(loss.double(), answer, **close)
     torch.testing.assert_close(found["logprob"].double(), logprob, **close)
-    if together:
+    if group_size:
         torch.testing.assert_close(found["total"].double(), total.squeeze(1), **close)
     for got, expected in zip(grads, torch.autograd.grad(3 * answer, exact), strict=True):
         torch.testing.assert_close(got.double(), expected, **close)
 
 
-@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
+@pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
 @pytest.mark.parametrize("lengths", [[], [38, 38, 0, 38, 8, 38]])
-def test_every_row_that_counts_is_in_one_part(lengths, together, device):
+def test_every_row_that_counts_is_in_one_part(lengths, group_size, device):
     target = batch(device)[3]
     seen = []
     head = Projection(torch.zeros(S * T, 2, device=device), torch.zeros(V, 2, device=device), None)
-    known = sum(lengths) if lengths and not together else None
+    known = sum(lengths) if lengths and not group_size else None
     whole = Chunks(head, target.view(-1), -100, known, 128 * V * 4)
-    for part in split(whole, target, together, lengths, -100, 128):
-        rows = torch.arange(S * T, device=device)[part.chunks.places(0, part.chunks.visited)]
+    for part in split_batch(whole, target, group_size, lengths, -100, 128):
+        rows = torch.arange(S * T, device=device)[part.chunks.row_indices(0, part.chunks.visited)]
         assert rows.numel() == part.chunks.visited
         seen += rows.tolist()
         sequences = {int(r) // T for r in rows}
-        if together == 2:
+        if group_size == 2:
             assert {(s + 3) % 6 for s in sequences if target[s].max() >= 0} <= set(part.sequences.tolist())
         if not part.alone:
             assert sequences <= set(part.sequences.tolist())
@@ -152,19 +155,19 @@ def test_every_row_that_counts_is_in_one_part(lengths, together, device):
     assert sorted(seen) == counts
 
 
-@pytest.mark.parametrize("together", [0, 1])
-def test_a_length_that_is_too_short_is_loud(together, device):
-    x, weight, bias, target, sides, _ = batch(device)
+@pytest.mark.parametrize("group_size", [0, 1])
+def test_a_length_that_is_too_short_is_loud(group_size, device):
+    x, weight, bias, target, tensors, _ = batch(device)
     lengths = [38, 38, 0, 38, 7, 38]
-    loss, _ = token_loss("toy", [], [together], x, weight, target, bias, sides=sides, lengths=lengths)
+    loss, _ = token_loss("toy", [group_size], x, weight, target, bias, tensors=tensors, lengths=lengths)
     assert loss.isnan()
 
 
 def test_lengths_that_do_not_fit_are_refused(device):
-    x, weight, _, target, sides, _ = batch(device)
+    x, weight, _, target, tensors, _ = batch(device)
     for lengths in ([1], [51] * S):
-        with pytest.raises(ValueError, match=r"toy: walk.valid must hold a number from 0 to 50 for each of 6"):
-            token_loss("toy", [], [0], x, weight, target, sides=sides, lengths=lengths)
+        with pytest.raises(ValueError, match=r"toy: chunks.valid_tokens must hold a number from 0 to 50 for each of 6"):
+            token_loss("toy", [0], x, weight, target, tensors=tensors, lengths=lengths)
 
 
 @pytest.mark.parametrize(
@@ -193,15 +196,15 @@ def test_a_head_that_does_not_fit_is_refused(change, sentence):
     target = torch.zeros(2, 3, dtype=torch.long)
     reference = (made["ref_x"], made["ref_weight"], made["ref_bias"])
     with pytest.raises(ValueError, match=f"toy: {sentence}"):
-        token_loss("toy", [], [0], made["x"], made["weight"], target, made["bias"], reference=reference)
+        token_loss("toy", [0], made["x"], made["weight"], target, made["bias"], reference=reference)
 
 
-@pytest.mark.parametrize("together", [0, 2])
-def test_compiles_whole(together, device):
-    x, weight, bias, target, sides, _ = batch(device)
+@pytest.mark.parametrize("group_size", [0, 2])
+def test_compiles_whole(group_size, device):
+    x, weight, bias, target, tensors, _ = batch(device)
 
     def call(x, weight, bias):
-        return token_loss("toy", [], [together], x, weight, target, bias, sides=sides, lengths=None)[0]
+        return token_loss("toy", [group_size], x, weight, target, bias, tensors=tensors, lengths=None)[0]
 
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
     loss = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
@@ -211,15 +214,15 @@ def test_compiles_whole(together, device):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("together", [0, 2])
-def test_a_checkpoint_computes_once_more_not_twice(together, device, monkeypatch):
-    x, weight, bias, target, sides, _ = batch(device)
+@pytest.mark.parametrize("group_size", [0, 2])
+def test_a_checkpoint_computes_once_more_not_twice(group_size, device, monkeypatch):
+    x, weight, bias, target, tensors, _ = batch(device)
     calls = []
     monkeypatch.setattr(Toy, "wants_entropy", property(lambda _: not calls.append(1)))
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
 
     def call(x, weight, bias):
-        return token_loss("toy", [], [together], x, weight, target, bias, sides=sides)[0]
+        return token_loss("toy", [group_size], x, weight, target, bias, tensors=tensors)[0]
 
     expected = torch.autograd.grad(call(*leaves), leaves)
     once = len(calls)
@@ -233,23 +236,23 @@ class Partly(Toy):
 
     def __call__(self, part):
         loss, found = super().__call__(part)
-        at = part.sequences // T if part.sequences is not None and self.together() == 0 else part.sequences
+        at = part.sequences // T if part.sequences is not None and self.group_size() == 0 else part.sequences
         return loss.detach() if at is None or (at == 0).any() else loss, found
 
 
 @pytest.mark.parametrize("trained", [(0,), (0, 1, 2), (1, 2)])
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
-def test_every_row_of_a_gradient_is_written(together, known, trained, device, monkeypatch):
+@pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
+def test_every_row_of_a_gradient_is_written(group_size, known, trained, device, monkeypatch):
     """torch fills what it allocates with NaN where it is told to be deterministic."""
     monkeypatch.setitem(FAMILIES, "toy", Partly)
-    x, weight, bias, target, sides, _ = batch(device)
+    x, weight, bias, target, tensors, _ = batch(device)
     leaves = [t.requires_grad_(i in trained) for i, t in enumerate((x, weight, bias))]
     lengths = ValidLengths(target) if known else [T] * S
 
     def call():
         loss, found = token_loss(
-            "toy", [], [together], *leaves[:2], target, leaves[2], sides=sides, lengths=lengths, chunk_bytes=1
+            "toy", [group_size], *leaves[:2], target, leaves[2], tensors=tensors, lengths=lengths, chunk_bytes=1
         )
         return loss, found["logprob"], *torch.autograd.grad(loss, [leaves[i] for i in trained])
 
@@ -261,24 +264,24 @@ def test_every_row_of_a_gradient_is_written(together, known, trained, device, mo
         torch.use_deterministic_algorithms(False)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
-    if 0 in trained and together != BATCH:
+    if 0 in trained and group_size != BATCH:
         assert (expected[2][0] == 0).all()
         assert (expected[2][5] != 0).any()
 
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0), (0, 0), (4, 3)])  # (4, 3): nothing counts
-@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
-def test_a_batch_without_anything_that_counts(together, shape, known, device):
+@pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
+def test_a_batch_without_anything_that_counts(group_size, shape, known, device):
     x = torch.randn(*shape, H, device=device, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(V, H, device=device, dtype=torch.float64, requires_grad=True)
     target = torch.full(shape, -100, device=device)
-    sides = torch.ones(shape[0], device=device), torch.ones(shape, device=device)
+    tensors = torch.ones(shape[0], device=device), torch.ones(shape, device=device)
     lengths = [0] * shape[0] if known else [shape[1]] * shape[0]
-    loss, _ = token_loss("toy", [], [together], x, weight, target, sides=sides, lengths=lengths)
+    loss, _ = token_loss("toy", [group_size], x, weight, target, tensors=tensors, lengths=lengths)
     loss.backward()
     # A pair of empty sequences, and a batch of them, have a loss: that of equal sums.
-    pairs = {0: 0, 1: shape[0], 2: shape[0] // 2, BATCH: shape[0]}[together]
+    pairs = {0: 0, 1: shape[0], 2: shape[0] // 2, BATCH: shape[0]}[group_size]
     torch.testing.assert_close(loss, pairs * F.logsigmoid(torch.zeros_like(loss)))
     assert x.grad.abs().sum() == 0
     assert weight.grad.abs().sum() == 0
@@ -296,16 +299,16 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("together", [0, 1, 2, BATCH])
-def test_a_batch_of_one_chunk_is_one_part_in_its_order(together, device):
+@pytest.mark.parametrize("group_size", [0, 1, 2, BATCH])
+def test_a_batch_of_one_chunk_is_one_part_in_its_order(group_size, device):
     """Nothing is sorted, looked up or filled: of few tokens, launches take longer than the numbers."""
-    x, weight, bias, target, sides, _ = batch(device)
+    x, weight, bias, target, tensors, _ = batch(device)
     target = target.clamp(min=0)  # every token counts
     leaves = [t.requires_grad_() for t in (x, weight)]
     for chunk_bytes in (None, 1):
         with Seen() as seen:
             token_loss(
-                "toy", [], [together], *leaves, target, bias, sides=sides, lengths=[T] * S, chunk_bytes=chunk_bytes
+                "toy", [group_size], *leaves, target, bias, tensors=tensors, lengths=[T] * S, chunk_bytes=chunk_bytes
             )
         assert bool({"index_select", "index_copy_"} & seen.names) == (chunk_bytes == 1)
         assert "sort" not in seen.names

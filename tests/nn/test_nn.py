@@ -86,17 +86,19 @@ def test_losses(device):
     x, weight = torch.randn(6, 8, device=device), torch.randn(11, 8, device=device)
     bias, target = torch.randn(11, device=device), torch.randint(0, 11, (6,), device=device)
     expected = F.cross_entropy(F.linear(x, weight, bias), target, label_smoothing=0.1)
-    torch.testing.assert_close(nn.CrossEntropyLoss(label_smoothing=0.1)(F.linear(x, weight, bias), target), expected)
-    linear = nn.LinearCrossEntropyLoss(label_smoothing=0.1)
+    torch.testing.assert_close(
+        nn.CrossEntropyLoss(config=tigon.CrossEntropy(label_smoothing=0.1))(F.linear(x, weight, bias), target), expected
+    )
+    linear = nn.LinearCrossEntropyLoss(config=tigon.CrossEntropy(label_smoothing=0.1))
     head = tigon.Head(weight, bias)
     torch.testing.assert_close(linear(x, head, target), expected)
-    torch.testing.assert_close(linear(x, head, target, valid=6), expected)
+    torch.testing.assert_close(linear(x, head, target, valid_tokens=6), expected)
     torch.testing.assert_close(linear(x, head, target, divisor=12), expected / 2)
 
 
 @pytest.mark.parametrize("make", [
-    lambda: nn.CrossEntropyLoss(reduction="avg"), lambda: nn.KLDivLoss(reduction="none"), lambda: nn.JSDLoss(beta=2.0),
-    lambda: nn.TVDLoss(temperature=0.0), lambda: nn.LinearCrossEntropyLoss(label_smoothing=2.0),
+    lambda: tigon.CrossEntropy(reduction="avg"), lambda: nn.KLDivLoss(reduction="none"), lambda: nn.JSDLoss(beta=2.0),
+    lambda: nn.TVDLoss(temperature=0.0), lambda: tigon.CrossEntropy(label_smoothing=2.0),
     lambda: tigon.losses.GRPO(loss_type="ppo"), lambda: tigon.losses.DPO(beta=0.0),
     lambda: tigon.losses.Distill(loss_type="mse"), lambda: tigon.losses.DistillTopK(rest="head"),
     lambda: tigon.losses.CPO(loss_type="dpo"), lambda: tigon.losses.KTO(loss_type="bco"),

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from flat import cross_entropy
 from test_kernels_compile import compiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +32,7 @@ def test_same_as_torch(reduction, weighted, smoothing, backend, device):
     logits, target = logits_and_target(device)
     weight = torch.rand(50, device=device) if weighted else None
     options = {"reduction": reduction, "label_smoothing": smoothing, "weight": weight}
-    ours, theirs = tigon.cross_entropy(logits, target, **options), F.cross_entropy(logits, target, **options)
+    ours, theirs = cross_entropy(logits, target, **options), F.cross_entropy(logits, target, **options)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(*(torch.autograd.grad(loss.sum(), logits) for loss in (ours, theirs)), strict=True):
         torch.testing.assert_close(a, b)
@@ -44,11 +45,11 @@ def test_an_infinity_in_an_ignored_row_stays_there(smoothing, triton_backend, de
     with torch.no_grad():
         logits[1, 7] = torch.inf
         logits[4] = -torch.inf
-    loss = tigon.cross_entropy(logits, target, label_smoothing=smoothing, z_loss=0.1)
+    loss = cross_entropy(logits, target, label_smoothing=smoothing, z_loss=0.1)
     (gradient,) = torch.autograd.grad(loss, logits)
     kept = target != -100
     clean = logits[kept].detach().requires_grad_()
-    expected = tigon.cross_entropy(clean, target[kept], label_smoothing=smoothing, z_loss=0.1)
+    expected = cross_entropy(clean, target[kept], label_smoothing=smoothing, z_loss=0.1)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient[kept], torch.autograd.grad(expected, clean)[0])
     assert not gradient[~kept].any()
@@ -65,7 +66,7 @@ def test_z_loss_is_not_weighted(backend, device):
     valid = target != -100
     z = 0.1 * torch.logsumexp(logits, -1).square()[valid].mean()
     expected = F.cross_entropy(logits, target, weight) + z
-    got = tigon.cross_entropy(logits, target, weight=weight, z_loss=0.1)
+    got = cross_entropy(logits, target, weight=weight, z_loss=0.1)
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (got, expected)))
 
@@ -80,13 +81,13 @@ def test_details(classes, reduction, backend, device):
         logits[3, 5] = 0.0
         target[2], target[3] = 3, 6
     options = {"reduction": reduction, "z_loss": 0.1}
-    got = tigon.cross_entropy(logits, target, details=True, **options)
+    got = cross_entropy(logits, target, details=True, **options)
     valid = target != -100
     right = logits.argmax(-1) == target
     assert torch.equal(got.predicted, torch.where(valid, logits.argmax(-1), -1))
     torch.testing.assert_close(got.accuracy, right[valid].float().mean())
     assert got.accuracy > 0
-    loss = tigon.cross_entropy(logits, target, **options)
+    loss = cross_entropy(logits, target, **options)
     z = torch.where(valid, 0.1 * torch.logsumexp(logits, -1).square(), 0.0).detach()
     torch.testing.assert_close(got.z_loss, {"none": z, "sum": z.sum(), "mean": z.sum() / valid.sum()}[reduction])
     assert torch.equal(got.loss, loss)
@@ -96,11 +97,11 @@ def test_details(classes, reduction, backend, device):
 
 def test_details_of_nothing_valid_and_of_masked_rows(backend, device):
     logits, target = logits_and_target(device)
-    got = tigon.cross_entropy(logits, torch.full_like(target, -100), details=True, reduction="sum")
+    got = cross_entropy(logits, torch.full_like(target, -100), details=True, reduction="sum")
     assert got.loss == 0
     assert got.accuracy.isnan()
     assert (got.predicted == -1).all()
-    nothing = tigon.cross_entropy(torch.full((1, 9), -torch.inf, device=device), target[:1] * 0, details=True)
+    nothing = cross_entropy(torch.full((1, 9), -torch.inf, device=device), target[:1] * 0, details=True)
     assert nothing.predicted == 0
 
 
@@ -108,8 +109,8 @@ def test_predicted_is_of_the_logits_and_not_of_their_softcap(backend, device):
     """tanh of large numbers is 1 for each of them."""
     logits, target = torch.zeros(1, 600, device=device), torch.zeros(1, dtype=torch.long, device=device)
     logits[0, 11], logits[0, 500] = 1e4, 2e4
-    assert tigon.cross_entropy(logits, target, softcap=1.0, details=True).predicted == 500
-    assert tigon.cross_entropy(logits[:, 490:], target, softcap=1.0, details=True).predicted == 10
+    assert cross_entropy(logits, target, softcap=1.0, details=True).predicted == 500
+    assert cross_entropy(logits[:, 490:], target, softcap=1.0, details=True).predicted == 10
 
 
 class TestInplace:
@@ -117,7 +118,7 @@ class TestInplace:
 
     def logits(self, device, make=lambda t: t):
         logits, target = logits_and_target(device)
-        (expected,) = torch.autograd.grad(tigon.cross_entropy(logits, target, z_loss=0.1), logits)
+        (expected,) = torch.autograd.grad(cross_entropy(logits, target, z_loss=0.1), logits)
         return make(logits.detach()).requires_grad_(), target, expected
 
     @pytest.mark.parametrize("layout", ["contiguous", "padded"])
@@ -128,7 +129,7 @@ class TestInplace:
         leaf, target, expected = self.logits(device, padded if layout == "padded" else torch.clone)
         logits = leaf * 1.0
         logits.retain_grad()
-        loss = tigon.cross_entropy(logits, target, z_loss=0.1, inplace=True)
+        loss = cross_entropy(logits, target, z_loss=0.1, inplace=True)
         loss.backward(retain_graph=True)
         assert torch.equal(logits.grad, expected)
         assert torch.equal(logits.detach(), expected)
@@ -138,7 +139,7 @@ class TestInplace:
 
     def test_a_leaf(self, device, triton_backend):
         leaf, target, expected = self.logits(device, torch.clone)
-        tigon.cross_entropy(leaf, target, z_loss=0.1, inplace=True).backward()
+        cross_entropy(leaf, target, z_loss=0.1, inplace=True).backward()
         assert torch.equal(leaf.grad, expected)
         assert leaf.grad.data_ptr() == leaf.data_ptr()
 
@@ -146,7 +147,7 @@ class TestInplace:
         leaf, target, _ = self.logits(device)
         logits = leaf * 1.0
         other = logits.square().sum()
-        tigon.cross_entropy(logits, target, inplace=True).backward(retain_graph=True)
+        cross_entropy(logits, target, inplace=True).backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             other.backward()
 
@@ -154,13 +155,13 @@ class TestInplace:
         row, target = torch.randn(1, 50, device=device), torch.randint(0, 50, (6,), device=device)
         for logits in (row.expand(6, 50), torch.randn(50, 6, device=device).t()):
             before, leaf = logits.clone(), logits.detach().requires_grad_()
-            tigon.cross_entropy(leaf, target, inplace=True).backward()
+            cross_entropy(leaf, target, inplace=True).backward()
             assert torch.equal(leaf.detach(), before)
 
     def test_forward_alone_touches_nothing(self, backend, device):
         leaf, target, _ = self.logits(device)
         before = leaf.detach().clone()
-        loss = tigon.cross_entropy(leaf, target, inplace=True)
+        loss = cross_entropy(leaf, target, inplace=True)
         assert torch.equal(leaf.detach(), before)
         if backend == "torch":
             loss.backward()
@@ -170,7 +171,7 @@ class TestInplace:
         leaf, target, expected = self.logits(device)
         before = leaf.detach().clone()
         compiled = torch.compile(
-            lambda x, t: tigon.cross_entropy(x, t, z_loss=0.1, inplace=True), fullgraph=True, backend="aot_eager"
+            lambda x, t: cross_entropy(x, t, z_loss=0.1, inplace=True), fullgraph=True, backend="aot_eager"
         )
         compiled(leaf, target).backward()
         torch.testing.assert_close(leaf.grad, expected)
@@ -196,7 +197,7 @@ def test_two_launches_forward_and_one_backward(device, triton_backend, monkeypat
         tigon.ops.cross_entropy, "checked_target", lambda name, target, *_: target
     )  # on a GPU it looks at nothing
     with Operators():
-        loss = tigon.cross_entropy(logits, target)
+        loss = cross_entropy(logits, target)
         assert len(launches) == 2
         torch.autograd.grad(loss, logits, upstream)
     assert len(launches) == 3
@@ -208,7 +209,7 @@ def test_many_rows_are_reduced_in_two_steps(device, triton_backend):
     logits, target = logits_and_target(device, rows, 3)
     weight = torch.tensor([0.2, 1.0, 0.7], device=device)
     for options in ({"weight": weight}, {"weight": weight, "label_smoothing": 0.1}, {}):
-        got = tigon.cross_entropy(logits, target, details=True, **options)
+        got = cross_entropy(logits, target, details=True, **options)
         torch.testing.assert_close(got.loss, F.cross_entropy(logits, target, **options))
     right = (logits.argmax(-1) == target).sum() / (target != -100).sum()
     torch.testing.assert_close(got.accuracy, right)
@@ -223,7 +224,7 @@ def test_gradient_over_scratch_rows(programs, backwards, device, triton_backend,
     tile = (warps, depth, block, programs, "evict_last", "evict_first", backwards)
     monkeypatch.setattr(launches_module, "_grad_tile", lambda *_: tile)
     logits, target = logits_and_target(device, 7, 5000)
-    expected = tigon.cross_entropy(logits, target, reduction="none", z_loss=0.1, label_smoothing=0.1)
+    expected = cross_entropy(logits, target, reduction="none", z_loss=0.1, label_smoothing=0.1)
     (gradient,) = torch.autograd.grad(expected.sum() / 2, logits)
     scratch, loss, half = logits.detach().clone(), torch.empty(7, device=device), torch.tensor(0.5, device=device)
     tigon.ops.cross_entropy.cross_entropy_rows(scratch, target, loss, None, half, True, -100, 0.1, 0.1, 0.0, 1.0)
@@ -252,7 +253,7 @@ def test_ignored_rows_have_no_loss_and_no_gradient_and_keep_their_logits(backend
     """Other libraries zero those rows of the caller's logits."""
     logits, target = logits_and_target(device)
     before = logits.detach().clone()
-    loss = tigon.cross_entropy(logits, target, reduction="none")
+    loss = cross_entropy(logits, target, reduction="none")
     loss.sum().backward()
     assert loss[1] == loss[4] == 0
     assert logits.grad[[1, 4]].abs().max() == 0
@@ -265,7 +266,7 @@ def test_nothing_valid(backend, device):
     target.fill_(-100)
     for reduction in ("mean", "sum"):
         logits.grad = None
-        total = tigon.cross_entropy(logits, target, reduction=reduction)
+        total = cross_entropy(logits, target, reduction=reduction)
         total.backward()
         assert total == 0
         assert logits.grad.abs().max() == 0
@@ -273,7 +274,7 @@ def test_nothing_valid(backend, device):
 
 def test_gradient_of_a_row_sums_to_zero(backend, device):
     logits, target = logits_and_target(device)
-    tigon.cross_entropy(logits, target).backward()
+    cross_entropy(logits, target).backward()
     torch.testing.assert_close(logits.grad.sum(-1), torch.zeros(6, device=device), rtol=0, atol=1e-6)
 
 
@@ -282,7 +283,7 @@ def test_a_constant_changes_nothing(offset, backend, device):
     """exp(1e4) is infinite: the maximum has to come off first."""
     logits, target = logits_and_target(device)
     torch.testing.assert_close(
-        tigon.cross_entropy(logits + offset, target), tigon.cross_entropy(logits, target), rtol=1e-3, atol=1e-3
+        cross_entropy(logits + offset, target), cross_entropy(logits, target), rtol=1e-3, atol=1e-3
     )
 
 
@@ -292,7 +293,7 @@ def test_minus_infinity_masks_a_class(backend, device):
     masked[:, 7:] = -torch.inf
     target = torch.where(target == -100, target, target % 7)
     masked.requires_grad_()
-    loss = tigon.cross_entropy(masked, target)
+    loss = cross_entropy(masked, target)
     loss.backward()
     torch.testing.assert_close(loss, F.cross_entropy(masked[:, :7], target))
     assert masked.grad[:, 7:].abs().max() == 0
@@ -301,22 +302,22 @@ def test_minus_infinity_masks_a_class(backend, device):
 def test_certainty_costs_nothing_and_error_costs_the_gap(backend, device):
     logits = torch.zeros(2, 10, device=device)
     logits[:, 3] = 100.0
-    loss = tigon.cross_entropy(logits, torch.tensor([3, 4], device=device), reduction="none")
+    loss = cross_entropy(logits, torch.tensor([3, 4], device=device), reduction="none")
     torch.testing.assert_close(loss, torch.tensor([0.0, 100.0], device=device))
 
 
 def test_softcap_bounds_the_logits(backend, device):
     """With every logit in (−c, c) a loss of V classes is below log V + 2c."""
     logits, target = 1e4 * torch.randn(5, 20, device=device), torch.zeros(5, dtype=torch.long, device=device)
-    loss = tigon.cross_entropy(logits, target, reduction="none", softcap=2.0)
+    loss = cross_entropy(logits, target, reduction="none", softcap=2.0)
     assert loss.max() <= torch.tensor(20.0).log() + 4 + 1e-4
 
 
 def test_divisor_may_be_a_tensor_on_the_device(backend, device):
     logits, target = logits_and_target(device)
-    total = tigon.cross_entropy(logits, target, reduction="sum")
+    total = cross_entropy(logits, target, reduction="sum")
     for divisor in (16, torch.tensor(16, device=device), torch.tensor(16.0)):
-        torch.testing.assert_close(tigon.cross_entropy(logits, target, divisor=divisor), total / 16)
+        torch.testing.assert_close(cross_entropy(logits, target, divisor=divisor), total / 16)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -345,7 +346,7 @@ def test_targets_of_a_dtype_that_does_not_hold_ignore_index(dtype, classes, devi
     """Where a tile of targets ends beyond the rows, what is filled in would count as a target."""
     logits = torch.randn(3, classes, device=device, requires_grad=True)
     target = torch.tensor([1, 2, 3], dtype=dtype, device=device)
-    loss, expected = tigon.cross_entropy(logits, target, ignore_index=-1000), F.cross_entropy(logits, target.long())
+    loss, expected = cross_entropy(logits, target, ignore_index=-1000), F.cross_entropy(logits, target.long())
     torch.testing.assert_close(loss, expected)
     (grad,), (wanted,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
     torch.testing.assert_close(grad, wanted)
@@ -355,7 +356,7 @@ def test_targets_of_a_dtype_that_does_not_hold_ignore_index(dtype, classes, devi
 def test_a_row_of_the_least_number_is_uniform(classes, backend, device):
     logits = torch.full((2, classes), torch.finfo(torch.float32).min, device=device, requires_grad=True)
     target = torch.zeros(2, dtype=torch.long, device=device)
-    loss, expected = tigon.cross_entropy(logits, target), F.cross_entropy(logits, target)
+    loss, expected = cross_entropy(logits, target), F.cross_entropy(logits, target)
     torch.testing.assert_close(loss, expected)
     (grad,), (wanted,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
     torch.testing.assert_close(grad, wanted)
@@ -365,7 +366,7 @@ def test_a_target_elsewhere_gets_a_sentence(device):
     """A kernel that is launched without Triton's checks would read its address."""
     target = torch.zeros(3, dtype=torch.long, device="meta")
     with pytest.raises(ValueError, match="cross_entropy: target must be on the device of the logits"):
-        tigon.cross_entropy(torch.randn(3, 5, device=device), target)
+        cross_entropy(torch.randn(3, 5, device=device), target)
     with pytest.raises(ValueError, match="linear_cross_entropy: target must be on the device of the logits"):
         tigon.linear_cross_entropy(torch.randn(3, 4, device=device), torch.randn(5, 4, device=device), target)
 
@@ -393,16 +394,16 @@ def test_more_than_two_to_the_31_elements(device, triton_backend, monkeypatch):
     monkeypatch.setattr(parts, "WIDE", 2**31)  # two rows alone would be cut into parts, and have other last digits
     logits = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(0, 131072, (17000,), device=device)
-    tigon.cross_entropy(logits, target, reduction="sum").backward()
+    cross_entropy(logits, target, reduction="sum").backward()
     last = logits[-2:].detach().clone().requires_grad_()
-    tigon.cross_entropy(last, target[-2:], reduction="sum").backward()
+    cross_entropy(last, target[-2:], reduction="sum").backward()
     assert torch.equal(logits.grad[-2:], last.grad)
 
 
 def test_no_classes_at_all_and_a_head_without_columns(device):
     """Plain code takes them: an empty rank of an empty vocabulary, a head over no features."""
     nothing, none = torch.zeros(0, 0, device=device), torch.zeros(0, dtype=torch.long, device=device)
-    assert tigon.cross_entropy(nothing, none) == 0
+    assert cross_entropy(nothing, none) == 0
     assert tigon.logprob(nothing, none).logprob.shape == (0,)
     x, weight = (torch.zeros(n, 0, device=device, requires_grad=True) for n in (3, 5))
     target = torch.arange(3, device=device)

@@ -24,17 +24,22 @@ def inputs(device, dtype=torch.float16):
     return [x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()], target.to(device), others
 
 
-def loss_of(name, leaves, target, others, walk):
+def loss_of(name, leaves, target, others, chunks):
     x, weight = leaves
     of_sequences = x.view(4, ROWS // 4, H), weight, target.view(4, -1)
     lengths = (target.view(4, -1) != -100).sum(1).tolist()
     acc = torch.promote_types(x.dtype, torch.float32)
     if name == "mean":
-        return tigon.linear_cross_entropy(x, weight, target, walk=walk)
+        return tigon.linear_cross_entropy(x, weight, target, chunks=chunks)
     if name == "sum":
-        return tigon.linear_cross_entropy(x, weight, target, reduction="sum", walk=walk) / 1000
+        return (
+            tigon.linear_cross_entropy(x, weight, target, config=tigon.CrossEntropy(reduction="sum"), chunks=chunks)
+            / 1000
+        )
     if name == "compact":
-        return tigon.linear_cross_entropy(x, weight, target, walk=tigon.losses.Walk(valid=sum(lengths)))
+        return tigon.linear_cross_entropy(
+            x, weight, target, chunks=tigon.losses.ChunkOptions(valid_tokens=sum(lengths))
+        )
     if name == "distill":
         return flat.distill(x, weight, *(t.to(x.dtype) for t in others), loss_type="jsd")[0]
     if name == "orpo":
@@ -61,7 +66,7 @@ def made(monkeypatch):
 )
 def test_gradients_are_as_exact_as_eager_codes(name, upstream, backend, device, made):
     """In fp16 with an upstream gradient of the size that a loss scale has, and in fp64 by the references."""
-    walk = tigon.losses.Walk()
+    walk = tigon.losses.ChunkOptions()
     leaves, target, others = inputs(device)
     loss = loss_of(name, leaves, target, others, walk)
     assert any(late(*pair) for pair in made), "the forward pass keeps the factors"
@@ -79,7 +84,7 @@ def test_gradients_are_as_exact_as_eager_codes(name, upstream, backend, device, 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_kept_graph_goes_backward_again(name, backend, device, made):
     leaves, target, others = inputs(device)
-    loss = loss_of(name, leaves, target, others, tigon.losses.Walk())
+    loss = loss_of(name, leaves, target, others, tigon.losses.ChunkOptions())
     assert any(late(*pair) for pair in made)
     once = torch.autograd.grad(loss, leaves, torch.full_like(loss, 2.0**9), retain_graph=True)
     again = torch.autograd.grad(loss, leaves, torch.full_like(loss, 2.0**9), retain_graph=True)
@@ -92,14 +97,14 @@ def test_a_kept_graph_goes_backward_again(name, backend, device, made):
 @pytest.mark.parametrize("upstream", [float("nan"), 0.0])
 def test_what_is_not_finite_stays_so(upstream, backend, device):
     leaves, target, others = inputs(device)
-    loss = loss_of("mean", leaves, target, others, tigon.losses.Walk())
+    loss = loss_of("mean", leaves, target, others, tigon.losses.ChunkOptions())
     _, dw = torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream))
     assert bool(dw.isnan().all()) if upstream != 0.0 else not dw.any()
 
 
 def test_where_nothing_counts_the_gradient_is_zero(backend, device):
     leaves, target, others = inputs(device)
-    loss = loss_of("mean", leaves, torch.full_like(target, -100), others, tigon.losses.Walk())
+    loss = loss_of("mean", leaves, torch.full_like(target, -100), others, tigon.losses.ChunkOptions())
     _, dw = torch.autograd.grad(loss, leaves)
     assert not dw.any()
 

@@ -3,7 +3,7 @@
 import flat
 import pytest
 import torch
-from flat import distill, distill_topk, linear_cross_entropy, linear_logprob
+from flat import cross_entropy, distill, distill_topk, linear_cross_entropy, linear_logprob
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -37,7 +37,7 @@ def on(x, options):
 
 
 OPERATORS = {
-    "cross_entropy": lambda x, w, t, **o: tigon.cross_entropy(logits_of(x, w), t.flatten(), **o),
+    "cross_entropy": lambda x, w, t, **o: cross_entropy(logits_of(x, w), t.flatten(), **o),
     "logprob": lambda x, w, t, **o: tigon.logprob(logits_of(x, w), t.flatten(), **o).logprob.sum(),
     "linear_cross_entropy": linear_cross_entropy,
     "linear_logprob": lambda x, w, t, **o: linear_logprob(x, w, t, **o).logprob.sum(),

@@ -88,7 +88,7 @@ def _bad_options(name: str, inputs: Any, none: Any) -> tuple[Bad, ...]:
     return (
         Bad(inputs(), rf"{name}: loss_type must be one of .*'reverse_kl'.*got 'ce'", {"loss_type": "ce"}),
         Bad(inputs(), rf"{name}: reduction must be one of .*got 'none'", {"reduction": "none"}),
-        Bad(inputs(), r"Walk: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
+        Bad(inputs(), r"ChunkOptions: accumulate must be one of .*got 'fp16'", {"accumulate": "fp16"}),
         Bad(inputs(), rf"{name}: beta must lie in \[0, 1\], got 2", {"beta": 2}),
         Bad(inputs(), rf"{name}: hard_weight must lie in \[0, 1\], got -1", {"hard_weight": -1}),
         Bad(inputs(), rf"{name}: temperature must be positive, got 0", {"temperature": 0}),
@@ -96,8 +96,8 @@ def _bad_options(name: str, inputs: Any, none: Any) -> tuple[Bad, ...]:
         Bad(inputs(), rf"{name}: divisor goes with reduction='batchmean'", {"divisor": 3, "reduction": "sum"}),
         Bad(inputs(), rf"{name}: divisor must be a number or a 0-d tensor", {"divisor": torch.ones(2)}),
         Bad(none, rf"{name}: hard_weight goes with a target, got None", {"hard_weight": 0.5}),
-        Bad(none, rf"{name}: walk.valid goes with a target, got None", {"num_valid": 2}),
-        Bad(inputs(), r"Walk: chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
+        Bad(none, rf"{name}: chunks.valid_tokens goes with a target, got None", {"num_valid": 2}),
+        Bad(inputs(), r"ChunkOptions: chunk_bytes must be positive, got -5", {"chunk_bytes": -5}),
     )
 
 

@@ -141,7 +141,7 @@ LINEAR_LOGPROB = Op(
     empty=((0, 8, 12),),
     bad=(
         Bad(_bad_head(), r"linear_logprob: temperature must be positive, got 0", {"temperature": 0.0}),
-        Bad(_bad_head(), r"Walk: accumulate must be .*got 'fp16'", {"accumulate": "fp16"}),
+        Bad(_bad_head(), r"ChunkOptions: accumulate must be .*got 'fp16'", {"accumulate": "fp16"}),
         Bad(_bad_head(x=torch.ones(3, 5)), r"linear_logprob: x must be .*got \(3, 5\) and \(7, 4\)"),
         Bad(_bad_head(bias=torch.ones(6)), r"linear_logprob: bias must have shape \(7,\), got \(6,\)"),
         Bad(_bad_head(target=torch.tensor([0, 9, 1])), r"linear_logprob: target must lie in \[0, 7\).*got 9", {}, True),

@@ -19,7 +19,7 @@ from ops_table.distillation import _EVERY_OPTION as _OF_DISTILLATION
 from ops_table.distillation import _TEACHER, DISTILL, DISTILL_TOPK
 from ops_table.logprob import GRPO, LINEAR_LOGPROB
 from ops_table.row import Case, Op
-from tigon.losses.head.vocabulary_parallel import Arriving, Shards
+from tigon.losses.head.vocabulary_parallel import PendingTensor, Shards
 
 DEVICES = 4
 
@@ -32,25 +32,25 @@ class Done:
 class Echo(Shards):
     """All devices hold as many classes, and say the same."""
 
-    def where(self) -> str:
+    def describe(self) -> str:
         return str(self.sizes)
 
-    def gather(self, own: Tensor) -> Arriving:
-        return Arriving(own.expand(len(self.sizes), *own.shape).contiguous(), Done())
+    def gather(self, own: Tensor) -> PendingTensor:
+        return PendingTensor(own.expand(len(self.sizes), *own.shape).contiguous(), Done())
 
-    def sum(self, t: Tensor) -> Arriving:
-        return Arriving(t, Done())
+    def sum(self, t: Tensor) -> PendingTensor:
+        return PendingTensor(t, Done())
 
 
 @contextlib.contextmanager
 def echoing(rank: int = 0) -> Iterator[None]:
-    def shards_of(name, x, weight, bias, target, group, accumulate):
+    def resolve_shards(name, x, weight, bias, target, group, accumulate):
         return x, weight, bias, target, Echo(group, rank, (weight.shape[0],) * DEVICES)
 
-    modules = ("linear_cross_entropy", "linear_logprob", "token_loss", "distillation")
+    modules = ("inputs", "token_loss", "distillation")
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch(f"tigon.losses.{module}.shards_of", shards_of))
+            stack.enter_context(mock.patch(f"tigon.losses.{module}.resolve_shards", resolve_shards))
         yield
 
 

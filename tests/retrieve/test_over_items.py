@@ -11,7 +11,7 @@ from numerics import check
 import tigon
 from tigon.retrieve import item_softmax
 from tigon.retrieve.training.over_items import launches
-from tigon.retrieve.training.over_items.launches import TILES, Tile, query_shares_of, shares_of
+from tigon.retrieve.training.over_items.launches import TILES, Tile, split_items, split_queries
 from tigon.retrieve.training.over_items.reference import item_softmax_reference
 
 
@@ -24,7 +24,7 @@ def small_tiles(monkeypatch):
 
 
 def test_shares_of_items_are_merged(device, triton_backend, small_tiles):
-    assert shares_of(37, 203, 24, Tile(16, 16, 4, 1), 12) == (4, 64)
+    assert split_items(37, 203, 24, Tile(16, 16, 4, 1), 12) == (4, 64)
     inputs = torch.randn(37, 24) / 3, torch.randn(203, 24), torch.randint(0, 203, (37,))
     check(item_softmax, item_softmax_reference, *(t.to(device) for t in inputs), scale=2.0)
 
@@ -32,7 +32,7 @@ def test_shares_of_items_are_merged(device, triton_backend, small_tiles):
 @pytest.mark.parametrize("D", [16, 24])
 def test_shares_of_queries_are_summed(D, device, triton_backend, small_tiles, monkeypatch):
     monkeypatch.setattr(launches, "SUMMED", 48)
-    assert query_shares_of(215, 37, D, Tile(16, 16, 4, 1)) == (5, 48)
+    assert split_queries(215, 37, D, Tile(16, 16, 4, 1)) == (5, 48)
     inputs = torch.randn(215, D) / 3, torch.randn(37, D), torch.randint(0, 37, (215,))
     check(item_softmax, item_softmax_reference, *(t.to(device) for t in inputs), scale=2.0)
     check(item_softmax, item_softmax_reference, *(t.to(device) for t in inputs), reduction="none")
@@ -42,7 +42,7 @@ def test_shares_of_queries_are_summed(D, device, triton_backend, small_tiles, mo
 @pytest.mark.parametrize("M", [0, 1, 65536, 65537, 2**25, 2**31 - 1])
 def test_shares_hold_each_query_once(M, N):
     tile = TILES["items"][128]
-    parts, share = query_shares_of(M, N, 128, tile)
+    parts, share = split_queries(M, N, 128, tile)
     assert share % tile.queries == 0
     assert (parts - 1) * share < max(M, 1)
     assert M <= parts * share < 2**31 + launches.SUMMED
@@ -53,7 +53,7 @@ def test_shares_hold_each_query_once(M, N):
 @pytest.mark.parametrize("M", [1, 128, 8192])
 def test_shares_hold_each_item_once(M, N):
     tile = TILES["scan"][128]
-    parts, share = shares_of(M, N, 128, tile, 132)
+    parts, share = split_items(M, N, 128, tile, 132)
     assert share % tile.items == 0
     assert (parts - 1) * share < N <= parts * share
     assert 4 * M * 130 * parts <= max(launches.SHARES_BYTES, 4 * M * 130)

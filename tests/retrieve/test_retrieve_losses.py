@@ -16,7 +16,7 @@ from tigon.retrieve import (
     sampled_softmax,
     similarity_softmax,
 )  # fmt: skip
-from tigon.retrieve.training.over_items import own
+from tigon.retrieve.training.over_items import per_query_negatives
 
 
 def slow_in_batch(query, positive, ids, log_q, scale, allowed=None):
@@ -106,7 +106,7 @@ NONE = torch.zeros(0, dtype=torch.long)
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_negatives_of_each_query(device, backend, corrected, monkeypatch):
-    monkeypatch.setattr(own, "PIECE_BYTES", 4 * 7 * 16 * 3)  # three queries at once
+    monkeypatch.setattr(per_query_negatives, "PIECE_BYTES", 4 * 7 * 16 * 3)  # three queries at once
     query, items, target, _, allowed, mined = drawn(device)
     log_q = torch.rand(30, device=device).log() if corrected else None
     bias = -log_q[mined] if corrected else torch.zeros(20, 7)
@@ -154,7 +154,7 @@ def test_own_negatives_are_as_accurate_as_eager_code(dtype, device):
     query, items, target, _, _, mined = drawn(device, dtype)
     q, x = query.detach(), items.detach()
     arguments = (q, x, x[target.clamp(min=0)], mined, None, 1.0)
-    check(own.own_contrast, own.own_contrast_reference, *arguments)
+    check(per_query_negatives.own_contrast, per_query_negatives.own_contrast_reference, *arguments)
 
 
 def test_more_own_negatives_than_are_sorted_at_once(device, monkeypatch):
@@ -162,11 +162,11 @@ def test_more_own_negatives_than_are_sorted_at_once(device, monkeypatch):
     query, negatives = torch.randn(20, 16, device=device), torch.randint(-1, 30, (20, 7), device=device)
 
     def gradient() -> torch.Tensor:
-        loss = own.own_contrast(query, leaf, leaf.detach()[:20], negatives, None, 0.5)
+        loss = per_query_negatives.own_contrast(query, leaf, leaf.detach()[:20], negatives, None, 0.5)
         return torch.autograd.grad(loss.square().sum(), leaf)[0]
 
     whole = gradient()
-    monkeypatch.setattr(own, "SORTED", 7 * 6)
+    monkeypatch.setattr(per_query_negatives, "SORTED", 7 * 6)
     torch.testing.assert_close(gradient(), whole)
 
 

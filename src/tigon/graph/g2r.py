@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tigon.files import DamagedFileError, load_state, read_json, read_tensors
 from tigon.kernels import check_tensors
-from tigon.losses.coding import RowGroups, coding_rate
+from tigon.losses.coding_rates import RowGroups, coding_rate
 from tigon.losses.options import check_choice, check_positive
 from tigon.manifest import check_manifest, write_manifest
 
@@ -128,7 +128,7 @@ class G2R(nn.Module):
                 continue
             self.train()
             z = self(x, kept)
-            apart = coding_rate(z, groups.take(drawn), eps=self.eps) * (len(connected) / len(drawn))
+            apart = coding_rate(z, groups.select(drawn), eps=self.eps) * (len(connected) / len(drawn))
             loss = apart - self.gamma * coding_rate(z, eps=self.eps, gamma=self.gamma)
             optimizer.zero_grad()
             loss.backward()

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from tigon.fusion.engine.model import fuse
 from tigon.losses.head.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.cross_entropy import CrossEntropy
 
 try:
     import torchtitan  # noqa: F401
@@ -129,7 +130,9 @@ else:
                 return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
 
             def forward(hidden: Tensor) -> Tensor:
-                return linear_cross_entropy(hidden, Head(head.weight, head.bias), labels, reduction="sum")
+                return linear_cross_entropy(
+                    hidden, Head(head.weight, head.bias), labels, config=CrossEntropy(reduction="sum")
+                )
 
             # The loss runs as the head's forward, so that FSDP2 gathers the weight before it and reduces the gradient.
             state = head.__dict__

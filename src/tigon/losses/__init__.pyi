@@ -1,17 +1,17 @@
 # The public losses: the one place that declares them (see tigon/lazy.py).
 from tigon.losses.choices import choice as choice
 from tigon.losses.choices import choice_logits as choice_logits
-from tigon.losses.coding import RowGroups as RowGroups
-from tigon.losses.coding import coding_rate as coding_rate
+from tigon.losses.coding_rates import RowGroups as RowGroups
+from tigon.losses.coding_rates import coding_rate as coding_rate
 from tigon.losses.distillation import Distill as Distill
 from tigon.losses.distillation import DistillTopK as DistillTopK
 from tigon.losses.distillation import TopK as TopK
 from tigon.losses.distillation import distill as distill
 from tigon.losses.distillation import distill_topk as distill_topk
+from tigon.losses.head.chunk_options import ChunkOptions as ChunkOptions
 from tigon.losses.head.chunks import ValidCount as ValidCount
 from tigon.losses.head.chunks import ValidLengths as ValidLengths
 from tigon.losses.head.head import Hidden as Hidden
-from tigon.losses.head.walk import Walk as Walk
 from tigon.losses.linear_cross_entropy import MainGrad as MainGrad
 from tigon.losses.policy import GRPO as GRPO
 from tigon.losses.policy import RLOO as RLOO

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import can_look, check_tensors
-from tigon.losses.head.head import Head, check_head, head_of
+from tigon.losses.head.head import Head, check_head, parse_head
 from tigon.ops.cross_entropy import Reduction, check_options
 from tigon.ops.targets import CHECKS, checked_target
 
@@ -118,12 +118,12 @@ def choice_reference(
 
 
 def _logits(name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, choices: Tensor | Sequence[int]) -> Tensor:
-    weight, bias, softcap, scale, group, _ = head_of(name, head)
+    weight, bias, softcap, scale, group, _ = parse_head(name, head)
     check_options(name, "none", 0.0, softcap, scale, None)
     if group is not None:
         raise ValueError(f"{name}: head.group must be None: the rows of a few classes are gathered on one device.")
     check_head(name, x, weight, bias)
-    chosen = _checked(name, choices, weight)
+    chosen = _parse_choices(name, choices, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     # Autocast would narrow the product, which is a few numbers a row.
     with torch.autocast(x.device.type, enabled=False):
@@ -134,7 +134,7 @@ def _logits(name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, choices
         return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
-def _checked(name: str, choices: Tensor | Sequence[int], weight: Tensor) -> Tensor:
+def _parse_choices(name: str, choices: Tensor | Sequence[int], weight: Tensor) -> Tensor:
     """choices as int64 on the weight's device."""
     if not isinstance(choices, Tensor):
         choices = torch.tensor(choices, dtype=torch.int64) if len(choices) else torch.empty(0)

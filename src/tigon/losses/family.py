@@ -1,4 +1,4 @@
-"""What a loss of log-probabilities is to the walk of `tigon.losses.token_loss`: a family, and the parts it sees."""
+"""The interface of `tigon.losses.token_loss`: families of losses, called with parts of the batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tigon.losses.operator import record, with_floats
 
 ALONE = 0  # every token by itself
 BATCH = -1  # the whole batch
@@ -23,7 +25,7 @@ class Part(NamedTuple):
     logprob: (S', T) fp32, 0 where masked. entropy, mean_logit: alike, or None if the family does not ask for them.
     reference: log-probabilities under the reference head, alike, or None.
     mask: (S', T), True where a token counts.
-    sides: further tensors, such as advantages, (S', T) or (S', 1): the family's own named tuple.
+    tensors: the family's tensors, such as advantages, (S', T) or (S', 1), as `Family.prepare` returns them.
     is_top1: (S', T) bool, whether no token is likelier, or None if the family does not ask for it.
     """
 
@@ -33,7 +35,7 @@ class Part(NamedTuple):
     mean_logit: Tensor | None
     reference: Tensor | None
     mask: Tensor
-    sides: Any
+    tensors: Any
     is_top1: Tensor | None = None
 
 
@@ -42,7 +44,7 @@ class Whole(NamedTuple):
 
     logprob, entropy, mean_logit, reference: (S, T) fp32, contiguous, 0 where masked; None as in `Part`.
     target: (S, T), contiguous, ignore_index where a token does not count.
-    sides: the tensors of the call, as they came.
+    tensors: the family's tensors, as they came.
     visited: how many tokens the walk has visited. If more than that count, the loss is NaN.
     """
 
@@ -53,22 +55,20 @@ class Whole(NamedTuple):
     is_top1: Tensor | None
     target: Tensor
     ignore_index: int
-    sides: Any
+    tensors: Any
     visited: int
 
 
-class Nothing(NamedTuple):
-    """No options, or no tensors."""
+@record
+class NoOptions(NamedTuple):
+    """No options."""
 
 
-class Takes(NamedTuple):
-    """The named tuples of a family: of its words, its numbers and its tensors."""
-
-    words: type[Any] = Nothing
-    numbers: type[Any] = Nothing
-    sides: type[Any] = Nothing
+class NoTensors(NamedTuple):
+    """No tensors."""
 
 
+@record
 class Term(NamedTuple):
     """A type of loss and its weight, in a family whose types are added up."""
 
@@ -79,24 +79,24 @@ class Term(NamedTuple):
 class Family:
     """A family of losses: how the loss of a part is computed, and which results it returns beside the loss.
 
-    A subclass registers itself under `key`, and says in `takes` what it takes. Words and numbers cross torch.library as
-    plain lists, since its operators take no named tuples; they are named again on the other side.
+    A subclass registers itself under `key`. `Options` is the record of its options (`tigon.losses.operator.record`),
+    and `Tensors` the named tuple of its tensors, (S,) or (S, T) each, or None.
 
     Args:
-        words, numbers: the options.
-        given: the names of the tensors that the call has, those of `takes.sides` that are not None.
-        terms: the types that are added up, in a family that has such.
+        options: of type `Options`.
+        given: the names of the tensors that the call has, those of `Tensors` that are not None.
     """
 
     key: ClassVar[str]
-    takes: ClassVar[Takes] = Takes()
+    Options: ClassVar[type[Any]] = NoOptions
+    Tensors: ClassVar[type[Any]] = NoTensors
     # Names of further results: one number for the batch (a sum over parts), one a sequence, one a token.
     sums: tuple[str, ...] = ()
     per_sequence: tuple[str, ...] = ()
     per_token: tuple[str, ...] = ()
-    # Whether results are what `finish` makes of them. hidden: how many of `per_token`, the last, are for it alone.
+    # Whether `finish` computes the results. internal: how many of `per_token`, the last, are for it alone.
     finishes: ClassVar[bool] = False
-    hidden: int = 0
+    internal: int = 0
     wants_entropy: bool = False
     wants_mean_logit: bool = False
     wants_is_top1: bool = False
@@ -106,40 +106,28 @@ class Family:
             cls.key = key
             FAMILIES[key] = cls
 
-    def __init__(self, words: Any, numbers: Any, given: Sequence[str], terms: Sequence[Term] = ()) -> None:
-        self.words, self.numbers, self.given, self.terms = words, numbers, given, terms
+    def __init__(self, options: Any, given: Sequence[str]) -> None:
+        self.options, self.given = options, tuple(given)
 
     @classmethod
-    def of(cls, words: Any, numbers: Any, sides: Any, terms: Sequence[Term] = ()) -> Family:
+    def for_tensors(cls, options: Any, tensors: Any) -> Family:
         """The family of a call that has these tensors."""
-        return cls(words, numbers, [n for n, t in zip(sides._fields, sides, strict=True) if t is not None], terms)
-
-    def encoded(self) -> tuple[list[str], list[float]]:
-        """Words and numbers, as torch.library takes them."""
-        words, numbers = [*self.words], [float(n) for n in self.numbers]
-        return words + [term.name for term in self.terms], numbers + [float(term.weight) for term in self.terms]
-
-    @classmethod
-    def decoded(cls, words: Sequence[str], numbers: Sequence[float], given: Sequence[str]) -> Family:
-        """The family that `encoded` came from."""
-        n, m = len(cls.takes.words._fields), len(cls.takes.numbers._fields)
-        terms = [Term(name, weight) for name, weight in zip(words[n:], numbers[m:], strict=True)]
-        return cls(cls.takes.words(*words[:n]), cls.takes.numbers(*numbers[:m]), given, terms)
+        return cls(with_floats(options), [n for n, t in zip(tensors._fields, tensors, strict=True) if t is not None])
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the numbers of the batch that the caller gets: what `finish` returns."""
+        """The names of the numbers of the batch that the caller gets, as `finish` returns them."""
         return self.sums
 
-    def prepare(self, sides: Any, mask: Tensor, dtype: torch.dtype) -> Any:
+    def prepare(self, tensors: Any, mask: Tensor, dtype: torch.dtype) -> Any:
         """The tensors that parts see, from those of the call: a named tuple; once for the batch.
 
         mask: (S, T), True where a token counts. dtype: of the loss.
         """
-        return sides
+        return tensors
 
-    def finish(self, found: dict[str, Tensor], sides: Any, mask: Tensor) -> Sequence[Tensor]:
-        """The metrics, 0-d each, from sums and results of tokens of all parts, and from what `prepare` has returned."""
+    def finish(self, results: dict[str, Tensor], tensors: Any, mask: Tensor) -> Sequence[Tensor]:
+        """The metrics, 0-d each, from sums and results of tokens of all parts, and from the result of `prepare`."""
         raise NotImplementedError
 
     def has_kernels(self) -> bool:
@@ -151,22 +139,23 @@ class Family:
         return False
 
     def launch(
-        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], grad_scale: float
     ) -> None:
         """All that `prepare`, calling and `finish` do, by kernels: for the usual small batch, whose time is the host's.
 
-        loss: 0-d. metrics: (metrics,). slopes: (S, T) of logprob and of entropy, times boost, or None. All are written.
+        loss: 0-d. metrics: (metrics,). slopes: (S, T) of logprob and of entropy, times grad_scale, or None. All are
+        written.
         """
         raise NotImplementedError
 
-    def together(self) -> int:
+    def group_size(self) -> int:
         """ALONE, BATCH, or n: the batch is n equal stacks, and the sequences i of all stacks share a part.
 
         This is the least that the family has to see together. A part may be the whole batch, whatever the answer.
         """
         return ALONE
 
-    def boost(self, sequences: int, tokens: int) -> float:
+    def grad_scale(self, sequences: int, tokens: int) -> float:
         """The factor, about 1 / the size of a slope, that keeps fp16 gradients from underflowing."""
         return float(sequences * tokens)
 
@@ -176,8 +165,3 @@ class Family:
 
 
 FAMILIES: dict[str, type[Family]] = {}
-
-
-def family_of(key: str, words: Sequence[str], numbers: Sequence[float], given: Sequence[str]) -> Family:
-    """The family of an operator's arguments: lists with a dummy in front, see `_token_loss_fwd`."""
-    return FAMILIES[key].decoded(words[1:], numbers[1:], given[1:])

@@ -11,35 +11,23 @@ Source: tigon.logprob; low-rank adapters, Hu et al. 2021, https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import (
-    can_look,
-    differentiable,
-    differentiable_directly,
-    graph_is_kept,
-    is_traced,
-    launcher,
-    use_triton,
-)
-from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_budget, chunk_rows, nan_if_more
-from tigon.losses.head.head import Head, Projection, check_head, class_blocks, empty_logits, head_of
-from tigon.losses.head.vocabulary_parallel import Shards, adapter_of, is_sharded, shards_of
-from tigon.losses.head.walk import Walk
+from tigon.kernels import can_look, graph_is_kept, is_traced, use_triton
+from tigon.losses.head.chunk_options import ChunkOptions
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_rows, guard_valid_count
+from tigon.losses.head.head import Head, Projection, class_blocks, empty_logits, parse_head
+from tigon.losses.head.vocabulary_parallel import Shards, is_sharded, localize_adapter
+from tigon.losses.inputs import WalkPlan, parse_inputs, plan_walk
+from tigon.losses.operator import LossOperator, make_differentiable, record
+from tigon.losses.options import check_positive
 from tigon.ops.linear import weight_gradient
-from tigon.ops.logprob import (
-    LogProb,
-    check_transform,
-    logprob_gradient_rows,
-    logprob_reference,
-    logprob_rows,
-)
-from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
-from tigon.ops.targets import checked_target
+from tigon.ops.logprob import LogProb, logprob_gradient_rows, logprob_reference, logprob_rows
+from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
 
 
 def linear_logprob(
@@ -49,7 +37,7 @@ def linear_logprob(
     *,
     ignore_index: int = -100,
     temperature: float = 1.0,
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
 ) -> LogProb:
     """Each target's log-probability, with entropy, log-sum-exp, rank and mean of the logits, which are never all there.
 
@@ -58,9 +46,9 @@ def linear_logprob(
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale, group or adapter.
             Over a group the upstream gradient has to be the same on all ranks, and the adapter's B holds the rows of
             this rank's classes.
-        target: (...), integer class indices: what x predicts.
+        target: (...), integer class indices, which x predicts.
         ignore_index, temperature: as in `tigon.logprob`.
-        walk: which tokens are left out, what the walk over the others costs, and with `keep_bytes` which logits are
+        chunks: which tokens are left out, what the walk over the others costs, and with `keep_bytes` which logits are
             kept for the backward pass.
     Returns: `LogProb` of (...), fp32 (fp64 for fp64), is_top1 bool; gradients through logprob and entropy, exact for
         any upstream gradient.
@@ -73,16 +61,15 @@ def linear_logprob(
         entropy = -(logp.exp() * logp).sum(-1)
     """
     name = "linear_logprob"
-    weight, bias, softcap, scale, group, lora = head_of(name, head, lora=True)
-    check_transform(name, temperature, softcap, scale)
-    walk.check_unused(name, "logits_dtype")
-    accumulate = walk.accumulate
-    lora_a, lora_b, lora_scale = lora if lora is not None else (None, None, 0.0)
-    if is_sharded(weight, group):
-        lora_a, lora_b = adapter_of(name, lora_a, lora_b)
-    x, weight, bias, target, shards = shards_of(name, x, weight, bias, target, group, accumulate)
-    compute = check_head(name, x, weight, bias, beside=(("lora A", lora_a), ("lora B", lora_b)))
-    V, H = weight.shape
+    head = parse_head(name, head, lora=True)
+    lora_a, lora_b, lora_scale = head.lora if head.lora is not None else (None, None, 0.0)
+    if is_sharded(head.weight, head.group):
+        lora_a, lora_b = localize_adapter(name, lora_a, lora_b)
+    check_positive(name, temperature=temperature)
+    chunks.check_unused(name, "logits_dtype")
+    beside = ("lora A", lora_a), ("lora B", lora_b)
+    inputs = parse_inputs(name, x, head._replace(lora=None), target, ignore_index, chunks.accumulate, beside=beside)
+    V, H = inputs.weight.shape
     if lora_a is not None and lora_b is not None:
         r = lora_a.shape[0]
         if lora_a.shape != (r, H) or lora_b.shape != (V, r):
@@ -90,26 +77,15 @@ def linear_logprob(
                 f"{name}: lora must be (A, B, s), A (r, {H}) and B ({V}, r), got {tuple(lora_a.shape)} and "
                 f"{tuple(lora_b.shape)}."
             )
-    classes = V if shards is None else shards.classes
-    target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
-
-    labels = target.reshape(-1).contiguous()
-    if shards is not None:
-        labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
-    valid = walk.number(name)
+    labels, valid = inputs.labels, chunks.read_valid_tokens(name)
     if valid < 0 and x.device.type == "cpu" and can_look(labels):
-        valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
-    frozen = not (weight.requires_grad and torch.is_grad_enabled())
-    budget = chunk_budget(x.device, walk.chunk_bytes, frozen=frozen)
-    arguments = (
-        x.reshape(labels.numel(), H), weight, labels, bias, lora_a, lora_b, valid, compute,
-        budget, walk.keep_bytes, accumulate == "fp32", float(lora_scale), ignore_index,
-        temperature, softcap or 0.0, scale,
-    )  # fmt: skip
-    results = _linear_logprob(*arguments) if shards is None else _over_shards(*arguments, {"shards": shards})
-    logprob, entropy, *rest = (r.view(target.shape) for r in results)
+        valid = int((labels != inputs.ignore_index).sum())  # the host is the device: looking costs nothing
+    options = _Options(plan_walk(inputs, chunks, valid), chunks.keep_bytes, float(lora_scale), temperature)
+    tensors = _Tensors(inputs.rows, inputs.weight, inputs.bias, lora_a, lora_b, labels)
+    results = _linear_logprob(tensors, options, inputs.shards)
+    logprob, entropy, *rest = (r.view(inputs.target.shape) for r in results)
     if 0 <= valid < labels.numel():  # else no row can be left out that counts
-        guard = nan_if_more(labels, ignore_index, valid, logprob.dtype)
+        guard = guard_valid_count(labels, inputs.ignore_index, valid, logprob.dtype)
         logprob, entropy = logprob * guard, entropy * guard
     return LogProb(logprob, entropy, *(r.detach() for r in rest))
 
@@ -128,19 +104,69 @@ def linear_logprob_reference(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-class _Adapted(Chunks):
+class _Tensors(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    target: Tensor
+
+
+class _BackwardTensors(NamedTuple):
+    """Those of the forward pass, its saved results, and the upstream gradients."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    target: Tensor
+    stats: Tensor | None
+    logits: Tensor
+    dlogprob: Tensor | None
+    dentropy: Tensor | None
+
+
+@record
+class _Options(NamedTuple):
+    """keep: bytes of logits that are kept beyond the last chunk."""
+
+    plan: WalkPlan
+    keep: int
+    lora_scale: float
+    temperature: float
+
+    @property
+    def transform(self) -> tuple[float, float, float]:
+        return self.temperature, self.plan.softcap, self.plan.scale
+
+    @property
+    def acc(self) -> torch.dtype:
+        return torch.promote_types(self.plan.compute, torch.float32)
+
+
+@record
+class _BackwardOptions(NamedTuple):
+    """needs: of x, weight, bias, A and B. ours: the kept logits may be overwritten, and serve the other chunks."""
+
+    forward: _Options
+    needs: tuple[bool, ...]
+    ours: bool
+
+
+class _AdaptedChunks(Chunks):
     """The walk over chunks of a head that may have an adapter, in the compute dtype."""
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None,
-        lora_b: Tensor | None, valid: int, compute: torch.dtype, budget: int, lora_scale: float, ignore_index: int,
-        shards: Shards | None,
-    ) -> None:  # fmt: skip
-        number = None if valid < 0 else valid
-        super().__init__(Projection.of(x, weight, bias, compute), target, ignore_index, number, budget, shards)
-        self.lora_a: Any = lora_a if lora_a is None else lora_a.to(compute)
-        self.lora_b: Any = lora_b if lora_b is None else lora_b.to(compute)
-        self.lora_scale = lora_scale
+    def __init__(self, tensors: _Tensors | _BackwardTensors, options: _Options, shards: Shards | None) -> None:
+        x, weight, bias, lora_a, lora_b, target = tensors[:6]
+        plan = options.plan
+        known = None if plan.valid < 0 else plan.valid
+        head = Projection.cast(x, weight, bias, plan.compute)
+        super().__init__(head, target, plan.ignore_index, known, plan.budget, shards)
+        self.lora_a: Any = lora_a if lora_a is None else lora_a.to(plan.compute)
+        self.lora_b: Any = lora_b if lora_b is None else lora_b.to(plan.compute)
+        self.lora_scale = options.lora_scale
 
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         chunk = super().compute(start, stop, logits)
@@ -152,102 +178,68 @@ class _Adapted(Chunks):
         return chunk
 
 
-def _widest(weight: Tensor, shards: Shards | None) -> int:
-    return weight.shape[0] if shards is None else shards.widest
-
-
-def _kept_chunks(rows: Any, V: int, compute: torch.dtype, budget: int, keep: int) -> tuple[int, int]:
-    """How many rows' logits are kept (whole chunks from the end, at least one), and how many rows the buffer has."""
-    size = chunk_rows(rows, V * compute.itemsize, budget) if rows else 0
+def _count_buffer_rows(rows: Any, row_bytes: int, budget: int, keep: int) -> Any:
+    """Rows of the buffer of logits: those of the chunks that are kept from the end, at least one chunk."""
+    size = chunk_rows(rows, row_bytes, budget) if rows else 0
     chunks = -(-rows // size) if rows else 0
-    number = min(chunks, 1 + keep // max(1, size * V * compute.itemsize))
-    kept = rows - (chunks - number) * size
-    return kept, max(kept, size)
+    number = min(chunks, 1 + keep // max(1, size * row_bytes))
+    return max(rows - (chunks - number) * size, size)
 
 
-def _fwd_fake(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    valid: int, compute: torch.dtype, budget: int, keep: int, fp32: bool, lora_scale: float, ignore_index: int,
-    *options: Any, shards: Shards | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    acc = torch.promote_types(compute, torch.float32)
-    rows = x.shape[0] if valid < 0 else min(valid, x.shape[0])
-    one = x.new_empty(x.shape[0], dtype=acc)
+def _forward_fake(tensors: _Tensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
+    x, weight, plan = tensors.x, tensors.weight, options.plan
+    rows = x.shape[0] if plan.valid < 0 else min(plan.valid, x.shape[0])
+    one = x.new_empty(x.shape[0], dtype=options.acc)
     others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
-    _, room = _kept_chunks(rows, _widest(weight, shards), compute, budget, keep)
+    row_bytes = (weight.shape[0] if shards is None else shards.widest) * plan.compute.itemsize
+    room = _count_buffer_rows(rows, row_bytes, plan.budget, options.keep)
     # Statistics of the visited rows alone, in the order of the walk.
-    stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else acc)
-    return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, compute)
+    stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else options.acc)
+    return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, plan.compute)
 
 
-@launcher(
-    "(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor? lora_b, int valid,"
-    " ScalarType compute, int budget, int keep, bool fp32, float lora_scale, int ignore_index, float temperature,"
-    " float softcap, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fwd_fake,
-)
-def _linear_logprob_fwd(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    valid: int, compute: torch.dtype, budget: int, keep: int, fp32: bool, lora_scale: float, *options: Any,
-    shards: Shards | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    *found, stats, logits = _fwd_fake(
-        x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, lora_scale, *options, shards=shards
-    )
-    chunks = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
-    acc = torch.promote_types(compute, torch.float32)
+def _forward(tensors: _Tensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
+    *results, stats, logits = _forward_fake(tensors, options, shards)
+    x, acc, ignore_index, transform = tensors.x, options.acc, options.plan.ignore_index, options.transform
+    chunks = _AdaptedChunks(tensors, options, shards)
     if chunks.index is not None:  # rows that are left out: the results are in the order of the walk at first
-        found = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
+        results = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
     # (rows, columns) of all chunks: one exchange at the end, since nothing before the backward pass needs the sums.
-    own = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
-    for chunk in chunks.forwards(logits):
+    sums = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
+    for chunk in chunks.iterate_forward(logits):
         if shards is not None:
-            shard_statistics(chunk.logits, chunk.target, own[chunk.rows], *options[1:], along=True, total=True)
+            shard_statistics(chunk.logits, chunk.target, sums[chunk.rows], *transform, along=True, total=True)
             continue
-        places = tuple(f[chunk.rows] for f in found)
-        logprob_rows(chunk.logits, chunk.target, places, stats[chunk.rows], *options)
+        places = tuple(r[chunk.rows] for r in results)
+        logprob_rows(chunk.logits, chunk.target, places, stats[chunk.rows], ignore_index, *transform)
     if shards is not None and chunks.visited:
-        (labels,) = chunks.rows_of(0, chunks.visited, target)
-        merge_logprob(shards.gather(own).wait(), labels, tuple(found), stats, shards.classes, *options[1:])
-    return *(chunks.in_batch_order(f) for f in found), stats, logits
+        (labels,) = chunks.select(0, chunks.visited, tensors.target)
+        merge_logprob(shards.gather(sums).wait(), labels, tuple(results), stats, shards.classes, *transform)
+    return *(chunks.scatter_to_batch(r) for r in results), stats, logits
 
 
-def _bwd_fake(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    stats: Tensor | None, logits: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, valid: int,
-    compute: torch.dtype, budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], *options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _backward_fake(tensors: _BackwardTensors, options: _BackwardOptions, shards: Shards | None) -> tuple[Tensor, ...]:
     return tuple(
-        torch.empty_like(t, memory_format=torch.contiguous_format) if need and t is not None else x.new_empty(0)
-        for t, need in zip((x, weight, bias, lora_a, lora_b), needs, strict=True)
+        torch.empty_like(t, memory_format=torch.contiguous_format) if need and t is not None else tensors.x.new_empty(0)
+        for t, need in zip(tensors[:5], options.needs, strict=True)
     )
 
 
-@launcher(
-    "(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor? stats,"
-    " Tensor logits, Tensor? dlogprob, Tensor? dentropy, int valid, ScalarType compute, int budget, int keep,"
-    " bool fp32, bool ours, bool[] needs, float lora_scale, int ignore_index, float temperature, float softcap,"
-    " float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _bwd_fake,
-)
-def _linear_logprob_bwd(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
-    stats: Tensor | None, logits: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, valid: int,
-    compute: torch.dtype, budget: int, keep: int, fp32: bool, ours: bool, needs: list[bool], lora_scale: float,
-    *options: Any, shards: Shards | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients, from the last chunk on, whose logits are still in the buffer.
-
-    ours: whether the kept logits may be overwritten, and their memory used for the other chunks.
-    """
-    chunks = _Adapted(x, weight, target, bias, lora_a, lora_b, valid, compute, budget, lora_scale, options[0], shards)
-    acc = torch.promote_types(compute, torch.float32)
-    dx = x.new_empty(x.shape, dtype=compute) if needs[0] else None
+def _backward_of_rows(
+    tensors: _BackwardTensors, options: _BackwardOptions, shards: Shards | None
+) -> tuple[Tensor, ...]:
+    """The gradients, from the last chunk on, whose logits are still in the buffer."""
+    x, weight, _, lora_a, lora_b, _, stats, logits, dlogprob, dentropy = tensors
+    need_dx, need_dw, need_db, need_da, need_dlb = options.needs
+    forward, plan = options.forward, options.forward.plan
+    chunks = _AdaptedChunks(tensors, forward, shards)
+    acc = forward.acc
+    dx = x.new_empty(x.shape, dtype=plan.compute) if need_dx else None
     # One chunk needs no sum: its product rounds once, into the weight's dtype.
-    wide = weight.dtype != compute or (fp32 and chunks.count > 1)
-    dw, more_dw = weight_gradient.places(weight, compute, wide, budget, needs[1])
-    db = x.new_empty(weight.shape[0], dtype=acc) if needs[2] else None
-    sums = weight_gradient.parts(dw, more_dw) if needs[1] else None
+    wide = weight.dtype != plan.compute or (plan.fp32 and chunks.count > 1)
+    dw, more_dw = weight_gradient.places(weight, plan.compute, wide, plan.budget, need_dw)
+    db = x.new_empty(weight.shape[0], dtype=acc) if need_db else None
+    sums = weight_gradient.parts(dw, more_dw) if need_dw else None
     gradients = Gradients(chunks, dx, sums, db)
     da = dlb = None
     if lora_a is not None and lora_b is not None:
@@ -257,67 +249,64 @@ def _linear_logprob_bwd(
         d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
     ]
     # Another backward pass may read the kept logits, as under retain_graph: the gradient then has scratch memory.
-    scratch = None if ours else empty_logits(chunks.size, weight.shape[0], x, compute)
-    for chunk in chunks.backwards(logits, scratch=scratch):
-        slopes = [d if d is None else d[chunk.rows] for d in upstream]
+    scratch = None if options.ours else empty_logits(chunks.size, weight.shape[0], x, plan.compute)
+    for chunk in chunks.iterate_backward(logits, scratch=scratch):
+        dlogprob, dentropy = (d if d is None else d[chunk.rows] for d in upstream)
         dlogits = chunk.logits if scratch is None else scratch[: chunk.logits.shape[0]]
-        place = None if stats is None else stats[chunk.rows]
-        merged = shards is not None
-        logprob_gradient_rows(chunk.logits, chunk.target, place, slopes[0], slopes[1], dlogits, *options, merged=merged)
+        logprob_gradient_rows(
+            chunk.logits, chunk.target, None if stats is None else stats[chunk.rows], dlogprob, dentropy,
+            dlogits, plan.ignore_index, *forward.transform, merged=shards is not None,
+        )  # fmt: skip
         chunk.logits = dlogits
         # The walk goes backwards, so the last chunk is the first to write the sums.
         last, more = chunk.stop == chunks.visited, None
         if chunks.lora_a is not None:
             through = dlogits @ chunks.lora_b  # (n, r)
             # dx gains s · (dlogits B) A. The product with B serves the gradient of A as well.
-            more = through, chunks.lora_a, lora_scale
-            if da is not None and needs[3]:
+            more = through, chunks.lora_a, forward.lora_scale
+            if da is not None and need_da:
                 weight_gradient.accumulate([da], through, chunk.x, first=last)
-            if dlb is not None and needs[4]:
+            if dlb is not None and need_dlb:
                 weight_gradient.accumulate([dlb], dlogits, chunk.x @ chunks.lora_a.t(), first=last)
         gradients.add(chunk, more)
     gradients.finish()
-    if shards is not None and da is not None and needs[3]:
+    if shards is not None and da is not None and need_da:
         shards.sum(da).wait()  # every device holds all of A: its gradient is a sum over all classes
     if more_dw.numel():
         dw = weight_gradient.narrowed(dw, more_dw)
     # s is applied once, to the finished sums, rather than in every chunk.
-    found = (dx, dw, db, *(g if g is None else g.mul_(lora_scale) for g in (da, dlb)))
+    results = (dx, dw, db, *(g if g is None else g.mul_(forward.lora_scale) for g in (da, dlb)))
     return tuple(
         g.to(t.dtype) if need and t is not None and g is not None else x.new_empty(0)
-        for g, t, need in zip(found, (x, weight, bias, lora_a, lora_b), needs, strict=True)
+        for g, t, need in zip(results, tensors[:5], options.needs, strict=True)
     )
+
+
+_fwd = LossOperator("linear_logprob_fwd", _Tensors, _Options, _forward_fake, _forward, 7)
+_bwd = LossOperator("linear_logprob_bwd", _BackwardTensors, _BackwardOptions, _backward_fake, _backward_of_rows, 5)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, target, bias, lora_a, lora_b, valid, compute, budget, keep, fp32, *ctx.options = inputs
-    ctx.arguments = valid, compute, budget, keep, fp32
+def _save(ctx: Any, tensors: _Tensors, options: _Options, output: tuple[Tensor, ...]) -> None:
+    ctx.options = options
     stats, logits = output[5:]
-    over = bool(getattr(ctx, "own", {}))  # a split head: the statistics are sums over the devices, and always needed
-    # Only the kernels write statistics. Under tracing the backend is not known yet, so they are saved in any case.
-    ctx.save_for_backward(
-        x, weight, target, bias, lora_a, lora_b, stats if over or is_traced(x) or use_triton(logits) else None, logits
-    )
+    # Only the kernels write statistics, and over shards the merge. Under tracing the backend is not known yet.
+    written = ctx.shards is not None or is_traced(tensors.x) or use_triton(logits)
+    ctx.save_for_backward(*tensors, stats if written else None, logits)
 
 
-def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    none = (None,) * 16
-    wanted = ctx.needs_input_grad
-    needs = [wanted[0], wanted[1], wanted[3], wanted[4], wanted[5]]
-    if (dlogprob is None and dentropy is None) or not any(needs):
-        return none
-    upstream = [None if d is None else d.contiguous() for d in (dlogprob, dentropy)]
+def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> Any:
+    needs = tuple(ctx.needs_input_grad[:5])
     given = dlogprob if dlogprob is not None else dentropy
-    ours = getattr(ctx, "hides", False) and not is_traced(given) and not graph_is_kept()  # type: ignore[arg-type]
-    saved = ctx.saved_tensors
-    own = getattr(ctx, "own", {})
-    grads = _linear_logprob_bwd(*saved, *upstream, *ctx.arguments, ours, needs, *ctx.options, **own)
-    dx, dw, db, da, dlb = (g if need else None for g, need in zip(grads, needs, strict=True))
-    return dx, dw, None, db, da, dlb, *none[6:]
+    if given is None or not any(needs):
+        return ()
+    upstream = [None if d is None else d.contiguous() for d in (dlogprob, dentropy)]
+    ours = getattr(ctx, "hides", False) and not is_traced(given) and not graph_is_kept()
+    options = _BackwardOptions(ctx.options, needs, ours)
+    grads = _bwd(_BackwardTensors(*ctx.saved_tensors, *upstream), options, ctx.shards)
+    return [g if need else None for g, need in zip(grads, needs, strict=True)]
 
 
-_linear_logprob = differentiable(_linear_logprob_fwd, _setup_context, _backward, outputs=5)
-_over_shards = differentiable_directly(_linear_logprob_fwd, _setup_context, _backward, outputs=5)
+_linear_logprob = make_differentiable(_fwd, _save, _backward, outputs=5)

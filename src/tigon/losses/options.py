@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tigon.kernels import unknown_keyword
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
-from tigon.losses.head.walk import Walk
+from tigon.ops.cross_entropy import CrossEntropy
 
 
 def check_choice(name: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
@@ -35,7 +36,7 @@ def check_smoothing(name: str, value: float) -> None:
         raise ValueError(f"{name}: label_smoothing must lie in [0, 1), got {value}.")
 
 
-def misplaced(name: str, unknown: Mapping[str, Any], config: type, **values: type) -> TypeError:
+def make_keyword_error(name: str, unknown: Mapping[str, Any], config: type, **values: type) -> TypeError:
     """The error for keywords that a loss does not have, with the value that has a field of that name.
 
     Args:
@@ -43,9 +44,9 @@ def misplaced(name: str, unknown: Mapping[str, Any], config: type, **values: typ
         values: the types of its further arguments that hold several things, by the arguments' names.
     """
     homes = {}
-    # The loss's own options last: they win where two values have a field of one name.
-    for argument, home in {"head": Head, "walk": Walk, **values, "config": config}.items():
-        module = "tigon" if home is Head else "tigon.losses"
+    # The last wins where two values have a field of one name: the softcap of a head is the head's.
+    for argument, home in {"chunks": ChunkOptions, **values, "config": config, "head": Head}.items():
+        module = "tigon" if home in (Head, CrossEntropy) else "tigon.losses"
         for field in inspect.signature(home).parameters:
             homes[field] = f"{argument}={module}.{home.__name__}({field}=…)"
     return unknown_keyword(name, unknown, homes)

@@ -1,4 +1,4 @@
-"""Thin modules over the operators and losses. Where torch.nn has a module of the name, its arguments mean the same.
+"""Modules over the operators and losses. Where torch.nn has a module of the name, shared arguments mean the same.
 
 Parameters start as the counterpart's do. There are no modules for `rope`, `qk_norm_rope`, `add_rms_norm` and
 `gated_linear`: a model calls those with parameters that its own modules hold.

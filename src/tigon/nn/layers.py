@@ -153,7 +153,7 @@ class DyT(torch.nn.Module):
 
     Args:
         normalized_shape: width N of the last dimension, as N or (N,).
-        init_alpha: what alpha starts at; weight starts at one, bias at zero.
+        init_alpha: the initial value of alpha; weight starts at one, bias at zero.
         bias: False for no bias.
     """
 

@@ -17,10 +17,11 @@ from tigon.fusion.logits.split import gathered_linear, here, is_split, on_any_de
 from tigon.kernels import autocast_dtype
 from tigon.kernels.autocast import autocast_as
 from tigon.losses.choices import choice_logits
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
-from tigon.losses.head.walk import Walk
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.losses.linear_logprob import linear_logprob
+from tigon.ops.cross_entropy import CrossEntropy
 from tigon.ops.logprob import LogProb
 
 # Not fp64: there `logits.float()`, which models call, narrows the logits, so the plain head runs.
@@ -225,9 +226,14 @@ class Recipe:
             if not torch.compiler.is_compiling():
                 self.check(use=True)
             loss = linear_cross_entropy(
-                self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), target, ignore_index=ignore_index,
-                reduction=reduction, label_smoothing=label_smoothing, divisor=count, walk=Walk(valid=valid),
-            )  # fmt: skip
+                self.hidden,
+                Head(self.weight, self._whole_bias(), softcap, scale),
+                target,
+                config=CrossEntropy(
+                    ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, divisor=count
+                ),
+                chunks=ChunkOptions(valid_tokens=valid),
+            )
         self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
         return self.hand_on(loss.to(dtype))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.recipe import Recipe
 from tigon.fusion.shared_prefix.attention import ARGUMENT, LayoutAsMask
-from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.cross_entropy import CrossEntropy, cross_entropy
 from tigon.ops.logprob import LogProb, logprob
 from tigon.ops.prefix_attention import PrefixLayout
 
@@ -195,7 +195,7 @@ class SharedPrefixBatch:
             logits = logits.hand_on(logits.logits())
         chosen = torch.as_tensor(tokens, device=logits.device)
         found = logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
-        return found, None if target is None else cross_entropy(logits, target, reduction="none")
+        return found, None if target is None else cross_entropy(logits, target, config=CrossEntropy(reduction="none"))
 
     def split(self, values: Tensor) -> list[list[Tensor]]:
         """Values of the suffixes' tokens, (S, …), as lists like those of the suffixes: `[r][c]` is (length, …).

@@ -18,6 +18,7 @@ from tigon.integrations.liger.policy import LigerFusedLinearGRPOLoss, liger_fuse
 from tigon.losses.distillation import Distill, distill
 from tigon.losses.head.head import Head, Hidden
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.cross_entropy import CrossEntropy
 
 __all__ = [
     "LigerFusedLinearCPOLoss",
@@ -257,7 +258,9 @@ def _distill(
     if hard_loss is None:  # the caller wants the hard loss, although its weight is 0
         with torch.no_grad():
             count = (target != ignore_index).sum().clamp(min=1)
-            hard_loss = linear_cross_entropy(x, head, target, ignore_index=ignore_index, divisor=count)
+            hard_loss = linear_cross_entropy(
+                x, head, target, config=CrossEntropy(ignore_index=ignore_index, divisor=count)
+            )
     return loss, found["soft_loss"] * of_soft, hard_loss
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tigon.integrations.liger.options import accumulate, make_loss_module, without_effect
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import chunk_budget, chunk_rows
 from tigon.losses.head.head import Head
-from tigon.losses.head.walk import Walk
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.cross_entropy import CrossEntropy, cross_entropy
 from tigon.ops.logprob import logprob
 
 
@@ -59,10 +59,11 @@ def liger_cross_entropy(
             raise ValueError(f"liger_cross_entropy: {name} must be None, since reduction says it, got {value!r}.")
     wanted = return_z_loss, return_token_accuracy, return_predicted_tokens
     valid = target != ignore_index
-    found = cross_entropy(
-        input, target, weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-        z_loss=lse_square_scale, softcap=softcap, details=any(wanted),
-    )  # type: ignore[call-overload]  # fmt: skip
+    config = CrossEntropy(
+        ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
+        label_smoothing=label_smoothing, z_loss=lse_square_scale, softcap=softcap,
+    )  # fmt: skip
+    found = cross_entropy(input, target, weight, config=config, details=any(wanted))  # type: ignore[call-overload]
     if isinstance(found, Tensor):
         return found
     accuracy = _correct(found.predicted, target, valid) if reduction == "none" else found.accuracy
@@ -111,17 +112,18 @@ def head_cross_entropy(
     valid = target != ignore_index
     count = valid.sum().clamp(min=1) if items is None else items
     if ce_weight is None and not use_token_scaling and not any(wanted):
-        return linear_cross_entropy(
-            input, Head(weight, bias, softcap), target, ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
+        config = CrossEntropy(
+            ignore_index=ignore_index, reduction=reduction,  # type: ignore[arg-type]
             z_loss=lse_square_scale, label_smoothing=label_smoothing, divisor=count if reduction == "mean" else None,
-            walk=Walk(accumulate=summed),
         )  # fmt: skip
+        head, chunks = Head(weight, bias, softcap), ChunkOptions(accumulate=summed)
+        return linear_cross_entropy(input, head, target, config=config, chunks=chunks)
 
     def rows(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        loss, _, _, predicted = cross_entropy(
-            logits, target, weight=ce_weight, ignore_index=ignore_index, reduction="none",
-            label_smoothing=label_smoothing, softcap=softcap, details=True,
-        )  # fmt: skip
+        config = CrossEntropy(
+            ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing, softcap=softcap
+        )
+        loss, _, _, predicted = cross_entropy(logits, target, ce_weight, config=config, details=True)
         z = torch.zeros_like(loss)
         if lse_square_scale:  # computed apart, since class weights do not apply to the z-loss
             z = _z_loss(logits, lse_square_scale, softcap).masked_fill(target == ignore_index, 0.0)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tigon.integrations.liger.options import accumulate, make_loss_module, without_effect
 from tigon.losses.distillation import Distill, distill
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Hidden
-from tigon.losses.head.walk import Walk
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.targets import as_labels
 
@@ -100,7 +100,7 @@ def liger_fused_linear_jsd(
     return distill(
         student_input, student_weight, Hidden(teacher_input, teacher_weight), shift_labels,
         config=Distill(beta=jsd_beta, ignore_index=ignore_index, temperature=temperature),
-        walk=Walk(accumulate=summed, logits_dtype=torch.float32),
+        chunks=ChunkOptions(accumulate=summed, logits_dtype=torch.float32),
     )[0]  # fmt: skip
 
 

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.family import Family, Part, Takes
-from tigon.losses.head.chunks import scalar
+from tigon.losses.family import Family, Part
+from tigon.losses.head.chunks import to_scalar
 from tigon.losses.head.head import Head, Hidden
+from tigon.losses.operator import record
 from tigon.losses.preference.families import DPO_LOSSES, Pair, Pairs, log1mexp
 from tigon.losses.token_loss import token_loss
 
@@ -36,16 +37,15 @@ DPO_TYPES = (
 )  # fmt: skip
 
 
-class PairWords(NamedTuple):
-    """formula: a type of DPO, "contrast" or "orpo". logps: what a sequence's log-probability is over its tokens."""
+@record
+class PairOptions(NamedTuple):
+    """formula: a type of DPO, "contrast" or "orpo". logps: what a sequence's log-probability is over its tokens.
+
+    tau: τ of "discopop". alpha: the weight of the NLL, 0 for none.
+    """
 
     formula: str
     logps: Literal["mean", "sum"]
-
-
-class PairNumbers(NamedTuple):
-    """tau: τ of "discopop". alpha: the weight of the NLL, 0 for none."""
-
     beta: float
     smoothing: float
     tau: float
@@ -53,7 +53,7 @@ class PairNumbers(NamedTuple):
     alpha: float
 
 
-class PairSides(NamedTuple):
+class PairTensors(NamedTuple):
     """share: (S,) 1 / pairs. weights, nll_weights: (S, T) a token's, in the log-probability and in the NLL."""
 
     share: Tensor
@@ -62,21 +62,21 @@ class PairSides(NamedTuple):
 
 
 class LigerPairs(Pairs, key="liger_pairs"):
-    takes = Takes(PairWords, PairNumbers, PairSides)
-    words: PairWords
-    numbers: PairNumbers
+    Options = PairOptions
+    Tensors = PairTensors
+    options: PairOptions
     sums = ("nll_loss", "log_odds_ratio", "log_odds_chosen")
     per_sequence = ("logps", "rewards")
     wants_mean_logit = False
 
-    def boost(self, sequences: int, tokens: int) -> float:
+    def grad_scale(self, sequences: int, tokens: int) -> float:
         # The slopes of a mean over tokens are that much smaller; beside an NLL, half-way between.
-        mean, nll = self.words.logps == "mean", self.numbers.alpha != 0
-        return super().boost(sequences, tokens) * (tokens if mean else max(1, tokens) ** 0.5 if nll else 1.0)
+        mean, nll = self.options.logps == "mean", self.options.alpha != 0
+        return super().grad_scale(sequences, tokens) * (tokens if mean else max(1, tokens) ** 0.5 if nll else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        beta, smoothing, tau, gamma, alpha = self.numbers
-        share, weights, nll_weights = part.sides
+        formula, _, beta, smoothing, tau, gamma, alpha = self.options
+        share, weights, nll_weights = part.tensors
         logps = (part.logprob * weights).sum(1, keepdim=True)
         reference = torch.zeros_like(logps)
         if part.reference is not None:
@@ -90,32 +90,30 @@ class LigerPairs(Pairs, key="liger_pairs"):
         zero = logps.detach().sum() * 0
         found = {"logps": logps, "rewards": beta * ratio, "log_odds_ratio": zero, "log_odds_chosen": zero}
         share = self.halves(share)[0]
-        if self.words.formula == "orpo":
+        if formula == "orpo":
             odds_w, odds_l = self.halves(logps - log1mexp(logps))
             losses = -beta * F.logsigmoid(odds_w - odds_l)
             found["log_odds_ratio"] = (F.logsigmoid(odds_w - odds_l) * share).sum()
             found["log_odds_chosen"] = ((odds_w - odds_l) * share).sum()
-        elif self.words.formula == "contrast":
+        elif formula == "contrast":
             losses = torch.lerp(-F.logsigmoid(pair.margin), -F.logsigmoid(-pair.margin), smoothing)
         else:
-            formula = DPO_LOSSES[self.words.formula].formula
-            assert formula is not None
-            losses = formula(pair)
+            of_pair = DPO_LOSSES[formula].formula
+            assert of_pair is not None
+            losses = of_pair(pair)
         nll = -(part.logprob * nll_weights).sum()
         found["nll_loss"] = nll
         loss = (losses * share).sum()
         return loss + alpha * nll if alpha else loss, found
 
 
-class UnpairedWords(NamedTuple):
+@record
+class UnpairedOptions(NamedTuple):
     logps: Literal["mean", "sum"]
-
-
-class UnpairedNumbers(NamedTuple):
     beta: float
 
 
-class UnpairedSides(NamedTuple):
+class UnpairedTensors(NamedTuple):
     """share: (S,) 1 / sequences. chosen, kl: (S,). weights: (S, T) a token's in its sequence's log-probability."""
 
     share: Tensor
@@ -125,26 +123,26 @@ class UnpairedSides(NamedTuple):
 
 
 class LigerUnpaired(Family, key="liger_unpaired"):
-    takes = Takes(UnpairedWords, UnpairedNumbers, UnpairedSides)
-    words: UnpairedWords
-    numbers: UnpairedNumbers
+    Options = UnpairedOptions
+    Tensors = UnpairedTensors
+    options: UnpairedOptions
     sums = ("logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected")
 
-    def together(self) -> int:
+    def group_size(self) -> int:
         return 1
 
-    def boost(self, sequences: int, tokens: int) -> float:
-        return max(1.0, float(sequences)) * (tokens if self.words.logps == "mean" else 1.0)
+    def grad_scale(self, sequences: int, tokens: int) -> float:
+        return max(1.0, float(sequences)) * (tokens if self.options.logps == "mean" else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        share, chosen, kl, weights = part.sides
+        share, chosen, kl, weights = part.tensors
         ratio = logps = (part.logprob * weights).sum(1, keepdim=True)
         if part.reference is not None:
             ratio = logps - (part.reference * weights).sum(1, keepdim=True)
-        away = self.numbers.beta * (ratio - kl)
+        away = self.options.beta * (ratio - kl)
         loss = (share * torch.sigmoid(torch.where(chosen, -away, away))).sum()
         found = {}
-        for name, values in (("logps", logps.detach()), ("rewards", self.numbers.beta * ratio.detach())):
+        for name, values in (("logps", logps.detach()), ("rewards", self.options.beta * ratio.detach())):
             found[f"{name}/chosen"] = torch.where(chosen, values, 0.0).sum()
             found[f"{name}/rejected"] = torch.where(chosen, 0.0, values).sum()
         return loss, found
@@ -176,14 +174,14 @@ def pairwise(
     weights = counts.to(acc)
     if average:
         weights = weights / counts.sum(1, keepdim=True).clamp(min=1)
-    sides = PairSides(
-        scalar(1 / max(1, pairs), x.device, acc).expand(2 * pairs), weights, in_nll.to(acc) / in_nll.sum().clamp(min=1)
+    tensors = PairTensors(
+        to_scalar(1 / max(1, pairs), x.device, acc).expand(2 * pairs), weights,
+        in_nll.to(acc) / in_nll.sum().clamp(min=1),
     )  # fmt: skip
-    words = PairWords(kind, "mean" if average else "sum")
-    numbers = PairNumbers(beta, smoothing, tau, gamma, alpha or 0.0)
+    options = PairOptions(kind, "mean" if average else "sum", beta, smoothing, tau, gamma, alpha or 0.0)
     loss, found = token_loss(
-        LigerPairs.of(words, numbers, sides), sides, x, Head(weight, bias), labels, reference=hidden_of(reference),
-        ignore_index=ignore_index, name=name,
+        LigerPairs.for_tensors(options, tensors), tensors, x, Head(weight, bias), labels,
+        reference=hidden_of(reference), ignore_index=ignore_index, name=name,
     )  # fmt: skip
     if guard is not None:
         loss = loss * guard
@@ -214,12 +212,12 @@ def unpaired(
     if isinstance(kl, Tensor) and kl.numel() == S != 1:
         kl = kl.detach().reshape(S).to(acc)
     else:
-        kl = scalar(0.0 if kl is None else kl, x.device, acc).expand(S)
-    sides = UnpairedSides(scalar(1 / max(1, S), x.device, acc).expand(S), label, kl, weights)
-    words, numbers = UnpairedWords("mean" if average else "sum"), UnpairedNumbers(beta)
+        kl = to_scalar(0.0 if kl is None else kl, x.device, acc).expand(S)
+    tensors = UnpairedTensors(to_scalar(1 / max(1, S), x.device, acc).expand(S), label, kl, weights)
+    options = UnpairedOptions("mean" if average else "sum", beta)
     loss, found = token_loss(
-        LigerUnpaired.of(words, numbers, sides), sides, x, Head(weight, bias), target, reference=hidden_of(reference),
-        ignore_index=ignore_index, name=name,
+        LigerUnpaired.for_tensors(options, tensors), tensors, x, Head(weight, bias), target,
+        reference=hidden_of(reference), ignore_index=ignore_index, name=name,
     )  # fmt: skip
     logits = []
     for of in (label, ~label):

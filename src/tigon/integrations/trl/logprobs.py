@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tigon.fusion.engine.patch import Bound
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone, global_names
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
-from tigon.losses.head.walk import Walk
 from tigon.losses.linear_logprob import linear_logprob
 
 ARGUMENTS = {
@@ -152,7 +152,7 @@ class _Projection:
             return self.own.apply(*args)
         side = side.in_one_dtype()
         found = linear_logprob(
-            side.x, side.head, a["targets"], temperature=temperature, walk=Walk(keep_bytes=self.keep_bytes)
+            side.x, side.head, a["targets"], temperature=temperature, chunks=ChunkOptions(keep_bytes=self.keep_bytes)
         )  # fmt: skip
         self.swaps.count(f"{self.role} linear_logprob", self.role)
         return (

@@ -12,111 +12,32 @@ Sources: Hinton et al. 2015, https://arxiv.org/abs/1503.02531; generalised JSD o
 https://arxiv.org/abs/2306.13649; reverse KL, Gu et al. 2023, https://arxiv.org/abs/2306.08543; TVD, Wen et al. 2023,
 https://arxiv.org/abs/2307.15190.
 
-The family in the usual order: here the promise, then reference.py; formula.py and rows.py, the values that are handed
-on; the kernels for heads that are `whole` on this device or `split` over several, both made of tiles.py; walk.py, the
-one walk over chunks, and autograd.
+In the usual order: here the promise, then reference.py; formula.py and rows.py, the values that are handed on; the
+kernels of heads.py and topk.py, with their device functions in tiles.py and the exchange between devices in
+statistics.py; walk.py, the walk over chunks, and autograd.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.kernels import can_look
-from tigon.losses.distillation.formula import Rest, Transform, kind_of
+from tigon.losses.distillation.formula import Transform, resolve_kind
+from tigon.losses.distillation.options import Distill, DistillTopK
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference
 from tigon.losses.distillation.rows import TopK
-from tigon.losses.distillation.walk import Call, classes_of, distilled, distilled_over_shards
-from tigon.losses.head.chunks import chunk_budget, nan_if_more, scalar, spared_by_one_chunk
-from tigon.losses.head.head import Head, Hidden, check_head, head_of, logit_bytes, logits_dtype_of
-from tigon.losses.head.vocabulary_parallel import Shards, shards_of
-from tigon.losses.head.walk import Walk
-from tigon.losses.options import check_choice, check_positive, check_share
-from tigon.ops.shard_statistics import IGNORED
-from tigon.ops.targets import checked_target
+from tigon.losses.distillation.walk import Options, Tensors, distill_rows
+from tigon.losses.head.chunk_options import ChunkOptions
+from tigon.losses.head.chunks import guard_valid_count, to_scalar
+from tigon.losses.head.head import Head, Hidden, check_head, choose_logits_dtype, logit_bytes, parse_head
+from tigon.losses.head.vocabulary_parallel import resolve_shards
+from tigon.losses.inputs import HeadInputs, parse_inputs, plan_walk
+from tigon.losses.operator import with_floats
 
 __all__ = ["Distill", "DistillTopK", "TopK", "distill", "distill_reference", "distill_topk", "distill_topk_reference"]
-
-LossType = Literal["kl", "reverse_kl", "jsd", "tvd", "cosine"]
-Reduction = Literal["batchmean", "mean", "sum"]
-LOSS_TYPES: tuple[str, ...] = get_args(LossType)
-TOPK_LOSS_TYPES = tuple(kind for kind in LOSS_TYPES if kind != "cosine")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distill:
-    """Options of `distill`.
-
-    Args:
-        loss_type: "jsd", "kl" (forward: teacher ‖ student), "reverse_kl", "tvd" or "cosine".
-        beta: weight of the teacher in the mixture of "jsd", in [0, 1].
-        temperature: τ, divides both sides' logits for the soft loss; 1 for "cosine", which would not change.
-        temperature_squared: multiply the soft loss by τ², as Hinton et al. do, so that its gradients do not shrink. TRL
-            and Liger do not.
-        hard_weight: h in [0, 1], the share of the cross entropy with target, at temperature 1.
-        reduction: "batchmean" divides by the rows that count, "mean" the soft loss also by V, as torch's and TRL's mean
-            over elements does, "sum" by nothing. Where no row counts the loss is 0.
-        divisor: with the two means, what divides in place of the rows that count: a number or a 0-d tensor (TRL's
-            num_items_in_batch, the count of a whole gradient-accumulation step), without gradient.
-        ignore_index: targets that do not count.
-    Raises: ValueError for options that do not fit.
-    """
-
-    loss_type: LossType = "jsd"
-    beta: float = 0.5
-    temperature: float = 1.0
-    temperature_squared: bool = False
-    hard_weight: float = 0.0
-    reduction: Reduction = "batchmean"
-    divisor: Tensor | float | None = None
-    ignore_index: int = -100
-
-    def __post_init__(self) -> None:
-        self.check("distill", LOSS_TYPES)
-        if self.loss_type == "cosine" and self.temperature != 1.0:
-            raise ValueError(f"distill: temperature must be 1 for loss_type='cosine', got {self.temperature}.")
-
-    def check(self, name: str, loss_types: tuple[str, ...]) -> None:
-        check_choice(name, "loss_type", self.loss_type, loss_types)
-        check_choice(name, "reduction", self.reduction, get_args(Reduction))
-        check_share(name, beta=self.beta, hard_weight=self.hard_weight)
-        check_positive(name, temperature=self.temperature)
-        if self.divisor is not None and self.reduction == "sum":
-            raise ValueError(f"{name}: divisor goes with reduction='batchmean' or 'mean', got reduction='sum'.")
-        if isinstance(self.divisor, Tensor) and self.divisor.dim() != 0:
-            raise ValueError(
-                f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(self.divisor.shape)}."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillTopK(Distill):
-    """Options of `distill_topk`: those of `Distill`, of the classes that the teacher gave.
-
-    Args:
-        loss_type: "kl", "reverse_kl", "jsd" or "tvd".
-        rest: what becomes of the classes that were not given. "tail": they are one class more, of probability
-            1 − Σ p and 1 − Σ q, the teacher's at least 1e-7 where the student's is not 0. "renormalize": they are left
-            out, and both sides' given probabilities divided by their sums. "drop": they are left out, and nothing is
-            divided: the loss is the given classes' share, which for "kl" may be negative.
-        temperature: τ, divides the student's logits for the soft loss.
-        beta: as in `Distill`.
-        temperature_squared: as in `Distill`.
-        hard_weight: as in `Distill`; the cross entropy is over all classes.
-        reduction: as in `Distill`.
-        divisor: as in `Distill`.
-        ignore_index: as in `Distill`.
-    """
-
-    loss_type: LossType = "kl"
-    rest: Rest = "tail"
-
-    def __post_init__(self) -> None:
-        self.check("distill_topk", TOPK_LOSS_TYPES)
-        check_choice("distill_topk", "rest", self.rest, get_args(Rest))
 
 
 def distill(
@@ -126,7 +47,7 @@ def distill(
     target: Tensor | None = None,
     *,
     config: Distill = Distill(),
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The distillation loss of the logits x Wᵀ + bias from a teacher's, neither of which are all in memory at once.
 
@@ -139,8 +60,8 @@ def distill(
             student's head is, into the same sizes, both plain with the student's group or both DTensors.
         target: (...), integer class indices: where they are ignore_index, a row is left out. None: every row counts.
         config: the kind of divergence and its numbers.
-        walk: which rows are left out, and what the walk over the others costs. `chunk_bytes` are of both sides' logits
-            together. With `logits_dtype=torch.float32` the logits of both sides are not rounded to the dtype of the
+        chunks: which rows are left out, and what the walk over the others costs. `chunk_bytes` counts both sides'
+            logits together. With `logits_dtype=torch.float32` the logits are not rounded to the dtype of the
             products: where distributions are peaked (logits of std 30), bf16's rounding puts the gradient of x off by
             13 to 18 %, and fp32 logits by less than 1 %. A chunk of the same bytes then holds 2/5 of the rows.
     Returns: the loss, 0-d, in fp32 (fp64 for fp64 inputs), and metrics without gradient: "soft_loss" and, with a hard
@@ -160,32 +81,28 @@ def distill(
     name = "distill"
     if not isinstance(teacher, Hidden):
         raise ValueError(f"{name}: teacher must be a tigon.losses.Hidden, got {type(teacher).__name__}.")
-    given, theirs = head_of(name, head), head_of(name, teacher.head, "teacher.head")
+    given, theirs = parse_head(name, head), parse_head(name, teacher.head, "teacher.head")
     if hasattr(given.weight, "device_mesh") != hasattr(theirs.weight, "device_mesh"):
         raise ValueError(f"{name}: head and teacher.head must both be DTensors, or both plain tensors.")
-    student = _student(name, x, given, target, walk)
-    teacher_x, teacher_weight, teacher_bias, _, others = shards_of(
+    student = _parse_student(name, x, given, target, config, chunks)
+    teacher_x, weight, bias, _, others = resolve_shards(
         f"{name}: of the teacher", teacher.x, theirs.weight, theirs.bias, None, theirs.group or given.group,
-        walk.accumulate,
+        chunks.accumulate,
     )  # fmt: skip
-    weight = student.weight
     if student.shards is not None or others is not None:
-        here, there = ("whole" if of is None else of.where() for of in (student.shards, others))
+        here, there = ("whole" if shards is None else shards.describe() for shards in (student.shards, others))
         if here != there:
             raise ValueError(f"{name}: teacher.head must be split over the ranks as head is, {here}, got {there}.")
-    teacher_compute = check_head(name, teacher_x, teacher_weight, teacher_bias, prefix="teacher.")
-    if teacher_x.shape[:-1] != student.x.shape[:-1] or teacher_weight.shape[0] != weight.shape[0]:
+    compute = check_head(name, teacher_x, weight, bias, prefix="teacher.")
+    if teacher_x.shape[:-1] != student.x.shape[:-1] or weight.shape[0] != student.weight.shape[0]:
         raise ValueError(
             f"{name}: teacher.x must be (..., H') and teacher.head's weight (V, H') beside x {tuple(student.x.shape)} "
-            f"and weight {tuple(weight.shape)}, got {tuple(teacher_x.shape)} and {tuple(teacher_weight.shape)}."
+            f"and weight {tuple(student.weight.shape)}, got {tuple(teacher_x.shape)} and {tuple(weight.shape)}."
         )
     _check_device(name, student.x, **{"teacher.x": teacher_x})
-    check_positive(name, **{"teacher.head.softcap": theirs.softcap, "teacher.head.scale": theirs.scale})
-    beside = _Teacher(
-        teacher_x.reshape(-1, teacher_x.shape[-1]).detach(), teacher_weight.detach(),
-        None if teacher_bias is None else teacher_bias.detach(), None, teacher_compute, _transform(theirs),
-    )  # fmt: skip
-    return _distill(name, student, beside, config, walk)
+    rows, bias = teacher_x.reshape(-1, teacher_x.shape[-1]).detach(), None if bias is None else bias.detach()
+    transform = Transform(float(theirs.softcap or 0.0), float(theirs.scale))
+    return _distill(name, student, _Teacher(rows, weight.detach(), bias, compute, transform), config, chunks)
 
 
 def distill_topk(
@@ -195,7 +112,7 @@ def distill_topk(
     target: Tensor | None = None,
     *,
     config: DistillTopK = DistillTopK(),
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The distillation loss from the K likeliest classes that a teacher gave of each row: a server, or a data set.
 
@@ -204,9 +121,9 @@ def distill_topk(
         head: the student's, as in `distill`.
         teacher: a `TopK`, ids and log-probabilities (..., K), whole on all ranks.
         target: (...) or None, as in `distill`.
-        config: the kind of divergence, its numbers, and what becomes of the other classes. The cross entropy of
+        config: the kind of divergence, its numbers, and the treatment of the other classes. The cross entropy of
             `hard_weight` is over all classes.
-        walk: as in `distill`; the student's logits have the bytes to themselves.
+        chunks: as in `distill`; the student's logits have the bytes to themselves.
     Returns: as `distill`.
     Raises: ValueError for shapes, dtypes or options that do not fit. An id outside [0, V) gives a NaN loss on the GPU,
         and a ValueError on the CPU.
@@ -221,13 +138,12 @@ def distill_topk(
     name = "distill_topk"
     if not isinstance(teacher, TopK):
         raise ValueError(f"{name}: teacher must be a tigon.losses.TopK, got {type(teacher).__name__}.")
-    given = head_of(name, head)
-    student = _student(name, x, given, target, walk)
+    student = _parse_student(name, x, parse_head(name, head), target, config, chunks)
     ids, logprobs = teacher
     for argument, t in (("teacher.ids", ids), ("teacher.logprobs", logprobs)):
         if hasattr(t, "device_mesh"):
             raise ValueError(f"{name}: {argument} must be a plain tensor, whole on every rank, got a DTensor.")
-    classes = classes_of(student.weight, student.shards).total
+    classes = student.classes
     if ids.shape[:-1] != student.x.shape[:-1] or logprobs.shape != ids.shape or not 0 < ids.shape[-1] <= classes:
         raise ValueError(
             f"{name}: teacher.ids and teacher.logprobs must be (..., K) beside x {tuple(student.x.shape)}, with K from "
@@ -241,102 +157,69 @@ def distill_topk(
     _check_ids(name, ids, logprobs, classes)
     K = ids.shape[-1]
     rows = ids.reshape(-1, K).contiguous(), logprobs.detach().reshape(-1, K).contiguous()
-    beside = _Teacher(*rows, None, config.rest, student.compute, Transform())
-    return _distill(name, student, beside, config, walk)
-
-
-class _Student(NamedTuple):
-    """This device's tensors, checked."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor | None
-    shards: Shards | None
-    compute: torch.dtype
-    transform: Transform
+    return _distill(name, student, _Teacher(*rows, None, student.compute, Transform()), config, chunks)
 
 
 class _Teacher(NamedTuple):
-    """The teacher's tensors: (N, H'), (V, H') and (V,) of a head; with `rest` ids and log-probabilities (N, K)."""
+    """The teacher's tensors: (N, H'), (V, H') and (V,) of a head; or ids and log-probabilities (N, K)."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    rest: Rest | None
     compute: torch.dtype
     transform: Transform
 
 
-def _transform(head: Head) -> Transform:
-    return Transform(head.softcap or 0.0, head.scale)
-
-
-def _student(name: str, x: Tensor, head: Head, target: Tensor | None, walk: Walk) -> _Student:
-    walk.check_unused(name, "keep_bytes")
-    check_positive(name, softcap=head.softcap, scale=head.scale)
-    tensors = shards_of(name, x, head.weight, head.bias, target, head.group, walk.accumulate)
-    return _Student(*tensors, check_head(name, *tensors[:3]), _transform(head))
+def _parse_student(
+    name: str, x: Tensor, head: Head, target: Tensor | None, config: Distill, chunks: ChunkOptions
+) -> HeadInputs:
+    chunks.check_unused(name, "keep_bytes")
+    if target is None and (config.hard_weight or chunks.valid_tokens is not None):
+        field = "hard_weight" if config.hard_weight else "chunks.valid_tokens"
+        raise ValueError(f"{name}: {field} goes with a target, got None.")
+    return parse_inputs(name, x, head, target, config.ignore_index, chunks.accumulate)
 
 
 def _distill(
-    name: str, student: _Student, teacher: _Teacher, config: Distill, walk: Walk
+    name: str, student: HeadInputs, teacher: _Teacher, config: Distill, chunks: ChunkOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the two have in common."""
-    ignore_index, hard_weight = config.ignore_index, config.hard_weight
-    x, weight, bias, target, shards, compute, transform = student
-    if target is None and (hard_weight or walk.valid is not None):
-        raise ValueError(f"{name}: {'hard_weight' if hard_weight else 'walk.valid'} goes with a target, got None.")
-    classes = classes_of(weight, shards)
-    if target is not None:
-        target = checked_target(name, target, x.shape[:-1], classes.total, ignore_index, x.device)
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    labels = None if target is None else target.reshape(-1).contiguous()
-    if shards is not None and labels is not None:
-        labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
-    valid = walk.number(name)
-    loss_dtype = torch.promote_types(compute, torch.float32)
-    inverse = _inverse(rows, labels, ignore_index, config.reduction, config.divisor, loss_dtype)
+    """The loss of both, from parsed tensors."""
+    rows, labels, dtype, valid = student.rows, student.labels, student.loss_dtype, chunks.read_valid_tokens(name)
+    inverse = _inverse_divisor(rows, labels, student.ignore_index, config, dtype)
     if valid >= 0 and labels is not None:
-        guard = nan_if_more(labels, ignore_index, valid, loss_dtype)
+        guard = guard_valid_count(labels, student.ignore_index, valid, dtype)
         inverse = guard if inverse is None else inverse * guard
-    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (rows, weight, bias)]
-    need_dx, need_dw, need_db = needs
-    logits, theirs = (logits_dtype_of(side, walk.logits_dtype) for side in (compute, teacher.compute))
+    rest = config.rest if isinstance(config, DistillTopK) else ""
+    logits, theirs = (choose_logits_dtype(side, chunks.logits_dtype) for side in (student.compute, teacher.compute))
     # Beside K given classes the student's logits have the budget to themselves.
-    sides = logit_bytes(compute, logits) + (0 if teacher.rest else theirs.itemsize)
-    whole = (rows.shape[0] if valid < 0 else valid) * classes.widest * sides
-    spared = 0
-    if need_dw and inverse is not None:
-        spared = spared_by_one_chunk(weight, compute, walk.accumulate, classes.widest)
-    budget = chunk_budget(x.device, walk.chunk_bytes, whole=whole, spared=spared, frozen=not need_dw)
+    row_bytes = logit_bytes(student.compute, logits) + (0 if rest else theirs.itemsize)
+    plan = plan_walk(student, chunks, valid, row_bytes=row_bytes, one_chunk_saves_dw=inverse is not None)
     unit = config.temperature**2 if config.temperature_squared else 1.0
-    call = Call(
-        rows, weight, bias, teacher.x, teacher.weight, teacher.bias, labels, inverse, valid, compute, logits,
-        teacher.compute, theirs, budget, walk.accumulate == "fp32", need_dx, need_dw, need_db,
-        config.reduction == "mean", kind_of(config.loss_type, config.beta), teacher.rest, config.beta,
-        config.temperature, unit, hard_weight, ignore_index, *transform, *teacher.transform,
+    options = Options(
+        plan, logits, teacher.compute, theirs, teacher.transform, config.reduction == "mean",
+        resolve_kind(config.loss_type, config.beta), rest, config.beta, config.temperature, unit, config.hard_weight,
     )  # fmt: skip
-    loss, soft, hard = distilled(*call) if shards is None else distilled_over_shards(*call, {"shards": shards})
+    tensors = Tensors(rows, student.weight, student.bias, teacher.x, teacher.weight, teacher.bias, labels, inverse)
+    loss, soft, hard = distill_rows(tensors, with_floats(options), student.shards)
     metrics = {"soft_loss": soft.detach()}
-    if hard_weight:
+    if config.hard_weight:
         metrics["hard_loss"] = hard.detach()
     return loss, metrics
 
 
-def _inverse(
-    rows: Tensor, labels: Tensor | None, ignore_index: int, reduction: str, divisor: Tensor | float | None,
-    dtype: torch.dtype,
-) -> Tensor | None:  # fmt: skip
-    """1 / what the summed loss is divided by, 0-d, on the device. Nothing here waits for it."""
-    if reduction == "sum":
+def _inverse_divisor(
+    rows: Tensor, labels: Tensor | None, ignore_index: int, config: Distill, dtype: torch.dtype
+) -> Tensor | None:
+    """1 / the divisor of the summed loss, 0-d, on the device. Nothing here waits for the device."""
+    divisor = config.divisor
+    if config.reduction == "sum":
         return None
     if isinstance(divisor, Tensor):
-        return scalar(divisor, rows.device, dtype).reciprocal()
+        return to_scalar(divisor, rows.device, dtype).reciprocal()
     if divisor is not None:
-        return scalar(1.0 / divisor if divisor else float("inf"), rows.device, dtype)
+        return to_scalar(1.0 / divisor if divisor else float("inf"), rows.device, dtype)
     if labels is None:
-        return scalar(max(rows.shape[0], 1), rows.device, dtype).reciprocal()
+        return to_scalar(max(rows.shape[0], 1), rows.device, dtype).reciprocal()
     return (labels != ignore_index).sum().clamp(min=1).to(dtype).reciprocal()
 
 

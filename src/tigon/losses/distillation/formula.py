@@ -1,4 +1,4 @@
-"""What a row's loss is: one value, which says everything that a launch of a kernel depends on besides its tensors."""
+"""The loss of a row as one value, `Formula`: all that a launch of a kernel depends on beside its tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.losses.operator import record
+
+# The types of `distill`; a kind is a type whose beta is resolved.
+LossType = Literal["kl", "reverse_kl", "jsd", "tvd", "cosine"]
 Kind = Literal["kl", "reverse", "jsd", "tvd", "cosine"]
 Rest = Literal["tail", "renormalize", "drop"]
 
@@ -17,7 +21,7 @@ Rest = Literal["tail", "renormalize", "drop"]
 LEAST_REST = 1e-7
 
 
-def kind_of(loss_type: str, beta: float) -> Kind:
+def resolve_kind(loss_type: str, beta: float) -> Kind:
     """jsd at its ends is a KL divergence."""
     if loss_type == "jsd" and beta in (0.0, 1.0):
         return "reverse" if beta else "kl"
@@ -32,8 +36,9 @@ class Hard(IntEnum):
     APART = 2  # beside another temperature: a sum of its own
 
 
+@record
 class Transform(NamedTuple):
-    """What is done to one side's logits: z = softcap · tanh(scale · x / softcap), or scale · x for a softcap of 0."""
+    """The transform of one side's logits: z = softcap · tanh(scale · x / softcap), or scale · x for a softcap of 0."""
 
     softcap: float = 0.0
     scale: float = 1.0
@@ -55,10 +60,10 @@ class Weights(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """rest: None beside a teacher's head. gradient: the logits become the gradient, times `Rows.factor`."""
+    """rest: "" beside a teacher's head. gradient: the logits become the gradient, times `Rows.factor`."""
 
     kind: Kind
-    rest: Rest | None
+    rest: Rest | Literal[""]
     beta: float
     temperature: float
     weights: Weights
@@ -75,9 +80,34 @@ class Formula(NamedTuple):
 
     @property
     def k(self) -> float:
-        """What turns differences of logits into logarithms to the base 2, which kernels take."""
+        """The factor that turns differences of logits into logarithms to the base 2, which kernels take."""
         return math.log2(math.e) / self.temperature
 
     @property
     def caps(self) -> tuple[bool, bool]:
         return self.student.softcap != 0.0, self.teacher.softcap != 0.0
+
+
+def terms_and_slopes(formula: Formula, lq: Tensor, lp: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each class, and its derivative along lq, up to a multiple of q, which drops out of a distribution.
+
+    lq, lp: log q and log p, natural. The torch path's side of `tigon.kernels.tiles.divergence.sides`.
+    """
+    kind, beta = formula.kind, formula.beta
+    p, q = lp.exp(), lq.exp()
+    # A class of probability 0 adds nothing, also where its logarithm is -inf.
+    if kind == "kl":
+        return torch.where(p == 0, 0.0, p * (lp - lq)), -p
+    if kind == "reverse":
+        terms = torch.where(q == 0, 0.0, q * (lq - lp))
+        return terms, terms
+    if kind == "tvd":
+        return 0.5 * (p - q).abs(), 0.5 * q * torch.sign(q - p)
+    log_m = log_or_zero(beta * p + (1 - beta) * q)
+    of_q = (1 - beta) * torch.where(q == 0, 0.0, q * (lq - log_m))
+    return beta * torch.where(p == 0, 0.0, p * (lp - log_m)) + of_q, of_q
+
+
+def log_or_zero(p: Tensor) -> Tensor:
+    """log p, and 0 for p = 0."""
+    return torch.where(p == 0, 1.0, p).log()

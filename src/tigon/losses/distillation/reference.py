@@ -2,124 +2,95 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.distillation.formula import LEAST_REST, Formula, kind_of
-from tigon.losses.distillation.rows import Rows
+from tigon.losses.distillation.formula import LEAST_REST, Formula, log_or_zero, resolve_kind, terms_and_slopes
+from tigon.losses.distillation.options import Distill, DistillTopK
+from tigon.losses.distillation.rows import TopK
+from tigon.losses.head.head import Head, Hidden, parse_head
 from tigon.ops.cross_entropy import cross_entropy_reference
 from tigon.ops.divergence import divergence_reference
 
 
 def distill_reference(
-    x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, target: Tensor | None = None, *,
-    bias: Tensor | None = None, teacher_bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0,
-    teacher_softcap: float | None = None, teacher_scale: float = 1.0, loss_type: str = "jsd", beta: float = 0.5,
-    temperature: float = 1.0, ignore_index: int = -100, **options: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """`distill` on whole logits. options: those of `_reduced`."""
-    logits = F.linear(x, weight, bias)
-    z = _capped(logits, softcap, scale)
+    x: Tensor, head: Head, teacher: Hidden, target: Tensor | None = None, *, config: Distill = Distill()
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`distill` on whole logits."""
+    z = _compute_logits(x, head)
     with torch.no_grad():
-        t = _capped(F.linear(teacher_x, teacher_weight, teacher_bias), teacher_softcap, teacher_scale).to(z.dtype)
-    if loss_type == "cosine":
+        t = _compute_logits(teacher.x, parse_head("distill_reference", teacher.head)).to(z.dtype)
+    if config.loss_type == "cosine":
         rows = 1 - F.cosine_similarity(z, t, dim=-1)
     else:
-        kind = kind_of(loss_type, beta)
-        rows = divergence_reference(z, t, None, kind, "logits", beta, temperature)
-    return _reduced(rows, logits, target, temperature, ignore_index, softcap, scale, **options)
+        kind = resolve_kind(config.loss_type, config.beta)
+        rows = divergence_reference(z, t, None, kind, "logits", config.beta, config.temperature)
+    return _reduce(rows, z, target, config)
 
 
 def distill_topk_reference(
-    x: Tensor, weight: Tensor, teacher_ids: Tensor, teacher_logprobs: Tensor, target: Tensor | None = None, *,
-    rest: str = "tail", bias: Tensor | None = None, softcap: float | None = None, scale: float = 1.0,
-    loss_type: str = "kl", beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, **options: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """`distill_topk` on whole logits. options: those of `_reduced`."""
-    logits = F.linear(x, weight, bias)
-    log_q = torch.log_softmax(_capped(logits, softcap, scale) / temperature, -1)
-    given = teacher_logprobs != -torch.inf
-    p = torch.where(given, teacher_logprobs.to(log_q.dtype).exp(), 0.0)
-    q = torch.where(given, log_q.gather(-1, torch.where(given, teacher_ids, 0).long()).exp(), 0.0)
-    if rest == "renormalize":
+    x: Tensor, head: Head, teacher: TopK, target: Tensor | None = None, *, config: DistillTopK = DistillTopK()
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`distill_topk` on whole logits."""
+    z, (ids, logprobs), beta = _compute_logits(x, head), teacher, config.beta
+    log_q = torch.log_softmax(z / config.temperature, -1)
+    given = logprobs != -torch.inf
+    at = torch.where(given, ids, 0).long()
+    p = torch.where(given, logprobs.to(log_q.dtype).exp(), 0.0)
+    q = torch.where(given, log_q.gather(-1, at).exp(), 0.0)
+    if config.rest == "renormalize":
         p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    elif rest == "tail":
-        at = torch.where(given, teacher_ids, 0).long()
+    elif config.rest == "tail":
         others = torch.zeros_like(log_q).scatter_add(-1, at, given.to(log_q.dtype)) == 0
         q_rest = torch.where(others, log_q.exp(), 0.0).sum(-1, keepdim=True)
-        p, q = torch.cat([p, _rest_of(p, q_rest, others)], -1), torch.cat([q, q_rest], -1)
-    kind = kind_of(loss_type, beta)
+        p, q = torch.cat([p, _rest_probability(p, q_rest, others)], -1), torch.cat([q, q_rest], -1)
+    kind = resolve_kind(config.loss_type, beta)
     if kind == "tvd":
         terms = 0.5 * (p - q).abs()
     else:
         if kind not in ("kl", "reverse", "jsd"):
-            raise NotImplementedError(f"distill_topk_reference: {loss_type!r} has no formula.")
+            raise NotImplementedError(f"distill_topk_reference: {config.loss_type!r} has no formula.")
         m = {"kl": q, "reverse": p}.get(kind, beta * p + (1 - beta) * q)
-        of_p = torch.where(p == 0, 0.0, p * (_log(p) - _log(m)))
-        of_q = torch.where(q == 0, 0.0, q * (_log(q) - _log(m)))
+        of_p = torch.where(p == 0, 0.0, p * (log_or_zero(p) - log_or_zero(m)))
+        of_q = torch.where(q == 0, 0.0, q * (log_or_zero(q) - log_or_zero(m)))
         terms = {"kl": of_p, "reverse": of_q}.get(kind, beta * of_p + (1 - beta) * of_q)
-    return _reduced(terms.sum(-1), logits, target, temperature, ignore_index, softcap, scale, **options)
+    return _reduce(terms.sum(-1), z, target, config)
 
 
-def _rest_of(p: Tensor, q_rest: Tensor, others: Tensor) -> Tensor:
-    """What the given p leave to the others, (..., 1)."""
+def _compute_logits(x: Tensor, head: Head) -> Tensor:
+    logits = F.linear(x, head.weight, head.bias)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * head.scale
+    return head.softcap * torch.tanh(z / head.softcap) if head.softcap else z
+
+
+def _reduce(rows: Tensor, z: Tensor, target: Tensor | None, config: Distill) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its parts, from the soft losses of the rows."""
+    valid = torch.ones_like(rows, dtype=torch.bool) if target is None else target != config.ignore_index
+    count = valid.sum().clamp(min=1) if config.divisor is None else config.divisor
+    over = 1 if config.reduction == "sum" else count
+    soft = torch.where(valid, rows, 0.0).sum() / over
+    if config.temperature_squared:
+        soft = soft * config.temperature**2
+    if config.reduction == "mean":
+        soft = soft / z.shape[-1]
+    h = config.hard_weight
+    loss, metrics = (1 - h) * soft, {"soft_loss": soft.detach()}
+    if h and target is not None:
+        hard = cross_entropy_reference(z, target, config.ignore_index, 0.0, 0.0, 0.0, 1.0).sum() / over
+        loss, metrics["hard_loss"] = loss + h * hard, hard.detach()
+    return loss, metrics
+
+
+def _rest_probability(p: Tensor, q_rest: Tensor, others: Tensor) -> Tensor:
+    """The probability that the given p leave to the other classes, (..., 1)."""
     rest = 1 - p.sum(-1, keepdim=True)
     rest = torch.where(rest < LEAST_REST, torch.where(q_rest == 0, 0.0, LEAST_REST), rest)
     return torch.where(others.any(-1, keepdim=True), rest, 0.0)
 
 
-def _log(p: Tensor) -> Tensor:
-    return torch.where(p == 0, 1.0, p).log()
-
-
-def _capped(logits: Tensor, softcap: float | None, scale: float) -> Tensor:
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    return softcap * torch.tanh(z / softcap) if softcap else z
-
-
-def _reduced(
-    rows: Tensor, logits: Tensor, target: Tensor | None, temperature: float, ignore_index: int, softcap: float | None,
-    scale: float, *, hard_weight: float = 0.0, temperature_squared: bool = False, reduction: str = "batchmean",
-    divisor: Tensor | float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss and its parts, of the soft losses of the rows."""
-    valid = torch.ones_like(rows, dtype=torch.bool) if target is None else target != ignore_index
-    count = valid.sum().clamp(min=1) if divisor is None else divisor
-    over = 1 if reduction == "sum" else count
-    soft = torch.where(valid, rows, 0.0).sum() / over
-    if temperature_squared:
-        soft = soft * temperature**2
-    if reduction == "mean":
-        soft = soft / logits.shape[-1]
-    loss, metrics = (1 - hard_weight) * soft, {"soft_loss": soft.detach()}
-    if hard_weight and target is not None:
-        hard = cross_entropy_reference(logits, target, ignore_index, 0.0, 0.0, softcap or 0.0, scale).sum() / over
-        loss, metrics["hard_loss"] = loss + hard_weight * hard, hard.detach()
-    return loss, metrics
-
-
 # --------------------------------------------------------------------------- what the kernels compute, chunk by chunk
 # Without autograd, and with natural logarithms: lq and lp are log q and log p.
-
-
-def terms_and_slopes(formula: Formula, lq: Tensor, lp: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each class, and its derivative along lq, up to a multiple of q: of a distribution it drops out."""
-    kind, beta = formula.kind, formula.beta
-    p, q = lp.exp(), lq.exp()
-    # A class of probability 0 adds nothing, also where its logarithm is -inf.
-    if kind == "kl":
-        return torch.where(p == 0, 0.0, p * (lp - lq)), -p
-    if kind == "reverse":
-        terms = torch.where(q == 0, 0.0, q * (lq - lp))
-        return terms, terms
-    if kind == "tvd":
-        return 0.5 * (p - q).abs(), 0.5 * q * torch.sign(q - p)
-    log_m = _log(beta * p + (1 - beta) * q)
-    of_q = (1 - beta) * torch.where(q == 0, 0.0, q * (lq - log_m))
-    return beta * torch.where(p == 0, 0.0, p * (lp - log_m)) + of_q, of_q
 
 
 def given_slopes(
@@ -127,39 +98,22 @@ def given_slopes(
 ) -> tuple[Tensor, Tensor, Tensor | float]:
     """Soft losses (M,); their slopes along the given classes' logits (M, K), and along the rest's as one class (M, 1).
 
-    lq_rest: (M, 1), what q leaves to the others. others: (M, V) or (M, 1), whether there are any.
+    lq_rest: (M, 1), the rest of q. others: (M, V) or (M, 1), whether there are other classes.
     """
     K = lq.shape[-1]
     if formula.rest == "renormalize":
         lq, lp = lq - torch.logsumexp(lq, -1, keepdim=True), lp - torch.logsumexp(lp, -1, keepdim=True)
     elif formula.rest == "tail":
-        lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, _rest_of(lp.exp(), lq_rest.exp(), others).log()], -1)
+        lp_rest = _rest_probability(lp.exp(), lq_rest.exp(), others).log()
+        lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, lp_rest], -1)
     terms, slopes = terms_and_slopes(formula, lq, lp)
     if formula.kind == "reverse" and formula.rest == "drop":
-        slopes = slopes + lq.exp()  # what is left out makes the probabilities no distribution, whose sum has no slope
+        slopes = slopes + lq.exp()  # without the rest the probabilities are no distribution, whose sum has no slope
     total = slopes.sum(-1, keepdim=True)
     d = slopes - lq.exp() * total
-    of_rest: Tensor | float = 0.0
+    rest_slope: Tensor | float = 0.0
     if formula.rest == "tail":
-        of_rest = d[..., -1:]
+        rest_slope = d[..., -1:]
     elif formula.rest == "drop":
-        of_rest = -lq_rest.exp() * total
-    return terms.sum(-1), d[..., :K], of_rest
-
-
-def write_with_hard(rows: Rows, soft: Tensor, dz: Tensor, z: Tensor, slope: Tensor | float, formula: Formula) -> None:
-    """Write the losses of rows of which all classes are here, and the gradient. dz: the soft loss's, before weights."""
-    hard, labels, weights = None, rows.labels, formula.weights
-    dz = dz * weights.soft
-    if labels is not None:
-        valid = labels != formula.ignore_index
-        if weights.hard:
-            at = torch.where(valid, labels, 0).long().unsqueeze(-1)
-            logp = torch.log_softmax(z, -1)
-            hard = torch.where(valid, -logp.gather(-1, at).squeeze(-1), 0.0)
-            # In place: at this point z, logp and dz are all alive, and each is as wide as the logits.
-            dz.add_(logp.exp_(), alpha=weights.hard)
-            dz.scatter_add_(-1, at, dz.new_full((), -weights.hard).expand(at.shape))
-        soft = torch.where(valid, soft, 0.0)
-        dz = torch.where(valid.unsqueeze(-1), dz, 0.0)
-    rows.write(soft, hard, dz * slope if formula.gradient else None)
+        rest_slope = -lq_rest.exp() * total
+    return terms.sum(-1), d[..., :K], rest_slope

@@ -1,13 +1,14 @@
-"""A chunk's rows on one device, and who turns them into losses and a gradient."""
+"""A chunk's rows on one device, and the launch of kernels that take a program a row."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tigon.kernels import launch, next_power_of_2
 from tigon.losses.distillation.formula import Formula, Hard
+from tigon.ops.shard_statistics import local_labels
 
 
 class TopK(NamedTuple):
@@ -22,13 +23,16 @@ class TopK(NamedTuple):
     ids: Tensor
     logprobs: Tensor
 
+    def select(self, part: slice) -> TopK:
+        return TopK(self.ids[part], self.logprobs[part])
+
 
 class Rows(NamedTuple):
     """M rows of one chunk: the student's logits, and where their results go.
 
     Args:
         logits: (M, V) of this device's V classes, unit stride along V: scratch memory, which the gradient overwrites.
-        labels: (M,), dense, or None where every row counts. In a split head those of tigon.ops.shard_statistics.
+        labels: (M,), dense, or None where every row counts. Over several devices those of tigon.ops.shard_statistics.
         soft, hard: (M,), dense, for the losses; hard is None without cross entropy. In their dtype all is computed.
         factor: 0-d factor of the gradient, or None for 1.
     """
@@ -44,13 +48,20 @@ class Rows(NamedTuple):
         """The logits in the dtype of the results."""
         return self.logits.to(self.soft.dtype)
 
-    def at(self, part: slice) -> Rows:
+    def select(self, part: slice) -> Rows:
         labels = None if self.labels is None else self.labels[part]
         hard = None if self.hard is None else self.hard[part]
         return Rows(self.logits[part], labels, self.soft[part], hard, self.factor)
 
+    def with_local_labels(self, formula: Formula) -> Rows:
+        """The rows of a device that has all classes, with the labels of tigon.ops.shard_statistics."""
+        if self.labels is None:
+            return self
+        V = self.logits.shape[1]
+        return self._replace(labels=local_labels(self.labels, formula.ignore_index, 0, V, V))
+
     def write(self, soft: Tensor | None, hard: Tensor | None, gradient: Tensor | None) -> None:
-        """Results of the torch path; None for what was not computed."""
+        """Write results of the torch path, those that are not None."""
         if soft is not None:
             self.soft.copy_(soft)
         if self.hard is not None and hard is not None:
@@ -59,32 +70,11 @@ class Rows(NamedTuple):
             self.logits.copy_(gradient if self.factor is None else gradient * self.factor)
 
 
-class Classes(Protocol):
-    """The classes that this device's heads have: all of them (`whole`), or some (`split`)."""
-
-    @property
-    def total(self) -> int:
-        """V, over all devices."""
-
-    @property
-    def widest(self) -> int:
-        """The most classes on any device. Chunks are sized by them, since all devices need the same chunks."""
-
-    def from_head(self, rows: Rows, teacher: Tensor, formula: Formula) -> None:
-        """Write the losses, and with `formula.gradient` the gradient over the logits. teacher: logits, as the rows'."""
-
-    def from_topk(self, rows: Rows, teacher: TopK, formula: Formula) -> None:
-        """The same from (M, K) given classes, dense. The logits are overwritten also without `formula.gradient`."""
-
-    def over_all(self, soft: Tensor, formula: Formula) -> Tensor:
-        """The rows' soft losses over all classes, from those that this device wrote."""
-
-
 def launch_rows(
     kernel: Any, rows: Rows, formula: Formula, tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], *,
     least: int = 4, hard: bool = True,
 ) -> None:  # fmt: skip
-    """Launch a kernel of one program a row. arguments: what follows the tensors, up to DEPTH and BLOCK.
+    """Launch a kernel of one program a row. arguments: those after the tensors, up to DEPTH and BLOCK.
 
     least: warps of a short row. hard: False for a kernel that leaves the cross entropy to others.
     """

@@ -1,8 +1,7 @@
-"""What the kernels of distillation are made of, whether a device has all classes of a row (`whole`) or some (`split`).
+"""Device functions of the distillation kernels.
 
 Kernels take logarithms to the base 2: k = log2(e) / temperature turns differences of logits into them. The formulas are
-those of tigon.kernels.tiles.divergence. Functions are inlined, so sharing them changes no instruction. Kernels are not
-shared: one that stops for an exchange between devices has other numbers in registers than one that goes on.
+those of tigon.kernels.tiles.divergence.
 
 HARD is `formula.Hard`: 0 without cross entropy; 1 with cross entropy at temperature 1, which shares the softmax of the
 soft loss; 2 with cross entropy beside a soft loss at another temperature, which takes a second sum.
@@ -26,21 +25,19 @@ LEAST_REST = tl.constexpr(formula.LEAST_REST)
 
 
 @jit
-def tile_of(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+def tile_columns(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """Columns of the DEPTH blocks that are folded into one: a running maximum then costs 1/DEPTH of an exponential."""
     return tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @jit
-def logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
+def load_logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
     """z = softcap · tanh(scale · x / softcap), `other` where masked, and dz/dx."""
     # fp32 at once: z − max is multiplied by k and becomes an exponent, so a rounding of the difference would be a
     # relative error of the probability.
     x = tl.load(x_ptr + at, mask=mask, other=other).to(tl.float32)
     slope = scale
     if SOFTCAP:
-        # The slope comes with z, since both are made of the same tanh. Passes that ignore it pay nothing: the compiler
-        # drops what is unused.
         z, slope = cap(x, scale, softcap)
         # The tanh of a masked -inf is -1, a logit like any other.
         z = tl.where(mask, z, other)
@@ -50,7 +47,7 @@ def logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
 
 
 @jit
-def weighted(soft_weight, hard_weight, factor_ptr):
+def multiply_weights(soft_weight, hard_weight, factor_ptr):
     """The gradients' weights times the factor that lies on the device, where there is one: the host never reads it."""
     if factor_ptr is not None:
         factor = tl.load(factor_ptr).to(tl.float32)
@@ -76,7 +73,7 @@ def hard_loss(z_target, label, top, log2_sum, V):
 
 
 @jit
-def skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def write_zeros(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """Results of a row that does not count: losses and gradient are 0."""
     tl.store(soft_ptr + row, 0.0)
     if hard_ptr is not None:
@@ -95,7 +92,7 @@ def skip(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: 
 
 
 @jit
-def values(
+def sum_values(
     logits_ptr, teacher_ptr, V, blocks, tile, row_a, log_a, row_b, log_b, beta, k, softcap, scale, teacher_softcap,
     teacher_scale, KIND: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,51 +102,39 @@ def values(
     value = tl.zeros((BLOCK,), tl.float32)
     sum_u = tl.zeros((BLOCK,), tl.float32)
     for i in range(blocks):
-        # From the end: the pass before this one read that part last, and it may still be in the cache.
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-        a, _ = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
-        # lq = log₂ q = (z − max) · k − log₂ Σ. A masked lane has z = -inf on both sides, hence q = p = 0 and a term of
-        # 0.
+        a, _ = load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
         value += tl.sum(terms, 0)
-        # Of forward KL Σ q · u is not asked: its slope along the logits is q − p.
         if KIND != "kl":
             sum_u += tl.sum(q * u, 0)
     return value, sum_u
 
 
 @jit
-def gradients(
+def write_gradients(
     logits_ptr, teacher_ptr, label, value, V, tile, row_a, log_a, row_b, log_b, log_h, mean_u, soft_weight,
     hard_weight, beta, k, softcap, scale, teacher_softcap, teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Overwrite the logits with the gradient. Returns value, to which forward KL, without another pass, adds terms."""
     none = float("-inf")
-    # From the front: `values`, which goes backwards, read that part last. Forward KL has had no such pass, and gains
-    # nothing from this order.
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
-        a, slope = logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        a, slope = load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         lq = (a - row_a) * k - log_a
         terms, q, u = sides(lq, (b - row_b) * k - log_b, beta, KIND)
         if KIND == "kl":
-            # d KL / dz = q − p: Σ p = 1, so no sum over the row is needed first.
             value += tl.sum(terms, 0)
             dz = (q - u) * soft_weight
         else:
-            # q · u is the slope along log q. The softmax's Jacobian turns it into q_j · (u_j − Σ q · u), the slope
-            # along z_j.
             dz = q * (u - mean_u) * soft_weight
         if HARD:
-            # At temperature 1 both losses have the same softmax.
             of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
             # softmax − one-hot. A label of another device is negative and equals no column.
             dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
-        # Rounded once, from fp32 to the logits' dtype. The tile's loads of a and b come before its store, and no other
-        # program reads this row.
         dx = (dz * slope).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + at, dx, mask=at < V)
     return value
@@ -159,7 +144,7 @@ def gradients(
 
 
 @jit
-def products(
+def sum_products(
     logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -171,9 +156,8 @@ def products(
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
-        # Masked places are 0, which adds nothing to a product. The softmax needs -inf there.
-        a, _ = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+        a, _ = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         sum_aa += tl.sum(a * a, 0)
         # One pass gives all three products, so each side is read from DRAM once. fp32: a sum of V squares of bf16 would
         # stop growing.
@@ -185,12 +169,12 @@ def products(
 
 
 @jit
-def at_least(norm):
+def bound_norm(norm):
     return tl.where(norm < LEAST_NORM, LEAST_NORM, norm)  # NaN stays
 
 
 @jit
-def cosine_gradients(
+def write_cosine_gradients(
     logits_ptr, teacher_ptr, label, V, blocks, tile, over_a, over_b, cosine, row_top, log_h, soft_weight, hard_weight,
     softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -199,10 +183,9 @@ def cosine_gradients(
     for i in range(blocks):
         # From the end: the pass before this one read that part last, and it may still be in the cache.
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-        a, slope = logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
-        b, _ = logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
+        a, slope = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
+        b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         # Each side by its own norm first: a / |a| is at most 1, while a · b or |a|² may overflow.
-        # d (1 − cos) / da = (a / |a| · cos − b / |b|) / |a|.
         dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
         if HARD:
             p = tl.exp2((a - row_top) * LOG2E - log_h)
@@ -217,14 +200,13 @@ def cosine_gradients(
 
 
 @jit
-def rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
+def load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
     """Logits of the classes that the teacher did not give; -inf marks those that it gave."""
     # One value, -inf, stands for a masked column and for a class that the teacher gave: neither belongs to the rest.
     x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
     slope = scale
     if SOFTCAP:
         z, slope = cap(x, scale, softcap)
-        # The tanh of -inf is -1, a logit like any other: the mark is put back.
         z = tl.where(x == float("-inf"), x, z)
     else:
         z = x * scale
@@ -232,7 +214,7 @@ def rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @jit
-def rest_sums(
+def sum_rest(
     logits_ptr, V, tile, k, softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -243,12 +225,9 @@ def rest_sums(
     if SUM:
         for start in range(0, V, DEPTH * BLOCK):
             at = start + tile
-            z, _ = rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
+            z, _ = load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             before = top
-            # A lane may see nothing but -inf, if all its classes were given. Its maximum then stays LOWEST, which is
-            # finite, and its sum 0.
             top, total, _, _ = fold(z, top, total, k)
-            # Both sums are relative to the same maximum, whatever the temperature: one maximum serves them.
             if HARD == 2:
                 sum_h = fold_at_one(z, before, top, sum_h)
     return top, total, sum_h
@@ -263,7 +242,7 @@ def log2_sum(lp):
 
 
 @jit
-def given_sides(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST: tl.constexpr):
+def normalize_given(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST: tl.constexpr):
     """lq and lp; the row's maximum, log₂ of its sum, and the rest's share of that sum, log₂ of it."""
     # Finite, where no class was given: inf - inf would be NaN.
     top_k = tl.maximum(tl.max(z_k, 0), LOWEST)
@@ -274,8 +253,6 @@ def given_sides(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST
         lq = (z_k - top_k) * k - log_all
         lp = log_p - log2_sum(log_p)
     else:
-        # The softmax is over all V classes: K exponentials in registers, and the rest's sum brought from its own
-        # maximum to the row's.
         whole = tl.sum(tl.exp2((z_k - row_top) * k), 0) + tl.exp2((top_rest - row_top) * k + log_rest)
         log_all = tl.log2(whole)
         lq = (z_k - row_top) * k - log_all
@@ -293,7 +270,7 @@ def given_sides(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST
 
 
 @jit
-def given_results(
+def write_given_results(
     logits_ptr, soft_ptr, factor_ptr, row, label, V, K, ids, at_k, here, z_k, slope_k, lq, lp, row_top, top_rest,
     log_rest, log_tail, log_h, soft_weight, hard_weight, beta, k, softcap, scale, KIND: tl.constexpr,
     REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, DEPTH: tl.constexpr,
@@ -303,12 +280,9 @@ def given_results(
 
     slope_k: dz/dx of the given classes, or None where it has to be told from z_k.
     """
-    # BLOCK_K lanes in registers, so no loop over the row. Lanes beyond K hold -inf on both sides, but for the rest's,
-    # and add 0.
     terms, q, u = sides(lq, lp, beta, KIND)
     tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
     if GRADIENT:
-        # d: the derivative with respect to each given class's logit, and to the rest's as if it were one class.
         if KIND == "kl":
             # u = p, and the slope along log q is −p. Σ p is kept, and not taken as 1: with "drop" the given classes' p
             # are no distribution.
@@ -321,27 +295,22 @@ def given_results(
                 u += 1.0  # the given classes' q do not sum to 1, so the slope of Σ q does not vanish
             mean = tl.sum(q * u, 0)
             d = q * (u - mean)
-        # The rest's slope is shared out by each class's part of the rest; "renormalize" has none to share.
         of_rest = 0.0
         if REST == "tail":
             of_rest = tl.sum(tl.where(at_k == K, d, 0.0), 0)
         elif REST == "drop":
-            # With "drop" the rest has no term, yet its classes are in the normaliser: d = q_rest · (0 − mean).
             of_rest = -mean * tl.exp2(log_tail)
-        soft_weight, hard_weight = weighted(soft_weight, hard_weight, factor_ptr)
-        tile = tile_of(DEPTH, BLOCK)
+        soft_weight, hard_weight = multiply_weights(soft_weight, hard_weight, factor_ptr)
+        tile = tile_columns(DEPTH, BLOCK)
         blocks = tl.cdiv(V, DEPTH * BLOCK)
         for i in range(blocks):
             # From the end: the pass before this one read that part last, and it may still be in the cache.
             at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
-            z, slope = rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
-            # With "renormalize" the rest has no soft gradient; its logits still become 0.
+            z, slope = load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             dz = tl.zeros((DEPTH, BLOCK), tl.float32)
             if REST != "renormalize":
                 # Without a rest log_rest is -inf, and the exponent NaN.
                 share = tl.where(z == float("-inf"), 0.0, tl.exp2((z - top_rest) * k - log_rest))
-                # share = exp(z − top_rest) / Σ of the rest, at the temperature: the class's probability among the
-                # classes not given.
                 dz = soft_weight * of_rest * share
             if HARD:
                 dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))

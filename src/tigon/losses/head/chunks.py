@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.losses.head.head import Projection, empty_logits, logit_bytes, take
+from tigon.losses.head.head import Projection, empty_logits, logit_bytes, select_rows
 from tigon.losses.head.vocabulary_parallel import InputGradient, Shards
 from tigon.ops.linear import weight_gradient
 from tigon.ops.shard_statistics import columns, shard_statistics
@@ -29,7 +29,7 @@ from tigon.ops.targets import as_labels
 
 # Logits a chunk may hold. A GPU's matrix products want thousands of rows; a CPU's caches want few.
 CHUNK_BYTES = 2**30
-# Of a frozen head. What many rows spread is the cost of adding a chunk to dW, and a frozen head has no dW.
+# For a frozen head. More rows spread the cost of adding a chunk to dW, and a frozen head has no dW.
 FROZEN_CHUNK_BYTES = 2**29
 CPU_CHUNK_BYTES = 2**25
 
@@ -60,7 +60,7 @@ def chunk_budget(
     return chunk_bytes
 
 
-def spared_by_one_chunk(weight: Tensor, compute: torch.dtype, accumulate: str, classes: int | None = None) -> int:
+def count_spared_bytes(weight: Tensor, compute: torch.dtype, accumulate: str, classes: int | None = None) -> int:
     """Bytes of the fp32 buffer in which several chunks' dW is summed, and which a single chunk does not need.
 
     classes: the number of classes of the widest shard; all devices use the same number, so that they chunk alike.
@@ -101,7 +101,6 @@ class ValidCount:
     """
 
     def __init__(self, target: Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
-        # The copy starts here and is waited for in the loss, a whole forward pass later.
         labels = target[..., 1:] if shift else target
         self._arrival = _Arrival((as_labels(labels, ignore_index) != ignore_index).sum())
 
@@ -128,18 +127,17 @@ class ValidLengths:
         return iter(self._arrival.wait().tolist())
 
 
-def nan_if_more(target: Tensor, ignore_index: int, num_valid: int, dtype: torch.dtype) -> Tensor:
+def guard_valid_count(target: Tensor, ignore_index: int, num_valid: int, dtype: torch.dtype) -> Tensor:
     """0-d: 1, or NaN if more targets count than num_valid (rows would be dropped silently). The host never waits."""
     # The count stays on the device, and NaN reaches the host with the loss. A check that raised would have to wait for
     # it.
     return torch.where((target != ignore_index).sum() <= num_valid, 1.0, float("nan")).to(dtype)
 
 
-def scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
+def to_scalar(value: Tensor | float, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A number or 0-d tensor as a 0-d tensor on the device, without gradient. No copy makes the host wait."""
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=dtype, device=device)
-    # A divisor may be the result of a computation with a graph. The loss takes it as a constant.
     value = value.detach().reshape(()).to(dtype)
     if value.device.type == "cpu" and device.type != "cpu":  # multiplied as a scalar: a copy from pageable memory waits
         return value * torch.ones((), dtype=dtype, device=device)
@@ -217,7 +215,6 @@ class Chunks:
         N, V = head.x.shape[0], head.weight.shape[0] if shards is None else shards.widest
         # More than N valid rows do not exist: a number that is too large costs rows, not memory beyond the batch.
         visited = N if num_valid is None else max(0, min(num_valid, N))
-        # The first row, and with an index all rows, in the order of the walk.
         self._first = 0
         self.index: Tensor | None = None
         if visited < N:
@@ -229,13 +226,11 @@ class Chunks:
 
     def _cut(self, visited: int, row_bytes: int, budget: int) -> None:
         self.visited = visited
-        # Zero visited rows mean zero chunks, and `Gradients` then zeroes what no chunk writes.
         self.size = chunk_rows(visited, row_bytes, budget) if visited else 0
         self.count = -(-visited // self.size) if visited else 0
 
-    def among(self, rows: Tensor | slice, most: int) -> Chunks:
+    def subset(self, rows: Tensor | slice, most: int) -> Chunks:
         """The walk over some rows of the batch, in their order, in chunks of about at most `most` rows."""
-        # Shallow: head, targets and shards are shared. Only the rows and their cuts differ.
         part = copy.copy(self)
         if isinstance(rows, slice):
             part._first, part.index, visited = rows.start, None, rows.stop - rows.start
@@ -245,42 +240,41 @@ class Chunks:
         part._cut(visited, 1, most)
         return part
 
-    def through(self, head: Projection) -> Chunks:
+    def with_head(self, head: Projection) -> Chunks:
         """The same walk over the rows of another head's x, in logits of the same dtype."""
-        # The cuts stay, so both heads' chunks hold the same rows. A reference model's logits are computed so.
         other = copy.copy(self)
         other.head = head
         return other
 
     def __iter__(self) -> Iterator[Chunk]:
-        # One buffer for all chunks. A chunk is done with its logits before the next one is computed.
         room = self.room
         if room is None:
             room = empty_logits(self.size, self.head.weight.shape[0], self.head.x, self.dtype)
-        return self.forwards(room)
+        return self.iterate_forward(room)
 
-    def forwards(self, room: Tensor) -> Iterator[Chunk]:
+    def iterate_forward(self, room: Tensor) -> Iterator[Chunk]:
         """The chunks, their logits computed into `room`, (at least `size`, V).
 
         As many of the last chunks as fit the room together keep their logits there; the chunks before them use the
         front of the room in turn.
         """
-        kept = self._kept(room)
+        kept = self._first_kept_row(room)
         for start, stop in self.spans():
             # Rows before `kept` all begin at the front of the room, one chunk over the other. Rows from `kept` on have
             # places of their own.
             at = max(0, start - kept)
             yield self.compute(start, stop, room[at : at + stop - start])
 
-    def backwards(self, room: Tensor, last: Chunk | None = None, scratch: Tensor | None = None) -> Iterator[Chunk]:
-        """The chunks from the last to the first, after `forwards`: logits that are in the room still are not computed
-        again.
+    def iterate_backward(
+        self, room: Tensor, last: Chunk | None = None, scratch: Tensor | None = None
+    ) -> Iterator[Chunk]:
+        """The chunks from the last to the first, after `iterate_forward`. Logits that the room still holds are not
+        computed again.
 
         last: the last chunk, if you have it: its rows of x are then not gathered again.
         scratch: where logits are computed again, if those in the room must last.
         """
-        kept = self._kept(room)
-        # Backwards, because the last chunks are those whose logits are still there.
+        kept = self._first_kept_row(room)
         for start, stop in reversed(self.spans()):
             if last is not None:
                 yield last
@@ -290,16 +284,16 @@ class Chunks:
             else:
                 yield self.compute(start, stop, (room if scratch is None else scratch)[: stop - start])
 
-    def _kept(self, room: Tensor) -> int:
-        """The first row, in the order of the walk, whose logits the room holds after `forwards`."""
+    def _first_kept_row(self, room: Tensor) -> int:
+        """The first row, in the order of the walk, whose logits the room holds after `iterate_forward`."""
         if not self.count:
             return 0
-        # The last chunk may be short. What the room holds beside it is a number of whole chunks, so that no chunk lies
+        # The last chunk may be short. Beside it the room holds a number of whole chunks, so that no chunk lies
         # across the front and the kept part.
         before_last = (self.count - 1) * self.size
         return max(0, before_last - (room.shape[0] - (self.visited - before_last)) // self.size * self.size)
 
-    def with_statistics(
+    def iterate_with_statistics(
         self, dtype: torch.dtype, temperature: float, softcap: float, scale: float, along: bool, total: bool
     ) -> Iterator[tuple[Chunk, Tensor]]:
         """Each chunk, and all devices' statistics of its rows, (devices, M, columns) of tigon.ops.shard_statistics."""
@@ -315,32 +309,30 @@ class Chunks:
 
     def spans(self) -> list[tuple[int, int]]:
         """Where the chunks start and stop."""
-        # Host arithmetic alone. All ranks come to the same spans, which their collectives rely on.
         return [(start, min(start + self.size, self.visited)) for start in range(0, self.visited, self.size or 1)]
 
-    def places(self, start: int, stop: int) -> Tensor | slice:
+    def row_indices(self, start: int, stop: int) -> Tensor | slice:
         """The places in the batch of rows start to stop of the walk."""
         # A slice where it can be: its rows are a view, while an index makes a copy of x's rows for each chunk.
         return slice(self._first + start, self._first + stop) if self.index is None else self.index[start:stop]
 
-    def rows_of(self, start: int, stop: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def select(self, start: int, stop: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The chunk's rows of each tensor; the tensors have N rows, in the order of the batch."""
-        rows = self.places(start, stop)
-        return tuple(take(t, rows) for t in tensors)
+        rows = self.row_indices(start, stop)
+        return tuple(select_rows(t, rows) for t in tensors)
 
     def with_logits(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk from start to stop, whose logits have been computed before."""
-        at = self.places(start, stop)
-        return Chunk(start, stop, at, logits, take(self.head.x, at), take(self.target, at))
+        at = self.row_indices(start, stop)
+        return Chunk(start, stop, at, logits, select_rows(self.head.x, at), select_rows(self.target, at))
 
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         """The chunk from start to stop; its logits are written to `logits`, (stop − start, V)."""
         chunk = self.with_logits(start, stop, logits)
-        # After the rows of x were taken: the product reads them, and so does dW's product later.
         self.head.logits(chunk.x, logits)
         return chunk
 
-    def narrowed(self, chunk: Chunk) -> Chunk:
+    def narrow(self, chunk: Chunk) -> Chunk:
         """The chunk with `logits`, which hold the gradient by now, converted to the dtype of the products."""
         if chunk.logits.dtype != self.head.x.dtype:
             if self._narrow is None:
@@ -350,11 +342,10 @@ class Chunks:
             chunk.logits = self._narrow[: chunk.logits.shape[0]].copy_(chunk.logits)
         return chunk
 
-    def in_batch_order(self, results: Tensor) -> Tensor:
+    def scatter_to_batch(self, results: Tensor) -> Tensor:
         """Per-row results (visited, ...) as (N, ...), with zeros for rows that were not visited."""
         if self.index is None:
             return results
-        # Valid rows were sorted to the front for the walk. Here each result returns to its row, and ignored rows get 0.
         return results.new_zeros(self.target.shape[0], *results.shape[1:]).index_copy_(0, self.index, results)
 
 
@@ -366,7 +357,7 @@ class Gradients:
         dx: (N, H), uninitialised. Rows that `walk` does not visit are zeroed.
         dw: the tensors of `weight_gradient.parts`, uninitialised unless `add`.
         db: (V,), uninitialised.
-        add: add to what `dw` holds.
+        add: add to the values of `dw`.
     """
 
     def __init__(
@@ -396,13 +387,11 @@ class Gradients:
             # on it adds to what lies in dW, V · H numbers of fp32.
             weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
         if self.db is not None:
-            # In fp32: db adds over chunks as dW does.
             self.db += chunk.logits.sum(0, dtype=self.db.dtype)
         self._first = False
 
     def finish(self) -> None:
-        """Write what is still on its way, and zero dW if no chunk came. Call this at the end of the walk."""
-        self._input.arrive()
+        """Write the pending sum of dx, and zero dW if no chunk came. Call this at the end of the walk."""
+        self._input.flush()
         if self._first and self.dw is not None:
-            # No chunk came, as where no target counts: dW is uninitialised memory until here.
             weight_gradient.zero(self.dw)

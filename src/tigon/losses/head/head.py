@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Head(NamedTuple):
-    """What turns hidden states x into logits: softcap · tanh(scale · (x Wᵀ + bias) / softcap), W the weight.
+    """The head that turns hidden states x into logits: softcap · tanh(scale · (x Wᵀ + bias) / softcap), W the weight.
 
     Every loss of a head takes one of these; or the weight alone, or a `torch.nn.Linear`.
 
@@ -55,8 +55,8 @@ class Hidden(NamedTuple):
     head: Head | Tensor | torch.nn.Linear
 
 
-def head_of(name: str, head: Any, argument: str = "head", lora: bool = False) -> Head:
-    """The argument as a Head, whatever its form; a ValueError if it is none."""
+def parse_head(name: str, head: Any, argument: str = "head", lora: bool = False) -> Head:
+    """The argument as a Head, whatever its form; a ValueError if it is none, or its numbers do not fit."""
     found: Head
     if isinstance(head, Head):
         found = head
@@ -70,6 +70,11 @@ def head_of(name: str, head: Any, argument: str = "head", lora: bool = False) ->
         found = Head(head.weight, head.bias) if plain else Head(head)
     if found.lora is not None and not lora:
         raise ValueError(f"{name}: {argument}.lora must be None: only linear_logprob takes an adapter on the head.")
+    prefix = "" if argument == "head" else f"{argument}."
+    # A negative scale would make the least logit the likeliest: running maxima are taken before the scale is applied.
+    for field, value in (("softcap", found.softcap), ("scale", found.scale)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}: {prefix}{field} must be positive, got {value}.")
     return found
 
 
@@ -77,7 +82,7 @@ def check_head(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, prefix: str = "", sequences: bool = False,
     beside: tuple[tuple[str, Tensor | None], ...] = (),
 ) -> torch.dtype:  # fmt: skip
-    """Raise a ValueError for what does not fit, else return the dtype of the products: x's, or autocast's.
+    """Raise a ValueError for tensors that do not fit, else return the dtype of the products: x's, or autocast's.
 
     Args:
         name: the operator's name. prefix: the prefix of x, weight and bias in its arguments' names.
@@ -109,7 +114,7 @@ def check_head(
     return autocast or x.dtype
 
 
-def logits_dtype_of(compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
+def choose_logits_dtype(compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of the logits: that of the products, or the wider logits_dtype."""
     return compute if logits_dtype is None else torch.promote_types(compute, logits_dtype)
 
@@ -119,14 +124,14 @@ def logit_bytes(compute: torch.dtype, logits: torch.dtype) -> int:
     return logits.itemsize + (compute.itemsize if logits != compute else 0)
 
 
-def take(t: Tensor, rows: Tensor | slice) -> Tensor:
+def select_rows(t: Tensor, rows: Tensor | slice) -> Tensor:
     """Rows of t: a range of rows, or the rows whose indices a tensor holds."""
     return t[rows] if isinstance(rows, slice) else t.index_select(0, rows)
 
 
 def empty_logits(rows: int, V: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Room for (rows, V) logits, uninitialised; rows of 16 bytes and more begin at multiples of 16 bytes."""
-    if not _strided(V, dtype):
+    if not _needs_padding(V, dtype):
         return like.new_empty(rows, V, dtype=dtype)
     step = 64 if V >= 1024 else 16 // dtype.itemsize  # whole cache lines, where they are little beside the budget
     room = like.new_empty(rows, -(-V // step) * step, dtype=dtype)
@@ -136,11 +141,11 @@ def empty_logits(rows: int, V: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     return room[:, :V]
 
 
-def _strided(V: int, dtype: torch.dtype) -> bool:
+def _needs_padding(V: int, dtype: torch.dtype) -> bool:
     return V * dtype.itemsize >= 16 and V * dtype.itemsize % 16 != 0
 
 
-def with_bias(weight: Tensor, bias: Tensor) -> Tensor:
+def append_bias(weight: Tensor, bias: Tensor) -> Tensor:
     """(V, H + 1), padded by zeros to a multiple of 8: the bias is the weight of one more column, in which x is 1."""
     V, H = weight.shape
     both = weight.new_zeros(V, (H // 8 + 1) * 8)
@@ -188,7 +193,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 class Projection(NamedTuple):
-    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype. both: `with_bias`, where needed."""
+    """x (N, H), weight (V, H) and bias (V,) or None, in the compute dtype. both: `append_bias`, where needed."""
 
     x: Tensor
     weight: Tensor
@@ -196,12 +201,12 @@ class Projection(NamedTuple):
     both: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Projection:
+    def cast(cls, x: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Projection:
         x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
         both = None
-        if bias is not None and x.is_cuda and compute.itemsize == 2 and _strided(weight.shape[0], compute):
+        if bias is not None and x.is_cuda and compute.itemsize == 2 and _needs_padding(weight.shape[0], compute):
             # Unless the result is contiguous, PyTorch rounds a GPU's product before it adds the bias, and then again.
-            both = with_bias(weight, bias)
+            both = append_bias(weight, bias)
         return cls(x, weight, bias, both)
 
     def logits(self, x: Tensor, out: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from tigon.kernels import cdiv, graph_is_kept, is_traced, jit, launch, tl, use_t
 from tigon.ops.linear.weight_gradient import Late, late, late_product, narrowed
 
 
-def scaled_gradients(
+def scale_gradients(
     gradients: Sequence[Tensor | tuple[Tensor, Tensor]], factor: Tensor, dtypes: Sequence[torch.dtype | None],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
@@ -23,11 +23,10 @@ def scaled_gradients(
 
     A pair is a dW in the two tensors of `weight_gradient.places`.
     """
-    # What the forward pass computed may be scaled in place, unless the graph is kept for another backward pass.
+    # Gradients of the forward pass may be scaled in place, unless the graph is kept for another backward pass.
     ours = not is_traced(factor) and not graph_is_kept()
-    # No need, no launch: the forward pass may have left an empty tensor in this place.
     return [
-        _scaled(gradient, factor, dtype, ours) if need and dtype is not None else None
+        _scale_gradient(gradient, factor, dtype, ours) if need and dtype is not None else None
         for gradient, dtype, need in zip(gradients, dtypes, needs, strict=True)
     ]
 
@@ -46,19 +45,17 @@ def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl
             tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < N)
 
 
-def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
+def _scale_gradient(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
     """gradient · factor, multiplied in fp32 and rounded once to dtype. With `ours` it may overwrite the gradient."""
     if isinstance(gradient, tuple):
         gradient, more = gradient
         if factors := late(gradient, more):
-            return _late(factors, factor, ours)
+            return _scale_late(factors, factor, ours)
         # dW is still an fp32 sum, half of which lies inside the bf16 result. Factor and narrowing share the pass.
         if more.numel():
             return narrowed(gradient, more, factor, ours)
-    # A result of another dtype has another size and needs memory of its own.
     in_place = ours and gradient.dtype == dtype
     if is_traced(gradient) or not use_triton(gradient):
-        # Looking at a CPU factor costs nothing, and spares a pass over the gradient.
         if in_place and factor.device.type == "cpu" and float(factor) == 1.0:
             return gradient
         return (gradient.to(factor.dtype) * factor).to(dtype)
@@ -73,16 +70,15 @@ def _scaled(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dtype: tor
     return out
 
 
-def _late(factors: Late, factor: Tensor, ours: bool) -> Tensor:
-    """dW · factor from the factors of its product: what is below 1 goes to x, what is above 1 to dlogits.
+def _scale_late(factors: Late, factor: Tensor, ours: bool) -> Tensor:
+    """dW · factor from the factors of its product: a part below 1 goes to x, a part above 1 to dlogits.
 
-    So no x overflows, and dlogits are what they are in eager code, whose upstream gradient comes first.
+    So no x overflows, and dlogits are those of eager code, whose upstream gradient comes first.
     """
     dlogits, x = factors
     up = factor.abs().clamp(min=1.0)
     if is_traced(dlogits) or not use_triton(dlogits):
         return late_product((dlogits.to(factor.dtype) * up).to(dlogits.dtype), x, factor / up)
-    # With the padding behind each row, as one piece of memory.
     whole = dlogits.as_strided((dlogits.shape[0] * dlogits.stride(0),), (1,))
-    scaled = _scaled(whole, up, dlogits.dtype, ours)
+    scaled = _scale_gradient(whole, up, dlogits.dtype, ours)
     return late_product(scaled.as_strided(dlogits.shape, dlogits.stride()), x, factor / up)

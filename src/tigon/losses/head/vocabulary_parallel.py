@@ -4,7 +4,7 @@ Each device of a group holds consecutive rows of the weight, and all tokens of x
 device. The devices exchange
 
     once a chunk of tokens     3 to 5 numbers a token, the statistics of tigon.ops.shard_statistics; in distillation
-                               others, twice (tigon.losses.distillation.split)
+                               others, twice (tigon.losses.distillation.heads)
     once a chunk of tokens     the sum of the devices' dx, while the chunk's dw is computed
 
 The weight's gradient needs nothing from other devices. `linear_logprob` sends the numbers of all tokens at once, 5 in
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 # Shard sizes by weight: asking the other ranks for their sizes makes the host wait for the device.
 # Weak keys: a weight that is freed takes its entry along, and a new tensor at its address is not taken for it.
-_sizes_of: Any = WeakTensorKeyDictionary()
+_SIZES: Any = WeakTensorKeyDictionary()
 
 
-class Arriving(NamedTuple):
+class PendingTensor(NamedTuple):
     """A tensor that a collective operation is filling. Holding source and work keeps both alive until `wait`."""
 
     value: Tensor
@@ -42,8 +42,6 @@ class Arriving(NamedTuple):
 
     def wait(self) -> Tensor:
         """The tensor, for work that is queued from now on. On a GPU the stream waits, and the host does not."""
-        # `wait` orders streams: kernels that are queued afterwards on the current stream start when the collective has
-        # ended.
         self.work.wait()
         return self.value
 
@@ -73,10 +71,9 @@ class Shards(NamedTuple):
     @property
     def first(self) -> int:
         """The global index of this device's first class."""
-        # Shards need not be equal, so rank · size would be wrong.
         return sum(self.sizes[: self.rank])
 
-    def where(self) -> str:
+    def describe(self) -> str:
         """For sentences: which ranks have how many classes."""
         import torch.distributed as dist
 
@@ -87,7 +84,7 @@ class Shards(NamedTuple):
         # int64, whatever dtype the targets have: a narrow unsigned dtype could not hold the negative marks.
         return local_labels(target, ignore_index, self.first, self.sizes[self.rank], self.classes)
 
-    def gather(self, own: Tensor) -> Arriving:
+    def gather(self, own: Tensor) -> PendingTensor:
         """This device's (M, K), dense, and those of all other devices: (devices, M, K)."""
         world = len(self.sizes)
         # A gather, not a reduction: each rank adds the parts itself, in the order of ranks, and all of them get the
@@ -95,14 +92,13 @@ class Shards(NamedTuple):
         parts = own.new_empty(world * own.shape[0], *own.shape[1:])
         work = all_gather(parts, own, group=self.group, async_op=True)
         # `own` is held too: the allocator does not know that the collective's stream still reads it.
-        return Arriving(parts.view(world, *own.shape), work, own)
+        return PendingTensor(parts.view(world, *own.shape), work, own)
 
-    def sum(self, t: Tensor) -> Arriving:
+    def sum(self, t: Tensor) -> PendingTensor:
         """Replace t, dense, by its sum over the devices."""
         import torch.distributed as dist
 
-        # A reduction here, since a gather of dx would be as many times as large as there are ranks.
-        return Arriving(t, dist.all_reduce(t, group=self.group, async_op=True))
+        return PendingTensor(t, dist.all_reduce(t, group=self.group, async_op=True))
 
 
 class InputGradient:
@@ -113,7 +109,7 @@ class InputGradient:
 
     def __init__(self, head: Projection, shards: Shards | None) -> None:
         self.head, self.shards = head, shards
-        self._on_the_way: tuple[Arriving, Tensor | slice, Tensor] | None = None
+        self._on_the_way: tuple[PendingTensor, Tensor | slice, Tensor] | None = None
 
     def add(
         self, dx: Tensor, rows: Tensor | slice, dlogits: Tensor, more: tuple[Tensor, Tensor, float] | None = None
@@ -127,7 +123,6 @@ class InputGradient:
             dtype = torch.promote_types(dtype, torch.float32)
         # Rows that are scattered, or summed in fp32, go through a buffer; else the product writes to dx itself.
         own = dx.new_empty(dlogits.shape[0], dx.shape[1], dtype=dtype) if apart or dtype != dx.dtype else dx[rows]
-        # Queued before dW's product, because the sum over the ranks can only start when this product is done.
         self.head.input_gradient(dlogits, own)
         if more is not None and dtype == dx.dtype:
             # An adapter's share of dx enters before the sum over the ranks: each rank has its own rows of B, and so its
@@ -136,15 +131,12 @@ class InputGradient:
         elif more is not None:
             product_into(own, more[0] * more[2], more[1], first=False)
         if self.shards is not None:
-            # At most one sum is on its way, so at most two buffers of dx exist.
-            # The chunk before has had all of its dW product to travel. Its buffer is freed before the next sum starts.
-            self.arrive()
+            self.flush()
             self._on_the_way = self.shards.sum(own), rows, dx
         elif isinstance(rows, Tensor):
-            # Each row of the batch is in one chunk at most, so nothing is overwritten and nothing has to be added.
             dx.index_copy_(0, rows, own)
 
-    def arrive(self) -> None:
+    def flush(self) -> None:
         """Write the chunk that is still on its way. Call this at the end of a walk."""
         if self._on_the_way is None:
             return
@@ -153,7 +145,6 @@ class InputGradient:
         here = sum_.wait()
         if isinstance(rows, Tensor):
             dx.index_copy_(0, rows, here.to(dx.dtype))
-        # In dx's own dtype and with consecutive rows the sum ran inside dx, and nothing is left to copy.
         elif here.dtype != dx.dtype:
             dx[rows].copy_(here)
         self._on_the_way = None
@@ -164,7 +155,7 @@ def is_sharded(weight: Any, group: Any) -> bool:
     return group is not None or hasattr(weight, "device_mesh")
 
 
-def shards_of(
+def resolve_shards(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, group: Any, accumulate: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Any, Shards | None]:
     """This device's plain tensors, and their `Shards`, None if one device holds all classes.
@@ -183,7 +174,7 @@ def shards_of(
         raise ValueError(f"{name}: collective operations are not traced: call it outside of torch.compile.")
     wide = accumulate == "fp32"
     if hasattr(weight, "device_mesh"):
-        return _of_dtensors(name, x, weight, bias, target, group, wide)
+        return _resolve_dtensors(name, x, weight, bias, target, group, wide)
     for argument, t in (("x", x), ("bias", bias), ("target", target)):
         if hasattr(t, "device_mesh"):
             raise ValueError(f"{name}: {argument} must be a plain tensor beside a plain weight, got a DTensor.")
@@ -195,12 +186,12 @@ def shards_of(
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"{name}: this process must be a member of the group, which it is not.")
-    sizes = _sizes(weight, group)
+    sizes = _exchange_sizes(weight, group)
     # A group of one rank takes the plain path: no collective, and torch.compile's operator.
     return x, weight, bias, target, Shards(group, rank, sizes, wide) if len(sizes) > 1 else None
 
 
-def _of_dtensors(
+def _resolve_dtensors(
     name: str, x: Any, weight: Any, bias: Any, target: Any, group: Any, wide: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Any, Shards | None]:
     from torch.distributed.tensor import Replicate
@@ -212,7 +203,6 @@ def _of_dtensors(
             f"{name}: weight must be Shard(0), rows of classes, on a mesh of one dimension, got "
             f"{tuple(weight.placements)} on {mesh.ndim}: gather it with full_tensor()."
         )
-    # The same group beside a DTensor is no contradiction, and passes.
     if group is not None and process_group(name, group) is not mesh.get_group():
         raise ValueError(f"{name}: group must be left out beside a DTensor, which says where its shards are.")
     if bias is not None and (not hasattr(bias, "device_mesh") or bias.placements != weight.placements):
@@ -226,11 +216,8 @@ def _of_dtensors(
         # dx is the whole sum here: of a sequence that is split, each device takes its own tokens of it.
         x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
     if hasattr(target, "device_mesh"):
-        # Labels are small, and every rank needs all of them to know which are its own, whose are others', and which do
-        # not count.
         target = target.full_tensor()
     world, V = mesh.size(), weight.shape[0]
-    # No exchange of sizes: a DTensor's shards follow from V and the mesh.
     chunk = -(-V // world)
     sizes = tuple(max(0, min(V, (r + 1) * chunk) - r * chunk) for r in range(world))  # as torch.chunk
     local, rank = weight.to_local(), mesh.get_local_rank()
@@ -241,7 +228,7 @@ def _of_dtensors(
     return x, local, bias, target, Shards(mesh.get_group(), rank, sizes, wide) if world > 1 else None
 
 
-def adapter_of(name: str, a: Any, b: Any) -> tuple[Tensor | None, Tensor | None]:
+def localize_adapter(name: str, a: Any, b: Any) -> tuple[Tensor | None, Tensor | None]:
     """An adapter's factors on this device: all of A, and the rows of B that belong to this device's classes."""
     if hasattr(a, "device_mesh"):
         from torch.distributed.tensor import Replicate
@@ -262,12 +249,12 @@ def process_group(name: str, group: Any, argument: str = "group") -> ProcessGrou
     return group.get_group()  # type: ignore[no-any-return]
 
 
-def _sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
+def _exchange_sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
     """Classes of each device. The ranks exchange their sizes when a weight is seen for the first time."""
     import torch.distributed as dist
 
     # The local size is part of the check: a weight that was resized has new sizes everywhere.
-    known = _sizes_of.get(weight)
+    known = _SIZES.get(weight)
     # The group too: one weight may be used under two groups, whose ranks differ.
     if known is not None and known[0] is group and known[1] == weight.shape[0]:
         return known[2]  # type: ignore[no-any-return]
@@ -276,7 +263,7 @@ def _sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
     # Blocking, once a weight: the sizes decide the host's loop, so the host has to have them.
     all_gather(found, torch.full((1,), weight.shape[0], device=weight.device), group=group)
     sizes = tuple(found.tolist())
-    _sizes_of[weight] = group, weight.shape[0], sizes
+    _SIZES[weight] = group, weight.shape[0], sizes
     return sizes
 
 

@@ -27,11 +27,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
-from tigon.losses.head.walk import Walk
-from tigon.losses.options import misplaced
-from tigon.losses.policy.batch import Objective, policy_loss
-from tigon.losses.policy.options import GRPO, LOSS_TYPES, MODES, RLOO, Rollout, Sampler, rollout_of
+from tigon.losses.options import make_keyword_error
+from tigon.losses.policy.batch import grpo_objective, policy_loss, rloo_objective
+from tigon.losses.policy.options import GRPO, LOSS_TYPES, MODES, RLOO, Rollout, Sampler, parse_rollout
 from tigon.losses.policy.reference import grpo_reference
 
 __all__ = ["GRPO", "LOSS_TYPES", "MODES", "RLOO", "Rollout", "Sampler", "grpo", "grpo_reference", "rloo"]
@@ -44,7 +44,7 @@ def grpo(
     rollout: Rollout | Tensor,
     *,
     config: GRPO = GRPO(),
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of sampled completions whose tokens have advantages, and metrics to log.
@@ -54,13 +54,13 @@ def grpo(
     importance_sampling_level "sequence".
 
     Args:
-        x: (S, T, H) hidden states of S completions; x[s, t] is what target[s, t] is predicted from.
+        x: (S, T, H) hidden states of S completions; x[s, t] predicts target[s, t].
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head`.
         target: (S, T) the sampled tokens; ignore_index where a token does not count (prompt, padding, tool output).
-        rollout: what is known of the completions: a `tigon.losses.Rollout` of advantages and, as far as you have them,
+        rollout: a `tigon.losses.Rollout` of advantages and, as far as you have them,
             log-probabilities under the old policy, the reference and the sampler; or the advantages alone.
         config: the kind of loss and its numbers.
-        walk: its `valid` are the numbers of tokens that count; the others then cost nothing.
+        chunks: its `valid_tokens` are the numbers of tokens that count; the others then cost nothing.
     Returns: the 0-d loss, and detached: "logprob" (S, T), 0 where masked; and 0-d, means over tokens that count:
         "entropy"; "kl" with a reference; "clip_ratio/low_mean", "/high_mean", "/region_mean", "/low_min", "/high_max"
         with the clipped types (over sequences, where a ratio is one a sequence); "cispo_clip_ratio";
@@ -78,9 +78,9 @@ def grpo(
         loss = (loss * mask).sum() / mask.sum()
     """
     if unknown:
-        raise misplaced("grpo", unknown, GRPO, rollout=Rollout)
-    rollout = rollout_of("grpo", rollout)
-    return policy_loss("grpo", x, head, target, rollout, Objective.of_grpo(config, rollout), walk)
+        raise make_keyword_error("grpo", unknown, GRPO, rollout=Rollout)
+    rollout = parse_rollout("grpo", rollout)
+    return policy_loss("grpo", x, head, target, rollout, grpo_objective(config, rollout), chunks)
 
 
 def rloo(
@@ -90,7 +90,7 @@ def rloo(
     rollout: Rollout | Tensor,
     *,
     config: RLOO = RLOO(),
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE with a completion as one action: mean over sequences of clipped(r), r = exp(Σ logprob − Σ old).
@@ -102,14 +102,14 @@ def rloo(
         rollout: a `tigon.losses.Rollout` of advantages (S,) and, if the policy has changed since the sampling, `old`;
             or the advantages alone.
         config: the bounds of the ratio.
-        walk: as in `grpo`.
+        chunks: as in `grpo`.
     Returns: the 0-d loss, and detached "logprob" (S, T), "entropy" and "clip_ratio/…" as in `grpo`.
     Raises: ValueError for shapes that do not fit.
     """
     if unknown:
-        raise misplaced("rloo", unknown, RLOO, rollout=Rollout)
-    rollout = rollout_of("rloo", rollout)
+        raise make_keyword_error("rloo", unknown, RLOO, rollout=Rollout)
+    rollout = parse_rollout("rloo", rollout)
     for field in ("ref", "sampler"):
         if getattr(rollout, field) is not None:
             raise ValueError(f"rloo: rollout.{field} must be left out: RLOO has no use for it, got one.")
-    return policy_loss("rloo", x, head, target, rollout, Objective.of_rloo(config), walk)
+    return policy_loss("rloo", x, head, target, rollout, rloo_objective(config), chunks)

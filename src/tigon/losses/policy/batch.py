@@ -1,4 +1,4 @@
-"""From a batch of completions to the call of the walk."""
+"""From a batch of completions to the call of `token_loss`."""
 
 from __future__ import annotations
 
@@ -8,72 +8,72 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head, Hidden
-from tigon.losses.head.walk import Walk
-from tigon.losses.policy.family import COUNTED, Numbers, Policy, Sides, Words
-from tigon.losses.policy.options import GRPO, RLOO, Rollout, Sampler
+from tigon.losses.policy.family import Policy, PolicyOptions, PolicyTensors
+from tigon.losses.policy.options import GRPO, POLICY_LOSSES, RLOO, Rollout, Sampler
 from tigon.losses.token_loss import token_loss
 
 
 class Objective(NamedTuple):
-    """What one call computes: the options of `grpo` or of `rloo` as the family takes them, and those of the batch.
+    """The computation of one call: the options of `grpo` or of `rloo` as the family takes them, and those of the batch.
 
     bonus: the entropy's coefficient. items: the divisor of a type that has one, as in `GRPO`.
     """
 
-    words: Words
-    numbers: Numbers
+    options: PolicyOptions
     bonus: float | Tensor
     items: float | Tensor | None
     ignore_index: int
     temperature: float
 
-    @classmethod
-    def of_grpo(cls, c: GRPO, rollout: Rollout) -> Objective:
-        name, (sampled, ratio) = "grpo", sampler_of(rollout)
-        mode = None if sampled is None or ratio is not None else c.importance_sampling_mode
-        if c.loss_type == "vespo" and mode is not None and mode.startswith("sequence"):
-            raise ValueError(f"{name}: vespo wants an importance_sampling_mode of tokens, got {mode!r}.")
-        if c.beta != 0.0 and rollout.ref is None:
-            raise ValueError(f"{name}: beta = {c.beta} wants a reference, rollout.ref: log-probabilities, or a Hidden.")
-        high, low = c.importance_sampling_clip_max, c.importance_sampling_clip_min
-        items = c.num_items_in_batch if c.loss_type in COUNTED else None
-        drift = c.off_policy_mask_threshold
-        numbers = Numbers(
-            low=c.epsilon, high=c.epsilon if c.epsilon_high is None else c.epsilon_high,
-            delta=math.inf if c.delta is None else c.delta, beta=c.beta, correct_kl=float(c.use_bias_correction_kl),
-            top=c.top_entropy_quantile, sampler_high=math.inf if high is None else high,
-            sampler_low=-math.inf if low is None else low, drift=math.inf if drift is None else drift,
-            tau_pos=c.sapo_temperature_pos, tau_neg=c.sapo_temperature_neg, k_pos=c.vespo_k_pos,
-            lambda_pos=c.vespo_lambda_pos, k_neg=c.vespo_k_neg, lambda_neg=c.vespo_lambda_neg,
-            # Of a tensor the host does not know the value: the boost of fp16 then does without it.
-            divisor=max(1.0, float(items)) if isinstance(items, int | float) else 0.0,
-            bonus=0.0 if isinstance(c.entropy_coefficient, Tensor) else float(c.entropy_coefficient),
-        )  # fmt: skip
-        if c.loss_type == "dr_grpo":
-            numbers = numbers._replace(divisor=float(c.max_completion_length or 1))
-        reference = rollout.ref
-        source = "none" if reference is None else "head" if isinstance(reference, Hidden) else "given"
-        words = Words(c.loss_type, c.importance_sampling_level, mode or "none", source)  # type: ignore[arg-type]
-        return cls(words, numbers, c.entropy_coefficient, items, c.ignore_index, c.temperature)
 
-    @classmethod
-    def of_rloo(cls, c: RLOO) -> Objective:
-        # The clipped loss of GRPO with one ratio a sequence, that of the sums.
-        coefficient = c.entropy_coefficient
-        bonus = 0.0 if isinstance(coefficient, Tensor) else float(coefficient)
-        numbers = Numbers(c.epsilon, c.epsilon if c.epsilon_high is None else c.epsilon_high, bonus=bonus)
-        words = Words("grpo", "total")
-        return cls(words, numbers, coefficient, None, c.ignore_index, c.temperature)
+def grpo_objective(config: GRPO, rollout: Rollout) -> Objective:
+    c, name, (sampled, ratio) = config, "grpo", parse_sampler(rollout)
+    mode = None if sampled is None or ratio is not None else c.importance_sampling_mode
+    if c.loss_type == "vespo" and mode is not None and mode.startswith("sequence"):
+        raise ValueError(f"{name}: vespo wants an importance_sampling_mode of tokens, got {mode!r}.")
+    if c.beta != 0.0 and rollout.ref is None:
+        raise ValueError(f"{name}: beta = {c.beta} wants a reference, rollout.ref: log-probabilities, or a Hidden.")
+    high, low = c.importance_sampling_clip_max, c.importance_sampling_clip_min
+    items = c.num_items_in_batch if POLICY_LOSSES[c.loss_type].share == "items" else None
+    # Of a tensor the host does not know the value: fp16's grad_scale then does without it.
+    divisor = max(1.0, float(items)) if isinstance(items, int | float) else 0.0
+    reference, drift = rollout.ref, c.off_policy_mask_threshold
+    options = PolicyOptions(
+        c.loss_type, c.importance_sampling_level, low=c.epsilon,
+        high=c.epsilon if c.epsilon_high is None else c.epsilon_high, mode=mode or "none",
+        reference="none" if reference is None else "head" if isinstance(reference, Hidden) else "given",
+        delta=math.inf if c.delta is None else c.delta, beta=c.beta, correct_kl=float(c.use_bias_correction_kl),
+        top=c.top_entropy_quantile, sampler_high=math.inf if high is None else high,
+        sampler_low=-math.inf if low is None else low, drift=math.inf if drift is None else drift,
+        tau_pos=c.sapo_temperature_pos, tau_neg=c.sapo_temperature_neg, k_pos=c.vespo_k_pos,
+        lambda_pos=c.vespo_lambda_pos, k_neg=c.vespo_k_neg, lambda_neg=c.vespo_lambda_neg,
+        divisor=float(c.max_completion_length or 1) if POLICY_LOSSES[c.loss_type].share == "length" else divisor,
+        bonus=_read_number(c.entropy_coefficient),
+    )  # fmt: skip
+    return Objective(options, c.entropy_coefficient, items, c.ignore_index, c.temperature)
 
 
-def sampler_of(rollout: Rollout) -> Sampler:
+def rloo_objective(config: RLOO) -> Objective:
+    # The clipped loss of GRPO with one ratio a sequence, that of the sums.
+    c, high = config, config.epsilon if config.epsilon_high is None else config.epsilon_high
+    options = PolicyOptions("grpo", "total", c.epsilon, high, bonus=_read_number(c.entropy_coefficient))
+    return Objective(options, c.entropy_coefficient, None, c.ignore_index, c.temperature)
+
+
+def _read_number(value: float | Tensor) -> float:
+    """The number, or 0 where it is a tensor."""
+    return 0.0 if isinstance(value, Tensor) else float(value)
+
+
+def parse_sampler(rollout: Rollout) -> Sampler:
     return rollout.sampler if isinstance(rollout.sampler, Sampler) else Sampler(rollout.sampler)
 
 
 def policy_loss(
-    name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor, rollout: Rollout, of: Objective,
-    walk: Walk,
+    name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor, rollout: Rollout,
+    objective: Objective, chunks: ChunkOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss of an objective, and its metrics."""
     if x.dim() != 3 or target.shape != x.shape[:2]:
@@ -81,9 +81,9 @@ def policy_loss(
             f"{name}: x must be (S, T, H) and target (S, T), got {tuple(x.shape)} and {tuple(target.shape)}."
         )
     S, T = target.shape
-    words, numbers = of.words, of.numbers
+    options = objective.options
 
-    def side(argument: str, t: Tensor | None, of_sequences: bool = False) -> Tensor | None:
+    def check(argument: str, t: Tensor | None, of_sequences: bool = False) -> Tensor | None:
         """A tensor of the rollout, checked."""
         if t is None:
             return None
@@ -104,26 +104,28 @@ def policy_loss(
         return t.reshape(())
 
     hidden = rollout.ref if isinstance(rollout.ref, Hidden) else None
-    sampled, ratio = sampler_of(rollout)
-    advantages = side("advantages", rollout.advantages, True)
+    sampled, ratio = parse_sampler(rollout)
+    advantages = check("advantages", rollout.advantages, True)
     assert advantages is not None
-    old = side("old", rollout.old, words.level == "total")
-    reference = None if isinstance(rollout.ref, Hidden) else side("ref", rollout.ref)
-    sampled, ratio = side("sampler", sampled), side("sampler.ratio", ratio, True)
-    if words.mode == "none" and numbers.drift == math.inf:
+    old = check("old", rollout.old, options.level == "total")
+    reference = None if isinstance(rollout.ref, Hidden) else check("ref", rollout.ref)
+    sampled, ratio = check("sampler", sampled), check("sampler.ratio", ratio, True)
+    if options.mode == "none" and options.drift == math.inf:
         sampled = None  # nothing in the loss looks at it
-    if words.loss_type == "vespo" and ratio is not None and ratio.shape != (S, T):
+    if options.loss_type == "vespo" and ratio is not None and ratio.shape != (S, T):
         raise ValueError(f"{name}: vespo wants rollout.sampler.ratio of tokens, (S, T), got {tuple(ratio.shape)}.")
     if target.numel() == 0:
         # A quantile of no tokens does not exist.
-        numbers = numbers._replace(top=1.0)
-    bonus = number("entropy_coefficient", of.bonus)
-    sides = Sides(advantages, old, reference, sampled, ratio, number("num_items_in_batch", of.items), bonus)
-    loss, found = token_loss(
-        Policy.of(words, numbers, sides), sides, x, head, target, reference=hidden, ignore_index=of.ignore_index,
-        temperature=of.temperature, walk=walk, name=name,
+        options = options._replace(top=1.0)
+    bonus = number("entropy_coefficient", objective.bonus)
+    tensors = PolicyTensors(
+        advantages, old, reference, sampled, ratio, number("num_items_in_batch", objective.items), bonus
+    )
+    loss, results = token_loss(
+        Policy.for_tensors(options, tensors), tensors, x, head, target, reference=hidden,
+        ignore_index=objective.ignore_index, temperature=objective.temperature, chunks=chunks, name=name,
     )  # fmt: skip
-    return loss, {"logprob": found.pop("logprob"), **found}
+    return loss, {"logprob": results.pop("logprob"), **results}
 
 
 def _check_device(name: str, argument: str, t: Tensor, x: Tensor) -> None:

@@ -14,34 +14,32 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.losses.family import ALONE, BATCH, Family, Part, Takes, Whole
-from tigon.losses.policy.kernels import Formula, policy_slopes
-from tigon.losses.policy.metrics import SAMPLER_NAMES, clip_names, clip_ratios, logged
-from tigon.losses.policy.options import Mode
+from tigon.losses.family import ALONE, BATCH, Family, Part, Whole
+from tigon.losses.operator import record
+from tigon.losses.policy.kernels import KERNEL_FORMULAS, Formula, write_policy_slopes
+from tigon.losses.policy.metrics import SAMPLER_NAMES, clip_metric_names, clip_ratios, select_counted
+from tigon.losses.policy.options import POLICY_LOSSES, Mode, PolicyLoss
 
-COUNTED = ("dapo", "cispo", "vespo")  # types that divide by num_items_in_batch
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 RATIO_BOUND = 80.0  # nats: its exponential is far beyond any bound, and finite in fp32 times an advantage
 
 
-class Words(NamedTuple):
-    """A `Policy`'s options that are words.
+@record
+class PolicyOptions(NamedTuple):
+    """A `Policy`'s options; bounds are infinite where they are off.
 
-    level: what has a ratio; "total" is a sequence's ratio that is not a mean over its tokens. mode: how the sampler's
-    ratio is used, "none" if there is nothing left to compute. reference: where its log-probabilities come from.
+    level: whether tokens or sequences have a ratio; "total" is a sequence's ratio that is not a mean over its tokens.
+    mode: how the sampler's ratio is used, "none" if there is nothing left to compute. reference: the source of its
+    log-probabilities.
+    divisor: of "dapo", "cispo" and "vespo", 0 where it is a tensor or the number of tokens; of "dr_grpo", a sequence's.
+    bonus: the entropy's coefficient, unless that is a tensor.
     """
 
     loss_type: str
     level: Literal["token", "sequence", "total"]
-    mode: Mode | Literal["none"] = "none"
-    reference: Literal["none", "given", "head"] = "none"
-
-
-class Numbers(NamedTuple):
-    """A `Policy`'s options that are numbers; infinite where a bound is off."""
-
     low: float
     high: float
+    mode: Mode | Literal["none"] = "none"
+    reference: Literal["none", "given", "head"] = "none"
     delta: float = math.inf
     beta: float = 0.0
     correct_kl: float = 0.0
@@ -55,14 +53,12 @@ class Numbers(NamedTuple):
     lambda_pos: float = 0.0
     k_neg: float = 0.0
     lambda_neg: float = 0.0
-    divisor: float = (
-        0.0  # of "dapo", "cispo", "vespo", 0 where it is a tensor or the tokens; of "dr_grpo", a sequence's
-    )
-    bonus: float = 0.0  # the entropy's coefficient, unless that is a tensor
+    divisor: float = 0.0
+    bonus: float = 0.0
 
 
-class Sides(NamedTuple):
-    """A `Policy`'s tensors beside the log-probabilities, (S, T) or (S,): what a `Rollout` has and the loss uses.
+class PolicyTensors(NamedTuple):
+    """A `Policy`'s tensors beside the log-probabilities, (S, T) or (S,): those of a `Rollout` that the loss uses.
 
     Padding may hold anything. items, bonus: 0-d, the divisor and the entropy's coefficient where these are tensors.
     """
@@ -77,7 +73,7 @@ class Sides(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a part sees of `Sides`, in the dtype of the loss, 0 where masked.
+    """`PolicyTensors` as a part sees them, in the dtype of the loss, 0 where masked.
 
     share: (S,) the weight of one token of each sequence in the loss. bonus: (S,) that of a token's entropy.
     """
@@ -98,144 +94,146 @@ class Policy(Family, key="policy"):
     sequence first, and an entropy quantile the whole batch.
     """
 
-    takes = Takes(Words, Numbers, Sides)
-    words: Words
-    numbers: Numbers
+    Options = PolicyOptions
+    Tensors = PolicyTensors
+    options: PolicyOptions
     wants_entropy = True
-
     finishes = True
+
+    @property
+    def loss(self) -> PolicyLoss:
+        return POLICY_LOSSES[self.options.loss_type]
 
     @property
     def mode(self) -> str:
         """How the sampler's ratio is computed along the walk; "none" where `old` and sampler give it beforehand."""
-        return "none" if "old" in self.given else self.words.mode
+        return "none" if "old" in self.given else self.options.mode
 
     @property
     def has_ratio(self) -> bool:
-        return self.words.mode != "none" or "ratio" in self.given
+        return self.options.mode != "none" or "ratio" in self.given
 
     def has_entropy_slope(self) -> bool:
-        return self.numbers.bonus != 0.0 or "bonus" in self.given
+        return self.options.bonus != 0.0 or "bonus" in self.given
 
     @property
     def sums(self) -> tuple[str, ...]:  # type: ignore[override]
-        kl = () if self.words.reference == "none" else ("kl",)
+        kl = () if self.options.reference == "none" else ("kl",)
         return ("entropy", *kl, *(("policy_loss",) if self.has_entropy_slope() else ()))
 
     @property
     def per_token(self) -> tuple[str, ...]:  # type: ignore[override]
-        further = {"sapo": (), "vespo": ("phi",)}.get(self.words.loss_type, ("clipped",))
+        further = {"sapo": (), "vespo": ("phi",)}.get(self.loss.formula, ("clipped",))
         return ("logprob", *further, *(() if self.mode == "none" else ("sampler",)))
 
     @property
-    def hidden(self) -> int:  # type: ignore[override]
+    def internal(self) -> int:  # type: ignore[override]
         return len(self.per_token) - 1
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        phi = ("vespo/phi_seq_mean",) if self.words.loss_type == "vespo" else ()
-        return (*self.sums, *phi, *clip_names(self.words.loss_type), *(SAMPLER_NAMES if self.has_ratio else ()))
+        phi = ("vespo/phi_seq_mean",) if self.loss.formula == "vespo" else ()
+        ratio = SAMPLER_NAMES if self.has_ratio else ()
+        return (*self.sums, *phi, *clip_metric_names(self.loss.formula), *ratio)
 
-    def together(self) -> int:
-        loss_type, level, mode = *self.words[:2], self.mode
-        if self.numbers.top < 1.0:
+    def group_size(self) -> int:
+        if self.options.top < 1.0:
             return BATCH
-        sequences = level != "token" or loss_type == "vespo" or self.numbers.drift < math.inf
-        return 1 if sequences or mode.startswith("sequence") else ALONE
+        sequences = self.options.level != "token" or self.loss.formula == "vespo" or self.options.drift < math.inf
+        return 1 if sequences or self.mode.startswith("sequence") else ALONE
 
-    def boost(self, sequences: int, tokens: int) -> float:
+    def grad_scale(self, sequences: int, tokens: int) -> float:
         # About the mean's divisor, which fp16 slopes lack. Bounded, so that short sequences in a long batch do not
         # overflow.
-        if self.words.loss_type == "luspo" or self.words.level == "total":
+        if self.loss.share == "sequences" or self.options.level == "total":
             return float(max(1, sequences))
         size = float(max(1, sequences * min(tokens, 1024)))
-        return min(size, self.numbers.divisor) if self.numbers.divisor and self.words.loss_type in COUNTED else size
+        return min(size, self.options.divisor) if self.options.divisor and self.loss.share == "items" else size
 
-    def prepare(self, sides: Sides, mask: Tensor, dtype: torch.dtype) -> Prepared:
-        # What a token counts for is known before the walk, and the walk then only sums.
+    def prepare(self, tensors: PolicyTensors, mask: Tensor, dtype: torch.dtype) -> Prepared:
+        # The weight of a token is known before the walk, which then only sums.
         counts = mask.sum(1).to(dtype)
         tokens = counts.sum().clamp(min=1)  # the mean over no token is 0
 
-        def side(t: Tensor | None) -> Tensor | None:
+        def widen(t: Tensor | None) -> Tensor | None:
             # Padding may hold anything, also -inf and NaN, which 0 · x would keep.
             return t if t is None else torch.where(mask, t.to(dtype), 0.0) if t.shape == mask.shape else t.to(dtype)
 
-        (A, old, ref, sampler, ratio), (items, bonus) = map(side, sides[:5]), sides[5:]
+        (A, old, ref, sampler, ratio), (items, bonus) = map(widen, tensors[:5]), tensors[5:]
         assert A is not None
-        if self.words.mode != "none" and old is not None and sampler is not None:
+        if self.options.mode != "none" and old is not None and sampler is not None:
             # Old and sampler log-probabilities are both constants: the ratio is computed once.
-            ratio = sampler_ratio(old - sampler, mask, self.words.mode, self.numbers)
-        if self.mode == "none" and self.numbers.drift == math.inf:
+            ratio = sampler_ratio(old - sampler, mask, self.options.mode, self.options)
+        if self.mode == "none" and self.options.drift == math.inf:
             sampler = None  # nothing in the walk looks at it
         by_token = None
         if self.has_entropy_slope():
             # With a quantile only the parts know how many tokens the bonus is a mean over: they divide themselves.
-            of_all = self.numbers.bonus if bonus is None else bonus
-            by_token = (of_all if self.numbers.top < 1.0 else of_all / tokens) * torch.ones_like(counts)
+            of_all = self.options.bonus if bonus is None else bonus
+            by_token = (of_all if self.options.top < 1.0 else of_all / tokens) * torch.ones_like(counts)
         return Prepared(A, self._share(counts, tokens, items), old, ref, sampler, ratio, by_token)
 
     def _share(self, counts: Tensor, tokens: Tensor, items: Tensor | None) -> Tensor:
         """(S,) the weight of one token of each sequence in the loss."""
-        loss_type, divisor, S = self.words.loss_type, self.numbers.divisor, max(1, counts.shape[0])
-        if loss_type in ("grpo", "sapo"):
+        share, divisor, S = self.loss.share, self.options.divisor, max(1, counts.shape[0])
+        if share == "sequence":
             return (counts.clamp(min=1) * S).reciprocal()
-        if loss_type == "luspo":
+        if share == "sequences":
             return torch.full_like(counts, 1 / S)
-        if loss_type == "dr_grpo":
+        if share == "length":
             return torch.full_like(counts, 1 / (S * divisor))
-        if loss_type == "bnpo" or (items is None and not divisor):
+        if share == "tokens" or (items is None and not divisor):
             return torch.ones_like(counts) / tokens
         if items is not None:
             # A 0-d CPU tensor combines with the device's tensors as a scalar, without a copy.
             return torch.ones_like(counts) / items.clamp(min=1)
         return torch.full_like(counts, 1 / divisor)
 
-    def finish(self, found: dict[str, Tensor], sides: Prepared, mask: Tensor) -> list[Tensor]:
-        loss_type, level = self.words[:2]
+    def finish(self, results: dict[str, Tensor], tensors: Prepared, mask: Tensor) -> list[Tensor]:
+        level = self.options.level
         tokens = mask.sum().clamp(min=1)
-        metrics = [found[name] if name == "policy_loss" else found[name] / tokens for name in self.sums]
-        # TRL logs by the shape of what it has: means over sequences where advantages are of sequences.
-        by_sequence = sides.advantages.shape != mask.shape
-        if "phi" in found:
-            metrics.append(logged(found["phi"], mask, by_sequence).mean())
-        if "clipped" in found:
+        metrics = [results[name] if name == "policy_loss" else results[name] / tokens for name in self.sums]
+        # As TRL logs: means over sequences where advantages are of sequences.
+        by_sequence = tensors.advantages.shape != mask.shape
+        if "phi" in results:
+            metrics.append(select_counted(results["phi"], mask, by_sequence).mean())
+        if "clipped" in results:
             by_ratio = by_sequence and level != "token"
-            metrics += clip_ratios(found["clipped"], mask, by_ratio, loss_type).values()
-        ratio = found.get("sampler", sides.ratio)
+            metrics += clip_ratios(results["clipped"], mask, by_ratio, self.loss.formula).values()
+        ratio = results.get("sampler", tensors.ratio)
         if ratio is not None:
-            by_sequence = ratio.shape != mask.shape or self.words.mode.startswith("sequence")
-            spread = logged(ratio.view(len(mask), -1).expand(mask.shape), mask, by_sequence)
+            by_sequence = ratio.shape != mask.shape or self.options.mode.startswith("sequence")
+            spread = select_counted(ratio.view(len(mask), -1).expand(mask.shape), mask, by_sequence)
             metrics += spread.least(), spread.mean(), spread.most()
         return metrics
 
     def has_kernels(self) -> bool:
-        return self.numbers.top == 1.0  # a quantile needs a sort
+        return self.options.top == 1.0 and self.loss.formula in KERNEL_FORMULAS  # a quantile needs a sort
 
     def launch(
-        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], grad_scale: float
     ) -> None:
-        policy_slopes(self.formula(), batch, loss, metrics, slopes, boost)
+        write_policy_slopes(self.formula(), batch, loss, metrics, slopes, grad_scale)
 
     def formula(self) -> Formula:
         """The options as the kernels take them."""
-        (loss_type, level, mode, reference), of = self.words, self.numbers
-        per_sequence = loss_type in ("luspo", "dr_grpo")
-        share = "sequence" if loss_type in ("grpo", "sapo") else "number" if per_sequence else "tokens"
-        if loss_type in COUNTED:
-            share = "items" if "items" in self.given else "number" if of.divisor else "tokens"
-        kind = "clipped" if loss_type in CLIPPED else loss_type
+        of, (formula, share) = self.options, self.loss
+        per_sequence = share in ("sequences", "length")
+        weight = "number" if per_sequence else share
+        if share == "items" and "items" not in self.given:
+            weight = "number" if of.divisor else "tokens"
         places = {name: i for i, name in enumerate(self.metrics)}
-        return Formula(kind, level, mode, reference, share, 1 / (of.divisor or 1.0), per_sequence, of, places)
+        return Formula(formula, weight, 1 / (of.divisor or 1.0), per_sequence, of, places)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
         assert part.entropy is not None
-        of, mask, logprob = self.numbers, part.mask, part.logprob
-        (loss_type, level, _, reference), mode = self.words, self.mode
-        side: Prepared = part.sides
-        A, own = side.advantages, logprob.detach()
+        of, mode, mask, logprob = self.options, self.mode, part.mask, part.logprob
+        formula, level, reference = self.loss.formula, of.level, of.reference
+        given: Prepared = part.tensors
+        A, own = given.advantages, logprob.detach()
         # Without `old` every ratio is 1 in value, and its gradient is that of the log-probability.
-        old = own if side.old is None else side.old
-        found = {"logprob": own, "entropy": part.entropy.detach().sum()}
+        old = own if given.old is None else given.old
+        results = {"logprob": own, "entropy": part.entropy.detach().sum()}
 
         if level == "total":
             log_ratio = (logprob * mask).sum(1, keepdim=True) - old.sum(1, keepdim=True)
@@ -246,37 +244,37 @@ class Policy(Family, key="policy"):
             log_weight = (log_ratio * mask).sum(1, keepdim=True) / _counts(mask)
         # A clipped ratio has a slope of 0, but 0 · inf is NaN: ratios that may be clipped are kept finite.
         finite = log_weight.clamp(max=RATIO_BOUND)
-        if loss_type in CLIPPED and of.delta == math.inf:
+        if formula == "clipped" and of.delta == math.inf:
             # At negative advantages the smaller term is the one without an upper bound: a ratio there stays infinite.
             finite = torch.where(A >= 0, finite, log_weight)
         ratio = finite.exp()
-        sampler = side.ratio
+        sampler = given.ratio
         if mode != "none":
-            assert side.sampler is not None
-            sampler = sampler_ratio(own - side.sampler, mask, mode, of)
-            found["sampler"] = sampler.expand_as(mask)
+            assert given.sampler is not None
+            sampler = sampler_ratio(own - given.sampler, mask, mode, of)
+            results["sampler"] = sampler.expand_as(mask)
 
-        if loss_type == "vespo":
+        if formula == "vespo":
             phi = self._phi(log_ratio.detach(), sampler, A, mask)
-            found["phi"] = phi.expand_as(mask)
+            results["phi"] = phi.expand_as(mask)
             loss = -phi * A * logprob
-        elif loss_type == "sapo":
+        elif formula == "sapo":
             tau = _by_sign(A > 0, of.tau_pos, of.tau_neg, A)
             loss = -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * A
-        elif loss_type == "cispo":
+        elif formula == "cispo":
             loss = -ratio.clamp(max=of.high).detach() * A * logprob
-            found["clipped"] = ((ratio > of.high) & (A > 0)).expand_as(mask)
-        elif loss_type in CLIPPED:
+            results["clipped"] = ((ratio > of.high) & (A > 0)).expand_as(mask)
+        elif formula == "clipped":
             bounded = ratio if of.delta == math.inf else ratio.clamp(max=of.delta)
             loss = -torch.minimum(bounded * A, ratio.clamp(1 - of.low, 1 + of.high) * A)
             up, down = (bounded > 1 + of.high) & (A > 0), (bounded < 1 - of.low) & (A < 0)
             # 1 where the upper bound holds, −1 where the lower does: one number a token instead of two masks.
-            found["clipped"] = (up.to(A.dtype) - down.to(A.dtype)).expand_as(mask)
+            results["clipped"] = (up.to(A.dtype) - down.to(A.dtype)).expand_as(mask)
         else:
-            raise NotImplementedError(f"grpo: {loss_type!r} has no formula.")
+            raise NotImplementedError(f"grpo: {of.loss_type!r} has no formula {formula!r}.")
 
         if of.drift < math.inf:
-            theirs = old if side.sampler is None else side.sampler
+            theirs = old if given.sampler is None else given.sampler
             # NaN where the sampler reported none: such a token has not drifted.
             drift = torch.nan_to_num(theirs - own, nan=0.0)
             drift = (drift * mask).sum(1, keepdim=True) / _counts(mask)
@@ -285,33 +283,33 @@ class Policy(Family, key="policy"):
         if of.top < 1.0:
             chosen = mask & (part.entropy >= _quantile(part.entropy.detach(), mask, 1.0 - of.top))
             loss = loss * chosen
-        if sampler is not None and loss_type != "vespo":  # whose φ has it already
+        if sampler is not None and formula != "vespo":  # whose φ has it already
             loss = loss * sampler
         if reference != "none":
-            ref = side.ref if part.reference is None else part.reference
+            ref = given.ref if part.reference is None else part.reference
             assert ref is not None
             d = ref - logprob
             kl = d.exp() - d - 1
             if of.correct_kl:
                 kl = kl * ratio
-            found["kl"] = torch.where(mask, kl.detach(), 0.0).sum()
+            results["kl"] = torch.where(mask, kl.detach(), 0.0).sum()
             if of.beta:
                 loss = loss + of.beta * kl
 
         # torch.where, not a product with the mask: padding may have any logits, and 0 · inf is NaN.
-        total = torch.where(mask, loss * side.share, 0.0).sum()
+        total = torch.where(mask, loss * given.share, 0.0).sum()
         if level == "total":
             # A completion without tokens has a ratio of 1, a constant, which TRL's mean over sequences counts.
             empty = ~mask.any(1, keepdim=True)
-            total = total + torch.where(empty, loss[:, :1] * side.share, 0.0).sum()
-        if side.bonus is not None:
-            found["policy_loss"] = total
-            bonus = torch.where(chosen, part.entropy * side.bonus, 0.0).sum()
+            total = total + torch.where(empty, loss[:, :1] * given.share, 0.0).sum()
+        if given.bonus is not None:
+            results["policy_loss"] = total
+            bonus = torch.where(chosen, part.entropy * given.bonus, 0.0).sum()
             total = total - (bonus / chosen.sum().clamp(min=1) if of.top < 1.0 else bonus)
-        return total, found
+        return total, results
 
     def _phi(self, log_ratio: Tensor, sampler: Tensor | None, A: Tensor, mask: Tensor) -> Tensor:
-        of, least = self.numbers, math.log(1e-8)
+        of, least = self.options, math.log(1e-8)
         # Bounded, so that w^k and e^(−λ w) stay finite.
         log_w = (log_ratio.clamp(-20.0, 20.0) * mask).sum(1, keepdim=True)
         if sampler is not None:
@@ -323,7 +321,7 @@ class Policy(Family, key="policy"):
         return (lam + k * log_w - lam * log_w.exp()).exp()
 
 
-def sampler_ratio(difference: Tensor, mask: Tensor, mode: str, of: Numbers) -> Tensor:
+def sampler_ratio(difference: Tensor, mask: Tensor, mode: str, of: PolicyOptions) -> Tensor:
     """exp(old − sampler), clipped or masked to its bounds: (S, T), or (S, 1) for a mode of sequences."""
     difference = torch.nan_to_num(difference * mask, nan=0.0)  # NaN where the sampler reported none: ratio 1
     if mode.startswith("sequence"):

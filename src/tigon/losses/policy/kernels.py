@@ -1,10 +1,10 @@
-"""Policy losses of a batch that is one part, in two launches: what `tigon.losses.policy.family` says in PyTorch.
+"""Policy losses of a batch that is one part, in two launches; `tigon.losses.policy.family` in kernels.
 
     of each sequence   its tokens → sums of loss and metrics; d loss / d logprob and d loss / d entropy of each token
     of the batch       sums → the loss, the metrics
 
 Of few tokens the host's time is the loss's time, and in PyTorch each step of the formula is a launch, forward and
-backward. `Policy` is the specification; slopes are what its autograd computes, ties and infinities included: half to
+backward. `Policy` is the specification; slopes are those of its autograd, ties and infinities included: half to
 each side where both terms of a minimum are equal, a select and no product where 0 would meet an infinite number.
 """
 
@@ -32,35 +32,35 @@ INFINITY = tl.constexpr(math.inf)
 COUNTED_ANEW = 2**24
 
 
+KERNEL_FORMULAS = ("clipped", "cispo", "sapo", "vespo")
+
+
 class Formula(NamedTuple):
     """A `Policy`, as its kernels take it.
 
-    kind: the loss_type, or "clipped". level, mode, reference: as in `Words`. numbers: `Numbers`.
-    share: what a token's weight is: 1 over S and over the tokens of its "sequence", over all "tokens", over "items", a
+    kind: the formula, as in `PolicyLoss`. options: `PolicyOptions`.
+    share: the weight of a token: 1 over S and over the tokens of its "sequence", over all "tokens", over "items", a
         tensor; or a "number".
     number: that number times S, if it is `per_sequence`.
     places: of each metric in the result.
     """
 
     kind: str
-    level: str
-    mode: str
-    reference: str
     share: str
     number: float
     per_sequence: bool
-    numbers: Any
+    options: Any
     places: dict[str, int]
 
 
-def policy_slopes(
-    formula: Formula, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+def write_policy_slopes(
+    formula: Formula, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], grad_scale: float
 ) -> None:
     """Write loss, metrics and slopes, as `Family.launch` has it."""
-    (S, T), of, target, sides = batch.target.shape, formula.numbers, batch.target, batch.sides
-    rows = [None if t is None else _readable(t) for t in sides]
+    (S, T), of, target = batch.target.shape, formula.options, batch.target
+    rows = [None if t is None else _as_contiguous_floats(t) for t in batch.tensors]
     A, old, ref, sampler, ratio, items, bonus = rows
-    ref = batch.reference if formula.reference == "head" else ref
+    ref = batch.reference if of.reference == "head" else ref
     by_tokens = [t is not None and t.shape == target.shape for t in (A, old, ratio)]
     items, bonus = (None if t is None else _on_device(t, loss) for t in (items, bonus))
     has_bonus = bonus is not None or of.bonus != 0.0
@@ -71,12 +71,12 @@ def policy_slopes(
     number = formula.number / S if formula.per_sequence else formula.number
     delta, drift = of.delta < math.inf, of.drift < math.inf
     numbers = (
-        S, T, batch.ignore_index, boost, number, of.bonus, 1.0 - of.low, 1.0 + of.high, of.high, of.delta, of.beta,
+        S, T, batch.ignore_index, grad_scale, number, of.bonus, 1.0 - of.low, 1.0 + of.high, of.high, of.delta, of.beta,
         of.sampler_low, of.sampler_high, of.drift, of.tau_pos, of.tau_neg, of.k_pos, of.k_neg, of.lambda_pos,
         of.lambda_neg,
     )  # fmt: skip
     constants = (
-        formula.kind, formula.level, formula.mode, formula.share, *by_tokens, delta, drift, formula.reference != "none",
+        formula.kind, of.level, of.mode, formula.share, *by_tokens, delta, drift, of.reference != "none",
         bool(of.beta), bool(of.correct_kl), has_bonus,
     )  # fmt: skip
     tensors = (
@@ -92,8 +92,8 @@ def policy_slopes(
         return S, (*numbers, *constants, block, 256 * min(4, warps)), options
 
     launch(_policy_kernel, key, tensors, plan)
-    logged = not by_tokens[0] and formula.level != "token", not by_tokens[0]
-    of_sequences = (ratio is not None and not by_tokens[2]) or formula.mode.startswith("sequence")
+    logged = not by_tokens[0] and of.level != "token", not by_tokens[0]
+    of_sequences = (ratio is not None and not by_tokens[2]) or of.mode.startswith("sequence")
     names = "entropy", "kl", "policy_loss", "vespo/phi_seq_mean", "cispo_clip_ratio", "clip_ratio/low_mean"
     places = [formula.places.get(name, -1) for name in (*names, "sampling/importance_sampling_ratio/min")]
     constants = (*logged, of_sequences, *places)
@@ -104,8 +104,8 @@ def policy_slopes(
     launch(_metrics_kernel, (S, batch.visited, constants), (sums, loss, metrics), finish)
 
 
-def _readable(t: Tensor) -> Tensor:
-    """A side tensor as the kernel reads it: contiguous numbers."""
+def _as_contiguous_floats(t: Tensor) -> Tensor:
+    """A tensor as the kernel reads it: contiguous numbers."""
     return t.contiguous() if t.dtype.is_floating_point else t.float().contiguous()
 
 
@@ -118,7 +118,7 @@ def _on_device(t: Tensor, like: Tensor) -> Tensor:
 
 
 @jit
-def _of_tokens(ptr, sequence, at, valid, BY_TOKENS: tl.constexpr):
+def _load_tokens(ptr, sequence, at, valid, BY_TOKENS: tl.constexpr):
     """Values of tokens, or the sequence's for each of them; 0 for tokens that do not count."""
     if BY_TOKENS:
         values = tl.load(ptr + at, mask=valid, other=0.0).to(tl.float32)
@@ -128,73 +128,73 @@ def _of_tokens(ptr, sequence, at, valid, BY_TOKENS: tl.constexpr):
 
 
 @jit
-def _clamped(x, least, most):
+def _clamp(x, least, most):
     """As torch clamps: a NaN stays one."""
     return tl.where(x < least, least, tl.where(x > most, most, x))
 
 
 @jit
-def _numbered(x):
+def _nan_to_zero(x):
     """torch.nan_to_num(x, nan=0.0)."""
-    return tl.where(x != x, 0.0, _clamped(x, -LARGEST, LARGEST))
+    return tl.where(x != x, 0.0, _clamp(x, -LARGEST, LARGEST))
 
 
 @jit
-def _bounded(difference, low, high, MODE: tl.constexpr):
+def _bound_ratio(difference, low, high, MODE: tl.constexpr):
     """The sampler's ratio, clipped or masked to its bounds."""
     ratio = tl.exp(difference)
     if MODE == "token_truncate" or MODE == "sequence_truncate":
-        bounded = _clamped(ratio, low, high)
+        bounded = _clamp(ratio, low, high)
     else:
         bounded = tl.where((ratio < low) | (ratio > high), 0.0, ratio)
     return bounded
 
 
 @jit
-def _sampler_ratio(
+def _load_sampler_ratio(
     ratio_ptr, sampler_ptr, sequence, at, valid, near, of_sequence, low, high, MODE: tl.constexpr,
     BY_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The ratio that is given, or of_sequence, or that of the tokens. near: the old log-probabilities, or the own."""
     if ratio_ptr is not None:
-        ratio = _of_tokens(ratio_ptr, sequence, at, valid, BY_TOKENS)
+        ratio = _load_tokens(ratio_ptr, sequence, at, valid, BY_TOKENS)
     elif MODE == "sequence_truncate" or MODE == "sequence_mask":
         ratio = tl.zeros(valid.shape, tl.float32) + of_sequence
     else:
         theirs = tl.load(sampler_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        ratio = _bounded(tl.where(valid, _numbered(near - theirs), 0.0), low, high, MODE)
+        ratio = _bound_ratio(tl.where(valid, _nan_to_zero(near - theirs), 0.0), low, high, MODE)
     return ratio
 
 
 @jit
-def _total(x, which):
+def _sum_where(x, which):
     return tl.sum(tl.where(which, x, 0.0), 0)
 
 
 @jit
-@do_not_specialize("S", "T", "ignore_index")
-def _policy_kernel(
-    target_ptr, logprob_ptr, entropy_ptr, A_ptr, old_ptr, ref_ptr, sampler_ptr, ratio_ptr, items_ptr, bonus_ptr,
-    total_ptr, dlogprob_ptr, dentropy_ptr, sums_ptr,
-    S, T, ignore_index, boost, number, bonus, low, high, cispo_high, delta, beta, sampler_low, sampler_high, drift_most,
-    tau_pos, tau_neg, k_pos, k_neg, lambda_pos, lambda_neg,
-    KIND: tl.constexpr, LEVEL: tl.constexpr, MODE: tl.constexpr, SHARE: tl.constexpr, A_BY_TOKENS: tl.constexpr,
-    OLD_BY_TOKENS: tl.constexpr, RATIO_BY_TOKENS: tl.constexpr, DELTA: tl.constexpr, DRIFT: tl.constexpr,
-    REF: tl.constexpr, BETA: tl.constexpr, CORRECT_KL: tl.constexpr, WITH_BONUS: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT_BLOCK: tl.constexpr,
+def _load_valid(target_ptr, at, inside, ignore_index):
+    return inside & (tl.load(target_ptr + at, mask=inside, other=ignore_index) != ignore_index)
+
+
+@jit
+def _sum_sequence(
+    target_ptr, logprob_ptr, old_ptr, sampler_ptr, ratio_ptr, sequence, T, ignore_index, sampler_low, sampler_high,
+    KIND: tl.constexpr, LEVEL: tl.constexpr, MODE: tl.constexpr, OLD_BY_TOKENS: tl.constexpr,
+    RATIO_BY_TOKENS: tl.constexpr, DRIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a sequence. low, high: the bounds of a ratio."""
-    sequence = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK)
+    """The sums over a sequence that the formula needs before any token.
+
+    Returns: count; Σ of the log-ratio, of the drift, and of old − sampler; log w of "vespo".
+    """
     HAS_RATIO: tl.constexpr = (ratio_ptr is not None) or (MODE != "none")
     OF_SEQUENCE: tl.constexpr = (MODE == "sequence_truncate") or (MODE == "sequence_mask")
-    # ------------------------------------------------------- what the formula needs of the sequence before any token
+    lanes = tl.arange(0, BLOCK)
     count = 0
     log_weight_sum, drift_sum, difference_sum, log_w = 0.0, 0.0, 0.0, 0.0
     for start in range(0, T, BLOCK):
         t = start + lanes
         at = sequence * T + t
-        valid = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+        valid = _load_valid(target_ptr, at, t < T, ignore_index)
         count += tl.sum(valid.to(tl.int32), 0)
         if LEVEL != "token" or DRIFT or OF_SEQUENCE or KIND == "vespo":
             logprob = tl.load(logprob_ptr + at, mask=valid, other=0.0)
@@ -209,42 +209,103 @@ def _policy_kernel(
                 theirs = old
                 if sampler_ptr is not None:
                     theirs = tl.load(sampler_ptr + at, mask=valid, other=0.0).to(tl.float32)
-                drift_sum += _total(_numbered(theirs - logprob), valid)
+                drift_sum += _sum_where(_nan_to_zero(theirs - logprob), valid)
             if OF_SEQUENCE:
                 theirs = tl.load(sampler_ptr + at, mask=valid, other=0.0).to(tl.float32)
-                difference_sum += _total(_numbered(old - theirs), valid)
+                difference_sum += _sum_where(_nan_to_zero(old - theirs), valid)
             if KIND == "vespo":
                 # Bounded, so that w^k and e^(−λ w) stay finite.
-                log_w += _total(_clamped(logprob - old, -20.0, 20.0), valid)
+                log_w += _sum_where(_clamp(logprob - old, -20.0, 20.0), valid)
                 if HAS_RATIO:
-                    sampled = _sampler_ratio(
+                    sampled = _load_sampler_ratio(
                         ratio_ptr, sampler_ptr, sequence, at, valid, old, 1.0, sampler_low, sampler_high, MODE,
                         RATIO_BY_TOKENS,
                     )  # fmt: skip
-                    log_w += _total(_clamped(tl.log(sampled), LOG_LEAST, 20.0), valid)
+                    log_w += _sum_where(_clamp(tl.log(sampled), LOG_LEAST, 20.0), valid)
+    return count, log_weight_sum, drift_sum, difference_sum, log_w
+
+
+@jit
+def _count_tokens(target_ptr, total_ptr, S, T, ignore_index, COUNT_BLOCK: tl.constexpr):
+    """Tokens of the batch that count, at least 1."""
+    if total_ptr is not None:
+        total = tl.load(total_ptr)
+    else:
+        total = tl.zeros((), tl.int64)
+        for start in range(0, S * T, COUNT_BLOCK):
+            at = start + tl.arange(0, COUNT_BLOCK)
+            labels = tl.load(target_ptr + at, mask=at < S * T, other=ignore_index)
+            total += tl.sum((labels != ignore_index).to(tl.int32), 0)
+    return tl.maximum(total, 1).to(tl.float32)
+
+
+@jit
+def _clip_loss(A, ratio, open_, low, high, delta, DELTA: tl.constexpr):
+    """The "clipped" loss of tokens, its slope along the ratio, and where the upper and the lower bound hold."""
+    bounded, unbounded = ratio, open_ | True
+    if DELTA:
+        bounded, unbounded = tl.where(ratio > delta, delta, ratio), ratio <= delta
+    one, other = bounded * A, _clamp(ratio, low, high) * A
+    loss = -tl.where(one < other, one, other)
+    # torch's slope of a minimum: half for each of two equal terms.
+    of_one = tl.where(one == other, 0.5, tl.where(one > other, 0.0, 1.0))
+    of_other = tl.where(one == other, 0.5, tl.where(one < other, 0.0, 1.0))
+    dratio = -tl.where(unbounded, of_one * A, 0.0)
+    dratio -= tl.where((ratio >= low) & (ratio <= high), of_other * A, 0.0)
+    return loss, dratio, (bounded > high) & (A > 0), (bounded < low) & (A < 0)
+
+
+@jit
+def _vespo_weight(A, log_w, k_pos, k_neg, lambda_pos, lambda_neg):
+    k, lam = tl.where(A >= 0, k_pos, k_neg), tl.where(A >= 0, lambda_pos, lambda_neg)
+    lam = tl.where(lam < 1e-4, 1e-4, lam)
+    # One exponential of the sum: the factors by themselves overflow fp32 where their product does not.
+    return tl.exp(lam + k * log_w - lam * tl.exp(log_w))
+
+
+# One program a sequence of T tokens; S sequences.
+#   target, logprob, entropy        (S, T) of the policy; 0 where a token does not count
+#   A, old, ref, sampler, ratio     of the rollout, (S, T), or (S,) where …_BY_TOKENS is off; None if not given
+#   items, bonus, total             0-d on the device: num_items_in_batch, the entropy's coefficient, the tokens that
+#                                   count; None where the number is an argument, or counted here
+#   dlogprob, dentropy              (S, T) slopes, times boost, or None; sums: (COLUMNS, S)
+#   low, high, cispo_high, delta    bounds of a ratio; number: the weight of a token with SHARE "number"
+#   KIND, LEVEL, MODE, SHARE        the formula; token or sequence has a ratio; the sampler's ratio; a token's weight
+@jit
+@do_not_specialize("S", "T", "ignore_index")
+def _policy_kernel(
+    target_ptr, logprob_ptr, entropy_ptr, A_ptr, old_ptr, ref_ptr, sampler_ptr, ratio_ptr, items_ptr, bonus_ptr,
+    total_ptr, dlogprob_ptr, dentropy_ptr, sums_ptr,
+    S, T, ignore_index, boost, number, bonus, low, high, cispo_high, delta, beta, sampler_low, sampler_high, drift_most,
+    tau_pos, tau_neg, k_pos, k_neg, lambda_pos, lambda_neg,
+    KIND: tl.constexpr, LEVEL: tl.constexpr, MODE: tl.constexpr, SHARE: tl.constexpr, A_BY_TOKENS: tl.constexpr,
+    OLD_BY_TOKENS: tl.constexpr, RATIO_BY_TOKENS: tl.constexpr, DELTA: tl.constexpr, DRIFT: tl.constexpr,
+    REF: tl.constexpr, BETA: tl.constexpr, CORRECT_KL: tl.constexpr, WITH_BONUS: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    HAS_RATIO: tl.constexpr = (ratio_ptr is not None) or (MODE != "none")
+    OF_SEQUENCE: tl.constexpr = (MODE == "sequence_truncate") or (MODE == "sequence_mask")
+    count, log_weight_of_sequence, drift_sum, difference_sum, log_w = _sum_sequence(
+        target_ptr, logprob_ptr, old_ptr, sampler_ptr, ratio_ptr, sequence, T, ignore_index, sampler_low, sampler_high,
+        KIND, LEVEL, MODE, OLD_BY_TOKENS, RATIO_BY_TOKENS, DRIFT, BLOCK,
+    )  # fmt: skip
     at_least_one = tl.maximum(count, 1).to(tl.float32)
-    log_weight_of_sequence = log_weight_sum
     if LEVEL == "sequence":
-        log_weight_of_sequence = log_weight_sum / at_least_one
+        log_weight_of_sequence = log_weight_of_sequence / at_least_one
     if LEVEL == "total" and old_ptr is not None and not OLD_BY_TOKENS:
-        log_weight_of_sequence = log_weight_sum - tl.load(old_ptr + sequence).to(tl.float32)
+        log_weight_of_sequence = log_weight_of_sequence - tl.load(old_ptr + sequence).to(tl.float32)
     drifted = drift_sum / at_least_one
     sampled_of_sequence = 1.0
     if OF_SEQUENCE:
-        sampled_of_sequence = _bounded(difference_sum, sampler_low, sampler_high, MODE)
-    log_w = _clamped(log_w, LOG_LEAST, 20.0)
-    # ----------------------------------------------------------------------------------- what a token counts for
+        sampled_of_sequence = _bound_ratio(difference_sum, sampler_low, sampler_high, MODE)
+    log_w = _clamp(log_w, LOG_LEAST, 20.0)
+
+    # The weight of a token.
     tokens = 1.0
     if SHARE == "tokens" or WITH_BONUS:
-        if total_ptr is not None:
-            total = tl.load(total_ptr)
-        else:
-            total = tl.zeros((), tl.int64)
-            for start in range(0, S * T, COUNT_BLOCK):
-                at = start + tl.arange(0, COUNT_BLOCK)
-                labels = tl.load(target_ptr + at, mask=at < S * T, other=ignore_index)
-                total += tl.sum((labels != ignore_index).to(tl.int32), 0)
-        tokens = tl.maximum(total, 1).to(tl.float32)
+        tokens = _count_tokens(target_ptr, total_ptr, S, T, ignore_index, COUNT_BLOCK)
     if SHARE == "sequence":
         share = 1.0 / (at_least_one * S)
     elif SHARE == "tokens":
@@ -259,20 +320,24 @@ def _policy_kernel(
             bonus = tl.load(bonus_ptr).to(tl.float32)
         bonus = bonus / tokens
     slope = share * boost
-    # ------------------------------------------------------------------------------------------ tokens: loss, slopes
+
+    # Each token: its loss, and its slopes before the share, dratio and dlogprob.
     loss_sum, entropy_sum, kl_sum, low_sum, high_sum, phi_sum, ratio_sum = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     ratio_least, ratio_most, dlog_weight_sum = INFINITY, -INFINITY, 0.0
     for start in range(0, T, BLOCK):
         t = start + lanes
         at = sequence * T + t
-        valid = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+        valid = _load_valid(target_ptr, at, t < T, ignore_index)
         logprob = tl.load(logprob_ptr + at, mask=valid, other=0.0)
-        A = _of_tokens(A_ptr, sequence, at, valid, A_BY_TOKENS)
+        A = _load_tokens(A_ptr, sequence, at, valid, A_BY_TOKENS)
         old = logprob
         if old_ptr is not None and OLD_BY_TOKENS:
             old = tl.load(old_ptr + at, mask=valid, other=0.0).to(tl.float32)
         # The one number of a sequence is logged where its first token would be, whether that counts or not.
         first = t == 0
+        logged = valid
+        if LEVEL != "token" and not A_BY_TOKENS:
+            logged = first
         counts = valid
         if LEVEL == "total":
             # A completion without tokens has a ratio of 1, a constant, which TRL's mean over sequences counts.
@@ -291,30 +356,13 @@ def _policy_kernel(
         ratio = tl.exp(finite)
         dratio = tl.zeros((BLOCK,), tl.float32)
         dlogprob = tl.zeros((BLOCK,), tl.float32)
-        # dratio, dlogprob: of the loss of a token, before its share.
         if KIND == "clipped":
-            bounded, unbounded = ratio, open_ | True
-            if DELTA:
-                bounded, unbounded = tl.where(ratio > delta, delta, ratio), ratio <= delta
-            one, other = bounded * A, _clamped(ratio, low, high) * A
-            loss = -tl.where(one < other, one, other)
-            # torch's slope of a minimum: half for each of two equal terms.
-            of_one = tl.where(one == other, 0.5, tl.where(one > other, 0.0, 1.0))
-            of_other = tl.where(one == other, 0.5, tl.where(one < other, 0.0, 1.0))
-            dratio = -tl.where(unbounded, of_one * A, 0.0)
-            dratio -= tl.where((ratio >= low) & (ratio <= high), of_other * A, 0.0)
-            up, down = (bounded > high) & (A > 0), (bounded < low) & (A < 0)
-            logged = valid
-            if LEVEL != "token" and not A_BY_TOKENS:
-                logged = first
+            loss, dratio, up, down = _clip_loss(A, ratio, open_, low, high, delta, DELTA)
             low_sum += tl.sum((down & logged).to(tl.float32), 0)
             high_sum += tl.sum((up & logged).to(tl.float32), 0)
         elif KIND == "cispo":
             weight = tl.where(ratio > cispo_high, cispo_high, ratio) * A
             loss, dlogprob = -weight * logprob, -weight
-            logged = valid
-            if LEVEL != "token" and not A_BY_TOKENS:
-                logged = first
             high_sum += tl.sum(((ratio > cispo_high) & (A > 0) & logged).to(tl.float32), 0)
         elif KIND == "sapo":
             tau = tl.where(A > 0, tau_pos, tau_neg)
@@ -322,43 +370,40 @@ def _policy_kernel(
             loss = -gate * (4.0 / tau) * A
             dratio = -4.0 * A * (1.0 - gate) * gate
         else:
-            k, lam = tl.where(A >= 0, k_pos, k_neg), tl.where(A >= 0, lambda_pos, lambda_neg)
-            lam = tl.where(lam < 1e-4, 1e-4, lam)
-            # One exponential of the sum: the factors by themselves overflow fp32 where their product does not.
-            phi = tl.exp(lam + k * log_w - lam * tl.exp(log_w))
+            phi = _vespo_weight(A, log_w, k_pos, k_neg, lambda_pos, lambda_neg)
             loss, dlogprob = -phi * A * logprob, -phi * A
-            phi_sum += _total(phi, valid if A_BY_TOKENS else first)
+            phi_sum += _sum_where(phi, valid if A_BY_TOKENS else first)
         if DRIFT:
             keep = tl.where((A >= 0) | (drifted <= drift_most), 1.0, 0.0)
             loss, dratio, dlogprob = loss * keep, dratio * keep, dlogprob * keep
         if HAS_RATIO:
-            sampled = _sampler_ratio(
+            sampled = _load_sampler_ratio(
                 ratio_ptr, sampler_ptr, sequence, at, valid, old, sampled_of_sequence, sampler_low, sampler_high, MODE,
                 RATIO_BY_TOKENS,
             )  # fmt: skip
             if KIND != "vespo":  # whose φ has it already
                 loss, dratio, dlogprob = loss * sampled, dratio * sampled, dlogprob * sampled
-            logged = valid
+            seen = valid
             if OF_SEQUENCE or (ratio_ptr is not None and not RATIO_BY_TOKENS):
-                logged = first
-            ratio_sum += _total(sampled, logged)
-            ratio_least = tl.minimum(ratio_least, tl.min(tl.where(logged, sampled, INFINITY), 0))
-            ratio_most = tl.maximum(ratio_most, tl.max(tl.where(logged, sampled, -INFINITY), 0))
+                seen = first
+            ratio_sum += _sum_where(sampled, seen)
+            ratio_least = tl.minimum(ratio_least, tl.min(tl.where(seen, sampled, INFINITY), 0))
+            ratio_most = tl.maximum(ratio_most, tl.max(tl.where(seen, sampled, -INFINITY), 0))
         if REF:
             d = tl.load(ref_ptr + at, mask=valid, other=0.0).to(tl.float32) - logprob
-            grown = tl.exp(d)
-            kl = grown - d - 1.0
-            dkl = 1.0 - grown
+            exp_d = tl.exp(d)
+            kl = exp_d - d - 1.0
+            dkl = 1.0 - exp_d
             of_ratio = kl
             if CORRECT_KL:
                 kl, dkl = kl * ratio, dkl * ratio
-            kl_sum += _total(kl, valid)
+            kl_sum += _sum_where(kl, valid)
             if BETA:
                 loss, dlogprob = loss + beta * kl, dlogprob + beta * dkl
                 if CORRECT_KL:
                     dratio += beta * of_ratio
         # A select, not a product with the mask: padding may have any logits, and 0 · inf is NaN.
-        loss_sum += _total(loss * share, counts)
+        loss_sum += _sum_where(loss * share, counts)
         entropy_sum += tl.sum(tl.load(entropy_ptr + at, mask=valid, other=0.0), 0)
         if dlogprob_ptr is not None:
             dlog_weight = tl.where(valid & open_, dratio * slope * ratio, 0.0)
@@ -370,6 +415,7 @@ def _policy_kernel(
             tl.store(dlogprob_ptr + at, own, mask=t < T)
         if dentropy_ptr is not None:
             tl.store(dentropy_ptr + at, tl.where(valid, -bonus * boost, 0.0), mask=t < T)
+
     if LEVEL != "token" and dlogprob_ptr is not None:
         # The slope of the sequence's one ratio, to each of its tokens.
         of_each = dlog_weight_sum
@@ -379,7 +425,7 @@ def _policy_kernel(
         for start in range(0, T, BLOCK):
             t = start + lanes
             at = sequence * T + t
-            valid = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
+            valid = _load_valid(target_ptr, at, t < T, ignore_index)
             own = tl.load(dlogprob_ptr + at, mask=valid, other=0.0)
             tl.store(dlogprob_ptr + at, own + of_each, mask=valid)
     tl.store(sums_ptr + COUNT * S + sequence, count.to(tl.float32))

@@ -1,4 +1,4 @@
-"""The metrics of policy losses, by TRL's names: shares of clipped ratios, means and extremes over what counts."""
+"""The metrics of policy losses, by TRL's names: shares of clipped ratios, means and extremes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ CLIP_NAMES = tuple(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "r
 SAMPLER_NAMES = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
 
 
-def clip_names(loss_type: str) -> tuple[str, ...]:
-    """What `clip_ratios` returns."""
-    return {"cispo": ("cispo_clip_ratio",), "sapo": (), "vespo": ()}.get(loss_type, CLIP_NAMES)
+def clip_metric_names(formula: str) -> tuple[str, ...]:
+    """The names of the results of `clip_ratios`."""
+    return {"cispo": ("cispo_clip_ratio",), "sapo": (), "vespo": ()}.get(formula, CLIP_NAMES)
 
 
-def clip_ratios(clipped: Tensor, mask: Tensor, by_sequence: bool, loss_type: str) -> dict[str, Tensor]:
+def clip_ratios(clipped: Tensor, mask: Tensor, by_sequence: bool, formula: str) -> dict[str, Tensor]:
     """clipped: (S, T), above 0 where the upper bound holds, below 0 where the lower does."""
-    if loss_type == "cispo":  # which has no lower bound
-        return {"cispo_clip_ratio": logged((clipped > 0).to(clipped.dtype), mask, by_sequence).mean()}
-    clipped, mask = logged(clipped, mask, by_sequence)
+    if formula == "cispo":  # which has no lower bound
+        return {"cispo_clip_ratio": select_counted((clipped > 0).to(clipped.dtype), mask, by_sequence).mean()}
+    clipped, mask = select_counted(clipped, mask, by_sequence)
     # Both bounds together: of short completions the launches take longer than the numbers.
     hits = (torch.stack((clipped < 0, clipped > 0)) & mask).sum(-1, dtype=clipped.dtype)
     counts = mask.sum(-1)
@@ -35,7 +35,7 @@ def clip_ratios(clipped: Tensor, mask: Tensor, by_sequence: bool, loss_type: str
     return dict(zip(CLIP_NAMES, (low, high, low + high, least, most), strict=True))
 
 
-class Logged(NamedTuple):
+class CountedValues(NamedTuple):
     """Values of tokens (…, S, T), or of sequences (…, S, 1); the mask of those that count has the last two sizes."""
 
     values: Tensor
@@ -54,6 +54,6 @@ class Logged(NamedTuple):
         return torch.where(self.mask.any(), torch.where(self.mask, self.values, -math.inf).amax((-2, -1)), math.nan)
 
 
-def logged(values: Tensor, mask: Tensor, by_sequence: bool) -> Logged:
+def select_counted(values: Tensor, mask: Tensor, by_sequence: bool) -> CountedValues:
     # TRL's means over sequences include those without tokens.
-    return Logged(values[..., :1], torch.ones_like(mask[:, :1])) if by_sequence else Logged(values, mask)
+    return CountedValues(values[..., :1], torch.ones_like(mask[:, :1])) if by_sequence else CountedValues(values, mask)

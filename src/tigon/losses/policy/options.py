@@ -1,4 +1,4 @@
-"""The options of policy losses, which raise when they are made, and what a trainer knows of sampled completions."""
+"""The options of policy losses, which raise when they are made, and a trainer's data of sampled completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,32 @@ from tigon.losses.options import check_choice
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Level = Literal["token", "sequence"]
-LOSS_TYPES: tuple[str, ...] = get_args(LossType)
+
+
+class PolicyLoss(NamedTuple):
+    """A type of policy loss.
+
+    formula: of a token; the branch of `Policy` that computes it.
+    share: the divisor of the sum over tokens. "sequence": sequences · tokens of the token's sequence; "tokens": all
+        tokens that count; "items": num_items_in_batch; "sequences"; "length": sequences · max_completion_length.
+    """
+
+    formula: Literal["clipped", "cispo", "sapo", "vespo"]
+    share: Literal["sequence", "tokens", "items", "sequences", "length"]
+
+
+# By TRL's names. A type is a row here, and a word of LossType, which type checkers see.
+POLICY_LOSSES = {
+    "grpo": PolicyLoss("clipped", "sequence"),
+    "bnpo": PolicyLoss("clipped", "tokens"),
+    "dr_grpo": PolicyLoss("clipped", "length"),
+    "dapo": PolicyLoss("clipped", "items"),
+    "luspo": PolicyLoss("clipped", "sequences"),
+    "cispo": PolicyLoss("cispo", "items"),
+    "sapo": PolicyLoss("sapo", "sequence"),
+    "vespo": PolicyLoss("vespo", "items"),
+}
+LOSS_TYPES: tuple[str, ...] = tuple(POLICY_LOSSES)
 MODES: tuple[str, ...] = get_args(Mode)
 
 
@@ -93,9 +118,9 @@ class GRPO:
                 f"{name}: importance_sampling_mode {self.importance_sampling_mode!r} wants one "
                 "importance_sampling_clip at least."
             )
-        if self.loss_type == "dr_grpo" and not (self.max_completion_length or 0) > 0:
+        if POLICY_LOSSES[self.loss_type].share == "length" and not (self.max_completion_length or 0) > 0:
             raise ValueError(
-                f"{name}: dr_grpo wants a positive max_completion_length, got {self.max_completion_length}."
+                f"{name}: {self.loss_type} wants a positive max_completion_length, got {self.max_completion_length}."
             )
         if not 0.0 <= self.top_entropy_quantile <= 1.0:
             raise ValueError(f"{name}: top_entropy_quantile must be from 0 to 1, got {self.top_entropy_quantile}.")
@@ -137,15 +162,15 @@ class Sampler(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """What a trainer knows of S sampled completions of at most T tokens. A loss takes the advantages alone, too.
+    """A trainer's data of S sampled completions of at most T tokens. A loss takes the advantages alone, too.
 
     Args:
         advantages: (S,) or (S, T); (S,) for `rloo`, each reward less the mean of the others of its prompt.
         old: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" of an earlier
             call. `rloo` takes sums of sequences as well, (S,). None: this policy's own.
         ref: (S, T) log-probabilities under the reference model, or a `tigon.losses.Hidden`, its hidden states and head.
-            beta wants one; with beta = 0, "kl" is still reported. Of `grpo`.
-        sampler: (S, T) log-probabilities of the engine that sampled, or a `Sampler` that holds the ratio. Of `grpo`.
+            beta wants one; with beta = 0, "kl" is still reported. For `grpo` only.
+        sampler: (S, T) log-probabilities of the sampling engine, or a `Sampler` that holds the ratio. For `grpo` only.
     """
 
     advantages: Tensor
@@ -154,7 +179,7 @@ class Rollout(NamedTuple):
     sampler: Tensor | Sampler | None = None
 
 
-def rollout_of(name: str, rollout: Rollout | Tensor) -> Rollout:
+def parse_rollout(name: str, rollout: Rollout | Tensor) -> Rollout:
     """The argument as a Rollout; a ValueError if it is neither that nor advantages."""
     if isinstance(rollout, Tensor):
         return Rollout(rollout)

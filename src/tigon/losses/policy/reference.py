@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.head.head import Head, Hidden, head_of
-from tigon.losses.policy.options import GRPO, Rollout, Sampler, rollout_of
+from tigon.losses.head.head import Head, Hidden, parse_head
+from tigon.losses.policy.options import GRPO, Rollout, Sampler, parse_rollout
 from tigon.ops.logprob import logprob_reference
 
 
@@ -19,8 +19,8 @@ def grpo_reference(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """`grpo` on whole logits, by autograd. level "total" is `rloo`, with loss_type "grpo"."""
     c, ignore_index, level = config, config.ignore_index, level or config.importance_sampling_level
-    weight, bias, softcap, scale, _, _ = head_of("grpo_reference", head)
-    advantages, old, ref, sampler = rollout_of("grpo_reference", rollout)
+    weight, bias, softcap, scale, _, _ = parse_head("grpo_reference", head)
+    advantages, old, ref, sampler = parse_rollout("grpo_reference", rollout)
     sampled, ratio = sampler if isinstance(sampler, Sampler) else Sampler(sampler)
     mode, beta = c.importance_sampling_mode, c.beta
     S = target.shape[0]
@@ -86,7 +86,7 @@ def grpo_reference(
         loss = loss * by_ratio
     metrics = {"logprob": logprob.detach(), "entropy": of_tokens(entropy).sum() / mask.sum()}
     if isinstance(ref, Hidden):
-        other = head_of("grpo_reference", ref.head)
+        other = parse_head("grpo_reference", ref.head)
         ref = logprob_reference(F.linear(ref.x, other.weight, other.bias), target, *options)[0]
     if ref is not None:
         d = of_tokens(ref) - logprob

@@ -10,12 +10,12 @@ Names and semantics are those of TRL 1.16. All functions take their tensors and 
     head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or group.
     target: (S, T), integers: the token that x[s, t] predicts (already shifted), or ignore_index where it does not count
         (prompt, padding).
-    ref: what the reference model says: log-probabilities of the sequences, or a `tigon.losses.Hidden`, its hidden
+    ref: the reference model: log-probabilities of the sequences, or a `tigon.losses.Hidden`, its hidden
         states and head, whose log-probabilities are then computed along the way. No gradient.
     config: a frozen object of the family's options, each with a `temperature`, which divides the logits, and an
         `ignore_index`.
-    walk: a `tigon.losses.Walk`. Its `valid` are the numbers of targets of the sequences that count: the other tokens
-        are then left out, and time and memory follow those that count.
+    chunks: a `tigon.losses.ChunkOptions`. Its `valid_tokens` are the numbers of targets of the sequences that count:
+        the other tokens are then left out, and time and memory follow those that count.
 
 They return the loss, 0-d in fp32 (fp64 for fp64), and metrics by the names TRL logs, 0-d tensors on the device, without
 gradient. An empty completion counts as one of probability 1, an empty batch has a loss of 0.
@@ -29,25 +29,23 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from tigon.losses.family import Nothing, Term
-from tigon.losses.head.chunks import scalar
+from tigon.losses.family import NoOptions, NoTensors, Term
+from tigon.losses.head.chunk_options import ChunkOptions
+from tigon.losses.head.chunks import to_scalar
 from tigon.losses.head.head import Head, Hidden
-from tigon.losses.head.walk import Walk
-from tigon.losses.options import misplaced
+from tigon.losses.options import make_keyword_error
 from tigon.losses.preference.families import (
     AVERAGED,
     Beta,
     CPOFamily,
-    CPONumbers,
-    CPOWords,
+    CPOOptions,
     DPOFamily,
-    DPONumbers,
+    DPOOptions,
     DPOTensors,
-    DPOWords,
     KTOFamily,
-    KTOSides,
+    KTOTensors,
     MeanRatio,
-    MeanRatioSides,
+    MeanRatioTensors,
     ORPOFamily,
     ORPOTensors,
 )
@@ -70,7 +68,7 @@ def dpo(
     ref: tuple[Tensor, Tensor] | Hidden | None = None,
     *,
     config: DPO = DPO(),
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Result:
     """Direct preference optimisation: with r = log π(y) − log π_ref(y) of the chosen and of the rejected completion,
@@ -79,12 +77,12 @@ def dpo(
 
     Args:
         x: (2B, T, H).
-        head: as in `tigon.losses.preference`, as are x, target and walk.
+        head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
         ref: (chosen, rejected), (B,) each, sums of log-probabilities under the reference; or a `tigon.losses.Hidden`,
             its hidden states and head; None with `reference_free`.
         config: the kinds of loss and their numbers.
-        walk: how the tokens are walked over.
+        chunks: which tokens are left out, and what the walk over the others costs.
     Returns: the loss, and rewards/chosen, /rejected, /accuracies, /margins (β r), logps/chosen, /rejected (sums),
         logits/chosen, /rejected (means over tokens that count, before the temperature), entropy (in nats a token),
         mean_token_accuracy (share of the chosen's tokens than which none is likelier).
@@ -104,8 +102,8 @@ def dpo(
         loss = -F.logsigmoid(margin).mean()
     """
     if unknown:
-        raise misplaced("dpo", unknown, DPO)
-    c, pairs = config, _pairs("dpo", x, target)
+        raise make_keyword_error("dpo", unknown, DPO)
+    c, pairs = config, _count_pairs("dpo", x, target)
     if (ref is None) != c.reference_free:
         raise ValueError(
             "dpo: ref must be (chosen, rejected) log-probabilities or a Hidden, or left out with reference_free=True, "
@@ -119,14 +117,15 @@ def dpo(
     if c.ld_alpha is not None:
         mask = as_labels(target, c.ignore_index) != c.ignore_index
         weights = _token_weights(mask, c.ld_alpha, torch.promote_types(x.dtype, torch.float32))
-    delta = None if c.bco_delta is None else _filled(x, c.bco_delta)
-    sides = DPOTensors(torch.cat(given) if given else None, weights, delta)
-    numbers = DPONumbers(c.beta, c.label_smoothing, c.f_alpha_divergence_coef, c.discopop_tau)
-    terms = [Term(name, weight) for name, weight in zip(c.types, c.weights, strict=True)]
-    family = DPOFamily.of(DPOWords(c.f_divergence_type), numbers, sides, terms)
+    delta = None if c.bco_delta is None else _fill_sequences(x, c.bco_delta)
+    tensors = DPOTensors(torch.cat(given) if given else None, weights, delta)
+    terms = tuple(Term(name, weight) for name, weight in zip(c.types, c.weights, strict=True))
+    options = DPOOptions(
+        c.beta, c.label_smoothing, c.f_divergence_type, c.f_alpha_divergence_coef, c.discopop_tau, terms
+    )
     return token_loss(
-        family, sides, x, head, target, reference=_hidden(ref), ignore_index=c.ignore_index,
-        temperature=c.temperature, walk=walk,
+        DPOFamily.for_tensors(options, tensors), tensors, x, head, target, reference=_hidden_or_none(ref),
+        ignore_index=c.ignore_index, temperature=c.temperature, chunks=chunks,
     )  # fmt: skip
 
 
@@ -137,7 +136,7 @@ def orpo(
     completion_mask: Tensor | None = None,
     *,
     config: ORPO = ORPO(),
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Result:
     """Odds ratio preference optimisation: with p = exp(mean over tokens of the log-probability), odds = p / (1 − p),
@@ -146,12 +145,12 @@ def orpo(
 
     Args:
         x: (2B, T, H).
-        head: as in `tigon.losses.preference`, as are x, target and walk.
+        head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
         completion_mask: (2B, T) bool, the tokens that the odds are of, among those of `target`; all of them by default.
             The NLL is over all of the chosen's: TRL has it over prompt and completion, the odds over the completion.
         config: β.
-        walk: how the tokens are walked over.
+        chunks: which tokens are left out, and what the walk over the others costs.
     Returns: the loss, and the metrics of `dpo` but its last two, with rewards β · mean log-probability and logps means;
         nll_loss, log_odds_ratio (mean of log σ), log_odds_chosen (mean of the difference of log odds).
     Raises: ValueError for shapes, dtypes or options that do not fit.
@@ -159,20 +158,28 @@ def orpo(
     Source: Hong et al. 2024, https://arxiv.org/abs/2403.07691
     """
     if unknown:
-        raise misplaced("orpo", unknown, ORPO)
+        raise make_keyword_error("orpo", unknown, ORPO)
     c = config
-    _pairs("orpo", x, target)
+    _count_pairs("orpo", x, target)
     if completion_mask is not None and completion_mask.shape != target.shape:
         raise ValueError(
             f"orpo: completion_mask must have target's shape {tuple(target.shape)}, got {tuple(completion_mask.shape)}."
         )
-    sides = ORPOTensors(completion_mask)
-    family = ORPOFamily.of(Nothing(), Beta(c.beta), sides)
-    return token_loss(family, sides, x, head, target, ignore_index=c.ignore_index, temperature=c.temperature, walk=walk)
+    tensors = ORPOTensors(completion_mask)
+    return token_loss(
+        ORPOFamily.for_tensors(Beta(c.beta), tensors), tensors, x, head, target, ignore_index=c.ignore_index,
+        temperature=c.temperature, chunks=chunks,
+    )  # fmt: skip
 
 
 def cpo(
-    x: Tensor, head: AnyHead, target: Tensor, *, config: CPO = CPO(), walk: Walk = Walk(), **unknown: NoReturn
+    x: Tensor,
+    head: AnyHead,
+    target: Tensor,
+    *,
+    config: CPO = CPO(),
+    chunks: ChunkOptions = ChunkOptions(),
+    **unknown: NoReturn,
 ) -> Result:
     """Contrastive preference optimisation, without a reference: with m = r(chosen) − r(rejected), r = log π(y),
 
@@ -180,28 +187,34 @@ def cpo(
 
     Args:
         x: (2B, T, H).
-        head: as in `tigon.losses.preference`, as are x, target and walk.
+        head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
         config: the kind of loss and its numbers.
-        walk: how the tokens are walked over.
+        chunks: which tokens are left out, and what the walk over the others costs.
     Returns: the loss, and the metrics of `dpo` but its last two, with rewards β r; nll_loss.
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
     Sources: Xu et al. 2024, https://arxiv.org/abs/2401.08417; AlphaPO, https://arxiv.org/abs/2501.03884
     """
     if unknown:
-        raise misplaced("cpo", unknown, CPO)
+        raise make_keyword_error("cpo", unknown, CPO)
     c = config
     # The family subtracts γ / β from the margin, before β multiplies it.
     gamma = c.simpo_gamma / c.beta if c.loss_type in ("simpo", "alphapo") else 0.0
     nll_weight = 0.0 if c.loss_type == "alphapo" else c.cpo_alpha
-    words = CPOWords(c.loss_type, "average" if c.loss_type in AVERAGED else "sum")
-    numbers = CPONumbers(c.beta, gamma, c.label_smoothing, nll_weight, c.alpha)
-    return _contrast("cpo", words, numbers, x, head, target, c, walk)
+    average = c.loss_type in AVERAGED
+    options = CPOOptions(c.loss_type, average, c.beta, gamma, c.label_smoothing, nll_weight, c.alpha)
+    return _contrast("cpo", options, x, head, target, c, chunks)
 
 
 def simpo(
-    x: Tensor, head: AnyHead, target: Tensor, *, config: SimPO = SimPO(), walk: Walk = Walk(), **unknown: NoReturn
+    x: Tensor,
+    head: AnyHead,
+    target: Tensor,
+    *,
+    config: SimPO = SimPO(),
+    chunks: ChunkOptions = ChunkOptions(),
+    **unknown: NoReturn,
 ) -> Result:
     """Simple preference optimisation: with r the mean over tokens of the log-probability, and no reference,
 
@@ -209,10 +222,10 @@ def simpo(
 
     Args:
         x: (2B, T, H).
-        head: as in `tigon.losses.preference`, as are x, target and walk.
+        head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
         config: the kind of loss and its numbers.
-        walk: how the tokens are walked over.
+        chunks: which tokens are left out, and what the walk over the others costs.
     Returns: the loss, and the metrics of `cpo`.
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
@@ -226,10 +239,10 @@ def simpo(
         loss = -F.logsigmoid(beta * (chosen - rejected - gamma_beta_ratio)).mean()
     """
     if unknown:
-        raise misplaced("simpo", unknown, SimPO)
+        raise make_keyword_error("simpo", unknown, SimPO)
     c = config
-    numbers = CPONumbers(c.beta, c.gamma_beta_ratio, c.label_smoothing, c.sft_weight)
-    return _contrast("simpo", CPOWords(c.loss_type, "average"), numbers, x, head, target, c, walk)
+    options = CPOOptions(c.loss_type, True, c.beta, c.gamma_beta_ratio, c.label_smoothing, c.sft_weight)
+    return _contrast("simpo", options, x, head, target, c, chunks)
 
 
 def kto(
@@ -239,7 +252,7 @@ def kto(
     unpaired: Unpaired,
     *,
     config: KTO = KTO(),
-    walk: Walk = Walk(),
+    chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Result:
     """Kahneman-Tversky optimisation, of completions that are good or bad by themselves: with r = log π(y) / π_ref(y),
@@ -249,12 +262,12 @@ def kto(
 
     Args:
         x: (S, T, H), one completion a sequence.
-        head: as in `tigon.losses.preference`, as are x, target and walk.
+        head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (S, T).
-        unpaired: a `tigon.losses.Unpaired`: which completions are desirable, what the reference model says of them, and
-            the KL term.
+        unpaired: a `tigon.losses.Unpaired`: which completions are desirable, their log-probabilities under the
+            reference, and the KL term.
         config: the kind of loss and its numbers.
-        walk: how the tokens are walked over.
+        chunks: which tokens are left out, and what the walk over the others costs.
     Returns: the loss, and rewards/chosen, /rejected, /margins, logps/chosen, /rejected, logits/chosen, /rejected, means
         over the desirable sequences and over the others (of logits: over their tokens), NaN where there are none;
         entropy, in nats a token; kl.
@@ -264,7 +277,7 @@ def kto(
     https://arxiv.org/abs/2408.06266
     """
     if unknown:
-        raise misplaced("kto", unknown, KTO, unpaired=Unpaired)
+        raise make_keyword_error("kto", unknown, KTO, unpaired=Unpaired)
     c = config
     if not isinstance(unpaired, Unpaired):
         raise ValueError(f"kto: unpaired must be a tigon.losses.Unpaired, got {type(unpaired).__name__}.")
@@ -281,7 +294,7 @@ def kto(
         )
     _check_ref("kto", "unpaired.ref", ref, S)
     if isinstance(kl, Mismatched):
-        kl = _divergence(kl, head, c, walk)
+        kl = _estimate_kl(kl, head, c, chunks)
     elif isinstance(kl, tuple):
         if kl[0].shape != kl[1].shape:
             raise ValueError(
@@ -289,13 +302,13 @@ def kto(
             )
         kl = (kl[0].detach() - kl[1].detach()).mean()
     # Numbers become tensors on the device by arithmetic: a copy from the host would make it wait.
-    zero = scalar(0.0, x.device, torch.promote_types(x.dtype, torch.float32))
+    zero = to_scalar(0.0, x.device, torch.promote_types(x.dtype, torch.float32))
     kl = (zero if kl is None else zero + kl).detach().clamp(min=0)
     sequence_weight = torch.where(label, zero + c.desirable_weight, zero + c.undesirable_weight) / max(1, S)
-    sides = KTOSides(sequence_weight, label, _filled(x, kl), _given(ref))
-    loss, found = token_loss(
-        KTOFamily.of(Nothing(), Beta(c.beta), sides), sides, x, head, target, reference=_hidden(ref),
-        ignore_index=c.ignore_index, temperature=c.temperature, walk=walk,
+    tensors = KTOTensors(sequence_weight, label, _fill_sequences(x, kl), _logps_or_none(ref))
+    loss, results = token_loss(
+        KTOFamily.for_tensors(Beta(c.beta), tensors), tensors, x, head, target, reference=_hidden_or_none(ref),
+        ignore_index=c.ignore_index, temperature=c.temperature, chunks=chunks,
     )  # fmt: skip
     # The walk sums over sequences, as parts do not know how many there are: the means are taken here. Without sequences
     # of a kind they are 0 / 0, NaN.
@@ -306,17 +319,17 @@ def kto(
         ("logps", chosen, S),
         ("logits", tokens_chosen, all_tokens),
     ):
-        found[f"{name}/chosen"] = found[f"{name}/chosen"] / of_chosen
-        found[f"{name}/rejected"] = found[f"{name}/rejected"] / (of_all - of_chosen)
-    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-    found["entropy"] = found["entropy"] / all_tokens.clamp(min=1)
-    return loss, {**found, "kl": kl}
+        results[f"{name}/chosen"] = results[f"{name}/chosen"] / of_chosen
+        results[f"{name}/rejected"] = results[f"{name}/rejected"] / (of_all - of_chosen)
+    results["rewards/margins"] = results["rewards/chosen"] - results["rewards/rejected"]
+    results["entropy"] = results["entropy"] / all_tokens.clamp(min=1)
+    return loss, {**results, "kl": kl}
 
 
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
-def _pairs(name: str, x: Tensor, target: Tensor) -> int:
+def _count_pairs(name: str, x: Tensor, target: Tensor) -> int:
     """The number of pairs; a ValueError unless x and target hold pairs."""
     if x.dim() != 3 or x.shape[0] % 2 or target.shape != x.shape[:2]:
         raise ValueError(
@@ -339,20 +352,20 @@ def _check_ref(name: str, argument: str, ref: object, count: int) -> None:
     _check_logps(name, argument, ref, count)
 
 
-def _given(ref: Tensor | Hidden) -> Tensor | None:
+def _logps_or_none(ref: Tensor | Hidden) -> Tensor | None:
     return None if isinstance(ref, Hidden) else ref
 
 
-def _hidden(ref: object) -> Hidden | None:
+def _hidden_or_none(ref: object) -> Hidden | None:
     return ref if isinstance(ref, Hidden) else None
 
 
 # ------------------------------------------------------------------------------------------------------------ sides
 
 
-def _filled(x: Tensor, value: Tensor | float) -> Tensor:
+def _fill_sequences(x: Tensor, value: Tensor | float) -> Tensor:
     """The same number for each sequence."""
-    return scalar(value, x.device, torch.promote_types(x.dtype, torch.float32)).expand(x.shape[0])
+    return to_scalar(value, x.device, torch.promote_types(x.dtype, torch.float32)).expand(x.shape[0])
 
 
 def _token_weights(mask: Tensor, ld_alpha: float, dtype: torch.dtype) -> Tensor:
@@ -365,23 +378,24 @@ def _token_weights(mask: Tensor, ld_alpha: float, dtype: torch.dtype) -> Tensor:
 
 
 def _contrast(
-    name: str, words: CPOWords, numbers: CPONumbers, x: Tensor, head: AnyHead, target: Tensor, config: CPO | SimPO,
-    walk: Walk,
+    name: str, options: CPOOptions, x: Tensor, head: AnyHead, target: Tensor, config: CPO | SimPO,
+    chunks: ChunkOptions,
 ) -> Result:  # fmt: skip
-    _pairs(name, x, target)
-    sides = Nothing()
+    _count_pairs(name, x, target)
+    tensors = NoTensors()
     return token_loss(
-        CPOFamily.of(words, numbers, sides), sides, x, head, target, ignore_index=config.ignore_index,
-        temperature=config.temperature, walk=walk, name=name,
+        CPOFamily.for_tensors(options, tensors), tensors, x, head, target, ignore_index=config.ignore_index,
+        temperature=config.temperature, chunks=chunks, name=name,
     )  # fmt: skip
 
 
-def _divergence(kl: Mismatched, head: AnyHead, config: KTO, walk: Walk) -> Tensor:
+def _estimate_kl(kl: Mismatched, head: AnyHead, config: KTO, chunks: ChunkOptions) -> Tensor:
     """Mean of log π(y) / π_ref(y) over the sequences, without gradient."""
     _check_ref("kto", "unpaired.kl.ref", kl.ref, kl.x.shape[0])
-    sides = MeanRatioSides(_filled(kl.x, 1 / max(1, kl.x.shape[0])), _given(kl.ref))
+    tensors = MeanRatioTensors(_fill_sequences(kl.x, 1 / max(1, kl.x.shape[0])), _logps_or_none(kl.ref))
     with torch.no_grad():
         return token_loss(
-            MeanRatio.of(Nothing(), Nothing(), sides), sides, kl.x, head, kl.target, reference=_hidden(kl.ref),
-            ignore_index=config.ignore_index, temperature=config.temperature, walk=replace(walk, valid=kl.valid),
+            MeanRatio.for_tensors(NoOptions(), tensors), tensors, kl.x, head, kl.target,
+            reference=_hidden_or_none(kl.ref), ignore_index=config.ignore_index, temperature=config.temperature,
+            chunks=replace(chunks, valid_tokens=kl.valid_tokens),
         )[0]  # fmt: skip

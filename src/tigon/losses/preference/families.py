@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.losses.family import BATCH, Family, Nothing, Part, Takes, Whole
-from tigon.losses.preference.kernels import Contrast, pair_slopes
+from tigon.losses.family import BATCH, Family, NoTensors, Part, Term, Whole
+from tigon.losses.operator import record
+from tigon.losses.preference.kernels import Contrast, write_pair_slopes
 
 PAIR_METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
@@ -24,7 +25,7 @@ PAIR_METRICS = (
 )  # fmt: skip
 
 
-class PairSides(NamedTuple):
+class PairTensors(NamedTuple):
     """The tensors of losses of pairs; (S,) each.
 
     pair_share: 1 / pairs. token_share: 1 / tokens that count in all chosen sequences; of the rejected ones, in those.
@@ -35,22 +36,22 @@ class PairSides(NamedTuple):
 
 
 class Pairs(Family):
-    """Chosen sequences, then as many rejected ones. Its tensors begin as `PairSides` does, for `pair_metrics`."""
+    """Chosen sequences, then as many rejected ones. Its tensors begin as `PairTensors` does, for `pair_metrics`."""
 
     sums: tuple[str, ...] = PAIR_METRICS
     wants_mean_logit = True
 
-    def together(self) -> int:
+    def group_size(self) -> int:
         return 2
 
-    def shares(self, mask: Tensor, dtype: torch.dtype) -> tuple[PairSides, Tensor]:
+    def shares(self, mask: Tensor, dtype: torch.dtype) -> tuple[PairTensors, Tensor]:
         """The tensors of all losses of pairs, and (2,) how many tokens count in each half."""
         S = mask.shape[0]
         pair = mask.new_full((), 2 / max(2, S), dtype=dtype).expand(S)
         # By halves: the NLL is a mean over the chosen's tokens, and no part of the walk sees them all.
         counts = mask.sum(1).view(2, S // 2).sum(1)
         token = counts.clamp(min=1).to(dtype).reciprocal().unsqueeze(1).expand(2, S // 2).reshape(S)
-        return PairSides(pair, token), counts
+        return PairTensors(pair, token), counts
 
     def contrast(self) -> Contrast | None:
         """The family as the kernels take it; None if they do not know it."""
@@ -60,12 +61,12 @@ class Pairs(Family):
         return self.contrast() is not None
 
     def launch(
-        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], boost: float
+        self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], grad_scale: float
     ) -> None:
-        contrast, sides = self.contrast(), batch.sides
+        contrast, tensors = self.contrast(), batch.tensors
         assert contrast is not None
-        reference, completion = getattr(sides, "reference", None), getattr(sides, "completion", None)
-        pair_slopes(contrast, batch, reference, completion, loss, metrics, slopes, boost)
+        reference, completion = getattr(tensors, "reference", None), getattr(tensors, "completion", None)
+        write_pair_slopes(contrast, batch, reference, completion, loss, metrics, slopes, grad_scale)
 
     def halves(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen and the rejected rows of (S', ...)."""
@@ -75,7 +76,7 @@ class Pairs(Family):
     def pair_metrics(self, part: Part, logps: Tensor, rewards: Tensor) -> dict[str, Tensor]:
         """logps, rewards: (S', 1)."""
         with torch.no_grad():
-            pair, token = part.sides.pair_share, part.sides.token_share
+            pair, token = part.tensors.pair_share, part.tensors.token_share
             assert part.mean_logit is not None
             logits = (part.mean_logit * part.mask * token).sum(1)
             (r_w, r_l), (share, _) = self.halves(rewards.detach()), self.halves(pair)
@@ -87,7 +88,7 @@ class Pairs(Family):
                 found |= zip(names, sums.unbind(), strict=True)
             return found
 
-    def boost(self, sequences: int, tokens: int) -> float:
+    def grad_scale(self, sequences: int, tokens: int) -> float:
         return max(1.0, sequences / 2)  # slopes of a mean over pairs are smaller by the number of pairs
 
 
@@ -95,10 +96,10 @@ class Pairs(Family):
 
 
 class Pair(NamedTuple):
-    """What the types of DPO are made of, (n, 1) each: w of the chosen (winner), l of the rejected.
+    """The terms of the types of DPO, (n, 1) each: w of the chosen (winner), l of the rejected.
 
     ratio: log πθ(y) / π_ref(y). score: f'(ratio), the ratio itself for the reverse KL. margin: β · difference of
-    scores. count: tokens. delta: what bco_pair takes off the rewards.
+    scores. count: tokens. delta: bco_pair subtracts it from the rewards.
     """
 
     ratio_w: Tensor
@@ -119,13 +120,13 @@ class Pair(NamedTuple):
         return self.score_w / self.count_w - self.score_l / self.count_l
 
 
-def _smoothed(z: Tensor, smoothing: float) -> Tensor:
+def _smooth_log_sigmoid(z: Tensor, smoothing: float) -> Tensor:
     loss = -F.logsigmoid(z)
     # The second logarithm costs a pass over the pairs, which most calls do without.
     return torch.lerp(loss, -F.logsigmoid(-z), smoothing) if smoothing else loss
 
 
-def _sorted(t: Tensor) -> Tensor:
+def _sort(t: Tensor) -> Tensor:
     return torch.sort(t, dim=0, stable=True).values
 
 
@@ -148,8 +149,8 @@ def _nca_pair(p: Pair) -> Tensor:
 
 def _aot(p: Pair) -> Tensor:
     # Sorted differences are compared in rank: the policy's distribution with the reference's, not pair with pair.
-    between = _sorted(p.logps[0] - p.logps[1]) - _sorted(p.reference[0] - p.reference[1])
-    return _smoothed(p.beta * between, p.smoothing)
+    between = _sort(p.logps[0] - p.logps[1]) - _sort(p.reference[0] - p.reference[1])
+    return _smooth_log_sigmoid(p.beta * between, p.smoothing)
 
 
 def _discopop(p: Pair) -> Tensor:
@@ -159,7 +160,7 @@ def _discopop(p: Pair) -> Tensor:
     return -F.logsigmoid(p.margin) * torch.sigmoid(-of) + torch.exp(F.logsigmoid(of) - p.margin)
 
 
-class DPOLoss(NamedTuple):
+class PairLoss(NamedTuple):
     """A type of DPO.
 
     formula: of pairs, (n, 1). None: of tokens, which the family has.
@@ -175,31 +176,31 @@ class DPOLoss(NamedTuple):
 
 
 # By TRL's names. A type is a row here, and a word of DPOType, which type checkers see.
-DPO_LOSSES: dict[str, DPOLoss] = {
-    "sigmoid": DPOLoss(lambda p: -F.logsigmoid(p.margin), any_divergence=True, bounded=True),
-    "hinge": DPOLoss(lambda p: torch.relu(1 - p.margin), any_divergence=True, bounded=True),
-    "ipo": DPOLoss(lambda p: (p.per_token() - 1 / (2 * p.beta)).square(), any_divergence=True),
-    "exo_pair": DPOLoss(_exo_pair, any_divergence=True),
-    "nca_pair": DPOLoss(_nca_pair, bounded=True),
-    "robust": DPOLoss(_robust, any_divergence=True),
-    "bco_pair": DPOLoss(
+DPO_LOSSES: dict[str, PairLoss] = {
+    "sigmoid": PairLoss(lambda p: -F.logsigmoid(p.margin), any_divergence=True, bounded=True),
+    "hinge": PairLoss(lambda p: torch.relu(1 - p.margin), any_divergence=True, bounded=True),
+    "ipo": PairLoss(lambda p: (p.per_token() - 1 / (2 * p.beta)).square(), any_divergence=True),
+    "exo_pair": PairLoss(_exo_pair, any_divergence=True),
+    "nca_pair": PairLoss(_nca_pair, bounded=True),
+    "robust": PairLoss(_robust, any_divergence=True),
+    "bco_pair": PairLoss(
         lambda p: -F.logsigmoid(p.beta * p.ratio_w - p.delta) - F.logsigmoid(p.delta - p.beta * p.ratio_l), bounded=True
     ),
-    "sppo_hard": DPOLoss(lambda p: (p.ratio_w - 0.5 / p.beta).square() + (p.ratio_l + 0.5 / p.beta).square()),
-    "aot": DPOLoss(_aot, bounded=True, whole_batch=True),
-    "aot_unpaired": DPOLoss(
-        lambda p: _smoothed(p.beta * (_sorted(p.ratio_w) - _sorted(p.ratio_l)), p.smoothing),
+    "sppo_hard": PairLoss(lambda p: (p.ratio_w - 0.5 / p.beta).square() + (p.ratio_l + 0.5 / p.beta).square()),
+    "aot": PairLoss(_aot, bounded=True, whole_batch=True),
+    "aot_unpaired": PairLoss(
+        lambda p: _smooth_log_sigmoid(p.beta * (_sort(p.ratio_w) - _sort(p.ratio_l)), p.smoothing),
         bounded=True, whole_batch=True,
     ),
-    "apo_zero": DPOLoss(
+    "apo_zero": PairLoss(
         lambda p: torch.sigmoid(-p.beta * p.ratio_w) + torch.sigmoid(p.beta * p.ratio_l), bounded=True
     ),
-    "apo_down": DPOLoss(
+    "apo_down": PairLoss(
         lambda p: torch.sigmoid(p.beta * p.ratio_w) + torch.sigmoid(p.beta * (p.ratio_l - p.ratio_w)), bounded=True
     ),
-    "discopop": DPOLoss(_discopop, any_divergence=True),
-    "sigmoid_norm": DPOLoss(lambda p: -F.logsigmoid(p.beta * p.per_token()), any_divergence=True, bounded=True),
-    "sft": DPOLoss(None, any_divergence=True),
+    "discopop": PairLoss(_discopop, any_divergence=True),
+    "sigmoid_norm": PairLoss(lambda p: -F.logsigmoid(p.beta * p.per_token()), any_divergence=True, bounded=True),
+    "sft": PairLoss(None, any_divergence=True),
 }  # fmt: skip
 DPOType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -224,22 +225,21 @@ def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     return ratio
 
 
-class DPOWords(NamedTuple):
-    divergence: Divergence
-
-
-class DPONumbers(NamedTuple):
-    """alpha: α of the divergence. tau: τ of "discopop"."""
+@record
+class DPOOptions(NamedTuple):
+    """alpha: α of the divergence. tau: τ of "discopop". terms: rows of `DPO_LOSSES`, which are added up."""
 
     beta: float
     smoothing: float
+    divergence: Divergence
     alpha: float
     tau: float
+    terms: tuple[Term, ...]
 
 
 class DPOTensors(NamedTuple):
     """reference: (S,) log-probabilities that are given. token_weights: (S, T), in the sequences' log-probabilities.
-    delta: (S,), what "bco_pair" takes off the rewards.
+    delta: (S,), which "bco_pair" subtracts from the rewards.
     """
 
     reference: Tensor | None = None
@@ -247,7 +247,7 @@ class DPOTensors(NamedTuple):
     delta: Tensor | None = None
 
 
-class DPOSides(NamedTuple):
+class DPOPrepared(NamedTuple):
     """After those of all pairs, all_tokens_share: (S,), 1 / all tokens that count; and `DPOTensors`."""
 
     pair_share: Tensor
@@ -259,51 +259,51 @@ class DPOSides(NamedTuple):
 
 
 class DPOFamily(Pairs, key="dpo"):
-    """Its terms are rows of `DPO_LOSSES`."""
-
-    takes = Takes(DPOWords, DPONumbers, DPOTensors)
-    words: DPOWords
-    numbers: DPONumbers
+    Options = DPOOptions
+    Tensors = DPOTensors
+    options: DPOOptions
     sums = (*PAIR_METRICS, "entropy", "mean_token_accuracy")
     wants_entropy = True
     wants_is_top1 = True
 
-    def prepare(self, sides: DPOTensors, mask: Tensor, dtype: torch.dtype) -> DPOSides:
+    def prepare(self, tensors: DPOTensors, mask: Tensor, dtype: torch.dtype) -> DPOPrepared:
         shares, counts = self.shares(mask, dtype)
         all_tokens = (counts.sum().clamp(min=1).to(dtype).reciprocal()).expand(mask.shape[0])
-        return DPOSides(*shares, all_tokens, *sides)
+        return DPOPrepared(*shares, all_tokens, *tensors)
 
     def contrast(self) -> Contrast | None:
-        plain = self.words.divergence == "reverse_kl" and "token_weights" not in self.given
-        if not plain or [term.name for term in self.terms] != ["sigmoid"]:
+        plain = self.options.divergence == "reverse_kl" and "token_weights" not in self.given
+        if not plain or [term.name for term in self.options.terms] != ["sigmoid"]:
             return None
-        return Contrast("dpo", average=False, beta=self.numbers.beta, weight=self.terms[0].weight)
+        return Contrast("dpo", average=False, beta=self.options.beta, weight=self.options.terms[0].weight)
 
-    def together(self) -> int:
-        return BATCH if any(DPO_LOSSES[term.name].whole_batch for term in self.terms) else 2
+    def group_size(self) -> int:
+        return BATCH if any(DPO_LOSSES[term.name].whole_batch for term in self.options.terms) else 2
 
-    def boost(self, sequences: int, tokens: int) -> float:
-        # "sft" also divides by tokens. The boost is the geometric mean of what "sft" and the other types need.
-        if any(term.name == "sft" for term in self.terms):
-            return float(super().boost(sequences, tokens) * max(1, tokens) ** 0.5)
-        bounded = self.words.divergence == "reverse_kl" and all(DPO_LOSSES[term.name].bounded for term in self.terms)
-        most = self.numbers.beta * sum(abs(term.weight) for term in self.terms)
-        return super().boost(sequences, tokens) * (ROOM / max(1.0, most) if bounded else 1.0)
+    def grad_scale(self, sequences: int, tokens: int) -> float:
+        # "sft" also divides by tokens: the scale is the geometric mean of those of "sft" and of the other types.
+        if any(term.name == "sft" for term in self.options.terms):
+            return float(super().grad_scale(sequences, tokens) * max(1, tokens) ** 0.5)
+        bounded = self.options.divergence == "reverse_kl" and all(
+            DPO_LOSSES[term.name].bounded for term in self.options.terms
+        )
+        most = self.options.beta * sum(abs(term.weight) for term in self.options.terms)
+        return super().grad_scale(sequences, tokens) * (ROOM / max(1.0, most) if bounded else 1.0)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        beta, smoothing, alpha, tau = self.numbers
-        sides: DPOSides = part.sides
-        token, given = sides.token_share, sides.reference
-        weights = part.mask if sides.token_weights is None else sides.token_weights
-        delta = 0.0 if sides.delta is None else self.halves(sides.delta)[0]
-        # (S', 1) from here on, so that the side tensors of sequences broadcast.
+        beta, smoothing, divergence, alpha, tau, terms = self.options
+        tensors: DPOPrepared = part.tensors
+        token, given = tensors.token_share, tensors.reference
+        weights = part.mask if tensors.token_weights is None else tensors.token_weights
+        delta = 0.0 if tensors.delta is None else self.halves(tensors.delta)[0]
+        # (S', 1) from here on, so that the tensors of sequences broadcast.
         logps = (part.logprob * weights).sum(1, keepdim=True)
         reference = torch.zeros_like(logps) if given is None else given
         if part.reference is not None:
             reference = (part.reference * weights).sum(1, keepdim=True)
         ratio = logps - reference
         ratio_w, ratio_l = self.halves(ratio)
-        score_w, score_l = self.halves(f_score(ratio, self.words.divergence, alpha))
+        score_w, score_l = self.halves(f_score(ratio, divergence, alpha))
         # At least 1: an empty completion has probability 1, and its mean over tokens is 0, not NaN.
         count_w, count_l = self.halves(part.mask.sum(1, keepdim=True).clamp(min=1))
         margin = beta * (score_w - score_l)
@@ -311,10 +311,10 @@ class DPOFamily(Pairs, key="dpo"):
             ratio_w, ratio_l, score_w, score_l, margin, self.halves(logps), self.halves(reference), count_w, count_l,
             delta, beta, smoothing, tau,
         )  # fmt: skip
-        share = self.halves(sides.pair_share)[0]
+        share = self.halves(tensors.pair_share)[0]
         # A zero that hangs on nothing: the slopes are those of the terms alone.
         loss = torch.zeros_like(logps[:0]).sum()
-        for name, weight in self.terms:
+        for name, weight in terms:
             formula = DPO_LOSSES[name].formula
             if formula is None:
                 loss = loss - weight * self.halves(part.logprob * part.mask * token)[0].sum()
@@ -323,7 +323,7 @@ class DPOFamily(Pairs, key="dpo"):
         found = self.pair_metrics(part, logps, beta * ratio)
         assert part.entropy is not None
         assert part.is_top1 is not None
-        found["entropy"] = (part.entropy.detach() * part.mask * sides.all_tokens_share).sum()
+        found["entropy"] = (part.entropy.detach() * part.mask * tensors.all_tokens_share).sum()
         found["mean_token_accuracy"] = self.halves(part.is_top1 * part.mask * token)[0].sum()
         return loss, found
 
@@ -346,6 +346,7 @@ def _average(logprob: Tensor, mask: Tensor) -> Tensor:
     return (logprob * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
+@record
 class Beta(NamedTuple):
     beta: float
 
@@ -356,7 +357,7 @@ class ORPOTensors(NamedTuple):
     completion: Tensor | None = None
 
 
-class ORPOSides(NamedTuple):
+class ORPOPrepared(NamedTuple):
     """After those of all pairs, `ORPOTensors`."""
 
     pair_share: Tensor
@@ -365,22 +366,23 @@ class ORPOSides(NamedTuple):
 
 
 class ORPOFamily(Pairs, key="orpo"):
-    takes = Takes(numbers=Beta, sides=ORPOTensors)
-    numbers: Beta
+    Options = Beta
+    Tensors = ORPOTensors
+    options: Beta
     sums = (*PAIR_METRICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
-    def prepare(self, sides: ORPOTensors, mask: Tensor, dtype: torch.dtype) -> ORPOSides:
-        return ORPOSides(*self.shares(mask, dtype)[0], *sides)
+    def prepare(self, tensors: ORPOTensors, mask: Tensor, dtype: torch.dtype) -> ORPOPrepared:
+        return ORPOPrepared(*self.shares(mask, dtype)[0], *tensors)
 
     def contrast(self) -> Contrast | None:
-        return Contrast("orpo", average=True, beta=self.numbers.beta, nll_weight=1.0)
+        return Contrast("orpo", average=True, beta=self.options.beta, nll_weight=1.0)
 
-    def boost(self, sequences: int, tokens: int) -> float:
+    def grad_scale(self, sequences: int, tokens: int) -> float:
         return max(1.0, sequences * tokens / 2)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        beta = self.numbers.beta
-        pair, token, completion = part.sides
+        beta = self.options.beta
+        pair, token, completion = part.tensors
         mask = part.mask if completion is None else part.mask & completion.bool()
         logps = _average(part.logprob, mask)
         nll = -self.halves(part.logprob * part.mask * token)[0].sum()
@@ -399,16 +401,12 @@ CPO_TYPES: tuple[str, ...] = get_args(CPOType)
 AVERAGED = ("ipo", "simpo", "alphapo")
 
 
-class CPOWords(NamedTuple):
-    """logps: whether a sequence's log-probability is the mean or the sum over its tokens."""
+@record
+class CPOOptions(NamedTuple):
+    """average: a sequence's log-probability is the mean over its tokens. gamma: γ / β. alpha: α of AlphaPO."""
 
     loss_type: CPOType
-    logps: Literal["average", "sum"]
-
-
-class CPONumbers(NamedTuple):
-    """gamma: γ / β. alpha: α of AlphaPO."""
-
+    average: bool
     beta: float
     gamma: float
     smoothing: float
@@ -417,41 +415,40 @@ class CPONumbers(NamedTuple):
 
 
 class CPOFamily(Pairs, key="cpo"):
-    takes = Takes(CPOWords, CPONumbers)
-    words: CPOWords
-    numbers: CPONumbers
+    Options = CPOOptions
+    options: CPOOptions
     sums = (*PAIR_METRICS, "nll_loss")
 
-    def prepare(self, sides: Nothing, mask: Tensor, dtype: torch.dtype) -> PairSides:
+    def prepare(self, tensors: NoTensors, mask: Tensor, dtype: torch.dtype) -> PairTensors:
         return self.shares(mask, dtype)[0]
 
     def contrast(self) -> Contrast | None:
-        loss_type, logps = self.words
-        beta, gamma, smoothing, nll_weight, alpha = self.numbers
+        loss_type, average, beta, gamma, smoothing, nll_weight, alpha = self.options
         if alpha != 0.0:
             return None
         kind = loss_type if loss_type in ("hinge", "ipo") else "sigmoid"
-        return Contrast(kind, logps == "average", beta, gamma, smoothing, nll_weight=nll_weight)
+        return Contrast(kind, average, beta, gamma, smoothing, nll_weight=nll_weight)
 
-    def boost(self, sequences: int, tokens: int) -> float:
-        average, nll = self.words.logps == "average", self.numbers.nll_weight != 0
-        return float(super().boost(sequences, tokens) * (tokens if average else max(1, tokens) ** 0.5 if nll else 1.0))
+    def grad_scale(self, sequences: int, tokens: int) -> float:
+        average, nll = self.options.average, self.options.nll_weight != 0
+        return float(
+            super().grad_scale(sequences, tokens) * (tokens if average else max(1, tokens) ** 0.5 if nll else 1.0)
+        )
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        beta, gamma, smoothing, nll_weight, alpha = self.numbers
-        pair, token = part.sides
-        average = self.words.logps == "average"
+        loss_type, average, beta, gamma, smoothing, nll_weight, alpha = self.options
+        pair, token = part.tensors
         logps = _average(part.logprob, part.mask) if average else (part.logprob * part.mask).sum(1, keepdim=True)
         # (1 − p^−α) / α, which is log p at α = 0. expm1, since at small α the 1 would take all digits.
         reward = logps if alpha == 0 else -torch.expm1(-alpha * logps) / alpha
         reward_w, reward_l = self.halves(reward)
         margin = reward_w - reward_l - gamma
-        if self.words.loss_type == "hinge":
+        if loss_type == "hinge":
             losses = torch.relu(1 - beta * margin)
-        elif self.words.loss_type == "ipo":
+        elif loss_type == "ipo":
             losses = (margin - 1 / (2 * beta)).square()
         else:
-            losses = _smoothed(beta * margin, smoothing)
+            losses = _smooth_log_sigmoid(beta * margin, smoothing)
         nll = -self.halves(part.logprob * part.mask * token)[0].sum()
         loss = (losses * self.halves(pair)[0]).sum()
         if nll_weight:
@@ -473,7 +470,7 @@ KTO_METRICS = (
 )
 
 
-class KTOSides(NamedTuple):
+class KTOTensors(NamedTuple):
     """(S,) each. weight: in the loss. label: whether the sequence is desirable. kl: the KL term, the same for all."""
 
     weight: Tensor
@@ -485,21 +482,22 @@ class KTOSides(NamedTuple):
 class KTOFamily(Family, key="kto"):
     """Results are sums over sequences, or over tokens."""
 
-    takes = Takes(numbers=Beta, sides=KTOSides)
-    numbers: Beta
+    Options = Beta
+    Tensors = KTOTensors
+    options: Beta
     sums = (*KTO_METRICS, "entropy")
     wants_entropy = True
     wants_mean_logit = True
 
-    def together(self) -> int:
+    def group_size(self) -> int:
         return 1
 
-    def boost(self, sequences: int, tokens: int) -> float:
-        return max(1.0, float(sequences)) * ROOM / max(1.0, self.numbers.beta)
+    def grad_scale(self, sequences: int, tokens: int) -> float:
+        return max(1.0, float(sequences)) * ROOM / max(1.0, self.options.beta)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        weight, label, kl, given = part.sides
-        beta = self.numbers.beta
+        weight, label, kl, given = part.tensors
+        beta = self.options.beta
         logps = (part.logprob * part.mask).sum(1, keepdim=True)
         ratio = logps - _sequence_reference(part, given)
         away = beta * (ratio - kl)
@@ -517,7 +515,7 @@ class KTOFamily(Family, key="kto"):
         return loss, found
 
 
-class MeanRatioSides(NamedTuple):
+class MeanRatioTensors(NamedTuple):
     weight: Tensor
     reference: Tensor | None = None
 
@@ -525,13 +523,13 @@ class MeanRatioSides(NamedTuple):
 class MeanRatio(Family, key="kto_kl"):
     """Σ weight · log πθ(y) / π_ref(y), the estimate of KTO's KL term."""
 
-    takes = Takes(sides=MeanRatioSides)
+    Tensors = MeanRatioTensors
 
-    def together(self) -> int:
+    def group_size(self) -> int:
         return 1
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
-        weight, given = part.sides
+        weight, given = part.tensors
         logps = (part.logprob * part.mask).sum(1, keepdim=True)
         return (weight * (logps - _sequence_reference(part, given))).sum(), {}
 

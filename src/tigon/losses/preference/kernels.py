@@ -44,9 +44,9 @@ class Contrast(NamedTuple):
     nll_weight: float = 0.0
 
 
-def pair_slopes(
+def write_pair_slopes(
     of: Contrast, batch: Whole, reference: Tensor | None, completion: Tensor | None, loss: Tensor, metrics: Tensor,
-    slopes: Sequence[Tensor | None], boost: float,
+    slopes: Sequence[Tensor | None], grad_scale: float,
 ) -> None:  # fmt: skip
     """Write loss, metrics and slopes, as `Family.launch` has it.
 
@@ -59,13 +59,13 @@ def pair_slopes(
         total = (target[:pairs] != batch.ignore_index).sum()
     terms = loss.new_empty((COLUMNS, pairs))
     numbers = (
-        pairs, T, batch.ignore_index, boost, of.beta, of.gamma, of.smoothing, of.weight, of.nll_weight,
+        pairs, T, batch.ignore_index, grad_scale, of.beta, of.gamma, of.smoothing, of.weight, of.nll_weight,
         1 / (2 * of.beta),
     )  # fmt: skip
     constants = of.kind, of.average, of.nll_weight != 0.0
     tensors = (
-        target, batch.logprob, batch.entropy, batch.mean_logit, batch.reference, _bytes(batch.is_top1),
-        None if reference is None else reference.contiguous(), _bytes(completion), total, slopes[0], terms,
+        target, batch.logprob, batch.entropy, batch.mean_logit, batch.reference, _as_bytes(batch.is_top1),
+        None if reference is None else reference.contiguous(), _as_bytes(completion), total, slopes[0], terms,
     )  # fmt: skip
     key = (numbers, constants, *(None if t is None else t.dtype for t in tensors))
 
@@ -84,7 +84,7 @@ def pair_slopes(
     launch(_pair_metrics_kernel, (of_batch, of.kind), (terms, loss, metrics), finish)
 
 
-def _bytes(mask: Tensor | None) -> Tensor | None:
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
     """Bools as the kernel reads them."""
     if mask is None:
         return None
@@ -98,7 +98,7 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
 @jit
 def _log_sigmoid(z):
     u = tl.exp(-tl.abs(z))
-    # log(1 + u), and what rounding 1 + u has lost: near 0 that is all.
+    # log(1 + u), and the part that rounding 1 + u has lost: near 0 that is all.
     w = 1.0 + u
     return tl.where(z < 0, z, 0.0) - (tl.log(w) + (u - (w - 1.0)) / w)
 
@@ -122,7 +122,7 @@ def _log_odds(logp):
 
 
 @jit
-def _chosen(ptr, at, counts):
+def _in_completion(ptr, at, counts):
     """Whether tokens count that are in the completion, too."""
     if ptr is not None:
         here = counts & (tl.load(ptr + at, mask=counts, other=0) != 0)
@@ -132,19 +132,19 @@ def _chosen(ptr, at, counts):
 
 
 @jit
-def _sequence_sums(
+def _sum_sequence(
     target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, sequence, T, ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a sequence: tokens, tokens of the completion; sums of log-probabilities over each, of the reference's, of
-    entropies and mean logits; the tokens than which none is likelier."""
+    """Sums over a sequence: tokens, tokens of the completion; log-probabilities over each, the reference's, entropies,
+    mean logits; the tokens than which none is likelier."""
     count, within = 0, 0
     all_logprob, logprob, theirs, entropy, logits, hits = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for start in range(0, T, BLOCK):
         t = start + tl.arange(0, BLOCK)
         at = sequence * T + t
         counts = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
-        here = _chosen(completion_ptr, at, counts)
+        here = _in_completion(completion_ptr, at, counts)
         count += tl.sum(counts.to(tl.int32), 0)
         within += tl.sum(here.to(tl.int32), 0)
         own = tl.load(logprob_ptr + at, mask=counts, other=0.0)
@@ -161,7 +161,7 @@ def _sequence_sums(
 
 
 @jit
-def _sequence_slopes(
+def _write_slopes(
     target_ptr, completion_ptr, dlogprob_ptr, sequence, T, ignore_index, of_completion, of_all, BLOCK: tl.constexpr
 ):
     """Write the slope of each token: that of the sequence's log-probability, and that of the NLL."""
@@ -169,7 +169,7 @@ def _sequence_slopes(
         t = start + tl.arange(0, BLOCK)
         at = sequence * T + t
         counts = (t < T) & (tl.load(target_ptr + at, mask=t < T, other=ignore_index) != ignore_index)
-        here = _chosen(completion_ptr, at, counts)
+        here = _in_completion(completion_ptr, at, counts)
         slope = tl.where(here, of_completion, 0.0) + tl.where(counts, of_all, 0.0)
         tl.store(dlogprob_ptr + at, slope, mask=t < T)
 
@@ -185,10 +185,10 @@ def _pairs_kernel(
     """One program a pair: the chosen sequence (…_w), and the rejected one (…_l), B sequences behind it."""
     w = tl.program_id(0).to(tl.int64)
     l = w + B  # noqa: E741
-    count_w, within_w, all_w, logp_w, theirs_w, entropy_w, logits_w, hits_w = _sequence_sums(
+    count_w, within_w, all_w, logp_w, theirs_w, entropy_w, logits_w, hits_w = _sum_sequence(
         target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, w, T, ignore_index, BLOCK
     )
-    count_l, within_l, _, logp_l, theirs_l, entropy_l, logits_l, _ = _sequence_sums(
+    count_l, within_l, _, logp_l, theirs_l, entropy_l, logits_l, _ = _sum_sequence(
         target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, l, T, ignore_index, BLOCK
     )
     divisor_w, divisor_l = 1.0, 1.0
@@ -243,10 +243,10 @@ def _pairs_kernel(
                     total += tl.sum((labels != ignore_index).to(tl.int32), 0)
             nll = -nll_weight * boost / tl.maximum(total, 1).to(tl.float32)
         share = weight * boost / B
-        _sequence_slopes(
+        _write_slopes(
             target_ptr, completion_ptr, dlogprob_ptr, w, T, ignore_index, slope_w * share / divisor_w, nll, BLOCK
         )
-        _sequence_slopes(
+        _write_slopes(
             target_ptr, completion_ptr, dlogprob_ptr, l, T, ignore_index, slope_l * share / divisor_l, 0.0, BLOCK
         )
     terms_ptr += w
@@ -267,7 +267,7 @@ def _pairs_kernel(
 
 
 @jit
-def _column(terms_ptr, column, B, BLOCK: tl.constexpr):
+def _sum_column(terms_ptr, column, B, BLOCK: tl.constexpr):
     total = 0.0
     for start in range(0, B, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -289,21 +289,21 @@ def _pair_metrics_kernel(
     tokens_w, tokens_l = tl.maximum(count_w, 1).to(tl.float32), tl.maximum(count_l, 1).to(tl.float32)
     pairs = tl.maximum(B, 1).to(tl.float32)
     for i in tl.static_range(6):
-        tl.store(metrics_ptr + i, _column(terms_ptr, i, B, BLOCK) / pairs)
-    tl.store(metrics_ptr + 6, _column(terms_ptr, 6, B, BLOCK) / tokens_w)
-    tl.store(metrics_ptr + 7, _column(terms_ptr, 7, B, BLOCK) / tokens_l)
-    loss = _column(terms_ptr, 11, B, BLOCK) / pairs
-    first = _column(terms_ptr, 8, B, BLOCK)
+        tl.store(metrics_ptr + i, _sum_column(terms_ptr, i, B, BLOCK) / pairs)
+    tl.store(metrics_ptr + 6, _sum_column(terms_ptr, 6, B, BLOCK) / tokens_w)
+    tl.store(metrics_ptr + 7, _sum_column(terms_ptr, 7, B, BLOCK) / tokens_l)
+    loss = _sum_column(terms_ptr, 11, B, BLOCK) / pairs
+    first = _sum_column(terms_ptr, 8, B, BLOCK)
     if KIND == "dpo":
         tl.store(metrics_ptr + 8, first / tl.maximum(count_w + count_l, 1).to(tl.float32))
-        tl.store(metrics_ptr + 9, _column(terms_ptr, 9, B, BLOCK) / tokens_w)
+        tl.store(metrics_ptr + 9, _sum_column(terms_ptr, 9, B, BLOCK) / tokens_w)
     else:
         nll = first / tokens_w
         tl.store(metrics_ptr + 8, nll)
         if nll_weight != 0.0:  # 0 · inf would be NaN
             loss += nll_weight * nll
         if KIND == "orpo":
-            tl.store(metrics_ptr + 9, _column(terms_ptr, 9, B, BLOCK) / pairs)
-            tl.store(metrics_ptr + 10, _column(terms_ptr, 10, B, BLOCK) / pairs)
+            tl.store(metrics_ptr + 9, _sum_column(terms_ptr, 9, B, BLOCK) / pairs)
+            tl.store(metrics_ptr + 10, _sum_column(terms_ptr, 10, B, BLOCK) / pairs)
     # Too few tokens were visited, and those left out would be missing without a word.
     tl.store(loss_ptr, tl.where(count_w + count_l <= visited, loss, float("nan")))

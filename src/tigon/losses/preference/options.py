@@ -1,6 +1,4 @@
-"""The options of preference losses, and what a trainer knows of unpaired completions: values that raise when they are
-made.
-"""
+"""The options of preference losses, which raise when they are made, and a trainer's data of unpaired completions."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ class DPO:
         beta: β > 0; for "ipo" the paper's τ, for "sppo_hard" its 1 / η.
         label_smoothing: in [0, 1), of "robust" (below 0.5), "exo_pair" (above 0), "aot" and "aot_unpaired".
         reference_free: a reference that finds all completions equally likely, in place of `ref`.
-        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence": what keeps the policy near
-            the reference. Of types that see r of pairs alone.
+        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", which keeps the policy
+            near the reference. For types that see r of pairs alone.
         f_alpha_divergence_coef: α of "alpha_divergence".
         ld_alpha: in [0, 1]: weight of the tokens of a pair's longer completion that the shorter has no counterpart for.
             Reference log-probabilities that are given have to be computed with it as well.
         discopop_tau: temperature of "discopop".
-        bco_delta: what "bco_pair" subtracts from the rewards, a number or 0-d tensor: the running mean of
+        bco_delta: "bco_pair" subtracts it from the rewards, a number or 0-d tensor: the running mean of
             (rewards/chosen + rewards/rejected) / 2. 0 by default, as in TRL.
         temperature: divides the logits.
         ignore_index: targets that do not count.
@@ -193,17 +191,17 @@ class Mismatched(NamedTuple):
         x: (S', T', H) hidden states.
         target: (S', T').
         ref: (S',) sums of log-probabilities under the reference, or a `tigon.losses.Hidden`.
-        valid: how many targets of each count, as in `tigon.losses.Walk`.
+        valid_tokens: how many targets of each count, as in `tigon.losses.ChunkOptions`.
     """
 
     x: Tensor
     target: Tensor
     ref: Tensor | Hidden
-    valid: Sequence[int] | None = None
+    valid_tokens: Sequence[int] | None = None
 
 
 class Unpaired(NamedTuple):
-    """What a trainer knows of S completions of which each is good or bad by itself.
+    """A trainer's data of S completions, each of which is good or bad by itself.
 
     Args:
         label: (S,) bool, True for desirable completions.

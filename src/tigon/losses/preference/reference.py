@@ -54,10 +54,10 @@ def dpo_reference(
     z, per_token = beta * (s_w - s_l), s_w / n_w - s_l / n_l
     e, sigma = label_smoothing, torch.sigmoid
 
-    def smoothed(z: Tensor) -> Tensor:
+    def smooth(z: Tensor) -> Tensor:
         return -(1 - e) * sigma(z).log() - e * sigma(-z).log()
 
-    def of(name: str) -> Tensor:
+    def evaluate(name: str) -> Tensor:
         if name == "sigmoid":
             return -sigma(z).log()
         if name == "hinge":
@@ -75,9 +75,9 @@ def dpo_reference(
         if name == "sppo_hard":
             return (r_w - 0.5 / beta) ** 2 + (r_l + 0.5 / beta) ** 2
         if name == "aot":
-            return smoothed(beta * ((w - l).sort().values - (ref_w - ref_l).sort().values))
+            return smooth(beta * ((w - l).sort().values - (ref_w - ref_l).sort().values))
         if name == "aot_unpaired":
-            return smoothed(beta * (r_w.sort().values - r_l.sort().values))
+            return smooth(beta * (r_w.sort().values - r_l.sort().values))
         if name == "apo_zero":
             return 1 - sigma(beta * r_w) + sigma(beta * r_l)
         if name == "apo_down":
@@ -92,7 +92,9 @@ def dpo_reference(
         raise NotImplementedError(f"dpo_reference: {name!r} has no formula.")
 
     n_w_total = mask.chunk(2)[0].sum().clamp(min=1)
-    losses = [weight * of(name).mean() for name, weight in zip(types, loss_weights or [1.0] * len(types), strict=True)]
+    losses = [
+        weight * evaluate(name).mean() for name, weight in zip(types, loss_weights or [1.0] * len(types), strict=True)
+    ]
     return torch.stack(losses).sum()
 
 

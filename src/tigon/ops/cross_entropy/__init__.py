@@ -11,12 +11,13 @@ The operator in the usual order: here the promise, then reference.py, kernels.py
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args, overload
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, overload
 
 import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors, use_triton
+from tigon.kernels import check_tensors, unknown_keyword, use_triton
 from tigon.ops.cross_entropy.launches import cross_entropy_rows
 from tigon.ops.cross_entropy.launches import loss_and_details as _loss_and_details
 from tigon.ops.cross_entropy.launches import loss_of_logits as _loss_of_logits
@@ -24,6 +25,7 @@ from tigon.ops.cross_entropy.reference import cross_entropy_reference, loss_and_
 from tigon.ops.targets import checked_target
 
 __all__ = [
+    "CrossEntropy",
     "CrossEntropyDetails",
     "check_options",
     "cross_entropy",
@@ -52,34 +54,75 @@ class CrossEntropyDetails(NamedTuple):
     predicted: Tensor
 
 
+def check_options(
+    name: str, reduction: str, label_smoothing: float, softcap: float | None, scale: float,
+    divisor: Tensor | float | None,
+) -> None:  # fmt: skip
+    """Sentences for the options that every cross entropy shares."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
+    # A negative scale would make the least logit the likeliest: running maxima are taken before the scale is applied.
+    if scale <= 0:
+        raise ValueError(f"{name}: scale must be positive, got {scale}.")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap must be positive, or None for none, got {softcap}.")
+    if divisor is not None and reduction != "mean":
+        raise ValueError(f"{name}: divisor goes with reduction='mean', got reduction={reduction!r}.")
+    if isinstance(divisor, Tensor) and divisor.dim() != 0:
+        raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy:
+    """Options of `cross_entropy` and of `linear_cross_entropy`.
+
+    Args:
+        ignore_index: rows with this target have loss 0 and gradient 0.
+        reduction: "mean" over the rows that are not ignored (with class weights, the weighted loss is divided by the
+            sum of the targets' weights), "sum", or "none" for one loss a row. The mean over no row is 0 with a gradient
+            of 0, where PyTorch has NaN: a rank or a micro-batch may be empty.
+        label_smoothing: ε in [0, 1], spread evenly over the classes.
+        z_loss: coefficient of lse², which keeps the logits from drifting.
+        divisor: with "mean", divides the summed loss in place of the number of valid rows or their weight; a number or
+            a 0-d tensor (the token count of a whole gradient-accumulation step), without gradient.
+        softcap: c > 0 for z = c · tanh(scale · logits / c); None for none. `linear_cross_entropy` has it in its head.
+        scale: multiplies the logits, before the softcap; positive. `linear_cross_entropy` has it in its head.
+    Raises: ValueError for options that do not fit.
+    """
+
+    ignore_index: int = -100
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    divisor: Tensor | float | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_options("CrossEntropy", self.reduction, self.label_smoothing, self.softcap, self.scale, self.divisor)
+
+
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
-    reduction: Reduction = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    scale: float = 1.0,
-    divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[False] = False,
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, config: CrossEntropy = CrossEntropy(),
+    inplace: bool = False, details: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def cross_entropy(
-    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int = -100,
-    reduction: Reduction = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    scale: float = 1.0,
-    divisor: Tensor | float | None = None, inplace: bool = False, details: Literal[True],
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, *, config: CrossEntropy = CrossEntropy(),
+    inplace: bool = False, details: Literal[True],
 ) -> CrossEntropyDetails: ...  # fmt: skip
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
-    reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    divisor: Tensor | float | None = None,
+    config: CrossEntropy = CrossEntropy(),
     inplace: bool = False,
     details: bool = False,
+    **unknown: NoReturn,
 ) -> Tensor | CrossEntropyDetails:
     """Cross entropy that reads the logits once forward, and once more to write their gradient. Logits stay untouched.
 
@@ -88,16 +131,7 @@ def cross_entropy(
         target: (...), integer class indices.
         weight: (V,) floats, one a class, as `torch.nn.functional.cross_entropy` takes them; no gradient. z-loss is not
             weighted.
-        ignore_index: rows with this target have loss 0 and gradient 0.
-        reduction: "mean" over the rows that are not ignored (with `weight`, the weighted loss is divided by the sum of
-            the targets' weights), "sum", or "none" for one loss a row. The mean over no row is 0 with a gradient of 0,
-            where PyTorch has NaN: a rank or a micro-batch may be empty.
-        label_smoothing: ε in [0, 1], spread evenly over the classes.
-        z_loss: coefficient of lse², which keeps the logits from drifting.
-        softcap: c > 0 for z = c · tanh(scale · logits / c); None for none.
-        scale: multiplies the logits, before the softcap; positive.
-        divisor: with "mean", divides the summed loss in place of the number of valid rows or their weight; a number or
-            a 0-d tensor (the token count of a whole gradient-accumulation step), without gradient.
+        config: a `tigon.CrossEntropy`: reduction, smoothing, z-loss, divisor, softcap.
         inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size. The logits
             are then lost, even if they are a leaf, and a second backward pass raises PyTorch's error. Ignored under
             torch.compile, without Triton, and for logits whose rows overlap or have gaps between their columns.
@@ -110,7 +144,10 @@ def cross_entropy(
 
         loss = F.cross_entropy(logits.float(), target)
     """
-    check_options("cross_entropy", reduction, label_smoothing, softcap, scale, divisor)
+    if unknown:
+        homes = {field: f"config=tigon.CrossEntropy({field}=…)" for field in CrossEntropy.__dataclass_fields__}
+        raise unknown_keyword("cross_entropy", unknown, homes)
+    ignore_index, reduction, divisor = config.ignore_index, config.reduction, config.divisor
     if not logits.dtype.is_floating_point or logits.dim() == 0:
         raise ValueError(f"cross_entropy: logits must be (..., V) floats, got {tuple(logits.shape)} {logits.dtype}.")
     _check_classes(logits, target)
@@ -118,7 +155,7 @@ def cross_entropy(
     if weight is not None:
         _check_weight(weight, logits)
     # A softcap of 0.0 stands for none from here on: an operator's schema has floats, and the kernel a branch.
-    options = (ignore_index, label_smoothing, z_loss, softcap or 0.0, scale)
+    options = (ignore_index, config.label_smoothing, config.z_loss, config.softcap or 0.0, config.scale)
     if not use_triton(logits, weight):
         return _composed(logits, target, weight, reduction, divisor, details, *options)
     if divisor is not None:
@@ -170,26 +207,6 @@ def _composed(
         # 0 / 0 is NaN where every row is ignored.
         accuracy = ((predicted == target) & valid).sum().float() / valid.sum()
     return CrossEntropyDetails(loss, z, accuracy, predicted)
-
-
-def check_options(
-    name: str, reduction: str, label_smoothing: float, softcap: float | None, scale: float,
-    divisor: Tensor | float | None,
-) -> None:  # fmt: skip
-    """Sentences for the options that every cross entropy shares."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{name}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
-    # A negative scale would make the least logit the likeliest: running maxima are taken before the scale is applied.
-    if scale <= 0:
-        raise ValueError(f"{name}: scale must be positive, got {scale}.")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{name}: softcap must be positive, or None for none, got {softcap}.")
-    if divisor is not None and reduction != "mean":
-        raise ValueError(f"{name}: divisor goes with reduction='mean', got reduction={reduction!r}.")
-    if isinstance(divisor, Tensor) and divisor.dim() != 0:
-        raise ValueError(f"{name}: divisor must be a number or a 0-d tensor, got shape {tuple(divisor.shape)}.")
 
 
 def _check_classes(logits: Tensor, target: Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.cross_entropy import CrossEntropy
 from tigon.rank.batch import Batch
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ def loss(ranker: LiGR, batch: Batch) -> Tensor:
     event = torch.arange(len(item), device=x.device)
     request = torch.searchsorted(offsets[1:].contiguous(), event, right=True)
     # Code 0 is no item of the catalogue.
-    return linear_cross_entropy(_as_wide(ranker, x[event + request]), table[1:], item - 1, ignore_index=-1)
+    return linear_cross_entropy(
+        _as_wide(ranker, x[event + request]), table[1:], item - 1, config=CrossEntropy(ignore_index=-1)
+    )
 
 
 def scores(ranker: LiGR, batch: Batch) -> Tensor:

@@ -21,7 +21,7 @@ from tigon.ops.cross_entropy import check_options
 from tigon.ops.targets import checked_target
 from tigon.retrieve.arguments import as_int, as_number, require_tensors
 from tigon.retrieve.training.over_items import check_bias, check_pair, contrast
-from tigon.retrieve.training.over_items.own import among, joined, own_contrast
+from tigon.retrieve.training.over_items.per_query_negatives import combine_losses, loss_among, own_contrast
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 # No target has it: every query of a batch counts.
@@ -137,7 +137,7 @@ def sampled_softmax(
         assert losses is not None
         return losses
     among_own = own_contrast(query, items, positive, drawn.own, drawn.own_bias, scale)
-    return _mean(among_own if losses is None else joined(losses, among_own), target)
+    return _mean(among_own if losses is None else combine_losses(losses, among_own), target)
 
 
 def similarity_softmax(
@@ -175,7 +175,7 @@ def similarity_softmax(
         part = _score(name, similarity, query, items[drawn.own.clamp(min=0)])
         part = part if drawn.own_bias is None else part + drawn.own_bias
         scores.append(part.masked_fill(drawn.own < 0, -torch.inf))
-    return _mean(among(right.squeeze(1), torch.cat(scores, 1)), target)
+    return _mean(loss_among(right.squeeze(1), torch.cat(scores, 1)), target)
 
 
 class FrequencyEstimator(nn.Module):

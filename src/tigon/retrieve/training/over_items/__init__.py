@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tigon.kernels import autocast_dtype, check_tensors, use_triton
 from tigon.losses.head.head import Head
-from tigon.losses.head.vocabulary_parallel import Shards, shards_of
+from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops import shard_statistics
-from tigon.ops.cross_entropy import Reduction, check_options
+from tigon.ops.cross_entropy import CrossEntropy, Reduction, check_options
 from tigon.ops.targets import checked_target
 from tigon.retrieve.training.over_items.launches import _item_softmax
 from tigon.retrieve.training.over_items.reference import contrast_reference, item_softmax_reference
@@ -70,7 +70,7 @@ def item_softmax(
     check_options(name, reduction, 0.0, None, scale, None)
     check_pair(name, query, items)
     check_bias(name, "bias", bias, items)
-    *_, shards = shards_of(name, query, items, bias, target, group, "fp32")
+    *_, shards = resolve_shards(name, query, items, bias, target, group, "fp32")
     count = items.shape[0] if shards is None else shards.classes
     target = checked_target(name, target, query.shape[:-1], count, IGNORED, query.device)
     dtype = autocast_dtype(query.device.type)
@@ -81,13 +81,13 @@ def item_softmax(
     trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     narrow = query.shape[-1] <= WIDEST and not trained and count > 0
     if narrow and use_triton(query, items, bias):
-        return fused(query, items, target, bias, None, None, None, None, None, scale, IGNORED, reduction, shards)
+        return run_fused(query, items, target, bias, None, None, None, None, None, scale, IGNORED, reduction, shards)
     inner = bias if bias is None or scale == 1.0 else bias / scale
     head = Head(items, None if inner is None else inner.to(items.dtype), scale=scale, group=group)
-    return linear_cross_entropy(query, head, target, ignore_index=IGNORED, reduction=reduction)
+    return linear_cross_entropy(query, head, target, config=CrossEntropy(ignore_index=IGNORED, reduction=reduction))
 
 
-def fused(
+def run_fused(
     query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
     allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
     reduction: str, shards: Shards | None = None,
@@ -124,10 +124,10 @@ def contrast(
     allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    """`fused`, or its reference where kernels cannot run."""
+    """`run_fused`, or its reference where kernels cannot run."""
     arguments = query, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction
     if query.shape[-1] <= WIDEST and use_triton(query, items, positive, bias):
-        return fused(*arguments)
+        return run_fused(*arguments)
     return contrast_reference(*arguments)
 
 

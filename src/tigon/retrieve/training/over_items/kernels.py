@@ -11,7 +11,9 @@ from tigon.kernels.tiles.constants import LN2, LOG2E
 
 
 @jit
-def _block_of(ptr, stride, first, end, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
+def _load_block(
+    ptr, stride, first, end, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr
+):
     """Rows first … of a matrix (…, D), zeros from row `end` on."""
     j, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     # int64: row · stride reaches 2³¹ at 17 M items of width 128.
@@ -26,7 +28,7 @@ def _block_of(ptr, stride, first, end, BLOCK: tl.constexpr, D: tl.constexpr, BLO
 
 
 @jit
-def _allowed(ptr, lines, n, N, items, MASK: tl.constexpr):
+def _load_allowed(ptr, lines, n, N, items, MASK: tl.constexpr):
     """The bytes of items n …, 16 at a time: n and each line's begin are multiples of 16, and lines end at one."""
     # From one address, by offsets of 32 bits: addresses of each byte would take all registers.
     at = ptr + n // 16 * 16 + (lines + items)  # a product, since of a loop's variable nothing else is known
@@ -47,7 +49,7 @@ def _items_step(
     begin behind them.
     """
     item = n + tl.arange(0, BLOCK_N)
-    x = _block_of(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, MASK)
+    x = _load_block(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, MASK)
     z = tl.dot(q, tl.trans(x), input_precision=PRECISION) * scale
     if bias_ptr is not None:
         z += (tl.load(bias_ptr + item, mask=item < N, other=0.0).to(tl.float32) * LOG2E)[None, :]
@@ -58,7 +60,7 @@ def _items_step(
     if MASK:
         keep = keep & (item < N)[None, :]
     if allowed_ptr is not None:
-        keep = keep & (_allowed(allowed_ptr, lines[:, None], n, N, tl.arange(0, BLOCK_N)[None, :], MASK) != 0)
+        keep = keep & (_load_allowed(allowed_ptr, lines[:, None], n, N, tl.arange(0, BLOCK_N)[None, :], MASK) != 0)
     z = tl.where(keep, z, float("-inf"))
     highest = tl.maximum(m, tl.max(z, 1))
     # As long as a row has met nothing but what is left out, its maximum is −inf.
@@ -88,7 +90,7 @@ def _scan_kernel(
     part = tl.program_id(0) // tiles
     rows, d = row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     live = rows < M
-    q = _block_of(q_ptr, stride_q, row, M, BLOCK_M, D, BLOCK_D, True)
+    q = _load_block(q_ptr, stride_q, row, M, BLOCK_M, D, BLOCK_D, True)
     own = tl.load(own_ptr + rows, mask=live, other=0)
     lines = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - row) * stride_a
     if allowed_ptr is not None:
@@ -197,7 +199,7 @@ def _items_kernel(
     n = tl.program_id(0) % tiles * BLOCK_N
     part = tl.program_id(0) // tiles
     item, d = n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    x = _block_of(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, True)
+    x = _load_block(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, True)
     above = tl.full([BLOCK_N], SHIFT, tl.float32)
     if bias_ptr is not None:
         above += tl.load(bias_ptr + item, mask=item < N, other=0.0).to(tl.float32) * LOG2E
@@ -208,7 +210,7 @@ def _items_kernel(
     for i in range(start, tl.minimum(start + share, M), BLOCK_M):
         rows = i + tl.arange(0, BLOCK_M)
         live = rows < M
-        q = _block_of(q_ptr, stride_q, i, M, BLOCK_M, D, BLOCK_D, True)
+        q = _load_block(q_ptr, stride_q, i, M, BLOCK_M, D, BLOCK_D, True)
         lse = tl.load(lse_ptr + rows, mask=live, other=float("inf"))
         z = tl.dot(x, tl.trans(q), input_precision=PRECISION)
         if SHIFT != 0 or bias_ptr is not None:
@@ -228,7 +230,7 @@ def _items_kernel(
         if allowed_ptr is not None:
             lines = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - i) * stride_a
             line_ptr = allowed_ptr + tl.cast(i, tl.int64) * stride_a
-            shown = _allowed(line_ptr, lines[None, :], n, N, tl.arange(0, BLOCK_N)[:, None], True)
+            shown = _load_allowed(line_ptr, lines[None, :], n, N, tl.arange(0, BLOCK_N)[:, None], True)
             if not POSITIVE:
                 shown = tl.where(item[:, None] == target[None, :], 1, shown)
             # Numbers of 32 bits that wait for these bytes would make the tensor cores wait, product by product.

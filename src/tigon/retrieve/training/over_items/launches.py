@@ -53,7 +53,7 @@ BEGIN = 4
 SUMMED = 2**16
 
 
-def tile_of(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
+def choose_tile(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
     D = q.shape[1]
     width = 64 if D <= 64 else 128 if D <= 128 else 256
     if q.dtype != torch.float32:
@@ -72,7 +72,7 @@ def tile_of(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
     return tile._replace(stages=stages)
 
 
-def shares_of(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple[int, int]:
+def split_items(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple[int, int]:
     """(parts, items of a part, whole blocks): programs end together, and each has enough to do."""
     tiles, blocks = cdiv(M, tile.queries), cdiv(N, tile.items)
     most = max(1, min(SHARES, blocks, SHARES_BYTES // (4 * M * (D + 2))))
@@ -85,14 +85,14 @@ def shares_of(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple
     return cdiv(blocks, share), share * tile.items
 
 
-def query_shares_of(M: int, N: int, D: int, tile: Tile) -> tuple[int, int]:
+def split_queries(M: int, N: int, D: int, tile: Tile) -> tuple[int, int]:
     """(parts, queries of a part, whole blocks) of the sums over all queries; one part of up to SUMMED queries."""
     parts = max(1, min(cdiv(M, SUMMED), SHARES_BYTES // (4 * N * D)))
     share = cdiv(cdiv(M, tile.queries), parts) * tile.queries
     return max(1, cdiv(M, share)) if share else 1, share
 
 
-def shift_of(q: Tensor) -> int:
+def power_shift(q: Tensor) -> int:
     """In fp16 powers are kept times 2¹⁵."""
     return 15 if q.dtype == torch.float16 else 0
 
@@ -100,7 +100,7 @@ def shift_of(q: Tensor) -> int:
 def _constants(q: Tensor) -> dict[str, Any]:
     # fp32 is multiplied as three products of TF32, or as AMD's tensor cores do.
     precision = "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
-    return {"SHIFT": shift_of(q), "PRECISION": precision}
+    return {"SHIFT": power_shift(q), "PRECISION": precision}
 
 
 def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -139,7 +139,7 @@ def _item_softmax_fwd(
     )
     losses = torch.empty_like(lse)
     if M:
-        m, total, acc = scanned(q, items, target if own is None else own, bias, ids, allowed, scale, need_dq)
+        m, total, acc = run_scan(q, items, target if own is None else own, bias, ids, allowed, scale, need_dq)
         q, items, positive = _unit_strides(q, items, positive)
         factor = scale / math.log(2)
 
@@ -147,29 +147,29 @@ def _item_softmax_fwd(
             stride = 0 if positive is None else positive.stride(0)
             arguments = (
                 M, N, len(m), q.stride(0), items.stride(0), stride, factor, ignore_index, D, MERGED,
-                max(16, next_power_of_2(D)), shift_of(q),
+                max(16, next_power_of_2(D)), power_shift(q),
             )  # fmt: skip
             return cdiv(M, MERGED), arguments, {"num_warps": 4}
 
         key = factor, ignore_index, N, _key(q, items, target, bias, m, acc, positive, positive_bias)
         tensors = (q, items, target, bias, m, total, acc, positive, positive_bias, losses, lse, less)
         launch(_merge_kernel, key, (*tensors, dq if need_dq else None), merge)
-    loss, inverse = reduced(losses, target, ignore_index, reduction)
+    loss, inverse = reduce_losses(losses, target, ignore_index, reduction)
     return loss, lse, less, dq, inverse
 
 
-def scanned(
+def run_scan(
     q: Tensor, items: Tensor, own: Tensor, bias: Tensor | None, ids: Tensor | None, allowed: Tensor | None,
     scale: float, need_dq: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """What each share of the items says of each query, its own item left out: maximum, sum of powers, sum of items.
 
-    Returns: (parts, M), (parts, M), (parts, M, D) or None, in fp32; powers times two to `shift_of`.
+    Returns: (parts, M), (parts, M), (parts, M, D) or None, in fp32; powers times two to `power_shift`.
     """
     (M, D), N = q.shape, items.shape[0]
     q, items = _unit_strides(q, items)
-    tile = tile_of("scan", q, allowed)
-    parts, share = shares_of(M, N, D, tile, multiprocessors(q.device)) if M and N else (0, 0)
+    tile = choose_tile("scan", q, allowed)
+    parts, share = split_items(M, N, D, tile, multiprocessors(q.device)) if M and N else (0, 0)
     m, total = (q.new_empty(parts, M, dtype=torch.float32) for _ in range(2))
     acc = m.new_empty(parts, M, D) if need_dq else None
     factor = scale / math.log(2)
@@ -188,7 +188,7 @@ def scanned(
     return m, total, acc
 
 
-def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
+def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
     """The loss, and what a sum is multiplied by."""
     if reduction == "none":
         return losses, losses.new_empty(())
@@ -236,8 +236,8 @@ def _item_softmax_bwd(
     else:
         factor, weight = upstream, None
     if N:
-        tile = tile_of("items", q, allowed)
-        parts, share = query_shares_of(M, N, D, tile)
+        tile = choose_tile("items", q, allowed)
+        parts, share = split_queries(M, N, D, tile)
         # Shares are summed in fp32, and rounded once.
         sums = dx if parts == 1 else dx.new_empty((parts, N * D), dtype=torch.float32)
 

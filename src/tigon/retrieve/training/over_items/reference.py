@@ -18,7 +18,7 @@ def item_softmax_reference(
     losses = torch.nn.functional.cross_entropy(
         flat, target.reshape(-1).long(), ignore_index=ignore_index, reduction="none"
     )
-    return reduced(losses.view(target.shape), target, ignore_index, reduction)
+    return reduce_losses(losses.view(target.shape), target, ignore_index, reduction)
 
 
 def contrast_reference(
@@ -42,10 +42,10 @@ def contrast_reference(
     out = ids == own.unsqueeze(1)
     others = z.masked_fill(out if allowed is None else out | ~allowed, -torch.inf)
     losses = torch.logsumexp(torch.cat([right.unsqueeze(1), others], 1), 1) - right
-    return reduced(torch.where(target == ignore_index, 0.0, losses), target, ignore_index, reduction)
+    return reduce_losses(torch.where(target == ignore_index, 0.0, losses), target, ignore_index, reduction)
 
 
-def reduced(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     if reduction == "sum":

@@ -23,9 +23,9 @@ from tigon.ops.shard_statistics import IGNORED, OUTSIDE
 from tigon.retrieve.training.over_items.launches import (
     _backward,
     _setup_context,
-    reduced,
-    scanned,
-    shift_of,
+    power_shift,
+    reduce_losses,
+    run_scan,
 )
 
 
@@ -35,8 +35,8 @@ def _item_softmax_over_shards_fwd(
     reduction: str, need_dq: bool, *, shards: Shards,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `_item_softmax_fwd`; target: this device's labels (`tigon.ops.shard_statistics`)."""
-    m, total, acc = scanned(q, items, target, bias, None, None, scale, need_dq)
-    here, shift = target >= 0, shift_of(q)
+    m, total, acc = run_scan(q, items, target, bias, None, None, scale, need_dq)
+    here, shift = target >= 0, power_shift(q)
     x = torch.zeros_like(q, dtype=torch.float32)
     none = m.new_full((len(q),), -torch.inf)
     z = none
@@ -66,7 +66,7 @@ def _item_softmax_over_shards_fwd(
     less = torch.where(counts, less, 0.0).float() + wrong
     if on_the_way is not None:
         dq = torch.where(counts.unsqueeze(1), on_the_way.wait(), 0.0) + wrong.unsqueeze(1)
-    loss, inverse = reduced(losses, target, ignore_index, reduction)
+    loss, inverse = reduce_losses(losses, target, ignore_index, reduction)
     return loss, lse, less, dq, inverse
 
 

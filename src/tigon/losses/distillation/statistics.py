@@ -1,4 +1,4 @@
-"""What devices tell each other of a row of two heads' logits, and what all of it says together.
+"""Statistics of a row of two heads' logits, which devices exchange, and their merge.
 
 Labels are those of tigon.ops.shard_statistics: the label of another device's class is negative, and no logit is read
 for it.
@@ -18,14 +18,14 @@ from tigon.losses.distillation.rows import Rows, launch_rows
 from tigon.ops import shard_statistics
 from tigon.ops.cross_entropy.launches import _cache_sized
 
-# The columns of a device's statistics of a row. Of two softmaxes: the maximum of z over the student's classes here, and
+# The columns of a device's statistics of a row. Two softmaxes: the maximum of z over the student's classes here, and
 # Σ exp((z − maximum) / τ); the teacher's; for a cross entropy the target's z, and the student's sum at temperature 1.
 TOP, SUM, TEACHER_TOP, TEACHER_SUM, TARGET, SUM_AT_ONE = map(tl.constexpr, range(6))
-# Of a cosine: a·a, a·b, b·b; for a cross entropy the target's z, and maximum and sum at temperature 1.
+# Cosine: a·a, a·b, b·b; for a cross entropy the target's z, and maximum and sum at temperature 1.
 AA, AB, BB, COSINE_TARGET, COSINE_TOP, COSINE_SUM = map(tl.constexpr, range(6))
-# What a row's statistics become once those of all devices are merged. Of two softmaxes: both sides' maxima, and the
+# The columns after the merge over all devices. Two softmaxes: both sides' maxima, and the
 # logarithms of the sums, to the base 2 in the kernels; kept apart, since the two together would be rounded at their own
-# size. Of a cosine: 1 / |a|, 1 / |b|, the cosine. LOG_H: the student's log-sum at temperature 1.
+# size. Cosine: 1 / |a|, 1 / |b|, the cosine. LOG_H: the student's log-sum at temperature 1.
 TOP_A, LOG_A, TOP_B, LOG_B, LOG_H = map(tl.constexpr, range(5))
 OVER_A, OVER_B, COSINE, COSINE_TOP_A = map(tl.constexpr, range(4))
 MERGED = tl.constexpr(5)
@@ -33,12 +33,10 @@ IGNORED, OUTSIDE = tl.constexpr(shard_statistics.IGNORED), tl.constexpr(shard_st
 ROWS = 128  # rows of a program of the merge
 
 
-def columns(formula: Formula) -> int:
+def count_columns(formula: Formula) -> int:
     """How many of the columns there are."""
     if formula.kind == "cosine":
         return 6 if formula.hard else 3
-    # One column more for the target's z, and another for a sum at temperature 1 where the temperature is another. A
-    # column that is left out spares 4 bytes a row and device on the wire.
     return 4 + formula.hard
 
 
@@ -52,9 +50,8 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
     # Finite also where every class here is -inf: −inf − (−inf) would make the merge's sums NaN on all devices.
     top = z.amax(-1).clamp(min=shard_statistics.LEAST)
     power = z - top.unsqueeze(-1)
-    target = [of_target(z, rows.labels)] if formula.hard and rows.labels is not None else []
+    target = [select_target(z, rows.labels)] if formula.hard and rows.labels is not None else []
     if formula.kind == "cosine":
-        # Norms travel as squares: squares of parts add up, norms of parts do not.
         found = [z.square().sum(-1), (z * t).sum(-1), t.square().sum(-1), *target]
         found += [top, power.exp().sum(-1)] if formula.hard else []
     else:
@@ -62,18 +59,16 @@ def statistics_reference(rows: Rows, teacher: Tensor, formula: Formula) -> Tenso
         found = [top, (power / formula.temperature).exp().sum(-1), top_t]
         found += [((t - top_t.unsqueeze(-1)) / formula.temperature).exp().sum(-1), *target]
         found += [power.exp().sum(-1)] if formula.hard is Hard.APART else []
-    # Rows that do not count travel as zeros, not as what their logits happen to be.
-    return of_valid(torch.stack(found, -1), rows.labels)
+    return mask_ignored(torch.stack(found, -1), rows.labels)
 
 
-def of_target(z: Tensor, labels: Tensor) -> Tensor:
+def select_target(z: Tensor, labels: Tensor) -> Tensor:
     """The target's z where this device has it, else 0: a sum over the devices is then the target's z."""
-    # A negative label may be another device's class, ignored, or out of range. None of them reads a logit here.
     here = labels >= 0
     return torch.where(here, z.gather(-1, torch.where(here, labels, 0).unsqueeze(-1)).squeeze(-1), 0.0)
 
 
-def of_valid(values: Tensor, labels: Tensor | None) -> Tensor:
+def mask_ignored(values: Tensor, labels: Tensor | None) -> Tensor:
     """Values (M, ...), 0 in rows that do not count."""
     if labels is None:
         return values
@@ -81,11 +76,15 @@ def of_valid(values: Tensor, labels: Tensor | None) -> Tensor:
     return torch.where(counts, values, 0.0)
 
 
-def log_sum(tops: Tensor, sums: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of all devices the maximum, and the logarithm of the sum, given those of each."""
+def one_hot(labels: Tensor, z: Tensor) -> Tensor:
+    """(M, V); 0 everywhere in the row of a label of another device."""
+    # A comparison and not F.one_hot, which raises for the negative labels of other devices.
+    return (torch.arange(z.shape[1], device=z.device) == labels.unsqueeze(-1)).to(z.dtype)
+
+
+def merge_log_sums(tops: Tensor, sums: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The maximum over all devices and the logarithm of the sum, from those of each device."""
     top = tops.amax(0)
-    # Each part is brought to the common maximum first. A device's own maximum may lie far below, and its sum then
-    # vanishes, as it should.
     return top, (sums * ((tops - top) / temperature).exp()).sum(0).log()
 
 
@@ -93,23 +92,21 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
     said, cosine = parts.unbind(-1), formula.kind == "cosine"
     top = log_h = torch.zeros_like(said[0][0])
     if cosine:
-        # The square root only after the sum over the devices.
         over_a, over_b = (1 / said[square].sum(0).sqrt().clamp(min=1e-8) for square in (AA, BB))
         merged = [over_a, over_b, said[AB].sum(0) * over_a * over_b]
         if formula.hard:
-            top, log_h = log_sum(said[COSINE_TOP], said[COSINE_SUM], 1.0)
+            top, log_h = merge_log_sums(said[COSINE_TOP], said[COSINE_SUM], 1.0)
         merged.append(top)
     else:
-        top, log_a = log_sum(said[TOP], said[SUM], formula.temperature)
-        merged = [top, log_a, *log_sum(said[TEACHER_TOP], said[TEACHER_SUM], formula.temperature)]
+        top, log_a = merge_log_sums(said[TOP], said[SUM], formula.temperature)
+        merged = [top, log_a, *merge_log_sums(said[TEACHER_TOP], said[TEACHER_SUM], formula.temperature)]
         if formula.hard:
-            # At temperature 1 one sum serves both losses, and the column SUM_AT_ONE does not exist.
-            log_h = log_a if formula.hard is Hard.SHARED else log_sum(said[TOP], said[SUM_AT_ONE], 1.0)[1]
+            log_h = log_a if formula.hard is Hard.SHARED else merge_log_sums(said[TOP], said[SUM_AT_ONE], 1.0)[1]
     if formula.hard and rows.labels is not None:
         # No device has that class, so all targets would add up to z = 0: a plausible and wrong loss.
         log_h = torch.where(rows.labels == shard_statistics.OUTSIDE, float("nan"), log_h)
         hard = (top - said[COSINE_TARGET if cosine else TARGET].sum(0)) + log_h
-        rows.write(None, of_valid(hard, rows.labels), None)
+        rows.write(None, mask_ignored(hard, rows.labels), None)
     # For a cosine: 1 / |a|, 1 / |b|, cos, top, log_h. LOG_H is the last column of both layouts.
     return torch.stack([*merged, log_h], -1)
 
@@ -128,7 +125,6 @@ def _distill_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     teacher_ptr += row * stride_tm
-    # The K columns of a row lie side by side: a program writes them as one short run of memory.
     out_ptr += row * COLUMNS
     label = 0
     if labels_ptr is not None:
@@ -138,13 +134,12 @@ def _distill_statistics_kernel(
             for i in tl.static_range(COLUMNS):
                 tl.store(out_ptr + i, 0.0)
             return
-    tile = tiles.tile_of(DEPTH, BLOCK)
+    tile = tiles.tile_columns(DEPTH, BLOCK)
     if IS_COSINE:
-        sum_aa, sum_ab, sum_bb, top, total = tiles.products(
+        sum_aa, sum_ab, sum_bb, top, total = tiles.sum_products(
             logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP,
             TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
-        # Plain sums, which the merge adds up over the devices without rescaling.
         tl.store(out_ptr + AA, tl.sum(sum_aa, 0))
         tl.store(out_ptr + AB, tl.sum(sum_ab, 0))
         tl.store(out_ptr + BB, tl.sum(sum_bb, 0))
@@ -153,19 +148,19 @@ def _distill_statistics_kernel(
             tl.store(out_ptr + COSINE_TOP, row_top)
             tl.store(out_ptr + COSINE_SUM, tl.sum(total * tl.exp2((top - row_top) * LOG2E), 0))
     else:
-        _normalisers(
+        _store_normalisers(
             logits_ptr, teacher_ptr, out_ptr, V, tile, k, softcap, scale, teacher_softcap, teacher_scale, HARD,
             SOFTCAP, TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
     if HARD:
         # 0 on all devices but the one that holds the target, so that a sum over the devices is the target's z. The
         # logits are still whole: no launch has overwritten them.
-        z_target, _steep = tiles.logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
+        z_target, _steep = tiles.load_logit(logits_ptr, label, label >= 0, scale, softcap, 0.0, SOFTCAP)
         tl.store(out_ptr + (COSINE_TARGET if IS_COSINE else TARGET), z_target)
 
 
 @jit
-def _normalisers(
+def _store_normalisers(
     logits_ptr, teacher_ptr, out_ptr, V, tile, k, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -182,18 +177,17 @@ def _normalisers(
     sum_h = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
-        a, _ = tiles.logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
+        a, _ = tiles.load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
         before = top_a
         top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
         if HARD == 2:
             sum_h = tiles.fold_at_one(a, before, top_a, sum_h)
         # The teacher's tile is asked for when the student's is folded and out of the registers. Fewer loads are in
         # flight: that is the price of the registers.
-        b, _ = tiles.logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
+        b, _ = tiles.load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
         top_b, sum_b, _, _ = fold(b, top_b, sum_b, k)
     row_a = tl.max(top_a, 0)
     row_b = tl.max(top_b, 0)
-    # Sums, and not their logarithms: the merge rescales and adds them, and takes one logarithm of the total.
     tl.store(out_ptr + TOP, row_a)
     tl.store(out_ptr + SUM, tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
     tl.store(out_ptr + TEACHER_TOP, row_b)
@@ -209,12 +203,9 @@ def _log2_sums(
 ):  # fmt: skip
     """The maximum over all devices and log₂ of their sum, from each device's maximum and sum in columns TOP and SUM."""
     top = tl.full((BLOCK,), LOWEST, tl.float32)
-    # Adjacent lanes read adjacent rows, COLUMNS numbers apart.
     for part in range(world):
-        # Two passes over a row's few numbers: first the maximum, so that no sum has to be rescaled twice.
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS + TOP, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
-    # In the order of the devices: all of them get the same bits.
     for part in range(world):
         at = parts_ptr + (part * M + rows) * COLUMNS
         # Bounded: a device without classes has the least maximum, and its 0 · inf would be NaN.
@@ -225,7 +216,7 @@ def _log2_sums(
 
 
 @jit
-def _total(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(world):
         # Devices in order: the sums have the same bits everywhere, and no device's gradient departs from the others'.
@@ -241,14 +232,13 @@ def _merge_distill_kernel(
 ):  # fmt: skip
     """Merge BLOCK rows, and write their hard losses. A row is a few numbers here, so each lane has a row."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Rows beyond M are masked. M is not specialised, since the last chunk's differs from the others'.
     inside = rows < M
     merged_ptr += rows * MERGED
     if IS_COSINE:
         # One norm at a time: the product of two large norms may overflow.
-        over_a = 1.0 / tiles.at_least(tl.sqrt(_total(parts_ptr, rows, inside, M, world, AA, COLUMNS, BLOCK)))
-        over_b = 1.0 / tiles.at_least(tl.sqrt(_total(parts_ptr, rows, inside, M, world, BB, COLUMNS, BLOCK)))
-        cosine = _total(parts_ptr, rows, inside, M, world, AB, COLUMNS, BLOCK) * over_a * over_b
+        over_a = 1.0 / tiles.bound_norm(tl.sqrt(_sum_parts(parts_ptr, rows, inside, M, world, AA, COLUMNS, BLOCK)))
+        over_b = 1.0 / tiles.bound_norm(tl.sqrt(_sum_parts(parts_ptr, rows, inside, M, world, BB, COLUMNS, BLOCK)))
+        cosine = _sum_parts(parts_ptr, rows, inside, M, world, AB, COLUMNS, BLOCK) * over_a * over_b
         tl.store(merged_ptr + OVER_A, over_a, mask=inside)
         tl.store(merged_ptr + OVER_B, over_b, mask=inside)
         tl.store(merged_ptr + COSINE, cosine, mask=inside)
@@ -262,15 +252,12 @@ def _merge_distill_kernel(
         tl.store(merged_ptr + LOG_A, log_a, mask=inside)
         tl.store(merged_ptr + TOP_B, top_b, mask=inside)
         tl.store(merged_ptr + LOG_B, log_b, mask=inside)
-        # HARD 1: temperature 1, one softmax for both losses.
         log_h = log_a
         if HARD == 2:
             _, log_h = _log2_sums(parts_ptr, rows, inside, M, world, LOG2E, TOP, SUM_AT_ONE, COLUMNS, BLOCK)
     if HARD:
         labels = tl.load(labels_ptr + rows, mask=inside, other=IGNORED)
-        # One device has the target's logit, the others 0.
-        z_target = _total(parts_ptr, rows, inside, M, world, COSINE_TARGET if IS_COSINE else TARGET, COLUMNS, BLOCK)
-        # NaN also in the merged row, from which the gradient learns of it.
+        z_target = _sum_parts(parts_ptr, rows, inside, M, world, COSINE_TARGET if IS_COSINE else TARGET, COLUMNS, BLOCK)
         log_h = tl.where(labels != OUTSIDE, log_h, float("nan"))
         hard = (top - z_target) + log_h * LN2
         # Every device writes the same loss of the row, so the hard losses need no sum at the end of the walk.
@@ -281,10 +268,10 @@ def _merge_distill_kernel(
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def of_rows(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
+def compute_statistics(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
     """This device's statistics, (M, columns); V may be 0."""
     M, V = rows.logits.shape
-    COLUMNS, cosine = columns(formula), formula.kind == "cosine"
+    COLUMNS, cosine = count_columns(formula), formula.kind == "cosine"
     # In the losses' dtype: fp32 on the wire, since statistics in bf16 would round every probability of the row.
     out = rows.soft.new_empty(M, COLUMNS)
     if V == 0:  # a device without classes: empty sums, and the least maxima
@@ -296,7 +283,7 @@ def of_rows(rows: Rows, teacher: Tensor, formula: Formula) -> Tensor:
         return out
     if not use_triton(rows.logits, teacher):
         for part in _cache_sized(rows.logits):
-            out[part] = statistics_reference(rows.at(part), teacher[part], formula)
+            out[part] = statistics_reference(rows.select(part), teacher[part], formula)
         return out
     sizes = V, rows.logits.stride(0), teacher.stride(0)
     numbers = formula.k, *formula.student, *formula.teacher

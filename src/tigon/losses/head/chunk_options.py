@@ -11,14 +11,14 @@ import torch
 ACCUMULATE = ("fp32", "weight")
 
 
-# Frozen, because one Walk() is the default argument of a loss, and serves all of its calls.
+# Frozen, because one ChunkOptions() is the default argument of a loss, and serves all of its calls.
 @dataclass(frozen=True)
-class Walk:
+class ChunkOptions:
     """How a loss walks over the tokens, a chunk of whose logits exists at a time.
 
     Args:
-        valid: how many targets count, if you know that number on the host. The other targets are then left out, and
-            time and memory follow the targets that count. A loss of tokens takes a number or a
+        valid_tokens: how many targets count, if you know that number on the host. The other targets are then left out,
+            and time and memory follow the targets that count. A loss of tokens takes a number or a
             `tigon.losses.ValidCount`; a loss of sequences takes one number a sequence, as a list or a
             `tigon.losses.ValidLengths`. Too small a number gives a NaN loss. None: the number is unknown; on a CPU the
             loss counts.
@@ -34,7 +34,7 @@ class Walk:
     Raises: ValueError for values that do not fit.
     """
 
-    valid: SupportsInt | Iterable[int] | None = None
+    valid_tokens: SupportsInt | Iterable[int] | None = None
     chunk_bytes: int | None = None
     accumulate: Literal["fp32", "weight"] = "fp32"
     logits_dtype: torch.dtype | None = None
@@ -44,36 +44,41 @@ class Walk:
     # behind it.
     def __post_init__(self) -> None:
         if self.accumulate not in ACCUMULATE:
-            raise ValueError(f"Walk: accumulate must be one of {ACCUMULATE}, got {self.accumulate!r}.")
+            raise ValueError(f"ChunkOptions: accumulate must be one of {ACCUMULATE}, got {self.accumulate!r}.")
         if self.chunk_bytes is not None and self.chunk_bytes <= 0:
-            raise ValueError(f"Walk: chunk_bytes must be positive, got {self.chunk_bytes}.")
+            raise ValueError(f"ChunkOptions: chunk_bytes must be positive, got {self.chunk_bytes}.")
         # fp32 alone: logits narrower than the products would lose what the products computed, and fp64 has no kernel.
         if self.logits_dtype not in (None, torch.float32):
-            raise ValueError(f"Walk: logits_dtype must be None or torch.float32, got {self.logits_dtype}.")
+            raise ValueError(f"ChunkOptions: logits_dtype must be None or torch.float32, got {self.logits_dtype}.")
         if self.keep_bytes < 0:
-            raise ValueError(f"Walk: keep_bytes must not be negative, got {self.keep_bytes}.")
+            raise ValueError(f"ChunkOptions: keep_bytes must not be negative, got {self.keep_bytes}.")
 
-    def number(self, name: str) -> int:
-        """`valid` for a loss of tokens: the number, or −1 if the host does not know it."""
+    def read_valid_tokens(self, name: str) -> int:
+        """`valid_tokens` for a loss of tokens: the number, or −1 if the host does not know it."""
         # −1 and not None: the number passes through a schema of torch.library as an int.
-        if self.valid is None:
+        if self.valid_tokens is None:
             return -1
+        if isinstance(
+            self.valid_tokens, int
+        ):  # without hasattr, which torch.compile does not trace of a changing number
+            return self.valid_tokens
         # A list, or a `ValidLengths`, belongs to a loss of sequences: one number a sequence, where this loss sorts all
         # tokens of the batch together.
-        if not hasattr(self.valid, "__int__"):
-            raise ValueError(f"{name}: walk.valid must be a number or a ValidCount, got {type(self.valid).__name__}.")
-        # A `ValidCount` waits here for its copy. The copy was queued when the labels were seen, so the wait is short or
-        # none.
-        return int(self.valid)  # type: ignore[arg-type]
+        if not hasattr(self.valid_tokens, "__int__"):
+            raise ValueError(
+                f"{name}: chunks.valid_tokens must be a number or a ValidCount, got {type(self.valid_tokens).__name__}."
+            )
+        # A `ValidCount` waits here for its copy, which was queued when the labels were seen: the wait is short or none.
+        return int(self.valid_tokens)  # type: ignore[arg-type]
 
     def check_unused(self, name: str, *fields: str) -> None:
         """Raise a ValueError if you set a field that this loss has no use for."""
         for field in fields:
             value = getattr(self, field)
-            # An option that is ignored in silence looks as if it had worked. Defaults pass, so one Walk may serve
+            # An option that is ignored in silence looks as if it had worked. Defaults pass, so one object may serve
             # several losses.
             if value != getattr(DEFAULT, field):
-                raise ValueError(f"{name}: walk.{field} must be left out: this loss has no use for it, got {value}.")
+                raise ValueError(f"{name}: chunks.{field} must be left out: this loss has no use for it, got {value}.")
 
 
-DEFAULT = Walk()
+DEFAULT = ChunkOptions()

@@ -52,7 +52,7 @@ class RowGroups:
         offsets: (G + 1,) integers, from 0 to M: group j has the members offsets[j] to offsets[j + 1] − 1. Groups may be
             empty, and may share rows.
         members: (M,) integers, rows of z. A row that a group names twice counts with both weights.
-        weights: (M,) finite floats, not negative; 1 each if left out. What has the weight 0 is no member.
+        weights: (M,) finite floats, not negative; 1 each if left out. A row of weight 0 is no member.
     Raises: ValueError for shapes, dtypes and numbers that do not fit.
 
     The groups lie on the device of `members`. They are prepared on the host, which waits for the device; calls do not.
@@ -67,7 +67,7 @@ class RowGroups:
         M = len(rows)
         if not len(bounds) or bounds[0] != 0 or bounds[-1] != M or bool((bounds.diff() < 0).any()):
             raise ValueError(
-                f"RowGroups: offsets must rise from 0 to {M:,}, the number of members, got {_shown(bounds)}."
+                f"RowGroups: offsets must rise from 0 to {M:,}, the number of members, got {_format(bounds)}."
             )
         if M and rows.min() < 0:
             raise ValueError(f"RowGroups: members must be rows, 0 or more, got {int(rows.min())}.")
@@ -88,16 +88,16 @@ class RowGroups:
         self.device = device
         self._rows: int | None = None
         self._least = int(rows.max()) + 1 if M else 0
-        self._blocks, self._block, self._line = _padded(bounds, rows, p, device)
+        self._blocks, self._block, self._line = _pad_groups(bounds, rows, p, device)
 
     @classmethod
-    def of_labels(cls, labels: Tensor) -> RowGroups:
+    def from_labels(cls, labels: Tensor) -> RowGroups:
         """A group for each label, of the rows that have it.
 
         Args:
             labels: (n,) integers. Rows of a negative label are in no group.
         """
-        check_tensors("RowGroups.of_labels", labels=labels)
+        check_tensors("RowGroups.from_labels", labels=labels)
         _check_integers("labels", labels)
         values, order = labels.cpu().long().sort(stable=True)
         _, counts = values[values >= 0].unique_consecutive(return_counts=True)
@@ -110,14 +110,14 @@ class RowGroups:
         """How many groups there are, empty ones among them."""
         return len(self._block)
 
-    def take(self, which: Tensor) -> RowGroups:
+    def select(self, which: Tensor) -> RowGroups:
         """Some of the groups, without padding them again: those of a step that draws its groups.
 
         Args:
             which: (m,) integers from 0 to G − 1, in any order; a group that is named twice counts twice. On the CPU, so
                 that nothing waits for the device.
         """
-        check_tensors("RowGroups.take", which=which)
+        check_tensors("RowGroups.select", which=which)
         _check_integers("which", which)
         which, G = which.cpu().long(), len(self)
         bad = which[(which < 0) | (which >= G)]
@@ -189,7 +189,7 @@ def _blocks_for(z: Tensor, groups: Any) -> list[_Block]:
     if isinstance(groups, Tensor):
         if groups.shape != (n,):
             raise ValueError(f"coding_rate: groups must be ({n},) labels, one a row of z, got {tuple(groups.shape)}.")
-        groups = RowGroups.of_labels(groups)
+        groups = RowGroups.from_labels(groups)
     elif isinstance(groups, (tuple, list)) and len(groups) in (2, 3):
         groups = RowGroups(*groups)
     if not isinstance(groups, RowGroups):
@@ -220,21 +220,21 @@ def _rate(
         z = z.to(dtype)
         if blocks is None:
             length = math.sqrt(scale / max(n, 1))
-            logdet, dy = _solved(z.unsqueeze(0) * length, gradient)
+            logdet, dy = _solve(z.unsqueeze(0) * length, gradient)
             return logdet.sum() / 2, None if dy is None else dy[0] * length
         rate = z[:0].sum()  # 0, and no constant to autograd
         dz = torch.zeros_like(z) if gradient else None
         for members, root, trace in _pieces(blocks, d, dtype.itemsize):
             y = (root * math.sqrt(scale)).to(dtype).unsqueeze(2)
             share = (trace / n).to(dtype)
-            logdet, dy = _solved(z[members] * y, gradient)
+            logdet, dy = _solve(z[members] * y, gradient)
             rate = rate + (share * logdet).sum() / 2
             if dz is not None and dy is not None:
                 _add_rows(dz, members, dy * y * share[:, None, None])
         return rate, dz
 
 
-def _solved(y: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _solve(y: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
     """log det(I + y yᵀ) of each matrix of y (B, K, d), and (I + y yᵀ)⁻¹ y if asked for."""
     tall = y.shape[1] > y.shape[2]
     rows = y.mT if tall else y  # the smaller side first
@@ -303,11 +303,11 @@ def _check_integers(argument: str, t: Tensor) -> None:
         raise ValueError(f"RowGroups: {argument} must hold numbers, got a tensor without: prepare outside of graphs.")
 
 
-def _shown(t: Tensor) -> str:
+def _format(t: Tensor) -> str:
     return str(t.tolist()) if len(t) <= 8 else f"{len(t):,} from {int(t[0]):,} to {int(t[-1]):,}"
 
 
-def _padded(
+def _pad_groups(
     offsets: Tensor, members: Tensor, weights: Tensor, device: torch.device
 ) -> tuple[list[_Block], Tensor, Tensor]:
     """Blocks on the device; and on the host, of each group its block, −1 for none, and its line there."""
@@ -323,7 +323,7 @@ def _padded(
     found, which = counts.unique(return_inverse=True)
     sizes = torch.tensor([next_power_of_2(k) if k else 0 for k in found.tolist()], dtype=torch.long)[which]
     if device.type in LAUNCHES:
-        sizes = _fewer(sizes)
+        sizes = _merge_small_sizes(sizes)
     blocks: list[_Block] = []
     for K in sizes.unique().tolist():
         if not K:
@@ -338,7 +338,7 @@ def _padded(
     return blocks, block, line
 
 
-def _fewer(sizes: Tensor) -> Tensor:
+def _merge_small_sizes(sizes: Tensor) -> Tensor:
     """The padded sizes of groups, (G,), with those of few groups raised to the next larger one that there is."""
     sizes = sizes.clone()
     known, counts = (t.tolist() for t in sizes[sizes > 0].unique(return_counts=True))

@@ -46,15 +46,15 @@ def own_contrast_reference(
     right = (q * positive.to(wide)).sum(-1) * scale
     scores = (q.unsqueeze(1) * items[negatives.clamp(min=0)].to(wide)).sum(-1) * scale
     scores = scores if bias is None else scores + bias.to(wide)
-    return among(right, scores.masked_fill(negatives < 0, -torch.inf))
+    return loss_among(right, scores.masked_fill(negatives < 0, -torch.inf))
 
 
-def among(right: Tensor, scores: Tensor) -> Tensor:
+def loss_among(right: Tensor, scores: Tensor) -> Tensor:
     """The loss of scores (B,) among others (B, K), of which −inf are none."""
     return torch.logsumexp(torch.cat([right.unsqueeze(1), scores], 1), 1) - right
 
 
-def joined(first: Tensor, second: Tensor) -> Tensor:
+def combine_losses(first: Tensor, second: Tensor) -> Tensor:
     """The loss among two sets of negatives from those among each: log(exp first + exp second − 1)."""
     most = torch.maximum(first, second).detach()
     return most + ((first - most).exp() + (second - most).exp() - (-most).exp()).log()
@@ -103,7 +103,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         if dq is not None:
             dq = (dq * upstream).to(query.dtype)
         if ctx.needs_input_grad[1]:
-            dx = _scattered(p * upstream, negatives, query.to(p.dtype), len(items)).to(items.dtype)
+            dx = _scatter_gradients(p * upstream, negatives, query.to(p.dtype), len(items)).to(items.dtype)
         if ctx.needs_input_grad[2]:
             dp = (less.unsqueeze(1) * upstream * query.to(p.dtype)).to(positive.dtype)
     return dq, dx, dp, None, None, None, None
@@ -118,17 +118,17 @@ def _pieces(items: Tensor, negatives: Tensor, wide: torch.dtype) -> Iterator[tup
         yield part, items.detach()[negatives[part].clamp(min=0)].to(wide)
 
 
-def _scattered(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
+def _scatter_gradients(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
     """(N, D), the sum over queries and their negatives of weight · q, for each item."""
     most = max(1, SORTED // negatives.shape[1])
-    total = _scattered_part(weights[:most], negatives[:most], q[:most], items)
+    total = _scatter_part(weights[:most], negatives[:most], q[:most], items)
     for start in range(most, len(q), most):
         some = slice(start, start + most)
-        total += _scattered_part(weights[some], negatives[some], q[some], items)
+        total += _scatter_part(weights[some], negatives[some], q[some], items)
     return total
 
 
-def _scattered_part(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
+def _scatter_part(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
     B, K = negatives.shape
     each = torch.arange(B * K, device=q.device)
     # What is none has the weight 0, and is spread over all rows, so that none gets long.

@@ -1,0 +1,134 @@
+"""The beginning of every loss of a head: its tensors, parsed, and the plan of its walk over chunks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.losses.head.chunk_options import ChunkOptions
+from tigon.losses.head.chunks import chunk_budget, count_spared_bytes
+from tigon.losses.head.head import Head, check_head, parse_head
+from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
+from tigon.losses.operator import record
+from tigon.ops.shard_statistics import IGNORED
+from tigon.ops.targets import checked_target
+
+
+class HeadInputs(NamedTuple):
+    """The tensors of one head on this device. Functions that take them check nothing again.
+
+    x: (..., H). weight, bias: this device's classes. target: x.shape[:-1], or None where every row counts; with shards,
+    labels of tigon.ops.shard_statistics. compute: the dtype of the products.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Any
+    shards: Shards | None
+    compute: torch.dtype
+    ignore_index: int
+    softcap: float
+    scale: float
+
+    @property
+    def classes(self) -> int:
+        """V, over all devices."""
+        return self.weight.shape[0] if self.shards is None else self.shards.classes
+
+    @property
+    def widest(self) -> int:
+        """The most classes on any device. Chunks are sized by them, since all devices need the same chunks."""
+        return self.weight.shape[0] if self.shards is None else self.shards.widest
+
+    @property
+    def rows(self) -> Tensor:
+        """x as (N, H)."""
+        # Not -1: for hidden states of width 0 torch could not infer the size.
+        return self.x.reshape(self.x.shape[:-1].numel(), self.x.shape[-1])
+
+    @property
+    def labels(self) -> Any:
+        """target as (N,), or None."""
+        return None if self.target is None else self.target.reshape(-1).contiguous()
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.compute, torch.float32)
+
+
+def parse_inputs(
+    name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor | None, ignore_index: int,
+    accumulate: str, *, sequences: bool = False, beside: tuple[tuple[str, Tensor | None], ...] = (),
+) -> HeadInputs:  # fmt: skip
+    """Check the tensors of a loss. ValueError for shapes, dtypes and devices that do not fit.
+
+    accumulate: as in `ChunkOptions`. sequences: x must be (S, T, H). beside: as in `check_head`.
+    """
+    parsed = parse_head(name, head)
+    x, weight, bias, target, shards = resolve_shards(
+        name, x, parsed.weight, parsed.bias, target, parsed.group, accumulate
+    )
+    compute = check_head(name, x, weight, bias, sequences=sequences, beside=beside)
+    classes = weight.shape[0] if shards is None else shards.classes
+    if target is not None:
+        target = checked_target(name, target, x.shape[:-1], classes, ignore_index, x.device)
+        if shards is not None:
+            # This device's labels distinguish "counts, but elsewhere" from "does not count".
+            target, ignore_index = shards.labels(target, ignore_index), IGNORED
+    softcap, scale = float(parsed.softcap or 0.0), float(parsed.scale)
+    return HeadInputs(x, weight, bias, target, shards, compute, ignore_index, softcap, scale)
+
+
+@record
+class WalkPlan(NamedTuple):
+    """How a loss walks over the rows of a head, as its operator takes it.
+
+    budget: bytes of logits a chunk may hold. fp32: several chunks' dW are summed in fp32. valid: how many targets
+    count, −1 if the host does not know. softcap: 0 for none.
+    """
+
+    compute: torch.dtype
+    budget: int
+    fp32: bool
+    need_dx: bool
+    need_dw: bool
+    need_db: bool
+    valid: int
+    ignore_index: int
+    softcap: float
+    scale: float
+
+    @property
+    def needs(self) -> tuple[bool, bool, bool]:
+        return self.need_dx, self.need_dw, self.need_db
+
+
+def plan_walk(
+    inputs: HeadInputs, chunks: ChunkOptions, valid: int, *, row_bytes: int = 0, one_chunk_saves_dw: bool = False
+) -> WalkPlan:
+    """The plan of a loss's walk.
+
+    Args:
+        valid: how many rows count, or −1. row_bytes: bytes of a class of a row, over all buffers of logits.
+        one_chunk_saves_dw: a single chunk needs no fp32 sum of dW, whose bytes then may serve logits.
+    """
+    x, weight, bias = inputs.x, inputs.weight, inputs.bias
+    need_dx, need_dw, need_db = (
+        t is not None and t.requires_grad and torch.is_grad_enabled() for t in (x, weight, bias)
+    )
+    spared = 0
+    if need_dw and one_chunk_saves_dw:
+        spared = count_spared_bytes(weight, inputs.compute, chunks.accumulate, inputs.widest)
+    # By the widest shard: every device has to come to the same chunks.
+    rows = inputs.x.shape[:-1].numel() if valid < 0 else valid
+    budget = chunk_budget(
+        x.device, chunks.chunk_bytes, whole=rows * inputs.widest * row_bytes, spared=spared, frozen=not need_dw
+    )
+    fp32 = chunks.accumulate == "fp32"
+    return WalkPlan(
+        inputs.compute, budget, fp32, need_dx, need_dw, need_db, valid, inputs.ignore_index, inputs.softcap,
+        inputs.scale,
+    )  # fmt: skip
