@@ -1,4 +1,4 @@
-"""Training over several devices: what is shared between them, and what stays inside of a node."""
+"""Training over several devices: shards that stay inside of a node, and tensor parallelism."""
 
 from tigon.lazy import attach
 

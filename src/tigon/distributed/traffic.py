@@ -3,7 +3,7 @@
 with count_traffic() as traffic:
     loss = model(**batch).loss
     loss.backward()
-traffic.received("all_gather", backward=True)
+traffic.count_bytes("all_gather", backward=True)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
-    def received(
+    def count_bytes(
         self, name: str | None = None, *, ranks: tuple[int, ...] | None = None, backward: bool | None = None
     ) -> int:
         """Bytes that came to this rank, of all collectives or of some.

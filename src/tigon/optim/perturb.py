@@ -92,7 +92,7 @@ def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
 
     Args:
         params: those that were moved.
-        kept: what `perturb` returned.
+        kept: the result of `perturb`.
     """
     # A copy of bits. Subtracting the step would round, and weights would drift from step to step.
     copy_all(params, kept)
@@ -193,7 +193,7 @@ def _pointer(addresses_ptr, index, start, DTYPE: tl.constexpr, ALIGN: tl.constex
 
 
 @jit
-def _squares_of(p_ptr, g_ptr, mask, eta, ADAPTIVE: tl.constexpr):
+def _sum_squares(p_ptr, g_ptr, mask, eta, ADAPTIVE: tl.constexpr):
     other = None if mask is None else 0.0
     g = tl.load(g_ptr, mask=mask, other=other).to(tl.float32)
     if ADAPTIVE:
@@ -215,9 +215,9 @@ def _squared_norm_kernel(
     g_ptr = _pointer(addresses_ptr, T + t, start, G, ALIGN) + cols
     # A mask against a number from memory makes loads narrow, so only a tensor's last block has a mask.
     if start + BLOCK <= n:
-        squares = _squares_of(p_ptr, g_ptr, None, eta, ADAPTIVE)
+        squares = _sum_squares(p_ptr, g_ptr, None, eta, ADAPTIVE)
     else:
-        squares = _squares_of(p_ptr, g_ptr, start + cols < n, eta, ADAPTIVE)
+        squares = _sum_squares(p_ptr, g_ptr, start + cols < n, eta, ADAPTIVE)
     # A partial sum for each program, added up by a second launch in one order: atomics would change the bits from run
     # to run.
     tl.store(partial_ptr + tl.program_id(0), squares)
@@ -381,7 +381,8 @@ def _perturb(
             tensors = (*tables, lengths, squares)
             _run(_perturb_kernel, tensors, len(members), tables[2].numel(), options, adaptive, eta)
             # Kernels write behind autograd's back. A graph that has saved one of these tensors then raises instead of
-            # using new numbers. After each launch: should memory run out before the next, versions say what has moved.
+            # using new numbers. After each launch: should memory run out before the next, versions tell which weights
+            # have moved.
             torch.autograd.graph.increment_version([of[i] for of in (params, kept) for i in members])
 
 

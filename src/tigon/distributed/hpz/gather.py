@@ -1,4 +1,4 @@
-"""The all-gather of one unit, over all ranks when its weights have changed and inside of the node otherwise.
+"""The all-gather of one unit, over all ranks when the weights have changed, and inside the node otherwise.
 
 After the first gather, of W rows, R = world / group rows are copied to this rank's second shard. The ranks of a node
 hold all W rows together, in their order, so that gathering the second shards gives the first gather's result again.
@@ -37,7 +37,7 @@ class NodeGather:
 
     Args:
         parameters: where the unit's weights are registered: module and name.
-        world, node: groups of the ranks that share the weights, and of those among them that share a second shard.
+        world, node: the groups of ranks that share the weights, and those that share a second shard.
         handle: the device's module: `torch.cuda`, `torch.cpu`.
         side: the stream of the copies into second shards.
         check: compare this rank's own weights with those that the second shard was made from.
@@ -111,7 +111,7 @@ class NodeGather:
     def _side_follows(self, current: Any, work: Any) -> None:
         if work is None:
             self.side.wait_stream(current)
-        else:  # a stream of the backend's own, that the current one does not wait for
+        else:  # the backend's own stream, for which the current one does not wait
             with self.handle.stream(self.side):
                 work.wait()
 
@@ -127,7 +127,7 @@ class NodeGather:
         return tuple(found)
 
 
-# What the tests delay, spoil and run elsewhere.
+# The tests delay these, spoil them and run them elsewhere.
 
 
 def _all_gather(output: Tensor, x: Tensor | None, group: Any, async_op: bool) -> Any:
