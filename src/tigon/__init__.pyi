@@ -12,6 +12,7 @@ from tigon import rank as rank
 from tigon import retrieve as retrieve
 from tigon import runtime as runtime
 from tigon.capture import graph_step as graph_step
+from tigon.fusion.model import PARTS as PARTS
 from tigon.fusion.model import Fusion as Fusion
 from tigon.fusion.model import fuse as fuse
 from tigon.linear.adapters import lora_linear as lora_linear

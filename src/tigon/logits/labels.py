@@ -56,7 +56,7 @@ class Labels(Tensor):
         return repr(plain(self))
 
 
-def counted(labels: Any) -> Any:
+def count_labels(labels: Any) -> Any:
     """Start counting the labels, and copying the count to the host. Only a plain tensor of labels on a GPU is counted.
 
     On a CPU the loss counts its targets itself.

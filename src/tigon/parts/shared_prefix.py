@@ -13,7 +13,7 @@ from tigon.fusion.site import Site
 class SharedPrefix(Part):
     """Sets the name of the attention function in the configurations of a decoder's attention."""
 
-    kind, option, stage = "prefix", "shared_prefix", Stage.MODEL
+    kind, stage, argument = "prefix", Stage.MODEL, "shared_prefix"
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         # Only here: without transformers there is nothing to share, and its import is not that of tigon.fuse.
@@ -28,7 +28,7 @@ class SharedPrefix(Part):
                 site.set(layer.config, "_attn_implementation_internal", attention.Shared(name))
             before = layer.config._attn_implementation.previous
             kind = type(layer).__name__
-            site.fused(self, layer, f"once for all suffixes of a prefix; {before} without a layout", key=kind)
+            site.record_fused(self, layer, f"once for all suffixes of a prefix; {before} without a layout", key=kind)
         site.ledger.around = attention.Around(list({id(m.config): m.config for m in found}.values()))
         if not site.entrances:  # no head is fused, where a call begins
             site.entrances.append(_outermost(module))

@@ -1,4 +1,4 @@
-"""Which attention of a model can share prefixes, and by name what in the model cannot."""
+"""The attention of a model that can share prefixes, and the reason, by name, why a model cannot."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from tigon.ops.prefix_attention import WIDEST
-from tigon.shared_prefix.attention import registry_of
+from tigon.shared_prefix.attention import find_registry
 
 CAUSAL = {"full_attention", "sliding_attention"}  # of `layer_types` in a configuration
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
-# Keyword arguments of an attention function that change what it computes, and that the shared one lacks.
+# Keyword arguments of an attention function that change the result, and that shared attention lacks.
 EXTRAS = {"s_aux": "attention sinks", "position_bias": "a bias of positions"}
 # Methods by which a model counts positions from its own first number, as RoBERTa does.
 OWN_POSITIONS = "create_position_ids_from_input_ids"
@@ -26,7 +26,7 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
     Raises: ValueError if tokens of the model meet elsewhere, or in another way, than in causal attention.
     """
     name = type(model).__name__
-    asking = [module for module in model.modules() if registry_of(type(module))[0] is not None]
+    asking = [module for module in model.modules() if find_registry(type(module))[0] is not None]
     found = [m for m in asking if getattr(m, "is_causal", True) and not getattr(m, "is_cross_attention", False)]
     for module in model.modules():
         if getattr(getattr(module, "config", None), "is_encoder_decoder", False):

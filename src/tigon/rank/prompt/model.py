@@ -23,7 +23,7 @@ from tigon.rank.prompt.distil import soft_target
 from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, Request, joined, pieces
 from tigon.rank.prompt.task import NAME
 from tigon.rank.prompt.verbalise import FILE, Prompt
-from tigon.shared_prefix.batch import fusion_of
+from tigon.shared_prefix.batch import find_fusion
 
 if TYPE_CHECKING:
     from tigon.rank.impressions import Impressions
@@ -284,7 +284,7 @@ class PromptRanker(nn.Module):
     def share(self) -> None:
         """Fuse the model with shared_prefix=True, unless it is."""
         try:
-            fusion_of(self.model)
+            find_fusion(self.model)
         except ValueError:
             from tigon.fusion.model import fuse
 
