@@ -32,6 +32,7 @@ from tigon.memory.auto import Extent
 from tigon.memory.recompute import LEVELS, Level, Recompute
 
 PARTS = frozenset(list_kinds())
+"""The names of the parts that `fuse` tries by default, for set arithmetic in `parts=`."""
 
 
 @dataclass(frozen=True)

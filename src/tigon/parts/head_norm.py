@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.rms_norm import rms_norm
-from tigon.parts.rms_form import RMSForm
+from tigon.parts.norm_formula import RMSForm
 
 
 class HeadNorm:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,18 @@ from tigon.ops.gated import gated_reference
 from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
 from tigon.parts.norm_eps import Look, list_epsilons, look_at
-from tigon.parts.rms_form import RMSForm
+
+
+class RMSForm(NamedTuple):
+    """The options of `tigon.rms_norm` that tell one norm from another, as one value that every operator gets whole."""
+
+    eps: float
+    offset: float
+    cast: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"eps": self.eps, "offset": self.offset, "cast": self.cast}  # a fifth of the time of _asdict
 
 
 @dataclass(frozen=True)
