@@ -38,7 +38,7 @@ from tigon.linear import head as heads
 from tigon.linear import weight_gradient
 from tigon.linear.chunks import Chunks, chunk_budget, chunk_rows, spared_by_one_chunk
 from tigon.linear.head import Projection, class_blocks, empty_logits, product_into
-from tigon.runtime import HAS_TRITON, INTERPRET, launches, multiprocessors
+from tigon.runtime import HAS_TRITON, INTERPRET, launch_cache, multiprocessors
 
 loss_module = importlib.import_module("tigon.losses.linear_cross_entropy")
 row_launches = importlib.import_module("tigon.ops.cross_entropy.launches")
@@ -69,7 +69,7 @@ SPLITS = (2, 3, 4, 8)
 @contextlib.contextmanager
 def replaced(changes: tuple[Change, ...]) -> Iterator[None]:
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]
-    launches._plans.clear()  # warps and programs of the pass are in no key
+    launch_cache._plans.clear()  # warps and programs of the pass are in no key
     try:
         for place, name, value in changes:
             setattr(place, name, value)
@@ -77,7 +77,7 @@ def replaced(changes: tuple[Change, ...]) -> Iterator[None]:
     finally:
         for place, name, value in before:
             setattr(place, name, value)
-        launches._plans.clear()
+        launch_cache._plans.clear()
 
 
 def by_product(tile: sum_product.Tile) -> tuple[Change, ...]:

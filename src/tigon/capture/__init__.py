@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tigon.capture.optimizers import OptimizerState, check_capturable, check_host, list_optimizers, read_host_state
 from tigon.capture.recorder import Recorder, can_capture, filter_warnings, is_capturing
 from tigon.capture.signature import Signature, flatten
-from tigon.runtime.capturing import rehearsal
+from tigon.runtime.graph_capture import rehearsal
 
 P = ParamSpec("P")
 R = TypeVar("R")

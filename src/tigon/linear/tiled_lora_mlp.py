@@ -19,7 +19,7 @@ from tigon.linear.gated_mlp import HELD
 from tigon.linear.lora import LoRA, checked_layers, multiplier, runs_by_hand
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward
-from tigon.runtime import first_order, use_triton
+from tigon.runtime import run_once_differentiable, use_triton
 
 
 def tiled_lora_mlp(
@@ -111,7 +111,7 @@ class _TiledLoraMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_backward, ctx, *gradients)
+        return run_once_differentiable(_backward, ctx, *gradients)
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:

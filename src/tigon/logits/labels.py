@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.runtime.capturing import is_captured
+from tigon.runtime.graph_capture import is_captured
 
 IGNORED = -100
 

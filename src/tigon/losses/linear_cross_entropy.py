@@ -30,7 +30,7 @@ from tigon.ops.cross_entropy import (
 from tigon.ops.cross_entropy.launches import gradient_rows
 from tigon.ops.shard_statistics import IGNORED, merge_cross_entropy
 from tigon.ops.targets import checked_target
-from tigon.runtime import differentiable, differentiable_directly, first_order, launcher, way_back
+from tigon.runtime import differentiable, differentiable_directly, launcher, make_anchor, run_once_differentiable
 
 
 class MainGrad(NamedTuple):
@@ -370,13 +370,13 @@ class _IntoMainGrad(torch.autograd.Function):
         _walk(chunks, losses, factor, dx, [main_grad], db, True, *options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         total = losses.sum()
-        way = way_back(ctx, (x, weight, bias), (0, 1, 2))
+        way = make_anchor(ctx, (x, weight, bias), (0, 1, 2))
         ctx.save_for_backward(dx, db, upstream, *way)
         return total if inverse is None else total * inverse, *way
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
-        return first_order(_IntoMainGrad.gradients, ctx, dloss)
+        return run_once_differentiable(_IntoMainGrad.gradients, ctx, dloss)
 
     @staticmethod
     def gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:

@@ -31,7 +31,7 @@ from tigon.losses.parts import Rows, split
 from tigon.ops.logprob import check_transform, logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import IGNORED, columns, merge_logprob, shard_statistics
 from tigon.ops.targets import checked_target
-from tigon.runtime import can_look, differentiable, differentiable_directly, launcher, use_triton
+from tigon.runtime import differentiable, differentiable_directly, is_concrete, launcher, use_triton
 
 # ----------------------------------------------------------------------------------------------------------- public
 
@@ -121,7 +121,7 @@ def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list
     """How many targets of each sequence count; empty if the host does not know."""
     if lengths is None:
         # On a CPU the host is the device, and looking costs nothing; a traced tensor has no numbers to look at.
-        looks = target.device.type == "cpu" and can_look(target)
+        looks = target.device.type == "cpu" and is_concrete(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
     if not isinstance(lengths, Iterable):
         raise ValueError(f"{name}: walk.valid must be a list or a ValidLengths, got {type(lengths).__name__}.")

@@ -23,7 +23,7 @@ from tigon.logits.recipe import DTYPES, get_version
 from tigon.ops.rope import rope
 from tigon.parts.head_norm import as_tensor, fuse_rope, strip_norm
 from tigon.parts.rotary_formula import Rotary, read_arguments, recognize_rotary
-from tigon.runtime.capturing import is_captured
+from tigon.runtime.graph_capture import is_captured
 
 
 class RotaryPart(Part):

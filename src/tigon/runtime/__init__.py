@@ -15,20 +15,19 @@ arguments   what callers may pass: tensors, layers, keywords that exist
 from tigon.runtime.arguments import Layer, check_no_shape, check_tensors, unknown_keyword, weight_and_bias
 from tigon.runtime.autocast import autocast_as, autocast_device, autocast_dtype
 from tigon.runtime.autograd import (
-    applied,
-    can_look,
+    bind_apply,
     differentiable,
     differentiable_directly,
-    first_order,
-    graph_is_kept,
+    is_concrete,
     is_exporting,
+    is_graph_retained,
     is_traced,
-    keep,
-    kept,
     launcher,
-    way_back,
+    load_tensors,
+    make_anchor,
+    run_once_differentiable,
+    save_tensors,
 )
-from tigon.runtime.capturing import is_captured, rehearsal
 from tigon.runtime.device import (
     can_describe,
     describe,
@@ -46,10 +45,11 @@ from tigon.runtime.dispatch import (
     use_triton,
     why_not_triton,
 )
+from tigon.runtime.graph_capture import is_captured, rehearsal
 from tigon.runtime.language import HAS_TRITON, do_not_specialize, jit, tl, triton
-from tigon.runtime.launches import Plan, launch
-from tigon.runtime.parts import Parts, fold_warps, part_tile, parts_of, summed_in_parts
-from tigon.runtime.rows import cdiv, empty_rows, in_order, memory_order, next_power_of_2, row_groups, rows_of, uneven
+from tigon.runtime.launch_cache import Plan, launch
+from tigon.runtime.row_parts import Parts, cut_rows, find_sum_parts, fold_warps, part_tile
+from tigon.runtime.rows import cdiv, empty_rows, in_order, memory_order, next_power_of_2, row_groups, uneven, view_rows
 
 __all__ = [
     "BACKENDS",
@@ -59,52 +59,52 @@ __all__ = [
     "Layer",
     "Parts",
     "Plan",
-    "applied",
     "autocast_as",
     "autocast_device",
     "autocast_dtype",
+    "bind_apply",
     "can_describe",
-    "can_look",
     "cdiv",
     "check_no_shape",
     "check_tensors",
+    "cut_rows",
     "describe",
     "differentiable",
     "differentiable_directly",
     "do_not_specialize",
     "empty_rows",
-    "first_order",
+    "find_sum_parts",
     "fold_warps",
-    "graph_is_kept",
     "has_copy_engine",
     "in_order",
     "is_captured",
+    "is_concrete",
     "is_exporting",
+    "is_graph_retained",
     "is_hopper",
     "is_traced",
     "jit",
-    "keep",
-    "kept",
     "launch",
     "launcher",
+    "load_tensors",
+    "make_anchor",
     "memory_order",
     "multiprocessors",
     "next_power_of_2",
     "part_tile",
-    "parts_of",
     "register_limit",
     "rehearsal",
     "row_groups",
-    "rows_of",
+    "run_once_differentiable",
+    "save_tensors",
     "shared_memory",
-    "summed_in_parts",
     "tl",
     "triton",
     "uneven",
     "unknown_keyword",
     "use_backend",
     "use_triton",
-    "way_back",
+    "view_rows",
     "weight_and_bias",
     "why_not_triton",
 ]

@@ -33,7 +33,7 @@ def is_exporting() -> bool:
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
-def can_look(x: Tensor) -> bool:
+def is_concrete(x: Tensor) -> bool:
     """Whether there are numbers in x that the host may look at."""
     return not is_traced(x) and not x.is_meta and x.numel() > 0
 
@@ -46,10 +46,10 @@ def _is_recorded() -> bool:
     return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE))
 
 
-def graph_is_kept() -> bool:
+def is_graph_retained() -> bool:
     """Inside a backward pass: whether there may be another one, so that what was saved for it has to stay as it is."""
-    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if kept is None else kept()
+    load_tensors = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if load_tensors is None else load_tensors()
 
 
 def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -88,7 +88,7 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R
     return register
 
 
-def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     """The results of backward. With `create_graph` they are a graph that raises wherever it is differentiated.
 
     The graph leads from each gradient to all that it depends on: the operator's inputs and the upstream gradients.
@@ -110,7 +110,7 @@ def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     return tuple(g if g is None else next(refused) for g in found)
 
 
-def way_back(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
+def make_anchor(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
     """In forward: an output without elements, to be saved, where no other saved tensor leads to the inputs.
 
     A saved input leads to itself, and a leaf is found through the graph. The result of the operator would lead to its
@@ -121,7 +121,7 @@ def way_back(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...
     return ()
 
 
-def keep(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
+def save_tensors(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
     """Save tensors for the backward pass; where a checkpoint gave its hooks (pack, unpack), at once.
 
     A checkpoint computes again up to the last tensor that was saved. torch saves the inputs of a Function after its
@@ -134,8 +134,8 @@ def keep(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> No
         ctx.packed = [t if t is None else hooks[0](t) for t in tensors]
 
 
-def kept(ctx: Any) -> list[Any]:
-    """The tensors of `keep`. To be called once in a backward pass: checkpoints hand them out no second time."""
+def load_tensors(ctx: Any) -> list[Any]:
+    """The tensors of `save_tensors`. To be called once in a backward pass: checkpoints hand them out no second time."""
     if ctx.saved_by is None:
         return list(ctx.saved_tensors)
     if ctx.packed is None:
@@ -144,7 +144,7 @@ def kept(ctx: Any) -> list[Any]:
             "retain_graph=True the first time."
         )
     packed, (_, unpack) = ctx.packed, ctx.saved_by
-    if not graph_is_kept():
+    if not is_graph_retained():
         ctx.packed, ctx.saved_by = None, (None, None)  # both: the hooks hold the checkpoint's inputs
     return [t if t is None else unpack(t) for t in packed]
 
@@ -196,7 +196,7 @@ def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
     return leaves
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def bind_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`, in a third less time where no transform of torch.func is active."""
     # Without the Python half of apply, which looks for functorch's wrappers.
     bare: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
@@ -245,7 +245,7 @@ def differentiable(
         setup_context: (ctx, inputs, output) → None; saves what the backward needs.
         backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
         unsaved: the positions of differentiable inputs that setup_context does not save. Then gradients and saved
-            tensors may be followed by one more, which backward ignores: see `way_back`.
+            tensors may be followed by one more, which backward ignores: see `make_anchor`.
 
     In eager mode this is an `autograd.Function` around the direct launch. Under torch.compile it is the op, with the
     same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
@@ -270,7 +270,7 @@ def differentiable(
             ctx.set_materialize_grads(False)
             ctx.hides = True  # results beyond `outputs`: only the backward pass ever sees them
             setup_context(ctx, args, result)
-            way = way_back(ctx, args, unsaved) if unsaved else ()
+            way = make_anchor(ctx, args, unsaved) if unsaved else ()
             if not way:
                 return visible(result)
             ctx.save_for_backward(*ctx.to_save, *way)
@@ -278,11 +278,11 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return first_order(backward, ctx, *gradients)
+            return run_once_differentiable(backward, ctx, *gradients)
 
     _name(Eager, launch)
     torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
-    eager = applied(Eager)
+    eager = bind_apply(Eager)
 
     def apply(*args: Any) -> Any:
         return visible(op(*args)) if torch.compiler.is_compiling() else eager(*args)
@@ -315,13 +315,13 @@ def differentiable_directly(
             ctx.set_materialize_grads(False)
             ctx.hides, ctx.own = True, own
             setup_context(ctx, tuple(args), result)
-            way = way_back(ctx, args, unsaved)
+            way = make_anchor(ctx, args, unsaved)
             ctx.save_for_backward(*ctx.to_save, *way)
             return (*result[:outputs], *way)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return *first_order(backward, ctx, *gradients), None
+            return *run_once_differentiable(backward, ctx, *gradients), None
 
     def apply(*given: Any) -> Any:
         result = Direct.apply(*given)

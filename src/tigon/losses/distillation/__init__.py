@@ -36,7 +36,7 @@ from tigon.losses.distillation.walk import Call, classes_of, distilled, distille
 from tigon.losses.options import check_choice, check_positive, check_share
 from tigon.ops.shard_statistics import IGNORED
 from tigon.ops.targets import checked_target
-from tigon.runtime import can_look
+from tigon.runtime import is_concrete
 
 __all__ = ["Distill", "DistillTopK", "TopK", "distill", "distill_reference", "distill_topk", "distill_topk_reference"]
 
@@ -342,7 +342,7 @@ def _inverse(
 
 def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
     """On a GPU it would wait: there the kernel answers NaN."""
-    if ids.device.type == "cpu" and can_look(ids):
+    if ids.device.type == "cpu" and is_concrete(ids):
         wrong = (logprobs != -torch.inf) & ((ids < 0) | (ids >= classes))
         if wrong.any():
             raise ValueError(f"{name}: teacher.ids must lie in [0, {classes}), got {int(ids[wrong].flatten()[0])}.")

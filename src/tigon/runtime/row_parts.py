@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     most: int
 
 
-def parts_of(M: int, N: int, unit: int, programs: int) -> Parts | None:
+def cut_rows(M: int, N: int, unit: int, programs: int) -> Parts | None:
     """How M rows of N columns are cut into whole units of columns, for so many programs in all; None for no cut.
 
     Units are shared out evenly: no part is empty, and there may be fewer programs than were asked for.
@@ -40,9 +40,9 @@ def parts_of(M: int, N: int, unit: int, programs: int) -> Parts | None:
     return Parts(cdiv(N, width), width, next_power_of_2(units))
 
 
-def summed_in_parts(M: int, N: int, device: torch.device, wide: int = 1) -> Parts | None:
+def find_sum_parts(M: int, N: int, device: torch.device, wide: int = 1) -> Parts | None:
     """The parts of M rows of N classes that kernels sum; None where rows are programs enough, or up to wide · WIDE."""
-    return None if wide * WIDE >= N else parts_of(M, N, PART, PARTED * multiprocessors(device))
+    return None if wide * WIDE >= N else cut_rows(M, N, PART, PARTED * multiprocessors(device))
 
 
 def part_tile(depth: int, block: int, warps: int) -> tuple[int, int, int]:
