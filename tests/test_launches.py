@@ -74,7 +74,8 @@ def kind_of(kernel: Any, call: CALL) -> Any:
     """What decides the kernel, to `launch`."""
     *tensors, first, second, third, fourth, wide, form, options = call
     pointers = [t if t is None else t.data_ptr() for t in tensors]
-    return launch_cache._kind(kernel, 0, tuple(tensors), pointers, (first, second, third, fourth, wide, form), options)
+    arguments = first, second, third, fourth, wide, form
+    return launch_cache._specialization_key(kernel, 0, tuple(tensors), pointers, arguments, options)
 
 
 def special_of(kernel: Any, call: CALL) -> str:
@@ -174,11 +175,12 @@ def test_new_sizes_start_a_known_kernel_with_their_own_arguments(monkeypatch):
     assert len(compiled) == 3
 
 
-def test_a_profilers_hooks_see_every_launch(monkeypatch):
+@pytest.mark.parametrize(("name", "value"), [("_has_launch_hook", lambda: True), ("ENABLED", False)])
+def test_under_a_profilers_hooks_and_without_the_cache_triton_launches(name, value, monkeypatch):
     calls = []
     kernel = JITFunction(_kernel)
     monkeypatch.setattr(kernel, "run", lambda *args, **options: calls.append(options), raising=False)
-    monkeypatch.setattr(launch_cache, "_hooked", lambda: True)
+    monkeypatch.setattr(launch_cache, name, value)
     monkeypatch.setattr(launch_cache, "_plans", {})
     for _ in range(2):
         launch_cache.launch(kernel, (1,), (ROOM[1], None), lambda: (1, (1, 2, 3.0, False, 4, "silu"), {"num_warps": 4}))

@@ -1,7 +1,7 @@
-"""Whether a CUDA graph is being captured, or a call rehearses a capture: what it runs must not depend on values.
+"""Whether a CUDA graph is being captured, or a call rehearses a capture: the code must not depend on values then.
 
-A capture cannot read a value on the device, so what runs in it visits every row and keeps nothing for later calls. The
-calls before a capture compile and load what it launches, so they have to take the same paths: they are rehearsals.
+A capture cannot read a value on the device, so its code visits every row and keeps nothing for later calls. The calls
+before a capture compile and load the same kernels, so they have to take the same paths: they are rehearsals.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ class rehearsal(Mode):
 
 
 def is_captured(t: Tensor) -> bool:
-    """Whether what is computed from t now becomes part of a CUDA graph, or rehearses it."""
+    """Whether operations on t become part of a CUDA graph now, or rehearse one."""
     return t.is_cuda and (rehearsal.active or torch.cuda.is_current_stream_capturing())

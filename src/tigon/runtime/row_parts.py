@@ -9,7 +9,7 @@ import torch
 from tigon.runtime.device import multiprocessors
 from tigon.runtime.rows import cdiv, next_power_of_2
 
-# What rows of a vocabulary that are summed, and not written, are cut by. A part is so many columns or a multiple, until
+# Rows of a vocabulary that are summed, and not written, are cut by this. A part is so many columns or a multiple, until
 # there are PARTED programs for each multiprocessor: more rows than half of those are programs enough. Rows of up to
 # WIDE columns are left whole, since a second launch takes as long as reading one.
 PART, PARTED, WIDE = 4096, 4, 16384
@@ -32,7 +32,7 @@ def cut_rows(M: int, N: int, unit: int, programs: int) -> Parts | None:
     Units are shared out evenly: no part is empty, and there may be fewer programs than were asked for.
     """
     units = cdiv(N, unit)
-    # The lesser of two numbers: what gives so many programs, and what leaves a part one unit.
+    # The lesser of two numbers: parts for so many programs, and parts of one unit.
     number = min(programs // M, units)
     if number < 2:
         return None
