@@ -92,8 +92,8 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -
     for name, style in known.items():
         if style in EMBEDDING:
             continue  # below, for all models
-        for found in _matching(model, prefix, name):
-            plan[found] = _style(type(model).__name__, name, style, sequence_parallel)
+        for module in _matching(model, prefix, name):
+            plan[module] = _style(type(model).__name__, name, style, sequence_parallel)
     outside = Shard(1) if sequence_parallel else Replicate()
     # Between the modules hidden states are DTensors of whole sequences, so that the model counts its positions right.
     embedding = _find_name(model, model.get_input_embeddings())  # type: ignore[operator]

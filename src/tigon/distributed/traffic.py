@@ -53,8 +53,8 @@ class Traffic(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and (found := WHOLE.get(func._schema.name.split("::")[1])):
-            name, whole = found
+        if func.namespace == "c10d" and (collective := WHOLE.get(func._schema.name.split("::")[1])):
+            name, whole = collective
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             ranks = tuple(dist.get_process_group_ranks(group))
             others = args[whole].nbytes // len(ranks) * (len(ranks) - 1)

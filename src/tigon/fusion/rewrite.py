@@ -210,11 +210,11 @@ def group_calls(function: ast.FunctionDef) -> list[list[ChildCall]]:
         if alone and isinstance(x := node.args[0], ast.Name) and id(node) in always:
             inputs.setdefault(x.id, []).append(ChildCall(node, own_name, name, x))
     groups = []
-    for argument, found in inputs.items():
-        found.sort(key=lambda call: (call.node.lineno, call.node.col_offset))
-        first, last = found[0].node.lineno, found[-1].node.lineno
-        if len(found) > 1 and not any(first <= line <= last for line in stores.get(argument, ())):
-            groups.append(found)
+    for argument, group in inputs.items():
+        group.sort(key=lambda call: (call.node.lineno, call.node.col_offset))
+        first, last = group[0].node.lineno, group[-1].node.lineno
+        if len(group) > 1 and not any(first <= line <= last for line in stores.get(argument, ())):
+            groups.append(group)
     return groups
 
 

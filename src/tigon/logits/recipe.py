@@ -245,10 +245,10 @@ class Recipe:
             if not torch.compiler.is_compiling():
                 self.check(use=True)
             head = Head(self.weight, self._whole_bias(), softcap, scale)
-            found = linear_logprob(self.hidden, head, target, temperature=temperature)
+            result = linear_logprob(self.hidden, head, target, temperature=temperature)
         self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
-        return found._replace(logprob=self.hand_on(found.logprob), entropy=self.hand_on(found.entropy))
+        return result._replace(logprob=self.hand_on(result.logprob), entropy=self.hand_on(result.entropy))
 
     def choices(self, tokens: Any) -> Tensor:
         """The logits of a few classes, (…, K), of a weight that stays."""
@@ -258,10 +258,10 @@ class Recipe:
         with autocast_as(self.hidden.device.type, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True)
-            found = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
+            chosen_logits = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
         self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
-        return self.hand_on(found)
+        return self.hand_on(chosen_logits)
 
     def _whole_bias(self) -> Tensor | None:
         """The bias, with the vector that was added to the logits."""

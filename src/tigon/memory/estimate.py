@@ -281,9 +281,9 @@ class _Attention(torch.autograd.Function):
         # dq is added up in fp32; k and v first get a gradient for each head of q.
         wide = torch.empty_like(q, dtype=torch.float32)
         each = [t.new_empty(*q.shape[:2], *t.shape[2:]) for t in (k, v)] if k.shape[1] != q.shape[1] else []
-        found = [torch.empty_like(t) for t in (q, k, v)]
+        gradients = [torch.empty_like(t) for t in (q, k, v)]
         del wide, each
-        return *found, None if bias is None else torch.empty_like(bias)
+        return *gradients, None if bias is None else torch.empty_like(bias)
 
 
 # -------------------------------------------------------------------------------------------------------- the tracker

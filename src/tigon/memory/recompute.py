@@ -194,8 +194,8 @@ class Pass:
         address, results = _address(y.untyped_storage()), self._results
 
         def forget(reference: Any) -> None:
-            found = results.get(address)
-            if found is not None and found.tensor is reference:
+            result = results.get(address)
+            if result is not None and result.tensor is reference:
                 results.pop(address, None)  # the allocator may give this memory to another tensor
 
         result = results[address] = _Result(y, ref(y, forget), work, index)

@@ -166,13 +166,13 @@ class MicroBatchSAM(Optimizer):
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[float]]:
         """The parameters that are trained, each once, and each one's rho."""
-        found = {
+        weights = {
             id(p): (p, check_finite("sam_rho", group["sam_rho"]))
             for group in self.param_groups
             for p in group["params"]
             if p.requires_grad
         }
-        return [p for p, _ in found.values()], [rho for _, rho in found.values()]
+        return [p for p, _ in weights.values()], [rho for _, rho in weights.values()]
 
 
 def check_finite(name: str, value: float) -> float:

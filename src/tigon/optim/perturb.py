@@ -34,18 +34,18 @@ def squared_norm(
         adaptive, eta: weigh each gradient by its weight's own size, |p| + eta.
     Returns: (), on the device of the first; fp64 if a parameter is fp64, else fp32. The same bits on every run.
     """
-    found = []
+    squares = []
     for members in _by_device(params):
         # A model may be spread over several devices: one sum for each, and the sums meet at the end.
         mine, theirs = [params[i] for i in members], [grads[i] for i in members]
         # The kernel walks over memory and knows no shapes: a parameter with holes between its elements goes to torch.
         if use_triton(*mine, *theirs) and all(map(_in_one_piece, mine)):
-            found.append(_squared_norm(mine, theirs, adaptive, eta))
+            squares.append(_squared_norm(mine, theirs, adaptive, eta))
         else:
-            found.append(squared_norm_reference(mine, theirs, adaptive=adaptive, eta=eta))
-    dtype = functools.reduce(torch.promote_types, [s.dtype for s in found])
+            squares.append(squared_norm_reference(mine, theirs, adaptive=adaptive, eta=eta))
+    dtype = functools.reduce(torch.promote_types, [s.dtype for s in squares])
     # Between GPUs the streams order these copies. The sum is taken in one order, so its bits are the same on every run.
-    return torch.stack([s.to(params[0].device, dtype, non_blocking=True) for s in found]).sum()
+    return torch.stack([s.to(params[0].device, dtype, non_blocking=True) for s in squares]).sum()
 
 
 def perturb(
@@ -141,13 +141,13 @@ def _room(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
 def squared_norm_reference(
     params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive: bool = False, eta: float = 0.0
 ) -> Tensor:
-    found = []
+    squares = []
     for p, g in zip(params, grads, strict=True):
         # fp32 for half precision: fp16's squares would underflow, and a sum in 8 or 11 bits would stop growing.
         acc = torch.promote_types(p.dtype, torch.float32)
-        found.append((_size(p, eta) * g.to(acc) if adaptive else g.to(acc)).square().sum())
-    dtype = functools.reduce(torch.promote_types, [s.dtype for s in found])
-    return torch.stack([s.to(dtype) for s in found]).sum()
+        squares.append((_size(p, eta) * g.to(acc) if adaptive else g.to(acc)).square().sum())
+    dtype = functools.reduce(torch.promote_types, [s.dtype for s in squares])
+    return torch.stack([s.to(dtype) for s in squares]).sum()
 
 
 def perturb_reference(

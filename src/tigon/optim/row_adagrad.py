@@ -115,9 +115,9 @@ class RowAdagrad(Optimizer):
                     start = group["initial_accumulator_value"]
                     self.state[p]["sum"] = torch.full((p.shape[0],), start, dtype=_state_dtype(p), device=p.device)
                 sums.append(self.state[p]["sum"])
-                found = _rows_and_gradients(p.grad)
-                rows.append(found[0])
-                grads.append(found[1])
+                sparse = _rows_and_gradients(p.grad)
+                rows.append(sparse[0])
+                grads.append(sparse[1])
             row_adagrad(given, sums, rows, grads, group["lr"], group["eps"], group["weight_decay"])
         return loss
 

@@ -64,8 +64,8 @@ def lasting_reason(layer: Any) -> Reason | None:
         return Reason("its adapters are not on a linear layer") if _is_elsewhere(layer) else NO_ADAPTER
     if not is_known_layer(layer):
         return Reason(f"it is a {type(layer).__name__} of PEFT, and Tigon does not know what else that computes")
-    found = _adapter(layer)
-    return found if isinstance(found, Reason) and found in (VARIANT, BIAS, INSIDE, ZERO3) else None
+    adapter = _adapter(layer)
+    return adapter if isinstance(adapter, Reason) and adapter in (VARIANT, BIAS, INSIDE, ZERO3) else None
 
 
 def _is_elsewhere(layer: Any) -> bool:
@@ -113,10 +113,10 @@ def _calls_nothing_else(layer: nn.Module) -> bool:
 
 def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     """The layer as it is now, for an input x; or why PEFT's own forward has to run."""
-    found = _adapter(layer)
-    if isinstance(found, Reason):
-        return found
-    first, second, scale, dropout = found
+    adapter = _adapter(layer)
+    if isinstance(adapter, Reason):
+        return adapter
+    first, second, scale, dropout = adapter
     base = layer._modules["base_layer"]
     hooked = not _calls_nothing_else(base)
     # Hooks of a layer that multiplies by itself run as PEFT runs them: in the layer's own call.

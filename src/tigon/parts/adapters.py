@@ -58,10 +58,10 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return y
     layers, loras = [self], [own]
     for sibling in siblings.behind(self):
-        found = read_lora(sibling, x)
-        if isinstance(found, LoRA):
+        lora = read_lora(sibling, x)
+        if isinstance(lora, LoRA):
             layers.append(sibling)
-            loras.append(found)
+            loras.append(lora)
     ys = run(x, loras, ledger.recompute.checkpoint_hooks())
     if len(ys) > 1:
         ledger.waiting[siblings] = _Held(x, zip(layers[1:], loras[1:], ys[1:], strict=True))
@@ -98,11 +98,11 @@ def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
     patch = vars(layer).get("_tigon")
     if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_entire_call(layer):
         return None
-    found = read_lora(layer, x)
-    if isinstance(found, Reason) or _is_apart(x, found):
+    lora = read_lora(layer, x)
+    if isinstance(lora, Reason) or _is_apart(x, lora):
         return None
     # What bitsandbytes would widen again is left to the module.
-    return found if isinstance(found.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
+    return lora if isinstance(lora.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
 
 
 def may_be_adapted(layer: Any) -> bool:
@@ -126,8 +126,8 @@ class _Held:
     def take(self, layer: Any, x: Any, lora: LoRA) -> Tensor | None:
         if x is not self.x or _version(x) != self.version or _state_of_torch(x) != self.state:
             return None
-        found = self.results.pop(id(layer), None)
-        return found[1] if found is not None and _same(found[0], lora) else None
+        result = self.results.pop(id(layer), None)
+        return result[1] if result is not None and _same(result[0], lora) else None
 
 
 def _same(one: LoRA, other: LoRA) -> bool:
@@ -163,8 +163,8 @@ class Siblings:
             memo[id(self)] = (
                 Siblings(parent, self.names) if parent is not None else Siblings(nn.Module(), self.names[:1])
             )
-        found: Siblings = memo[id(self)]
-        return found
+        siblings: Siblings = memo[id(self)]
+        return siblings
 
     def behind(self, layer: nn.Module) -> Iterator[nn.Module]:
         """The layers that are called after the first, where `layer` is the first and they are as they were found."""
@@ -245,7 +245,7 @@ def _get_patch(module: nn.Module) -> Patch | None:
 
 def _groups(parent: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
     """The names, in groups of layers that get the same input."""
-    groups = [g for found in _together(type(parent).forward) if (g := tuple(n for n in found if n in names))]
+    groups = [g for group in _together(type(parent).forward) if (g := tuple(n for n in group if n in names))]
     return groups + [(n,) for n in names if not any(n in g for g in groups)]
 
 

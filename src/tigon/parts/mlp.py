@@ -216,10 +216,10 @@ def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual:
     else:
         if recompute.is_elsewhere() and is_one_tile(x, gate.b.shape[0]):
             return None  # a checkpoint recomputes the whole unit anyway
-        found = tiled_lora_mlp(x, (gate, up, down), act=formula.act)
-        if found is None:
+        tiled_y = tiled_lora_mlp(x, (gate, up, down), act=formula.act)
+        if tiled_y is None:
             return None
-        y = found
+        y = tiled_y
     patch.ledger.count("mlp", patch.key)
     for layer in layers:
         count_here(layer)
@@ -231,10 +231,10 @@ def _adapted_gate_and_up(self: Any, patch: Patch, x: Any) -> tuple[Tensor, Tenso
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     layers = [getattr(self, name) for name in (patch.formula.gate, patch.formula.up) if name is not None]
-    found = [lora for layer in layers if (lora := adapter_here(layer, x)) is not None]
-    if len(found) != len(layers):
+    loras = [lora for layer in layers if (lora := adapter_here(layer, x)) is not None]
+    if len(loras) != len(layers):
         return None
-    gate, *up = lora_linear(x, found, saved_by=patch.ledger.recompute.checkpoint_hooks())
+    gate, *up = lora_linear(x, loras, saved_by=patch.ledger.recompute.checkpoint_hooks())
     for layer in layers:
         count_here(layer)
     return gate, up[0] if up else None
@@ -422,7 +422,7 @@ def _place_children(module: nn.Module, formula: Gated, rest: list[str], attribut
     """The formula with the places of the other children and of the scales filled in; None if the numbers differ."""
     factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
     scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
-    found: set[Gated] = set()
+    formulas: set[Gated] = set()
     dropouts: set[str | None] = set()
     generator = torch.Generator().manual_seed(0)
     up, down = formula.up, formula.down
@@ -464,11 +464,11 @@ def _place_children(module: nn.Module, formula: Gated, rest: list[str], attribut
                 return None
             places = here[0], after if after in factors else None, here[1], after if after in scales else None
             up_first = formula.up_first if up is None else order[0] == up
-            found.add(replace(formula, up_first=up_first, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
-    placed = {k for f in found for k in (f.between, f.after) if k is not None}
-    if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
+            formulas.add(replace(formula, up_first=up_first, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
+    placed = {k for f in formulas for k in (f.between, f.after) if k is not None}
+    if len(formulas) != 1 or len(dropouts) != 1 or placed != set(rest):
         return None
-    whole = replace(found.pop(), dropout=dropouts.pop())
+    whole = replace(formulas.pop(), dropout=dropouts.pop())
     return whole if all(_holds(module, whole, factors, scales, case) for case in CASES) else None
 
 

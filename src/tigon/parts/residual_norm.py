@@ -222,9 +222,9 @@ def _find_sums(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
     for statements in list_bodies(function):
         for at, statement in enumerate(statements):
             total = _read_sum(statement)
-            found = None if total is None else _find_norm_after(statements, at, total[0])
-            if found is not None:
-                yield statements, at, *found
+            norm = None if total is None else _find_norm_after(statements, at, total[0])
+            if norm is not None:
+                yield statements, at, *norm
 
 
 def _find_forks(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str, str, str]]:
@@ -271,10 +271,10 @@ def _read_assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
 
 def _read_sum(statement: ast.stmt) -> tuple[str, ast.expr, ast.expr] | None:
     """The name that is assigned a sum, and the sum's terms; None for any other statement."""
-    found = _read_assignment(statement)
-    if found is None or not isinstance(found[1], ast.BinOp) or not isinstance(found[1].op, ast.Add):
+    assignment = _read_assignment(statement)
+    if assignment is None or not isinstance(assignment[1], ast.BinOp) or not isinstance(assignment[1].op, ast.Add):
         return None
-    return found[0], found[1].left, found[1].right
+    return assignment[0], assignment[1].left, assignment[1].right
 
 
 def _only_added(function: Any, name: str) -> bool:

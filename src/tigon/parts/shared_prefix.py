@@ -20,16 +20,16 @@ class SharedPrefix(Part):
         from tigon.shared_prefix import attention
         from tigon.shared_prefix.recognize import shared_attention
 
-        found: list[Any] = list(shared_attention(module))
+        layers: list[Any] = list(shared_attention(module))
         attention.register()
-        for layer in found:
+        for layer in layers:
             name = layer.config._attn_implementation
             if not isinstance(name, attention.Shared):
                 site.set(layer.config, "_attn_implementation_internal", attention.Shared(name))
             before = layer.config._attn_implementation.previous
             kind = type(layer).__name__
             site.record_fused(self, layer, f"once for all suffixes of a prefix; {before} without a layout", key=kind)
-        site.ledger.around = attention.Around(list({id(m.config): m.config for m in found}.values()))
+        site.ledger.around = attention.Around(list({id(m.config): m.config for m in layers}.values()))
         if not site.entrances:  # no head is fused, where a call begins
             site.entrances.append(_outermost(module))
 

@@ -195,8 +195,8 @@ class SharedPrefixBatch:
         if isinstance(logits, Recipe):  # as in `logprob`
             logits = logits.hand_on(logits.logits())
         chosen = torch.as_tensor(tokens, device=logits.device)
-        found = logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
-        return found, None if target is None else cross_entropy(logits, target, reduction="none")
+        scores = logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
+        return scores, None if target is None else cross_entropy(logits, target, reduction="none")
 
     def split(self, values: Tensor) -> list[list[Tensor]]:
         """Values of the suffixes' tokens, (S, …), as lists like those of the suffixes: `[r][c]` is (length, …).
@@ -243,8 +243,8 @@ def find_fusion(model: nn.Module) -> Fusion:
         patch = vars(module).get("_tigon")
         fusion = None if patch is None or not patch.ledger.active else patch.fusion
         if fusion is not None and fusion._options.shared_prefix:
-            found: Fusion = fusion
-            return found
+            sharing: Fusion = fusion
+            return sharing
     raise ValueError(f"{NAME}: {type(model).__name__} must be fused by tigon.fuse(model, shared_prefix=True).")
 
 

@@ -117,14 +117,14 @@ class NodeGather:
 
     def _weights(self) -> tuple[Any, ...]:
         """A fingerprint of the weights: the registered tensors, their memory, and their version counters."""
-        found: list[Any] = []
+        fingerprint: list[Any] = []
         for module, name in self.parameters:
             p = module._parameters[name]
             assert p is not None
             local = p.to_local() if isinstance(p, DTensor) else p
             # A write into a DTensor raises only its counter, a write into the local tensor only that tensor's.
-            found += (id(p), p._version, local.data_ptr(), local._version)
-        return tuple(found)
+            fingerprint += (id(p), p._version, local.data_ptr(), local._version)
+        return tuple(fingerprint)
 
 
 # The tests delay these, spoil them and run them elsewhere.
