@@ -46,7 +46,7 @@ WORKSPACES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)
-class PeakSnapshot:
+class MemorySnapshot:
     """The memory at one moment of a step: bytes by part (PARTS). during: forward, loss, backward or optimizer."""
 
     during: str
@@ -68,9 +68,9 @@ class StepMemory:
     backward pass needs is alive. update: the optimizer's step.
     """
 
-    peak: PeakSnapshot
-    kept: PeakSnapshot
-    update: PeakSnapshot
+    peak: MemorySnapshot
+    kept: MemorySnapshot
+    update: MemorySnapshot
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name).to_dict() for name in ("peak", "kept", "update")}
@@ -121,7 +121,7 @@ def step_memory(
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 loss = model(**inputs).loss
             tracker.casts.clear()
-            kept = tracker.moment("forward")
+            kept = tracker.snapshot("forward")
             tracker.phase = "temporary"
             # Not loss.backward(): a function mode is off during a call that it has seen, and backward needs the mode.
             torch.autograd.graph._engine_run_backward(
@@ -130,7 +130,7 @@ def step_memory(
             units.end(tracker)
         except Exception as error:
             raise CannotEstimate(" ".join(str(error).split()) or type(error).__name__) from error
-        update = tracker.moment("optimizer")
+        update = tracker.snapshot("optimizer")
         for p in trained:
             p.grad = None
     return StepMemory(tracker.peak if tracker.peak.total > update.total else update, kept, update)
@@ -147,7 +147,7 @@ class AllocationTracker(TorchDispatchMode):
         self.phase = "activations"
         self.totals = dict.fromkeys(PARTS, 0)
         self.now = 0
-        self.peak = PeakSnapshot("forward", dict(self.totals))
+        self.peak = MemorySnapshot("forward", dict(self.totals))
         self.casts: dict[int, Tensor] = {}
         self._alive: dict[int, tuple[Any, str, int]] = {}  # by storage: a weak reference, its part, its bytes
 
@@ -169,7 +169,7 @@ class AllocationTracker(TorchDispatchMode):
         self.totals[part] += size
         self.now += size
         if self.now > self.peak.total:
-            self.peak = self.moment(self._during())
+            self.peak = self.snapshot(self._during())
 
     def move(self, t: Tensor, part: str, size: int | None = None) -> None:
         """Count the storage of t as another part, or as another size."""
@@ -181,8 +181,8 @@ class AllocationTracker(TorchDispatchMode):
             self.change(before, -old)
             self.change(part, size)
 
-    def moment(self, during: str) -> PeakSnapshot:
-        return PeakSnapshot(during, dict(self.totals))
+    def snapshot(self, during: str) -> MemorySnapshot:
+        return MemorySnapshot(during, dict(self.totals))
 
     def _during(self) -> str:
         return {"activations": "forward", "head and loss": "loss"}.get(self.phase, "backward")
