@@ -33,7 +33,7 @@ from torch import Tensor
 
 import tigon
 from tigon.bench import report
-from tigon.kernels import HAS_TRITON, INTERPRET, launches, multiprocessors
+from tigon.kernels import HAS_TRITON, INTERPRET, launch_cache, multiprocessors
 from tigon.losses.head import chunks as walks
 from tigon.losses.head import head as heads
 from tigon.losses.head.chunks import Chunks, chunk_budget, chunk_rows, spared_by_one_chunk
@@ -69,7 +69,7 @@ SPLITS = (2, 3, 4, 8)
 @contextlib.contextmanager
 def replaced(changes: tuple[Change, ...]) -> Iterator[None]:
     before = [(place, name, getattr(place, name)) for place, name, _ in changes]
-    launches._plans.clear()  # warps and programs of the pass are in no key
+    launch_cache._plans.clear()  # warps and programs of the pass are in no key
     try:
         for place, name, value in changes:
             setattr(place, name, value)
@@ -77,7 +77,7 @@ def replaced(changes: tuple[Change, ...]) -> Iterator[None]:
     finally:
         for place, name, value in before:
             setattr(place, name, value)
-        launches._plans.clear()
+        launch_cache._plans.clear()
 
 
 def by_product(tile: sum_product.Tile) -> tuple[Change, ...]:

@@ -10,6 +10,7 @@ from tigon import ops as ops
 from tigon import rank as rank
 from tigon import retrieve as retrieve
 from tigon import training as training
+from tigon.fusion.engine.model import PARTS as PARTS
 from tigon.fusion.engine.model import Fusion as Fusion
 from tigon.fusion.engine.model import fuse as fuse
 from tigon.fusion.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch

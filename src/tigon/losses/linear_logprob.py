@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import (
-    can_look,
     differentiable,
     differentiable_directly,
-    graph_is_kept,
+    is_concrete,
+    is_graph_retained,
     is_traced,
     launcher,
     use_triton,
@@ -97,7 +97,7 @@ def linear_logprob(
     if shards is not None:
         labels, ignore_index = shards.labels(labels, ignore_index), IGNORED
     valid = walk.number(name)
-    if valid < 0 and x.device.type == "cpu" and can_look(labels):
+    if valid < 0 and x.device.type == "cpu" and is_concrete(labels):
         valid = int((labels != ignore_index).sum())  # the host is the device: looking costs nothing
     frozen = not (weight.requires_grad and torch.is_grad_enabled())
     budget = chunk_budget(x.device, walk.chunk_bytes, frozen=frozen)
@@ -311,7 +311,7 @@ def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: An
         return none
     upstream = [None if d is None else d.contiguous() for d in (dlogprob, dentropy)]
     given = dlogprob if dlogprob is not None else dentropy
-    ours = getattr(ctx, "hides", False) and not is_traced(given) and not graph_is_kept()  # type: ignore[arg-type]
+    ours = getattr(ctx, "hides", False) and not is_traced(given) and not is_graph_retained()  # type: ignore[arg-type]
     saved = ctx.saved_tensors
     own = getattr(ctx, "own", {})
     grads = _linear_logprob_bwd(*saved, *upstream, *ctx.arguments, ours, needs, *ctx.options, **own)

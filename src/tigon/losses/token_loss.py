@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels import can_look, differentiable, differentiable_directly, launcher, use_triton
+from tigon.kernels import differentiable, differentiable_directly, is_concrete, launcher, use_triton
 from tigon.losses.family import ALONE, Family, Part, Whole, family_of
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_budget, spared_by_one_chunk
 from tigon.losses.head.head import Head, Hidden, Projection, check_head, empty_logits, head_of
@@ -121,7 +121,7 @@ def _lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list
     """How many targets of each sequence count; empty if the host does not know."""
     if lengths is None:
         # On a CPU the host is the device, and looking costs nothing; a traced tensor has no numbers to look at.
-        looks = target.device.type == "cpu" and can_look(target)
+        looks = target.device.type == "cpu" and is_concrete(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
     if not isinstance(lengths, Iterable):
         raise ValueError(f"{name}: walk.valid must be a list or a ValidLengths, got {type(lengths).__name__}.")
