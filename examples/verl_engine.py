@@ -18,5 +18,5 @@ import tigon
 class FusedEngine(FSDPEngineWithLMHead):
     def _build_module(self):
         module = super()._build_module()  # with verl's own patches, without adapters and sharding
-        tigon.fuse(module, head=False)
+        tigon.fuse(module, parts=tigon.PARTS - {"head"})
         return module

@@ -29,7 +29,7 @@ from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
 from tigon.kernels import dispatch as backend
-from tigon.kernels import launches
+from tigon.kernels import launch_cache
 
 counts: collections.Counter[str] = collections.Counter()
 started: list[tuple[Any, ...]] = []
@@ -61,7 +61,7 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 def watch(wrong: list[str]) -> None:
     """Compare each launch with Triton's own of the same arguments."""
-    run, launch = JITFunction.run, launches.launch
+    run, launch = JITFunction.run, launch_cache.launch
 
     def dispatched(self: JITFunction, *args: Any, **options: Any) -> Any:
         counts["dispatched"] += 1
@@ -112,7 +112,12 @@ def make_launches() -> dict[str, Any]:
                 inputs = op.draw(case, torch.bfloat16, torch.device("meta"), None)
                 evaluate(op.public, inputs, case.options, op.differentiable(inputs), seed=None)
             operators[op.name] = dict(counts)
-    return {"operators": operators, "wrong": wrong, "keys": len(launches._plans), "kernels": len(launches._kernels)}
+    return {
+        "operators": operators,
+        "wrong": wrong,
+        "keys": len(launch_cache._plans),
+        "kernels": len(launch_cache._kernels),
+    }
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ LONG = {
     "embedding_bag": "the arguments of torch.nn.functional.embedding_bag by their names, and the tables of fields",
     "filtered_topk": "queries, items and k, and what each row has beside its vector",
     "fit": "what is fitted on what, and what a run that goes on takes and says",
-    "fuse": "a switch for every kind of part",
     "item_softmax": "queries, items, targets and biases, and what a tigon.Head has of scale and group",
     "plan_memory": "what makes an index, and how long its ids are",
     "prefix_attention": "q, k, v and their layout, and the options of attention functions by their names",

@@ -116,8 +116,8 @@ def examine(name: str) -> dict[str, Any]:
         record["media"] = media
     record["calls"] = dict(report.calls)
     record["logits_built_by"] = dict(report.logits_built_by)
-    record["fused"] = [[r.kind, r.name, r.count, r.what] for r in report.fused]
-    record["left"] = [[r.kind, r.name, r.count, r.what] for r in report.left]
+    record["fused"] = [[r.kind, r.name, r.count, r.what] for r in report.fused_rows]
+    record["left"] = [[r.kind, r.name, r.count, r.what] for r in report.skipped_rows]
     return record
 
 

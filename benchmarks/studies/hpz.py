@@ -244,11 +244,11 @@ class Trial:
                 self.step(model, optimizer, draw, options.batch)
             everyone = tuple(range(self.world))
             of_all = {
-                of: traffic.received("all_gather", ranks=everyone, backward=of == "backward") / 2**20
+                of: traffic.count_bytes("all_gather", ranks=everyone, backward=of == "backward") / 2**20
                 for of in ("forward", "backward")
             }
             row.forward_all_mib, row.backward_all_mib = of_all["forward"], of_all["backward"]
-            row.node_mib = traffic.received("all_gather") / 2**20 - sum(of_all.values())
+            row.node_mib = traffic.count_bytes("all_gather") / 2**20 - sum(of_all.values())
             row.shards_mib = sum(g.nbytes for g in handle.gathers) / 2**20 if handle else 0.0
             if side in same:
                 row.same_bits, row.bits_steps = same[side], options.bits_steps

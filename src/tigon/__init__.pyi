@@ -9,6 +9,7 @@ from tigon import nn as nn
 from tigon import rank as rank
 from tigon import retrieve as retrieve
 from tigon import training as training
+from tigon.fusion.engine.model import PARTS as PARTS
 from tigon.fusion.engine.model import Fusion as Fusion
 from tigon.fusion.engine.model import fuse as fuse
 from tigon.fusion.shared_prefix.batch import SharedPrefixBatch as SharedPrefixBatch

@@ -122,11 +122,11 @@ def traffic_of(rank, world, device, side, micro_steps):
     here = tuple(range(rank // node * node, rank // node * node + node))
     everyone = tuple(range(world))
     assert {call.ranks for call in traffic.calls} <= {here, everyone}
-    reductions = traffic.received("reduce_scatter")
-    assert traffic.received() == traffic.received("all_gather") + reductions
-    assert traffic.received("reduce_scatter", ranks=everyone, backward=True) == reductions > 0
+    reductions = traffic.count_bytes("reduce_scatter")
+    assert traffic.count_bytes() == traffic.count_bytes("all_gather") + reductions
+    assert traffic.count_bytes("reduce_scatter", ranks=everyone, backward=True) == reductions > 0
     return {
-        (ranks, pass_): traffic.received("all_gather", ranks=of, backward=pass_ == "backward")
+        (ranks, pass_): traffic.count_bytes("all_gather", ranks=of, backward=pass_ == "backward")
         for ranks, of in (("all", everyone), ("node", here))
         for pass_ in ("forward", "backward")
     }

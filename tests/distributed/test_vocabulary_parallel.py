@@ -157,7 +157,7 @@ def of_items(rank, world, device):
     query, items = torch.randn(7, 16, generator=draw).to(device), torch.randn(40, 16, generator=draw).to(device)
     target = torch.tensor([3, 40, -100, 39, -1, 0, 20], device=device)
     own = items.tensor_split(world)[rank]
-    with tigon.use_backend("triton"), mock.patch("tigon.ops.targets.can_look", return_value=False):
+    with tigon.use_backend("triton"), mock.patch("tigon.ops.targets.is_concrete", return_value=False):
         found = [losses(query, own, target, group=dist.group.WORLD) for _ in range(2)]
         assert all(map(torch.equal, *(map(torch.nan_to_num, part) for part in found)))
         none = losses(query[:0], own, target[:0], group=dist.group.WORLD)

@@ -166,7 +166,7 @@ def test_further_families(name):
     model = tiny_model(getattr(transformers, name))
     inputs = tiny_inputs(model)
     plain, plain_grads = step(model, inputs)
-    with tigon.fuse(model, head=False, norms=False, mlp=False, rotary=False, projections=False) as fusion:
+    with tigon.fuse(model, parts=tigon.PARTS - {"head", "norm", "mlp", "rotary", "linear"}) as fusion:
         fused, fused_grads = step(model, inputs)
         calls = fusion.report().calls
     experts = sum(type(m).__name__.endswith("Experts") for m in model.modules())
@@ -222,7 +222,7 @@ def test_checkpointing_runs_them_again():
 
 
 def test_left_out_on_request():
-    with tigon.fuse(build("mixtral"), experts=False) as fusion:
+    with tigon.fuse(build("mixtral"), parts=tigon.PARTS - {"experts"}) as fusion:
         assert not any(row.kind == "experts" for row in fusion.report().rows)
 
 
@@ -245,7 +245,7 @@ def test_an_expert_parallel_forward_is_left():
     before = experts.forward
     experts.forward = lambda *args, **kwargs: before(*args, **kwargs)  # as transformers' plans install theirs
     with tigon.fuse(model) as fusion:
-        left = [row for row in fusion.report().left if row.kind == "experts"]
+        left = [row for row in fusion.report().skipped_rows if row.kind == "experts"]
         assert len(left) == 1
         assert "already replaced" in left[0].what
         step(model, batch("mixtral"))
@@ -277,7 +277,7 @@ def test_narrow_numbers_are_no_worse(autocast):
             return abs(model(**inputs).loss.item() - exact)
 
     plain = error()
-    with tigon.fuse(model, head=False, norms=False, mlp=False, rotary=False, projections=False) as fusion:
+    with tigon.fuse(model, parts=tigon.PARTS - {"head", "norm", "mlp", "rotary", "linear"}) as fusion:
         assert error() <= 2 * plain + 2e-3
         assert fusion.report().calls == {"experts": 2}
 

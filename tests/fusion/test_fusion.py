@@ -108,10 +108,12 @@ def test_options_of_a_second_call_are_not_dropped_silently(llama, recwarn):
     wrapper = torch.nn.Sequential(llama)
     for model in (llama, wrapper, copy.deepcopy(llama)):
         tigon.fuse(model)
-        tigon.fuse(model, recompute="mlp", mlp=True)
+        tigon.fuse(model, recompute="mlp", parts=tigon.PARTS)
         assert not recwarn.list
-        with pytest.warns(UserWarning, match=r"with mlp=True, .* for mlp=False, .* remove\(\)"):
-            again = tigon.fuse(model, mlp=False, recompute="none")
+        with pytest.warns(
+            UserWarning, match=r"with parts=\(.*'mlp'.*\), recompute='mlp', and stays so; for parts=.* remove\(\)"
+        ):
+            again = tigon.fuse(model, recompute="none", parts=tigon.PARTS - {"mlp"})
         recwarn.clear()
     assert again is not fusion
     fusion.remove()
@@ -160,27 +162,57 @@ def test_fuse_that_is_interrupted_leaves_the_model_as_it_was(llama, change):
 
 
 def test_an_error_of_a_recognition_leaves_the_model_as_it_was(llama, monkeypatch):
-    def fails(module):
+    def fails(module, analysis):
         raise MemoryError
 
-    monkeypatch.setattr("tigon.fusion.engine.part.PARTS", [ModulePart("mlp", "mlp", fails, fails)])
+    monkeypatch.setattr("tigon.fusion.engine.part.REGISTRY", [ModulePart("mlp", fails, fails)])
     with pytest.raises(MemoryError):
         tigon.fuse(llama)
     assert not any("_tigon" in vars(m) or "forward" in vars(m) for m in llama.modules())
     assert "_tigon_fusion" not in vars(llama)
 
 
-@pytest.mark.parametrize("left_out", ["head", "norms", "mlp", "rotary", "projections"])
-def test_each_kind_can_be_left_out(llama, left_out):
+@pytest.mark.parametrize("kind", ["head", "norm", "mlp", "rotary", "linear"])
+def test_each_kind_can_be_left_out(llama, kind):
     inputs = batch("llama")
     plain = llama(**inputs).loss
-    with tigon.fuse(llama, **{left_out: False}) as fusion:
+    with tigon.fuse(llama, parts=tigon.PARTS - {kind}) as fusion:
         torch.testing.assert_close(llama(**inputs).loss, plain, rtol=2e-6, atol=0)
-        kind = {"projections": "linear"}.get(left_out, left_out.removesuffix("s"))
         calls = {k: v for k, v in CALLS["llama"].items() if not k.endswith(kind)}
-        if left_out == "mlp":
+        if kind == "mlp":
             calls["linear"] += 2  # gate and up then have one operation, as q, k and v
         assert fusion.report().calls == calls
+
+
+def test_where_chooses_the_modules(llama):
+    inputs = batch("llama")
+    plain, layers = llama(**inputs).loss, CALLS["llama"]
+    with tigon.fuse(llama, where=lambda name, module: not name.startswith("model.layers.0.mlp")) as fusion:
+        torch.testing.assert_close(llama(**inputs).loss, plain, rtol=2e-6, atol=0)
+        assert fusion.report().calls["mlp"] == layers["mlp"] - 1
+        assert [(row.kind, row.count, row.what) for row in fusion.report().skipped_rows] == [
+            ("mlp", 1, "where= excludes it")
+        ]
+        twin = copy.deepcopy(llama)
+        twin(**inputs)
+        assert vars(twin)["_tigon_fusion"].report().calls["mlp"] == layers["mlp"] - 1
+    with tigon.fuse(llama, where=lambda name, module: module is not llama.lm_head) as fusion:
+        llama(**inputs)
+        assert "head" not in fusion.report().calls
+        assert fusion.report().calls["norm"] == layers["norm"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("parts", ["norms"], r"^fuse: parts must be names among head, norm, .*, got .*'norms'"),
+        ("parts", "norm", r"^fuse: parts must be names among head, norm, .*, got 'norm'\.$"),
+        ("where", "lm_head", r"^fuse: where must be a function of a module's name and the module, got 'lm_head'\.$"),
+    ],
+)
+def test_a_choice_that_is_none_gets_a_sentence(llama, option, value, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tigon.fuse(llama, **{option: value})
 
 
 @pytest.mark.parametrize("bad", [None, "gpt2", torch.zeros(3), lambda x: x, nn.Linear])
@@ -195,9 +227,9 @@ def test_a_model_with_nothing_to_fuse_gets_a_report_that_says_so():
     expected = model(x)
     fusion = tigon.fuse(model)
     report = fusion.report()
-    assert report.fused == []
+    assert report.fused_rows == []
     assert str(report).startswith("Sequential: nothing to fuse")
-    assert {row.kind: row.what for row in report.left} == {"norm": "it does not norm each row by itself"}
+    assert {row.kind: row.what for row in report.skipped_rows} == {"norm": "it does not norm each row by itself"}
     assert torch.equal(model(x), expected)
     assert tigon.fuse(model) is fusion
     fusion.remove()
@@ -289,7 +321,7 @@ def test_a_rotary_function_of_one_tensor_or_two():
     model, plain = Turned(), Turned()
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
     cos, sin, other = (torch.randn(2, 5, 8) for _ in range(3))
-    with tigon.fuse(model, head=False) as fusion:
+    with tigon.fuse(model, parts=tigon.PARTS - {"head"}) as fusion:
         # The angles are spread once for all layers: not so others beside the same cos, nor what is written into it.
         for step, second in enumerate((sin, sin, other, other, other)):
             if step > 2:
@@ -314,7 +346,7 @@ class TurnedBack(nn.Module):
 
 def test_spread_angles_do_not_outlive_a_step():
     model, q, k = TurnedBack(), torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
-    with tigon.fuse(model, head=False) as fusion:
+    with tigon.fuse(model, parts=tigon.PARTS - {"head"}) as fusion:
         for _ in range(2):
             angles = [torch.randn(2, 5, 16) for _ in range(2)]
             for fused, expected in zip(model(q, k, *angles), turn_back(q, k, *angles), strict=True):
@@ -333,7 +365,7 @@ def test_angles_spread_in_inference_mode_are_not_kept(model_class):
     cos, sin = (torch.randn(2, 5, 8 if model_class is Turned else 16) for _ in range(2))
     with torch.inference_mode():
         others = cos.clone(), sin.clone()
-    with tigon.fuse(model, head=False):
+    with tigon.fuse(model, parts=tigon.PARTS - {"head"}):
         with torch.inference_mode():
             for _ in range(2):  # nothing counts what is written into these
                 for fused, expected in zip(model(q, k, *others), plain(q, k, *others), strict=True):
@@ -349,7 +381,7 @@ def test_angles_are_spread_within_a_captured_graph(monkeypatch):
     monkeypatch.setattr(Turn, "spread", lambda *args: spreads.append(1) or spread(*args))
     model, q, k = TurnedBack(), torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16)
     cos, sin = (torch.randn(2, 5, 16) for _ in range(2))
-    with tigon.fuse(model, head=False):
+    with tigon.fuse(model, parts=tigon.PARTS - {"head"}):
         model(q, k, cos, sin)
         spreads.clear()
         model(q, k, cos, sin)
@@ -372,8 +404,8 @@ def test_a_fused_part_of_a_model_stays_with_its_own_fusion(llama):
     inner = tigon.fuse(llama.model)
     outer = tigon.fuse(llama)
     assert outer is not inner
-    assert {row.kind for row in outer.report().fused} == {"head"}
-    assert {row.what for row in outer.report().left} == {"fused before, by another tigon.fuse"}
+    assert {row.kind for row in outer.report().fused_rows} == {"head"}
+    assert {row.what for row in outer.report().skipped_rows} == {"fused before, by another tigon.fuse"}
     step(llama, batch("llama"))
     outer.remove()
     assert tigon.fuse(llama.model) is inner
@@ -389,12 +421,12 @@ def test_the_report_says_what_and_how_often():
         assert "No step has run yet" in str(fusion.report())
         outputs, _ = step(model, batch("mixtral"))
         report = fusion.report()
-        assert [(row.kind, row.name, row.count, row.calls) for row in report.fused] == [
+        assert [(row.kind, row.name, row.count, row.calls) for row in report.fused_rows] == [
             ("head", "Linear", 1, 1), ("rotary", "MixtralAttention", 2, 2), ("experts", "MixtralExperts", 2, 2),
             ("norm", "MixtralRMSNorm", 5, 5), ("add_norm", "MixtralDecoderLayer", 2, 2),
             ("linear", "MixtralAttention", 2, 2),
         ]  # fmt: skip
-        assert report.left == []
+        assert report.skipped_rows == []
         assert "Ran in the last step: head 1, norm 5, add_norm 2, experts 2, rotary 2, linear 2." in str(report)
         calls = {"head": 1, "norm": 5, "add_norm": 2, "rotary": 2, "experts": 2, "linear": 2}
         assert json.loads(json.dumps(report.to_dict()))["calls"] == calls
@@ -628,7 +660,7 @@ def test_a_forward_that_was_replaced_before_is_left_alone():
     plain = model(**inputs).loss
     with tigon.fuse(model) as fusion:
         torch.testing.assert_close(model(**inputs).loss, plain, rtol=2e-6, atol=0)
-        ((name, reason),) = [(row.name, row.what) for row in fusion.report().left]
+        ((name, reason),) = [(row.name, row.what) for row in fusion.report().skipped_rows]
         assert name == "LlamaMLP"
         assert reason.startswith("its forward is already replaced on this instance")
         assert fusion.report().calls["mlp"] == 1
@@ -736,10 +768,10 @@ def test_a_70b_model_on_the_meta_device_is_recognised_without_memory():
         model = transformers.LlamaForCausalLM(config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report = tigon.fuse(model).report()
-    assert {row.kind: row.count for row in report.fused} == {
+    assert {row.kind: row.count for row in report.fused_rows} == {
         "head": 1, "norm": 161, "add_norm": 80, "mlp": 80, "rotary": 80, "linear": 80,
     }  # fmt: skip
-    assert not report.left
+    assert not report.skipped_rows
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 100 * 1024, "KiB: one MLP would take 2.6 GiB"
 
 
@@ -774,8 +806,7 @@ def test_a_plain_down_projection_takes_the_product_along(monkeypatch, obstacle):
 
 def test_a_fusion_that_replaced_nothing_does_not_stand_in_the_way():
     model = build("llama")
-    off = dict.fromkeys(("head", "norms", "mlp", "rotary", "experts", "projections"), False)
-    empty = tigon.fuse(model, **off)
-    assert empty.report().fused == []
-    assert tigon.fuse(model, **off) is empty
-    assert tigon.fuse(model).report().fused
+    empty = tigon.fuse(model, parts=())
+    assert empty.report().fused_rows == []
+    assert tigon.fuse(model, parts=[]) is empty
+    assert tigon.fuse(model).report().fused_rows

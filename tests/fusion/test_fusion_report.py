@@ -94,9 +94,9 @@ def test_a_module_that_is_not_called_says_so():
 
     model = Model()
     with tigon.fuse(model) as fusion:
-        assert [row.idle for row in fusion.report().fused] == ["", ""], "before the first step nothing is said"
+        assert [row.idle for row in fusion.report().fused_rows] == ["", ""], "before the first step nothing is said"
         model(torch.randn(2, 3, 16))
-        idle = {row.name: row.idle for row in fusion.report().fused}
+        idle = {row.name: row.idle for row in fusion.report().fused_rows}
     assert idle == {"LayerNorm": "", "RMSNorm": "the model did not call it"}
 
 
@@ -158,7 +158,7 @@ def test_models_without_a_language_head_have_no_row_of_one(make):
 def test_a_language_head_that_nothing_returns_has_a_row_with_advice():
     model = nn.Sequential(nn.Embedding(50, 16), nn.LayerNorm(16), nn.Linear(16, 50))
     with tigon.fuse(model) as fusion:
-        (row,) = (row for row in fusion.report().left if row.kind == "head")
+        (row,) = (row for row in fusion.report().skipped_rows if row.kind == "head")
     assert row.name == "Linear"
     assert "tigon.linear_cross_entropy" in row.advice
 

@@ -121,11 +121,11 @@ def test_lora(peft, targets, first, ours):
     torch.manual_seed(0)
     plain, plain_grads = step(plain_model, inputs)
 
-    model = build("llama")
+    model, parts = build("llama"), tigon.PARTS if ours else tigon.PARTS - {"adapters"}
     if first == "fuse":
-        tigon.fuse(model, adapters=ours)
+        tigon.fuse(model, parts=parts)
     model = adapt(peft, model, **options)
-    fusion = tigon.fuse(model, adapters=ours)
+    fusion = tigon.fuse(model, parts=parts)
     torch.manual_seed(0)
     fused, fused_grads = step(model, inputs)
     calls = (APART if "q_proj" in targets else CALLS)["llama"]
@@ -155,7 +155,7 @@ def test_lora_on_the_head_takes_part(peft, first):
     assert_close(fused_grads, plain_grads)
     assert "head" not in fusion.report().calls
     if first == "adapt":
-        (reason,) = [row.what for row in fusion.report().left if row.kind == "head"]
+        (reason,) = [row.what for row in fusion.report().skipped_rows if row.kind == "head"]
         assert reason == "an adapter is on the head: it runs as it is, with real logits"
     else:
         assert fusion.report().logits_built_by, "the report says that logits were built"
@@ -237,7 +237,7 @@ def test_quantised_layers_run_as_they_are():
         layer.mlp.gate_proj = QuantizedLinear(layer.mlp.gate_proj)
     report = compare(model, batch("llama"))
     assert report.calls == {"norm": 5, "add_norm": 2, "mlp": 2, "rotary": 2, "linear": 2}
-    (reason,) = [row.what for row in report.left if row.kind == "head"]
+    (reason,) = [row.what for row in report.skipped_rows if row.kind == "head"]
     assert "not a plain torch.nn.Linear (quantised" in reason
 
 

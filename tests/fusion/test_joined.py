@@ -398,7 +398,7 @@ def test_norms_of_heads(kind, joined, waits):
         fused = results()
         assert counted(fusion, "qk_norm") == joined
         assert counted(fusion, "rotary") == 1
-        assert all(vars(norm)["_tigon"].heads == waits for norm in (module.q_norm, module.k_norm))
+        assert all(vars(norm)["_tigon"].is_head_norm == waits for norm in (module.q_norm, module.k_norm))
         assert all(type(y) is torch.Tensor for y in module(q, k, cos, sin)), "what waits does not get out"
     for y, expected in zip(fused, plain, strict=True):
         torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)

@@ -40,8 +40,8 @@ class Case:
 
     def lazy(self):
         hidden, weight, *bias = self.leaves
-        recipe = Recipe.of(hidden, weight, bias[0] if bias else None, self.ledger)
-        return LazyLogits.of(recipe) if self.carrier is LazyLogits else CompiledLogits(recipe)
+        recipe = Recipe.build(hidden, weight, bias[0] if bias else None, self.ledger)
+        return LazyLogits.build_lazy(recipe) if self.carrier is LazyLogits else CompiledLogits(recipe)
 
     def grads(self, loss):
         return torch.autograd.grad(loss, self.leaves, allow_unused=True)
@@ -341,7 +341,7 @@ def test_under_inference_mode():
     case = Case()
     with torch.inference_mode():
         hidden, weight, bias = (t.clone() for t in case.leaves)
-        lazy = LazyLogits.of(Recipe.of(hidden, weight, bias, case.ledger))
+        lazy = LazyLogits.build_lazy(Recipe.build(hidden, weight, bias, case.ledger))
         torch.testing.assert_close(
             F.cross_entropy(*flat(lazy, case.target)), F.cross_entropy(*flat(case.real(), case.target))
         )
@@ -409,7 +409,7 @@ def test_a_checkpointed_head(reentrant):
     plain = F.cross_entropy(*flat(case.real(), case.target))
 
     def head(hidden):
-        return LazyLogits.of(Recipe.of(hidden, *case.leaves[1:], case.ledger))
+        return LazyLogits.build_lazy(Recipe.build(hidden, *case.leaves[1:], case.ledger))
 
     logits = torch.utils.checkpoint.checkpoint(head, case.leaves[0], use_reentrant=reentrant)
     loss = F.cross_entropy(*flat(logits, case.target))
@@ -578,7 +578,7 @@ def test_wrong_targets_get_the_message_of_pytorch():
 def counted_labels(monkeypatch):
     """As on a GPU: labels are counted when the model is called, and the count travels ahead of the loss."""
     monkeypatch.setattr(labels_module, "is_far", lambda labels: True)
-    return labels_module.counted
+    return labels_module.count_labels
 
 
 KEEPS = {
@@ -670,13 +670,13 @@ def test_targets_that_are_all_ignored_give_what_pytorch_gives():
 def test_what_is_no_plain_head_has_no_recipe():
     ledger = Ledger(nn.Module())
     x, w = torch.randn(2, 3), torch.randn(5, 3)
-    assert Recipe.of(x, w, None, ledger) is not None
-    assert Recipe.of(x.bfloat16(), w, None, ledger) is None, "F.linear refuses that, and is to say so itself"
-    assert Recipe.of(x.double(), w.double(), None, ledger) is None
-    assert Recipe.of(x, torch.randn(5, 4), None, ledger) is None
+    assert Recipe.build(x, w, None, ledger) is not None
+    assert Recipe.build(x.bfloat16(), w, None, ledger) is None, "F.linear refuses that, and is to say so itself"
+    assert Recipe.build(x.double(), w.double(), None, ledger) is None
+    assert Recipe.build(x, torch.randn(5, 4), None, ledger) is None
     shard = nn.Parameter(torch.randn(5, 3))
     shard.ds_id = 0  # a parameter under ZeRO-3: gathered for the length of the head's own forward
-    assert Recipe.of(x, shard, None, ledger) is None
+    assert Recipe.build(x, shard, None, ledger) is None
 
 
 def test_outputs_of_a_compiled_step_behave_as_logits():

@@ -150,7 +150,7 @@ def test_the_model_keeps_its_fusion():
     model = build("llama")
     tigon.fuse(model)
     gc.collect()
-    assert tigon.fuse(model).report().fused
+    assert tigon.fuse(model).report().fused_rows
     assert not any("_tigon" in vars(m) for m in (tigon.fuse(model).remove(), model)[1].modules())
 
 
@@ -216,7 +216,7 @@ def test_a_pickled_model_is_plain_and_works(family, way):
         assert not any("_tigon" in vars(m) or "forward" in vars(m) for m in made.modules())
         assert torch.equal(made(**inputs).loss, plain)
         again = tigon.fuse(made)
-        assert again.report().fused == fusion.report().fused
+        assert again.report().fused_rows == fusion.report().fused_rows
     torch.testing.assert_close(made(**inputs).loss, plain, rtol=1e-5, atol=0)
     torch.testing.assert_close(model(**inputs).loss, plain, rtol=1e-5, atol=0)
 
@@ -287,7 +287,7 @@ def test_a_shallow_copy_computes_with_its_own_head():
     hidden = model.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
     assert torch.equal(other(**inputs).logits, other.lm_head(hidden))
     assert not torch.equal(other(**inputs).loss, model(**inputs).loss)
-    fusion = tigon.fuse(other, norms=False)
+    fusion = tigon.fuse(other, parts=tigon.PARTS - {"norm"})
     assert type(other(**inputs).logits) is LazyLogits
     assert fusion.report().calls["head"] == 1
 
@@ -327,7 +327,7 @@ def test_a_head_that_replaces_the_fused_one_is_fused(change, asked):
     change(model)
     assert model.lm_head is not old
     if asked == "report":
-        assert [row.count for row in fusion.report().fused if row.kind == "head"] == [1]
+        assert [row.count for row in fusion.report().fused_rows if row.kind == "head"] == [1]
     elif asked == "fuse":
         assert tigon.fuse(model) is fusion
     model.config.vocab_size = 101
@@ -350,8 +350,8 @@ def test_a_head_that_cannot_be_fused_and_replaces_one_that_was_is_in_the_report(
     fusion = tigon.fuse(model)
     model.lm_head = Scaled(32, 97)
     assert type(model(**inputs).logits) is torch.Tensor
-    assert not [row for row in fusion.report().fused if row.kind == "head"]
-    (row,) = [row for row in fusion.report().left if row.kind == "head"]
+    assert not [row for row in fusion.report().fused_rows if row.kind == "head"]
+    (row,) = [row for row in fusion.report().skipped_rows if row.kind == "head"]
     assert row.name == "Scaled"
     assert "not a plain torch.nn.Linear" in row.what
     model.lm_head = nn.Linear(32, 97)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
+import tigon.fusion.engine.model
 import tigon.fusion.parts
 from tigon.fusion.engine import part as registry
-from tigon.fusion.engine.part import PARTS, ModulePart, Part, Stage, kinds, register
+from tigon.fusion.engine.part import REGISTRY, ModulePart, Part, Stage, list_kinds, register
 from tigon.fusion.engine.patch import Patch, plain_forward
-from tigon.fusion.engine.probe import CASES, probe_of, recognition, run
+from tigon.fusion.engine.probe import CASES, build_probe, recognition, run
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.mlp import recognize_mlp
 from tigon.ops import acts
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def trial(monkeypatch):
     """register, for parts that are gone after the test."""
-    monkeypatch.setattr(registry, "PARTS", PARTS[:])
+    monkeypatch.setattr(registry, "REGISTRY", REGISTRY[:])
     return register
 
 
@@ -46,10 +47,10 @@ class Doubled:
 
 
 @recognition
-def recognize_doubled(module):
+def recognize_doubled(module, analysis):
     if list(module.children()) or list(module.parameters()):
         return None
-    probe = probe_of(module, {})
+    probe = build_probe(module, {})
     for case in CASES:
         x = case.input(8)
         with torch.set_grad_enabled(case.gradients):
@@ -78,18 +79,20 @@ class TwiceWithAGradientOfItsOwn(nn.Module):
 
 
 def test_a_part_is_one_row(trial):
-    trial(ModulePart("doubled", "mlp", recognize_doubled, doubled_forward))
+    trial(ModulePart("doubled", recognize_doubled, doubled_forward))
     model, x = nn.Sequential(Twice(), TwiceWithAGradientOfItsOwn(), nn.ReLU()), torch.randn(3, 8)
     plain = model(x)
     with tigon.fuse(model) as fusion:
         assert torch.equal(model(x), plain)
         report = fusion.report()
-        assert [(row.kind, row.name, row.what, row.calls) for row in report.fused] == [("doubled", "Twice", "2 · x", 1)]
+        assert [(row.kind, row.name, row.what, row.calls) for row in report.fused_rows] == [
+            ("doubled", "Twice", "2 · x", 1)
+        ]
         assert "Ran in the last step: doubled 1." in str(report)
         assert report.to_dict()["calls"] == {"doubled": 1}
     assert untouched(model)
-    with tigon.fuse(model, mlp=False) as fusion:
-        assert not fusion.report().fused
+    with tigon.fuse(model, parts=tigon.PARTS) as fusion:
+        assert not fusion.report().fused_rows
 
 
 # ------------------------------------------------------------------------------- a parent, and some of its children
@@ -114,7 +117,7 @@ def pair_forward(self, x):
 class PairPart(Part):
     """Replaces two layers that one module holds, both or none, and tells one from the other by the formula."""
 
-    kind, option, stage = "pair", "norms", Stage.AROUND
+    kind, stage = "pair", Stage.AROUND
 
     def fuse(self, site, module):
         if not isinstance(module, Pair):
@@ -122,12 +125,12 @@ class PairPart(Part):
         layers = [module.left, module.right]
         reason = next((why for layer in layers if (why := site.why_not(layer)) is not None), None)
         if reason is not None:
-            site.left(self, module, reason)
+            site.record_skipped(self, module, reason)
             return
         patches = [Patch(self, site.ledger, side) for side in ("left", "right")]
         for layer, patch in zip(layers, patches, strict=True):
             site.install(layer, pair_forward, patch)
-        site.fused(self, module, "left, right", *patches)
+        site.record_fused(self, module, "left, right", *patches)
 
 
 def test_a_part_may_replace_children_of_a_module_together(trial):
@@ -147,7 +150,7 @@ def test_a_part_may_replace_children_of_a_module_together(trial):
         assert twin[0].left._tigon.ledger is not model[0].left._tigon.ledger
     del model[1].right.forward
     assert untouched(model)
-    with tigon.fuse(model, norms=False) as fusion:
+    with tigon.fuse(model, parts=tigon.PARTS) as fusion:
         assert "pair" not in {row.kind for row in fusion.report().rows}
 
 
@@ -169,19 +172,19 @@ class Seen:
 class TailPart(Part):
     """Replaces the last module of a model, and again if another one took its place. Each forward holds its ledger."""
 
-    kind, option, stage = "tail", "head", Stage.MODEL
+    kind, stage = "tail", Stage.MODEL
 
     def fuse(self, site, module):
         assert module is site.model, "of the whole model, once"
         tail = module[-1]
-        site.kept(Seen).tail = weakref.ref(tail)
+        site.get_cached(Seen).tail = weakref.ref(tail)
         forward = self.forward_of_copy(site, tail) if isinstance(tail, nn.Linear) else Reason("it is no linear layer")
         site.replace(self, tail, forward, None, "the last layer", key="tail")
-        site.take(tail)
+        site.claim(tail)
         site.entrances.append(module)
 
     def is_stale(self, site):
-        return site.model[-1] is not site.kept(Seen).tail()
+        return site.model[-1] is not site.get_cached(Seen).tail()
 
     def forward_of_copy(self, site, module):
         ledger = site.ledger
@@ -196,20 +199,20 @@ class TailPart(Part):
 
 def test_a_part_may_act_on_the_whole_model_and_again_when_the_model_changes(trial):
     trial(TailPart())
-    trial(ModulePart("linear", "mlp", lambda m: "x Wᵀ" if type(m) is nn.Linear else None, doubled_forward))
+    trial(ModulePart("linear", lambda m, analysis: "x Wᵀ" if type(m) is nn.Linear else None, doubled_forward))
     model, x = nn.Sequential(nn.ReLU(), nn.Linear(8, 8)), torch.randn(3, 8)
     fusion = tigon.fuse(model)
     model(x)
-    assert fusion.report().calls == {"tail": 1}, "the tail is taken: no other part replaces it"
+    assert fusion.report().calls == {"tail": 1}, "the tail is claimed: no other part replaces it"
     twin = copy.deepcopy(model)
     first, model[-1] = model[-1], nn.Linear(8, 8)
     model(x)
     model(x)
-    rows = [(row.name, row.what, row.count, row.calls) for row in fusion.report().fused]
+    rows = [(row.name, row.what, row.count, row.calls) for row in fusion.report().fused_rows]
     assert rows == [("Linear", "the last layer", 1, 1)], "the row of the first tail is gone"
     assert untouched(first)
     model[-1] = nn.Identity()
-    assert [str(row.what) for row in fusion.report().left if row.kind == "tail"] == ["it is no linear layer"]
+    assert [str(row.what) for row in fusion.report().skipped_rows if row.kind == "tail"] == ["it is no linear layer"]
     twin(x)
     assert vars(twin)["_tigon_fusion"].report().calls == {"tail": 1}, "the copy's forward counts in the copy's ledger"
     assert fusion.report().calls == {"tail": 1}
@@ -222,28 +225,21 @@ def test_a_part_may_act_on_the_whole_model_and_again_when_the_model_changes(tria
 # ----------------------------------------------------------------------------------------------------- completeness
 
 
-def test_every_part_has_a_file_and_an_option():
-    tests = "".join(p.read_text() for p in (ROOT / "tests").glob("*/test_*.py"))
-    options = set(inspect.signature(tigon.fuse).parameters)
-    files = []
-    for part in PARTS:
-        file = (part.recognize if isinstance(part, ModulePart) else type(part)).__module__.removeprefix(
-            "tigon.fusion.parts."
-        )
-        files.append(file)
-        assert part.option in options
-        assert not isinstance(part, ModulePart) or f"recognize_{file}(" in tests
+def test_every_file_registers_one_part():
+    recognized = [part.recognize if isinstance(part, ModulePart) else type(part) for part in REGISTRY]
+    assert tuple(r.__module__.removeprefix("tigon.fusion.parts.") for r in recognized) == tigon.fusion.parts.FILES
+    assert set(list_kinds()) == tigon.PARTS
+    for part in REGISTRY:
         assert not isinstance(part, ModulePart) or part.stage is Stage.MODULE
-    assert tuple(files) == tigon.fusion.parts.FILES, "each file registers one part, in the order of the list"
-    assert len({(part.kind, part.option) for part in PARTS}) == len(kinds()), "a kind has one option"
+        assert f'"{part.kind}"' in tigon.fuse.__doc__ or part.argument in inspect.signature(tigon.fuse).parameters
 
 
 def test_fuse_knows_no_part_by_name():
-    """fuse's own files name neither a part's file nor its kind; only the keywords of fuse say what there is."""
+    """fuse's own files name neither a part's file nor its kind."""
     for name in ("model", "site", "part", "patch", "step", "report"):
         code = (ROOT / f"src/tigon/fusion/engine/{name}.py").read_text()
         words = {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
-        assert words.isdisjoint(kinds()), name
+        assert words.isdisjoint(list_kinds()), name
         assert "from tigon.fusion.parts" not in code, name
 
 
@@ -267,6 +263,6 @@ def test_a_new_activation_is_recognised(monkeypatch):
 @pytest.mark.parametrize("name", ["norm", "mlp", "relu2", "experts"])
 def test_recognition_reads_the_code(name):
     """Each registered recognition is behind the reading of the forward's code."""
-    parts = (part for part in PARTS if isinstance(part, ModulePart))
+    parts = (part for part in REGISTRY if isinstance(part, ModulePart))
     part = next(part for part in parts if part.recognize.__module__ == f"tigon.fusion.parts.{name}")
     assert part.recognize.__wrapped__.__name__ == f"recognize_{name}"

@@ -16,7 +16,7 @@ from graph_nodes import nodes_of
 from test_families import assert_close, step
 from zoo import batch, build
 
-from tigon.fusion.engine.source import calls_together, function_of, tree_of
+from tigon.fusion.engine.rewrite import group_calls, parse_function
 from tigon.fusion.parts import mlp as mlp_part
 
 
@@ -92,7 +92,7 @@ def test_families(family, recompute, device, triton_backend, monkeypatch):
     """Loss to the bit, and gradients, as with the layers one by one; phi3 has one layer for q, k and v."""
     model = build(family).to(device)
     inputs = {k: v.to(device) for k, v in batch(family).items()}
-    with monkeypatch.context() as apart, tigon.fuse(model, recompute=recompute, projections=False):
+    with monkeypatch.context() as apart, tigon.fuse(model, recompute=recompute, parts=tigon.PARTS - {"linear"}):
         apart.setattr(mlp_part, "_dense_mlp", lambda *_: None)
         plain, plain_gradients = step(model, inputs)
         assert joined(plain.loss) == (0, 0)
@@ -101,7 +101,7 @@ def test_families(family, recompute, device, triton_backend, monkeypatch):
         names = joined(fused.loss)
         groups = 0 if family == "phi3" else 2
         assert names == (groups, 0 if recompute == "mlp" else 2)
-        rows = [(row.kind, row.count, row.calls) for row in fusion.report().fused if row.kind == "linear"]
+        rows = [(row.kind, row.count, row.calls) for row in fusion.report().fused_rows if row.kind == "linear"]
         assert rows == [("linear", 2, 2)] * bool(groups)
     assert torch.equal(fused.loss, plain.loss)
     assert_close(fused_gradients, plain_gradients)
@@ -491,8 +491,8 @@ class Groups(nn.Module):
     ],
 )  # fmt: skip
 def test_which_calls_are_a_group(name, groups):
-    tree = tree_of(getattr(Groups, name))
-    assert [[call.name for call in calls] for calls in calls_together(function_of(tree))] == groups
+    function = parse_function(getattr(Groups, name))
+    assert [[call.name for call in calls] for calls in group_calls(function)] == groups
 
 
 @pytest.mark.parametrize("name", ["two_groups", "inside_of_a_block"])

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.fusion.engine.probe import signature_of
-from tigon.fusion.engine.reading import reading_of
+from tigon.fusion.engine.bytecode import analyze_forward
+from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.experts import recognize_experts
 from tigon.fusion.parts.mlp import recognize_mlp
@@ -246,7 +246,7 @@ def test_near_misses_of_norms_have_a_row_with_advice_whatever_their_name(what):
     assert isinstance(found, Reason)
     assert found.advice
     with tigon.fuse(model) as fusion:
-        rows = [row for row in fusion.report().left if row.kind == "norm"]
+        rows = [row for row in fusion.report().skipped_rows if row.kind == "norm"]
     assert [(row.name, row.what, row.advice) for row in rows] == [("A", found.text, found.advice)]
 
 
@@ -432,17 +432,17 @@ class Private(nn.Module):
 def test_private_settings_tell_modules_apart():
     model, x = nn.Sequential(Private(0.0), Private(1.0)), torch.randn(2, 3, N)
     plain = model(x)
-    assert signature_of(model[0]) != signature_of(model[1])
+    assert compute_signature(model[0]) != compute_signature(model[1])
     with tigon.fuse(model) as fusion:
         torch.testing.assert_close(model(x), plain)
         assert fusion.report().calls == {"norm": 2}
 
 
 def test_what_the_code_does_not_read_does_not_tell_modules_apart():
-    assert "layer_idx" not in reading_of(Private()).names
-    assert signature_of(Private(layer_idx=1)) == signature_of(Private(layer_idx=2))
-    assert signature_of(nn.LayerNorm(N)) == signature_of(nn.LayerNorm(N)), "equal tuples are one setting"
-    assert signature_of(nn.LayerNorm(N)) != signature_of(nn.LayerNorm(N, eps=1e-3))
+    assert "layer_idx" not in analyze_forward(Private()).names
+    assert compute_signature(Private(layer_idx=1)) == compute_signature(Private(layer_idx=2))
+    assert compute_signature(nn.LayerNorm(N)) == compute_signature(nn.LayerNorm(N)), "equal tuples are one setting"
+    assert compute_signature(nn.LayerNorm(N)) != compute_signature(nn.LayerNorm(N, eps=1e-3))
 
     class Reads(Private):
         def forward(self, x):
@@ -453,7 +453,7 @@ def test_what_the_code_does_not_read_does_not_tell_modules_apart():
             return super().forward(x) * getattr(self, "layer" + "_idx")
 
     for kind in (Reads, ReadsAnything):
-        assert signature_of(kind(layer_idx=1)) != signature_of(kind(layer_idx=2))
+        assert compute_signature(kind(layer_idx=1)) != compute_signature(kind(layer_idx=2))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -478,7 +478,7 @@ def test_many_layers_are_probed_once(family, monkeypatch):
             model = transformers.AutoModelForCausalLM.from_config(config)
         runs.clear()
         with tigon.fuse(model) as fusion:
-            assert sum(row.count for row in fusion.report().fused) > layers
+            assert sum(row.count for row in fusion.report().fused_rows) > layers
         counts.append(len(runs))
     assert counts[0] == counts[1] > 0
 
@@ -558,7 +558,7 @@ def test_a_forward_that_assigns_globals_is_not_copied():
     before = SHARE
     with tigon.fuse(model) as fusion:
         model(q, k, cos, sin)
-        assert any("assigns globals" in row.what for row in fusion.report().left)
+        assert any("assigns globals" in row.what for row in fusion.report().skipped_rows)
     assert before + 1.0 == SHARE
 
 

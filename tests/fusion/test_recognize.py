@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.fusion.engine.probe import signature_of
+from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.mlp import Gated, recognize_mlp
 from tigon.fusion.parts.norm import Norm, recognize_norm
 from tigon.fusion.parts.relu2 import recognize_relu2
-from tigon.fusion.parts.rotary_formula import Turn, arguments_of, recognize_rotary
+from tigon.fusion.parts.rotary_formula import Turn, read_arguments, recognize_rotary
 from tigon.ops import acts
 
 N = 48
@@ -103,7 +103,7 @@ def test_norms_are_found_that_are_empty_between_uses():
     found = recognize_norm(wide)
     assert isinstance(found, Norm)
     assert recognize_norm(emptied(copy.deepcopy(wide))) == found
-    assert signature_of(emptied(wide)) != signature_of(emptied(narrow))
+    assert compute_signature(emptied(wide)) != compute_signature(emptied(narrow))
     assert recognize_norm(emptied(nn.Linear(1, 16, bias=False))) is None
 
 
@@ -488,8 +488,8 @@ def test_what_stands_around_a_gated_mlp_still_runs(variant, training):
         return y.detach(), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))
 
     plain = run()
-    with tigon.fuse(model, norms=False) as fusion:
-        assert fusion.report().fused[0].kind == "mlp"
+    with tigon.fuse(model, parts=tigon.PARTS - {"norm"}) as fusion:
+        assert fusion.report().fused_rows[0].kind == "mlp"
         for ours, theirs in zip(run(), plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -697,12 +697,12 @@ def test_rotations_of_one_tensor_and_of_complex_angles_are_found():
 
 
 def test_what_is_worth_a_probe():
-    assert arguments_of(full) == ("q", "k", "cos", "sin")
-    assert arguments_of(partial)
-    assert arguments_of(lambda x, cos, sin: x)
-    assert not arguments_of(rotate_half)
-    assert not arguments_of(lambda q, k, sin, cos: q)
-    assert not arguments_of(lambda q, k, cos, sin, mrope_section: q)
-    assert not arguments_of(lambda x, cos, sin, positions: x)
-    assert not arguments_of(print)
+    assert read_arguments(full) == ("q", "k", "cos", "sin")
+    assert read_arguments(partial)
+    assert read_arguments(lambda x, cos, sin: x)
+    assert not read_arguments(rotate_half)
+    assert not read_arguments(lambda q, k, sin, cos: q)
+    assert not read_arguments(lambda q, k, cos, sin, mrope_section: q)
+    assert not read_arguments(lambda x, cos, sin, positions: x)
+    assert not read_arguments(print)
     assert "other arguments" in recognize_rotary(lambda q, k, angles: q).text

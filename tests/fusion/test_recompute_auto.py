@@ -133,7 +133,7 @@ EXTENT = Extent(width=8, token_bytes=16, own_bytes=2**40)
     ],
 )
 def test_tokens_are_counted_or_not_told(args, kwargs, tokens):
-    assert EXTENT.tokens_of(args, kwargs) == tokens
+    assert EXTENT.count_tokens(args, kwargs) == tokens
     assert EXTENT.choice(args, kwargs).cheap == (tokens is None)
 
 

@@ -43,8 +43,7 @@ def test_by_the_kernels(triton_backend, device):
     model, (prefixes, suffixes) = T.Qwen3ForCausalLM(config).to(device), ids(device, [(9, (5, 1)), (3, (2,))])
     want = separately(model, prefixes, suffixes)[0]
     plain = gradients(model, want.sum())
-    off = dict.fromkeys(("head", "norms", "mlp", "rotary"), False)
-    with tigon.fuse(model, shared_prefix=True, **off):
+    with tigon.fuse(model, shared_prefix=True, parts=["linear"]):
         got = tigon.SharedPrefixBatch(prefixes, suffixes).logprob(model).logprob
         assert_close(gradients(model, got.sum()), plain, 1e-5)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
@@ -98,7 +97,6 @@ def test_without_a_layout_the_model_is_as_before(attention, device):
     tokens = torch.randint(3, 89, (2, 19), device=device)
     padding = torch.ones_like(tokens)
     padding[1, :5] = 0
-    off = dict.fromkeys(("head", "norms", "mlp", "rotary", "experts", "adapters", "projections"), False)
 
     def run():
         return [
@@ -107,7 +105,7 @@ def test_without_a_layout_the_model_is_as_before(attention, device):
         ]  # fmt: skip
 
     plain = run()
-    with tigon.fuse(model, shared_prefix=True, **off) as fusion:
+    with tigon.fuse(model, shared_prefix=True, parts=()) as fusion:
         assert model.config._attn_implementation == "tigon_shared_prefix"
         assert all(map(torch.equal, run(), plain))
         rows = [(row.kind, row.name, row.fused) for row in fusion.report().rows]

@@ -21,6 +21,7 @@ from small_llama import CALLS, absent, assert_same_step, batch, import_anew, lla
 
 import tigon
 
+OTHERS = sorted(tigon.PARTS - {"adapters"})
 EXAMPLE = Path(__file__).parents[2] / "examples" / "axolotl.yaml"
 
 
@@ -110,7 +111,7 @@ def test_it_sees_what_adapters_have_put_on_the_layers(axolotl):
     plugin = axolotl.TigonPlugin()
     _, fused = train(plugin, configured(plugin, adapter="lora"), llama(), adapt)
     assert_same_step(fused, step(adapt(llama()), batch(1)))
-    (reason,) = [row.what for row in plugin.fusions[0].report().left if row.kind == "head"]
+    (reason,) = [row.what for row in plugin.fusions[0].report().skipped_rows if row.kind == "head"]
     assert reason == "an adapter is on the head: it runs as it is, with real logits"
 
 
@@ -124,7 +125,7 @@ def lora(model, **options):
 @pytest.mark.parametrize("switched_off", [False, True])
 def test_adapters_run_fused_unless_they_are_switched_off(axolotl, switched_off, log):
     plugin = axolotl.TigonPlugin()
-    cfg = configured(plugin, adapter="lora", **({"tigon_adapters": False} if switched_off else {}))
+    cfg = configured(plugin, adapter="lora", **({"tigon_parts": OTHERS} if switched_off else {}))
     _, fused = train(plugin, cfg, llama(), lora)
     assert_same_step(fused, step(lora(llama()), batch(1)))
     (fusion,) = plugin.fusions
@@ -138,7 +139,7 @@ def test_options_of_axolotl_s_adapters_are_named_where_they_stay_with_peft(axolo
     plugin = axolotl.TigonPlugin()
     _, fused = train(plugin, configured(plugin, adapter="lora"), llama(), lambda model: lora(model, use_dora=True))
     assert_same_step(fused, step(lora(llama(), use_dora=True), batch(1)))
-    (left,) = [row for row in plugin.fusions[0].report().left if row.kind == "adapters"]
+    (left,) = [row for row in plugin.fusions[0].report().skipped_rows if row.kind == "adapters"]
     assert left.count == 14
     assert "DoRA" in left.what
 
@@ -151,9 +152,9 @@ def test_axolotl_s_own_kernels_are_not_switched_on_behind_the_configuration(axol
     configured(plugin, **auto_enable(dict(raw)))
     assert [raw.get(name) for name in axolotl.LORA_KERNELS] == [False if adapter else None] * 3
     # Without adapters of Tigon's, Axolotl's kernels stay as they are.
-    other = {"adapter": adapter, "tigon_adapters": False}
+    other = {"adapter": adapter, "tigon_parts": OTHERS}
     plugin.register(other)
-    assert other == {"adapter": adapter, "tigon_adapters": False}
+    assert other == {"adapter": adapter, "tigon_parts": OTHERS}
     configured(plugin, **auto_enable(other))
 
 
@@ -164,14 +165,13 @@ def test_axolotl_s_own_kernels_where_they_are_asked_for(axolotl, kernel):
     plugin.register(raw)
     with pytest.raises(pydantic.ValidationError, match=f"TigonPlugin: {kernel} must be off"):
         configured(plugin, **raw)
-    configured(plugin, **raw, tigon_adapters=False)
+    configured(plugin, **raw, tigon_parts=OTHERS)
 
 
-@pytest.mark.parametrize("part", ["head", "norms", "mlp", "rotary"])
-def test_each_part_can_be_switched_off(axolotl, part):
+@pytest.mark.parametrize("kind", ["head", "mlp", "rotary"])
+def test_each_part_can_be_left_out(axolotl, kind):
     plugin = axolotl.TigonPlugin()
-    train(plugin, configured(plugin, **{f"tigon_{part}": False}), llama())
-    kind = part.removesuffix("s")
+    train(plugin, configured(plugin, tigon_parts=sorted(tigon.PARTS - {kind})), llama())
     assert ran(plugin.fusions[0]) == {k: v for k, v in CALLS.items() if k != kind}
 
 
@@ -182,7 +182,7 @@ def test_another_library_on_the_same_layers_is_refused(axolotl, other):
         configured(plugin, **{other: True})
     configured(plugin, **{other: False})
     if other == "cut_cross_entropy":  # the loss alone may be the other's
-        configured(plugin, cut_cross_entropy=True, tigon_head=False)
+        configured(plugin, cut_cross_entropy=True, tigon_parts=["norm", "mlp"])
 
 
 def test_the_example(axolotl):
@@ -251,13 +251,13 @@ def test_with_axolotl_s_own_validation(monkeypatch):
         return with_capabilities(**raw.to_dict(), **gpu).model_dump(exclude_none=True)
 
     assert [validated().get(name) for name in kernels] == [False] * 3
-    assert [validated(tigon_adapters=False).get(name) for name in kernels] == [True] * 3, "as Axolotl has it"
+    assert [validated(tigon_parts=OTHERS).get(name) for name in kernels] == [True] * 3, "as Axolotl has it"
     with pytest.raises(pydantic.ValidationError, match="lora_qkv_kernel must be off"):
         validated(lora_qkv_kernel=True)
 
 
-def test_every_part_of_fuse_has_a_switch(axolotl):
-    parts = [name for name in inspect.signature(tigon.fuse).parameters if name != "model"]
-    parts.remove("shared_prefix")  # its batches are made by TRL's trainers of policies, or by hand
-    assert [*axolotl.PARTS, *axolotl.MEMORY] == parts
-    assert list(axolotl.TigonArgs.model_fields) == [f"tigon_{part}" for part in parts]
+def test_every_option_of_fuse_has_a_field(axolotl):
+    options = [name for name in inspect.signature(tigon.fuse).parameters if name not in ("model", "where")]
+    options.remove("shared_prefix")  # its batches are made by TRL's trainers of policies, or by hand
+    assert [*axolotl.OPTIONS] == options
+    assert list(axolotl.TigonArgs.model_fields) == [f"tigon_{option}" for option in options]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tigon
 from tigon.install import install
 from tigon.integrations import liger
 from tigon.integrations.liger import models
@@ -44,7 +45,7 @@ def step(of):
 
 
 def kinds(fusion):
-    return {row.kind for row in fusion.report().fused} & EVERYTHING
+    return {row.kind for row in fusion.report().fused_rows} & EVERYTHING
 
 
 def process():
@@ -127,16 +128,16 @@ def test_norms_have_one_flag():
 
 def test_experts_go_with_swiglu():
     one = model("Mixtral", num_local_experts=4, num_experts_per_tok=2)
-    assert "experts" in {row.kind for row in liger.apply_liger_kernel_to_mixtral(model=one).report().fused}
+    assert "experts" in {row.kind for row in liger.apply_liger_kernel_to_mixtral(model=one).report().fused_rows}
     one = model("Mixtral", num_local_experts=4, num_experts_per_tok=2)
     fusion = liger.apply_liger_kernel_to_mixtral(model=one, swiglu=False)
-    assert not {"experts", "mlp"} & {row.kind for row in fusion.report().fused}
+    assert not {"experts", "mlp"} & {row.kind for row in fusion.report().fused_rows}
 
 
 def test_every_part_of_fuse_has_a_flag():
     """So that what Liger can switch off does not stay on under another name."""
-    parts = set(inspect.signature(models.fuse).parameters) - {"model", "recompute", "offload"}  # of memory, not parts
-    parts -= {"adapters", "projections", "shared_prefix"}  # which Liger leaves to PEFT, and has nothing for
+    parts = tigon.PARTS - {"adapters", "linear"}  # which Liger leaves to PEFT, and has nothing for
+    parts -= {"add_norm", "qk_norm"}  # which norm switches off with itself
     assert parts == {part for targets in models.FLAGS.values() for part in targets}
 
 
@@ -183,7 +184,7 @@ def test_a_second_call_adds_to_the_first():
     assert kinds(liger.apply_liger_kernel_to_llama(model=one, **everything_off | {"swiglu": True})) == {"mlp"}
     second = liger.apply_liger_kernel_to_llama(model=one, **everything_off | {"rope": True})
     assert kinds(second) == {"mlp", "rotary"}
-    assert liger.apply_liger_kernel_to_llama(model=one, swiglu=False, rope=False, rms_norm=False).report().fused
+    assert liger.apply_liger_kernel_to_llama(model=one, swiglu=False, rope=False, rms_norm=False).report().fused_rows
     second.remove()
     assert "head" in kinds(liger.apply_liger_kernel_to_llama(model=one))
 

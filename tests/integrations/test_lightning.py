@@ -166,7 +166,7 @@ def test_remove_at_the_end(lightning):
 def test_options_and_what_was_fused_before(lightning, capsys):
     import tigon
 
-    module, callback = language_model(lightning), lightning.TigonCallback(report=False, rotary=False)
+    module, callback = language_model(lightning), lightning.TigonCallback(report=False, parts=tigon.PARTS - {"rotary"})
     fit(lightning, module, callback)
     assert ran(callback.fusion) == {k: v for k, v in CALLS.items() if k != "rotary"}
 

@@ -16,7 +16,7 @@ from small_llama import batch, llama
 from test_peft_fused import ALL, adapted, assert_as_right, assert_same_loss, gpt2, ran, rows_of, settled, step
 
 import tigon
-from tigon.fusion.parts import bases
+from tigon.fusion.parts import frozen_weights
 from tigon.kernels.dispatch import meta_as_gpu
 
 
@@ -235,9 +235,9 @@ def test_classes_of_peft_that_are_not_known_are_left_and_named():
 @pytest.fixture
 def dense_backward(monkeypatch):
     """Int8 as the 8-bit layers of bitsandbytes."""
-    monkeypatch.setitem(bases.FRESH, bases.name_of(Int8), True)
+    monkeypatch.setitem(frozen_weights.FRESH, frozen_weights.qualify_name(Int8), True)
     weight = lambda base: lambda dtype: base.qweight.to(dtype) * base.scale.to(dtype)  # noqa: E731
-    monkeypatch.setitem(bases.WEIGHTS, bases.name_of(Int8), weight)
+    monkeypatch.setitem(frozen_weights.WEIGHTS, frozen_weights.qualify_name(Int8), weight)
 
 
 @pytest.mark.usefixtures("dense_backward")
@@ -301,8 +301,12 @@ def counted(model, autocast):
 @pytest.mark.parametrize("base", ["Linear", "Codes", "Int8"])
 def test_frozen_weights_have_no_gradient_and_inputs_no_copies(base, autocast, monkeypatch):
     """On the meta device, as on a GPU: on the CPU torch has no product of narrow factors with a wide result."""
-    monkeypatch.setattr(bases, "TENSOR_CLASSES", (*bases.TENSOR_CLASSES, Codes.__module__.partition(".")[0]))
-    monkeypatch.setitem(bases.WEIGHT_ONLY, bases.name_of(Codes), bases.WEIGHT_ONLY["torchao.Int8Tensor"])
+    monkeypatch.setattr(
+        frozen_weights, "TENSOR_CLASSES", (*frozen_weights.TENSOR_CLASSES, Codes.__module__.partition(".")[0])
+    )
+    monkeypatch.setitem(
+        frozen_weights.WEIGHT_ONLY, frozen_weights.qualify_name(Codes), frozen_weights.WEIGHT_ONLY["torchao.Int8Tensor"]
+    )
     make = {"Int8": Int8, "Codes": coded(), "Linear": lambda linear: linear}[base]
     found = {}
     for side in ("plain", "fused"):
@@ -369,8 +373,12 @@ def coded(act_quant_kwargs=None):
 
 @pytest.fixture
 def codes_are_torchao_s(monkeypatch):
-    monkeypatch.setattr(bases, "TENSOR_CLASSES", (*bases.TENSOR_CLASSES, Codes.__module__.partition(".")[0]))
-    monkeypatch.setitem(bases.WEIGHT_ONLY, bases.name_of(Codes), bases.WEIGHT_ONLY["torchao.Int8Tensor"])
+    monkeypatch.setattr(
+        frozen_weights, "TENSOR_CLASSES", (*frozen_weights.TENSOR_CLASSES, Codes.__module__.partition(".")[0])
+    )
+    monkeypatch.setitem(
+        frozen_weights.WEIGHT_ONLY, frozen_weights.qualify_name(Codes), frozen_weights.WEIGHT_ONLY["torchao.Int8Tensor"]
+    )
 
 
 @pytest.mark.usefixtures("codes_are_torchao_s")
@@ -412,7 +420,7 @@ def test_dense_weights_of_tensor_classes_are_not_kept():
         return [t for t in found.values() if t.shape in ((64, 32), (32, 64)) and t.dtype == torch.float32]
 
     plain, model = (quantised(make=coded(), pure=True) for _ in range(2))
-    tigon.fuse(model, head=False)
+    tigon.fuse(model, parts=tigon.PARTS - {"head"})
     assert len(kept(plain)) >= 6, "nothing to save"
     assert not kept(model)
 

@@ -157,7 +157,9 @@ def test_ranks_scales_and_dtypes_that_differ_in_a_group(device):
 
 def rows_of(fusion, fused=True):
     report = fusion.report()
-    return {row.what: row.count for row in (report.fused if fused else report.left) if row.kind == "adapters"}
+    return {
+        row.what: row.count for row in (report.fused_rows if fused else report.skipped_rows) if row.kind == "adapters"
+    }
 
 
 def test_the_report_says_which_layers_run_together():
@@ -184,7 +186,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("mlp", [True, False])
 def test_the_projections_of_one_input_are_one_call(mlp, monkeypatch):
     seen = products(monkeypatch)
-    tigon.fuse(model := adapted(), mlp=mlp)
+    tigon.fuse(model := adapted(), parts=tigon.PARTS if mlp else tigon.PARTS - {"mlp"})
     model(**batch())
     assert seen == [3, 1, 2, 1] * 2
 
@@ -548,7 +550,7 @@ def test_removal_restores_everything(pair):
 
 
 def test_left_out_by_its_keyword():
-    fusion = tigon.fuse(model := adapted(), adapters=False)
+    fusion = tigon.fuse(model := adapted(), parts=tigon.PARTS - {"adapters"})
     model(**batch())
     assert "adapters" not in fusion.report().calls
     assert not rows_of(fusion)
@@ -906,7 +908,7 @@ def test_fsdp2_gathers_what_the_fused_layers_read(checkpointed, process_group, d
 
     mesh = init_device_mesh(device.type, (1,))
     plain, model = adapted(device=device), adapted(device=device)
-    fusion = tigon.fuse(model, head=False)
+    fusion = tigon.fuse(model, parts=tigon.PARTS - {"head"})
     for m in (plain, model):
         if checkpointed:
             m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

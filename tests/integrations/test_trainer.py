@@ -100,7 +100,7 @@ def test_training_twice(tmp_path):
 
 
 def test_options_of_fuse(tmp_path):
-    callback = TigonCallback(norms=False)
+    callback = TigonCallback(parts=tigon.PARTS - {"norm"})
     trainer(tmp_path, llama(), [callback]).train()
     assert "norm" not in callback.report().calls
     assert callback.report().calls["mlp"] == 2
@@ -220,7 +220,7 @@ def test_adapters(kind, tmp_path):
     assert plain[-1] < plain[0]
     report = callback.report()
     assert report.calls.get("adapters", 0) >= fused
-    assert any(row.kind == "adapters" for row in report.left) == (kind in ("DoRA", "several kinds of layers"))
+    assert any(row.kind == "adapters" for row in report.skipped_rows) == (kind in ("DoRA", "several kinds of layers"))
     for name, one in zip("ab", made, strict=True):
         one.save_model(tmp_path / name / "saved")
     saved = [load_file(tmp_path / name / "saved" / "adapter_model.safetensors") for name in "ab"]

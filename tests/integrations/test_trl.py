@@ -148,7 +148,7 @@ def test_adapters_run_fused(task, options, tmp_path):
     fusion = trl.fuse(trainers[1])
     assert_same(*map(cases.train, trainers))
     (policy,) = fusion.report().models.values()
-    assert not policy.plain_adapters
+    assert not policy.unfused_adapters
     if task == "dpo":  # the reference, which is the policy without its adapters, came last
         assert "adapters" not in policy.calls
         assert policy.adapters_off == policy.adapters_before == 14
@@ -294,10 +294,10 @@ def test_a_model_that_was_fused_between(tmp_path):
 
 
 def test_parts_by_choice(tmp_path):
-    fusion = trl.fuse(cases.sft(tmp_path, cases.model()), losses=False, norms=False)
+    fusion = trl.fuse(cases.sft(tmp_path, cases.model()), losses=False, parts=tigon.PARTS - {"norm"})
     report = fusion.report()
     assert not report.rows
-    assert {row.kind for row in report.models["policy"].fused} >= {"mlp", "rotary"}
+    assert {row.kind for row in report.models["policy"].fused_rows} >= {"mlp", "rotary"}
     assert "norm" not in {row.kind for row in report.models["policy"].rows}
 
 
@@ -322,7 +322,7 @@ def test_a_trainer_of_transformers_gets_its_model_fused(tmp_path):
     trainer = Trainer(cases.model(), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
     report = trl.fuse(trainer).report()
     assert [row.fused for row in report.rows] == [False]
-    assert any(row.kind == "head" for row in report.models["policy"].fused)
+    assert any(row.kind == "head" for row in report.models["policy"].fused_rows)
 
 
 def test_what_is_no_trainer_is_refused():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tigon.kernels import HAS_TRITON, launches
+from tigon.kernels import HAS_TRITON, launch_cache
 from tigon.kernels.language import tl, triton
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -74,7 +74,8 @@ def kind_of(kernel: Any, call: CALL) -> Any:
     """What decides the kernel, to `launch`."""
     *tensors, first, second, third, fourth, wide, form, options = call
     pointers = [t if t is None else t.data_ptr() for t in tensors]
-    return launches._kind(kernel, 0, tuple(tensors), pointers, (first, second, third, fourth, wide, form), options)
+    arguments = first, second, third, fourth, wide, form
+    return launch_cache._specialization_key(kernel, 0, tuple(tensors), pointers, arguments, options)
 
 
 def special_of(kernel: Any, call: CALL) -> str:
@@ -141,14 +142,14 @@ def test_new_sizes_start_a_known_kernel_with_their_own_arguments(monkeypatch):
             return SimpleNamespace(run=run, function=0, packed_metadata=())
 
     kernel = Kernel(_kernel, do_not_specialize=("M",))
-    monkeypatch.setattr(launches, "_plans", {})
-    monkeypatch.setattr(launches, "_kernels", {})
-    monkeypatch.setattr(launches, "INTERPRET", False)
+    monkeypatch.setattr(launch_cache, "_plans", {})
+    monkeypatch.setattr(launch_cache, "_kernels", {})
+    monkeypatch.setattr(launch_cache, "INTERPRET", False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
     def launch(rows: int, width: int, x: torch.Tensor) -> None:
         plan = rows, (rows, width, 1e-6, False, 64, "silu"), {"num_warps": 4}
-        launches.launch(kernel, (rows, width), (x, None), lambda: plan)
+        launch_cache.launch(kernel, (rows, width), (x, None), lambda: plan)
 
     launch(5, 32, ROOM[1])
     assert (len(compiled), started) == (1, [])
@@ -174,14 +175,15 @@ def test_new_sizes_start_a_known_kernel_with_their_own_arguments(monkeypatch):
     assert len(compiled) == 3
 
 
-def test_a_profilers_hooks_see_every_launch(monkeypatch):
+@pytest.mark.parametrize(("name", "value"), [("_has_launch_hook", lambda: True), ("ENABLED", False)])
+def test_under_a_profilers_hooks_and_without_the_cache_triton_launches(name, value, monkeypatch):
     calls = []
     kernel = JITFunction(_kernel)
     monkeypatch.setattr(kernel, "run", lambda *args, **options: calls.append(options), raising=False)
-    monkeypatch.setattr(launches, "_hooked", lambda: True)
-    monkeypatch.setattr(launches, "_plans", {})
+    monkeypatch.setattr(launch_cache, name, value)
+    monkeypatch.setattr(launch_cache, "_plans", {})
     for _ in range(2):
-        launches.launch(kernel, (1,), (ROOM[1], None), lambda: (1, (1, 2, 3.0, False, 4, "silu"), {"num_warps": 4}))
+        launch_cache.launch(kernel, (1,), (ROOM[1], None), lambda: (1, (1, 2, 3.0, False, 4, "silu"), {"num_warps": 4}))
     assert len(calls) == 2
 
 
@@ -194,7 +196,7 @@ def test_a_fused_layer_makes_four_launches_forward_and_six_backward(tokens, laun
     transformers = pytest.importorskip("transformers")
     import tigon
 
-    launch, counts = launches.launch, []
+    launch, counts = launch_cache.launch, []
     for depth in (1, 3):
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
         config = transformers.LlamaConfig(num_hidden_layers=depth, head_dim=16, vocab_size=48, use_cache=False, **sizes)

@@ -9,7 +9,7 @@ import torch
 
 import tigon
 from tigon import use_backend
-from tigon.kernels import HAS_TRITON, INTERPRET, multiprocessors, rows_of, use_triton, why_not_triton
+from tigon.kernels import HAS_TRITON, INTERPRET, multiprocessors, use_triton, view_rows, why_not_triton
 from tigon.kernels import dispatch as backend
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -149,7 +149,7 @@ def test_a_cpu_tensor_among_cuda_ones_is_refused(device):
     ],
 )
 def test_rows_of(x, copies):
-    rows = rows_of(x)
+    rows = view_rows(x)
     assert torch.equal(rows, x.reshape(-1, x.shape[-1]))
     assert rows.stride(-1) == 1 or rows.shape[-1] == 1
     if x.numel():
@@ -158,7 +158,7 @@ def test_rows_of(x, copies):
 
 def test_rows_of_nothing():
     for shape in ((3, 0), (2, 3, 0)):
-        rows = rows_of(torch.randn(shape))
+        rows = view_rows(torch.randn(shape))
         assert rows.dim() == 2
         assert rows.numel() == 0
 

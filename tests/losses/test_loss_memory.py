@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tigon
-from tigon.fusion.memory.estimate import _Books
+from tigon.fusion.memory.estimate import AllocationTracker
 from tigon.kernels.dispatch import meta_as_gpu
 from tigon.losses.head import chunks
 
@@ -16,7 +16,7 @@ def peak_of(N, H, V, **walk):
     x = torch.empty(N, H, device="meta", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.empty(V, H, device="meta", dtype=torch.bfloat16, requires_grad=True)
     target = torch.empty(N, device="meta", dtype=torch.int64)
-    with meta_as_gpu(), _Books() as books:
+    with meta_as_gpu(), AllocationTracker() as books:
         loss = tigon.linear_cross_entropy(x, weight, target, chunks=tigon.losses.ChunkOptions(**walk))
         grads = torch.autograd.grad(loss, (x, weight))
     assert [g.shape for g in grads] == [x.shape, weight.shape]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 import tigon.ops.cross_entropy
 import tigon.ops.cross_entropy.launches as launches_module
-from tigon.kernels import HAS_TRITON, parts
+from tigon.kernels import HAS_TRITON, row_parts
 from tigon.ops.cross_entropy.reference import rows_reference
 
 
@@ -391,7 +391,7 @@ def test_the_checked_mode_raises(device):
 @pytest.mark.gpu
 @pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(device, triton_backend, monkeypatch):
-    monkeypatch.setattr(parts, "WIDE", 2**31)  # two rows alone would be cut into parts, and have other last digits
+    monkeypatch.setattr(row_parts, "WIDE", 2**31)  # two rows alone would be cut into parts, and have other last digits
     logits = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(0, 131072, (17000,), device=device)
     cross_entropy(logits, target, reduction="sum").backward()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tigon.kernels import parts
+from tigon.kernels import row_parts
 
 
 def kl_div(input, target, **options):
@@ -206,7 +206,7 @@ def test_a_mask_is_read_where_it_lies(op, backend, device):
 @OF_LOGITS
 @pytest.mark.xdist_group("2**31 elements")
 def test_more_than_two_to_the_31_elements(op, device, triton_backend, monkeypatch):
-    monkeypatch.setattr(parts, "WIDE", 2**31)  # two rows alone would be cut into parts, and have other last digits
+    monkeypatch.setattr(row_parts, "WIDE", 2**31)  # two rows alone would be cut into parts, and have other last digits
     a = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16).requires_grad_()
     b = torch.randn(17000, 131072, device=device, dtype=torch.bfloat16)
     op(a, b, temperature=1.0, reduction="sum").backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tigon
-from tigon.kernels import launches as runtime_launches
+from tigon.kernels import launch_cache as runtime_launches
 
 N = 96
 # The module, and not the function of its name.

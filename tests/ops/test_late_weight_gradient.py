@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tigon
-from tigon.fusion.memory.estimate import _Books
+from tigon.fusion.memory.estimate import AllocationTracker
 from tigon.kernels.dispatch import meta_as_gpu
 from tigon.ops.linear import weight_gradient
 from tigon.ops.linear.weight_gradient import Late, late, parts, places
@@ -129,7 +129,7 @@ def test_the_peak_is_that_of_the_result():
     x = torch.empty(S, T, H, device="meta", dtype=torch.float16, requires_grad=True)
     weight = torch.empty(V, H, device="meta", dtype=torch.float16, requires_grad=True)
     target = torch.empty(S, T, device="meta", dtype=torch.int64)
-    with meta_as_gpu(), _Books() as books:
+    with meta_as_gpu(), AllocationTracker() as books:
         loss, _ = flat.grpo(x, weight, target, advantages=torch.empty(S, device="meta"), num_valid=[T] * S)
         torch.autograd.grad(loss, (x, weight))
     dlogits, dw = S * T * V * 2, V * H * 2

@@ -7,9 +7,9 @@ from numerics import check
 from ops_table.divergence import JSD, KL_DIV, TVD
 
 import tigon
-from tigon.kernels import parts as parts_module
+from tigon.kernels import find_sum_parts
+from tigon.kernels import row_parts as parts_module
 from tigon.kernels import rows as row_module
-from tigon.kernels import summed_in_parts
 from tigon.ops.cross_entropy import cross_entropy_rows
 from tigon.ops.cross_entropy import launches as of_cross_entropy
 from tigon.ops.cross_entropy.reference import rows_reference
@@ -30,28 +30,28 @@ def _small(monkeypatch, triton_backend):
     monkeypatch.setattr(of_cross_entropy, "multiprocessors", lambda _: 12)
     monkeypatch.setattr(row_module, "WHOLE", 512)
     for width in WIDTHS:
-        assert summed_in_parts(ROWS, width, torch.device("cpu")).number == 4
+        assert find_sum_parts(ROWS, width, torch.device("cpu")).number == 4
 
 
 @pytest.mark.parametrize("columns", [513, 1000, 1024, 4099])
 def test_parts_hold_every_column_once(columns):
     for rows in range(1, 25):
-        number, width, most = summed_in_parts(rows, columns, torch.device("cpu"))
+        number, width, most = find_sum_parts(rows, columns, torch.device("cpu"))
         assert 1 < number <= most
         assert width % PART == 0
         assert (number - 1) * width < columns <= number * width
-    assert summed_in_parts(25, columns, torch.device("cpu")) is None
+    assert find_sum_parts(25, columns, torch.device("cpu")) is None
 
 
 def test_narrow_rows_are_left_whole():
-    assert summed_in_parts(1, 256, torch.device("cpu")) is None
-    assert summed_in_parts(1, 512, torch.device("cpu"), 2) is None
-    assert summed_in_parts(1, 513, torch.device("cpu"), 2) is not None
+    assert find_sum_parts(1, 256, torch.device("cpu")) is None
+    assert find_sum_parts(1, 512, torch.device("cpu"), 2) is None
+    assert find_sum_parts(1, 513, torch.device("cpu"), 2) is not None
 
 
 def test_what_bounds_the_parts_does_not_follow_from_the_rows():
     """It is a constant of the kernels."""
-    assert {summed_in_parts(rows, 1024, torch.device("cpu")).most for rows in range(1, 25)} == {4}
+    assert {find_sum_parts(rows, 1024, torch.device("cpu")).most for rows in range(1, 25)} == {4}
 
 
 # ------------------------------------------------------------------------------------------------------- divergences

@@ -157,7 +157,7 @@ def check_shards(page: Namespace, output: str):
 
 @check("how-to/from-liger.md")
 def check_liger(page: Namespace, output: str):
-    assert page.model._tigon_fusion.report().fused
+    assert page.model._tigon_fusion.report().fused_rows
 
 
 @check("compress.md")

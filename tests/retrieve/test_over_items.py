@@ -88,7 +88,7 @@ def test_many_unlikely_items_count_in_fp16(device, triton_backend):
 
 
 def test_a_target_outside_of_the_items_makes_nan(device, triton_backend, monkeypatch):
-    monkeypatch.setattr("tigon.ops.targets.can_look", lambda t: False)
+    monkeypatch.setattr("tigon.ops.targets.is_concrete", lambda t: False)
     query, items = torch.randn(4, 16, device=device), torch.randn(40, 16, device=device)
     target = torch.tensor([3, 40, -100, -1], device=device)
     loss = item_softmax(query, items, target, reduction="none")

@@ -81,7 +81,7 @@ class StandIn:
         self.device, self.waits, self.forgotten = device, [], 0
 
     @contextlib.contextmanager
-    def aside(self):
+    def enter_stream(self):
         yield
 
     def hand_over(self, results):

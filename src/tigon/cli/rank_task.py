@@ -239,8 +239,7 @@ class RankTask(TaskTrainer):
         from tigon.fusion.engine.model import fuse
 
         if self.run.plain:  # which leaves out all of Tigon but what a batch of shared prefixes needs
-            parts = ("head", "norms", "mlp", "rotary", "experts", "adapters", "projections")
-            options = dict.fromkeys(parts, False)
+            options = {"parts": ()}
         try:
             return fuse(trainer.model, shared_prefix=True, **options)
         except ValueError as error:

@@ -23,24 +23,23 @@ except ImportError as error:
 
 from tigon.fusion.engine.model import Fusion, fuse
 
-PARTS = ("head", "norms", "mlp", "rotary", "experts", "adapters", "projections")
-MEMORY = ("recompute", "offload")
+OPTIONS = ("parts", "recompute", "offload")
 # Axolotl's switches of kernels that replace attention's and the MLP's forward. lora_embedding_kernel is of a layer
 # that Tigon leaves to PEFT.
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 LOG = get_logger(__name__)
 
 
-class TigonArgs(BaseModel):
-    """What the plugin reads from Axolotl's configuration: the arguments of tigon.fuse, parts on unless set to false."""
+def is_part_on(cfg: Any, kind: str) -> bool:
+    """Whether a configuration leaves a part of tigon.fuse on."""
+    parts = cfg.get("tigon_parts")
+    return parts is None or kind in parts
 
-    tigon_head: bool | None = None
-    tigon_norms: bool | None = None
-    tigon_mlp: bool | None = None
-    tigon_rotary: bool | None = None
-    tigon_experts: bool | None = None
-    tigon_adapters: bool | None = None
-    tigon_projections: bool | None = None
+
+class TigonArgs(BaseModel):
+    """The plugin's fields of Axolotl's configuration: the arguments of tigon.fuse."""
+
+    tigon_parts: list[str] | None = None
     tigon_recompute: Literal["auto", "none", "product", "cheap", "mlp"] | None = None
     tigon_offload: bool | None = None
 
@@ -51,9 +50,9 @@ class TigonArgs(BaseModel):
             return data
         # Liger patches transformers' classes too, so fuse could not recognise the forwards that Liger replaced.
         others = sorted(k for k, v in data.items() if k.startswith("liger_") and v)
-        if data.get("cut_cross_entropy") and data.get("tigon_head") is not False:
+        if data.get("cut_cross_entropy") and is_part_on(data, "head"):
             others.append("cut_cross_entropy")
-        if data.get("tigon_adapters") is not False:
+        if is_part_on(data, "adapters"):
             others += [name for name in LORA_KERNELS if data.get(name)]
         if others:
             raise ValueError(
@@ -72,7 +71,7 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]
 
     def register(self, cfg: Any) -> None:
         """Switch off Axolotl's own kernels for LoRA where the configuration, not validated yet, leaves them open."""
-        if cfg.get("adapter") in ("lora", "qlora") and cfg.get("tigon_adapters") is not False:
+        if cfg.get("adapter") in ("lora", "qlora") and is_part_on(cfg, "adapters"):
             for name in LORA_KERNELS:
                 if cfg.get(name) is None:
                     cfg[name] = False
@@ -81,8 +80,7 @@ class TigonPlugin(BasePlugin):  # type: ignore[misc]
         return "tigon.integrations.axolotl.TigonArgs"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        options: dict[str, Any] = {part: cfg.get(f"tigon_{part}") is not False for part in PARTS}
-        options |= {k: v for k in MEMORY if (v := cfg.get(f"tigon_{k}")) is not None}
+        options: dict[str, Any] = {k: v for k in OPTIONS if (v := cfg.get(f"tigon_{k}")) is not None}
         fusion = fuse(model, **options)
         self.fusions.append(fusion)
         LOG.info(f"tigon: {fusion.report().headline()}")

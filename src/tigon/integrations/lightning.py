@@ -28,7 +28,7 @@ class TigonCallback(Callback):  # type: ignore[misc]
     Args:
         remove: put the model back as it was when the run ends. What was fused before it stays fused.
         report: print, on the main process, what was fused when the run begins, and what ran in the last step.
-        options: of `tigon.fuse` (norms=False, …).
+        options: of `tigon.fuse` (parts=…, recompute=…).
 
     A model that `configure_model` makes is not there yet in `setup`: it is fused in `on_fit_start`. `fusion` is the
     `tigon.Fusion` from then on, None before; `report()` is its report of the last training step.
@@ -84,7 +84,7 @@ class TigonCallback(Callback):  # type: ignore[misc]
             return  # fused for an earlier run
         fused_before = any("_tigon_fusion" in vars(module) for module in pl_module.modules())
         fusion = fuse(pl_module, **self._options)
-        if not fusion.report().fused:
+        if not fusion.report().fused_rows:
             fusion.remove()  # there was nothing to fuse; on_fit_start tries again, after configure_model
             return
         self.fusion, self._ours = fusion, not fused_before

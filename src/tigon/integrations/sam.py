@@ -14,7 +14,7 @@ import types
 from typing import Any
 
 from tigon.install import install
-from tigon.training.micro_batch_sam import checked, refuse_fsdp1
+from tigon.training.micro_batch_sam import check_finite, refuse_fsdp1
 from tigon.training.passes import two_passes
 
 try:
@@ -45,7 +45,7 @@ class MicroBatchSAMCallback(TrainerCallback):
                 "second pass would take the next one."
             )
         self.trainer = trainer
-        self.rho, self.adaptive, self.eta = checked("rho", rho), adaptive, checked("eta", eta)
+        self.rho, self.adaptive, self.eta = check_finite("rho", rho), adaptive, check_finite("eta", eta)
         self._put: Any = None
         self._before: Any = None
 

@@ -29,10 +29,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.fusion.engine.model import fuse
+from tigon.fusion.engine.model import PARTS, fuse
 from tigon.losses.head.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import CrossEntropy
+
+LAYERS = PARTS - {"head"}  # no labels reach the model of torchtitan
 
 try:
     import torchtitan  # noqa: F401
@@ -58,7 +60,7 @@ if ModelConfigConverter is None:
             pass
 
         def convert(self, model: nn.Module) -> None:
-            fuse(model, head=False)
+            fuse(model, parts=LAYERS)
 
         def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
             pass
@@ -77,24 +79,21 @@ else:
 
         @dataclass(kw_only=True, slots=True)
         class Config(ModelConfigConverter.Config):
-            norms: bool = True
-            mlp: bool = True
-            rotary: bool = True
+            parts: tuple[str, ...] = tuple(sorted(LAYERS))
             recompute: str = "auto"
 
         def __init__(self, config: Config) -> None:
-            names = ("norms", "mlp", "rotary", "recompute")
-            self.parts: dict[str, Any] = {name: getattr(config, name) for name in names}
+            self.options: dict[str, Any] = {"parts": config.parts, "recompute": config.recompute}
 
         def convert(self, model_config: Any) -> Any:
-            parts = self.parts
+            options = self.options
 
             class Fused(type(model_config)):  # type: ignore[misc]
                 __slots__ = ()
 
                 def build(self, **kwargs: Any) -> nn.Module:
                     model = super().build(**kwargs)
-                    fuse(model, head=False, **parts)
+                    fuse(model, **options)
                     return model
 
             Fused.__name__, Fused.__qualname__ = type(model_config).__name__, type(model_config).__qualname__

@@ -50,7 +50,7 @@ class TigonCallback(TrainerCallback):
     Args:
         remove: put the model back as it was when training ends. What was fused before training stays fused.
         report: print what was fused when training begins, and what ran in the last step when it ends.
-        options: of `tigon.fuse` (norms=False, …).
+        options: of `tigon.fuse` (parts=…, recompute=…).
 
     `fusion` is the model's `tigon.Fusion` from then on, None before; `report()` is the same as `fusion.report()`. Warns
     when the first step ran nothing of what was fused, and when it built the logits, which the loss in Tigon spares.
@@ -95,7 +95,7 @@ class TigonCallback(TrainerCallback):
                 stacklevel=2,
             )
             return
-        idle = [row.idle for row in report.fused if row.kind == HEAD.kind and row.idle and not row.calls]
+        idle = [row.idle for row in report.fused_rows if row.kind == HEAD.kind and row.idle and not row.calls]
         if idle and not self._trl:
             warnings.warn(f"{WHOLE_LOGITS}: {_why_whole(args) or idle[0]}.", stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""What is asked of arguments before anything else is."""
+"""Checks of arguments that come before all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Layer = Tensor | tuple[Tensor, Tensor | None] | torch.nn.Linear
 
 
 def check_tensors(name: str, **arguments: Any) -> None:
-    """Raise a ValueError for an argument that is neither a tensor nor None, such as a layer in place of its weight."""
+    """Raise a ValueError for an argument that is neither a tensor nor None, such as a layer in place of a weight."""
     for argument, value in arguments.items():
         if value is None or isinstance(value, Tensor):
             continue

@@ -1,4 +1,4 @@
-"""Autocast: which dtype it casts to, and entering it as it stood at another time."""
+"""Autocast: the dtype of its casts, and autocast as at another time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class autocast_as:
 def autocast_dtype(device: str) -> torch.dtype | None:
     """The dtype that autocast casts to on this type of device; None where it is off.
 
-    The meta device has no autocast, except inside `meta_as_gpu`: there it has the CPU's.
+    The meta device has no autocast, except inside `meta_as_gpu`: there the CPU's holds.
     """
     if device == "meta":
         if not meta_as_gpu.active:

@@ -33,23 +33,24 @@ def is_exporting() -> bool:
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
-def can_look(x: Tensor) -> bool:
-    """Whether there are numbers in x that the host may look at."""
+def is_concrete(x: Tensor) -> bool:
+    """Whether x holds numbers that the host may read."""
     return not is_traced(x) and not x.is_meta and x.numel() > 0
 
 
 def _is_recorded() -> bool:
-    """Whether `make_fx` records what is done to plain tensors, or a FakeTensorMode takes them for fake ones."""
+    """Whether `make_fx` records operations on plain tensors, or a FakeTensorMode takes them for fake ones."""
     if not torch._C._len_torch_dispatch_stack():  # the common case, in 30 ns
         return False
     modes = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FAKE))
 
 
-def graph_is_kept() -> bool:
-    """Inside a backward pass: whether there may be another one, so that what was saved for it has to stay as it is."""
-    kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if kept is None else kept()
+def is_graph_retained() -> bool:
+    """Inside a backward pass: whether the graph is retained for another one, so that saved tensors must stay as they
+    are."""
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if keeps_graph is None else keeps_graph()
 
 
 def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -59,7 +60,7 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R
         schema: arguments and results in torch's schema language, "(Tensor x, float eps) -> Tensor".
         fake: same arguments; returns empty outputs of the right shape, dtype and strides.
     The first argument of the launch function is a tensor, and its device becomes the current one. Called with keyword
-    arguments, which the schema does not have, it runs directly.
+    arguments, which the schema does not have, the function runs directly.
     """
 
     def register(fn: Callable[..., R]) -> Callable[..., R]:
@@ -88,15 +89,15 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R
     return register
 
 
-def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
-    """The results of backward. With `create_graph` they are a graph that raises wherever it is differentiated.
+def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    """The results of backward. With `create_graph` they are a graph that raises wherever differentiated.
 
-    The graph leads from each gradient to all that it depends on: the operator's inputs and the upstream gradients.
-    `torch.autograd.grad(…, w)` prunes what does not lead to w: an error that hung on nothing would be pruned, and the
-    loss differentiated without that term. torch's `once_differentiable` gives no error at all where the upstream
+    The graph leads from each gradient to the operator's inputs and the upstream gradients.
+    `torch.autograd.grad(…, w)` prunes paths that do not lead to w: an error without a path to w would be pruned, and
+    the loss differentiated without that term. torch's `once_differentiable` gives no error at all where the upstream
     gradient requires none, as that of a plain sum.
 
-    Without `create_graph` this costs nothing: what leads to the inputs is found from what backward has saved.
+    Without `create_graph` this costs nothing. The paths to the inputs are found from the saved tensors.
     """
     if not torch.is_grad_enabled():
         return backward(ctx, *gradients)
@@ -110,22 +111,22 @@ def first_order(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
     return tuple(g if g is None else next(refused) for g in found)
 
 
-def way_back(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
+def make_anchor(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
     """In forward: an output without elements, to be saved, where no other saved tensor leads to the inputs.
 
-    A saved input leads to itself, and a leaf is found through the graph. The result of the operator would lead to its
-    inputs as well, but users write `loss += penalty`, and what was saved may not be written to.
+    A saved input leads to itself, and a leaf is found through the graph. The result of the operator would lead to the
+    inputs as well, but users write `loss += penalty`, and saved tensors may not be written to.
     """
     if any(ctx.needs_input_grad[i] and not args[i].is_leaf for i in unsaved):
         return (args[unsaved[0]].new_empty(0),)
     return ()
 
 
-def keep(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
+def save_tensors(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
     """Save tensors for the backward pass; where a checkpoint gave its hooks (pack, unpack), at once.
 
     A checkpoint computes again up to the last tensor that was saved. torch saves the inputs of a Function after its
-    forward pass, so what comes after this call would be computed again for nothing.
+    forward pass, so all work after this call would be computed again for nothing.
     """
     ctx.saved_by = hooks
     if hooks is None:
@@ -134,17 +135,17 @@ def keep(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> No
         ctx.packed = [t if t is None else hooks[0](t) for t in tensors]
 
 
-def kept(ctx: Any) -> list[Any]:
-    """The tensors of `keep`. To be called once in a backward pass: checkpoints hand them out no second time."""
+def load_tensors(ctx: Any) -> list[Any]:
+    """The tensors of `save_tensors`. To be called once in a backward pass: checkpoints hand them out no second time."""
     if ctx.saved_by is None:
         return list(ctx.saved_tensors)
     if ctx.packed is None:
         raise RuntimeError(
-            "tigon: trying to go backward through the graph a second time, after what it saved was freed. Pass "
+            "tigon: trying to go backward through the graph a second time, after the saved tensors were freed. Pass "
             "retain_graph=True the first time."
         )
     packed, (_, unpack) = ctx.packed, ctx.saved_by
-    if not graph_is_kept():
+    if not is_graph_retained():
         ctx.packed, ctx.saved_by = None, (None, None)  # both: the hooks hold the checkpoint's inputs
     return [t if t is None else unpack(t) for t in packed]
 
@@ -178,7 +179,7 @@ class _Refused(torch.autograd.Function):
 
 
 def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
-    """The leaves behind those inputs of an operator that it has not saved; none where it has saved an output."""
+    """The leaves behind those inputs of an operator that were not saved; none where an output was saved."""
     reached = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in saved if t is not None and t.requires_grad}
     if any(node is ctx for node, _ in reached):  # an output of its own leads to every input
         return []
@@ -196,7 +197,7 @@ def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
     return leaves
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def bind_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`, in a third less time where no transform of torch.func is active."""
     # Without the Python half of apply, which looks for functorch's wrappers.
     bare: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
@@ -242,14 +243,14 @@ def differentiable(
     Args:
         launch: a function made by `@launcher`. Its first `outputs` results are the operator's, the others are for the
             backward pass.
-        setup_context: (ctx, inputs, output) → None; saves what the backward needs.
+        setup_context: (ctx, inputs, output) → None; saves tensors for the backward pass.
         backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
         unsaved: the positions of differentiable inputs that setup_context does not save. Then gradients and saved
-            tensors may be followed by one more, which backward ignores: see `way_back`.
+            tensors may be followed by one more, which backward ignores: see `make_anchor`.
 
     In eager mode this is an `autograd.Function` around the direct launch. Under torch.compile it is the op, with the
     same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
-    given twice, and fails on a float option that it has made symbolic (torch 2.13, dynamic=True).
+    given twice, and fails on a float option made symbolic (torch 2.13, dynamic=True).
     """
     op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
 
@@ -270,7 +271,7 @@ def differentiable(
             ctx.set_materialize_grads(False)
             ctx.hides = True  # results beyond `outputs`: only the backward pass ever sees them
             setup_context(ctx, args, result)
-            way = way_back(ctx, args, unsaved) if unsaved else ()
+            way = make_anchor(ctx, args, unsaved) if unsaved else ()
             if not way:
                 return visible(result)
             ctx.save_for_backward(*ctx.to_save, *way)
@@ -278,11 +279,11 @@ def differentiable(
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return first_order(backward, ctx, *gradients)
+            return run_once_differentiable(backward, ctx, *gradients)
 
     _name(Eager, launch)
     torch.library.register_autograd(op, backward, setup_context=setup, lib=_library)
-    eager = applied(Eager)
+    eager = bind_apply(Eager)
 
     def apply(*args: Any) -> Any:
         return visible(op(*args)) if torch.compiler.is_compiling() else eager(*args)
@@ -315,13 +316,13 @@ def differentiable_directly(
             ctx.set_materialize_grads(False)
             ctx.hides, ctx.own = True, own
             setup_context(ctx, tuple(args), result)
-            way = way_back(ctx, args, unsaved)
+            way = make_anchor(ctx, args, unsaved)
             ctx.save_for_backward(*ctx.to_save, *way)
             return (*result[:outputs], *way)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return *first_order(backward, ctx, *gradients), None
+            return *run_once_differentiable(backward, ctx, *gradients), None
 
     def apply(*given: Any) -> Any:
         result = Direct.apply(*given)

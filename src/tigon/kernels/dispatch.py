@@ -67,7 +67,7 @@ class use_backend:
 
 
 class Mode:
-    """What holds inside a `with` block, in every thread of the process: its class is `active` there."""
+    """A mode that holds inside a `with` block, in every thread of the process: its class is `active` there."""
 
     active = False
 

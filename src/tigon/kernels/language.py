@@ -1,4 +1,4 @@
-"""What a kernel is written in: Triton's language, and the decorators of a function in it.
+"""The language of kernels: Triton's, and the decorators of its functions.
 
     @jit
     @do_not_specialize("M")

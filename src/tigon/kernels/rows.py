@@ -15,7 +15,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def rows_of(x: Tensor) -> Tensor:
+def view_rows(x: Tensor) -> Tensor:
     """View x (..., N) as (M, N) with unit stride along N; copies only where no single row stride describes x."""
     n = x.shape[-1] if x.dim() else 1
     if x.dim() == 2 and (x.stride(1) == 1 or n == 1):

@@ -18,6 +18,6 @@ def make_csr_matrix(starts: Tensor, columns: Tensor, values: Tensor, size: tuple
         size: rows and columns.
     """
     with warnings.catch_warnings():
-        # torch says so of every CSR tensor. Here products with dense matrices are all that is asked of it.
+        # torch says so of every CSR tensor. Here CSR tensors only multiply dense matrices.
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(starts, columns, values, size, check_invariants=False)

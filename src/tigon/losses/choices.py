@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import can_look, check_tensors
+from tigon.kernels import check_tensors, is_concrete
 from tigon.losses.head.head import Head, check_head, parse_head
 from tigon.ops.cross_entropy import Reduction, check_options
 from tigon.ops.targets import CHECKS, checked_target
@@ -143,7 +143,7 @@ def _parse_choices(name: str, choices: Tensor | Sequence[int], weight: Tensor) -
             f"{name}: choices must be (K,) integer class indices, at least one, got {tuple(choices.shape)} "
             f"{choices.dtype}."
         )
-    if (CHECKS or choices.device.type == "cpu") and can_look(choices):
+    if (CHECKS or choices.device.type == "cpu") and is_concrete(choices):
         given, V = choices.tolist(), weight.shape[0]
         wrong = [k for k in given if not 0 <= k < V]
         if wrong:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels import can_look, check_tensors, first_order, next_power_of_2
+from tigon.kernels import check_tensors, is_concrete, next_power_of_2, run_once_differentiable
 from tigon.kernels.dispatch import torch_is_forced
 from tigon.losses.options import check_positive
 
@@ -284,7 +284,7 @@ class _CodingRate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = first_order(_backward, ctx, g)
+        found: tuple[Any, ...] = run_once_differentiable(_backward, ctx, g)
         return found
 
 
@@ -299,7 +299,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 def _check_integers(argument: str, t: Tensor) -> None:
     if t.dim() != 1 or t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool:
         raise ValueError(f"RowGroups: {argument} must be a line of integers, got {tuple(t.shape)} {t.dtype}.")
-    if t.numel() and not can_look(t):
+    if t.numel() and not is_concrete(t):
         raise ValueError(f"RowGroups: {argument} must hold numbers, got a tensor without: prepare outside of graphs.")
 
 

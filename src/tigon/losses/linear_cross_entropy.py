@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import first_order, way_back
+from tigon.kernels import make_anchor, run_once_differentiable
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients, guard_valid_count, to_scalar
 from tigon.losses.head.head import Head, Projection
@@ -343,13 +343,13 @@ class _IntoMainGrad(torch.autograd.Function):
         _walk(chunks, losses, factor, Gradients(chunks, dx, [main_grad], db, add=True), options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         total = losses.sum()
-        way = way_back(ctx, (x, weight, bias), (0, 1, 2))
+        way = make_anchor(ctx, (x, weight, bias), (0, 1, 2))
         ctx.save_for_backward(dx, db, upstream, *way)
         return total if inverse is None else total * inverse, *way
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> Any:
-        return first_order(_IntoMainGrad.gradients, ctx, dloss)
+        return run_once_differentiable(_IntoMainGrad.gradients, ctx, dloss)
 
     @staticmethod
     def gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import can_look, graph_is_kept, is_traced, use_triton
+from tigon.kernels import is_concrete, is_graph_retained, is_traced, use_triton
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_rows, guard_valid_count
 from tigon.losses.head.head import Head, Projection, class_blocks, empty_logits, parse_head
@@ -78,7 +78,7 @@ def linear_logprob(
                 f"{tuple(lora_b.shape)}."
             )
     labels, valid = inputs.labels, chunks.read_valid_tokens(name)
-    if valid < 0 and x.device.type == "cpu" and can_look(labels):
+    if valid < 0 and x.device.type == "cpu" and is_concrete(labels):
         valid = int((labels != inputs.ignore_index).sum())  # the host is the device: looking costs nothing
     options = _Options(plan_walk(inputs, chunks, valid), chunks.keep_bytes, float(lora_scale), temperature)
     tensors = _Tensors(inputs.rows, inputs.weight, inputs.bias, lora_a, lora_b, labels)
@@ -303,7 +303,7 @@ def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: An
     if given is None or not any(needs):
         return ()
     upstream = [None if d is None else d.contiguous() for d in (dlogprob, dentropy)]
-    ours = getattr(ctx, "hides", False) and not is_traced(given) and not graph_is_kept()
+    ours = getattr(ctx, "hides", False) and not is_traced(given) and not is_graph_retained()
     options = _BackwardOptions(ctx.options, needs, ours)
     grads = _bwd(_BackwardTensors(*ctx.saved_tensors, *upstream), options, ctx.shards)
     return [g if need else None for g, need in zip(grads, needs, strict=True)]

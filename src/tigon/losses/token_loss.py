@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels import can_look, use_triton
+from tigon.kernels import is_concrete, use_triton
 from tigon.losses.batch_split import PartRows, split_batch
 from tigon.losses.family import ALONE, FAMILIES, Family, Part, Whole
 from tigon.losses.head.chunk_options import ChunkOptions
@@ -116,7 +116,7 @@ def _parse_reference(
 def _count_lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
     """How many targets of each sequence count; empty if the host does not know."""
     if lengths is None:
-        looks = target.device.type == "cpu" and can_look(target)
+        looks = target.device.type == "cpu" and is_concrete(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
     if not isinstance(lengths, Iterable):
         raise ValueError(f"{name}: chunks.valid_tokens must be a list or a ValidLengths, got {type(lengths).__name__}.")

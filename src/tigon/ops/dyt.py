@@ -22,10 +22,10 @@ from tigon.kernels import (
     launcher,
     multiprocessors,
     next_power_of_2,
-    rows_of,
     shared_memory,
     tl,
     use_triton,
+    view_rows,
 )
 from tigon.kernels.tiles.tanh import tanh
 from tigon.ops.sum_rows import shares, sum_rows
@@ -228,7 +228,7 @@ def _dyt_fwd(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | Non
     y = _dyt_fwd_fake(x, alpha, weight, bias)
     if y.numel() == 0:
         return y
-    x = rows_of(x)
+    x = view_rows(x)
     M, N = x.shape
     stride = x.stride(0)
 
@@ -279,7 +279,7 @@ def _dyt_bwd(
     dx, dalpha, dw, db = _dyt_bwd_fake(dy, x, alpha, weight, bias_dtype, *needs)
     if empty:
         return dx, dalpha.zero_(), dw.zero_(), db.zero_()
-    x, dy, weight = rows_of(x), rows_of(dy), _dense(weight)
+    x, dy, weight = view_rows(x), view_rows(dy), _dense(weight)
     M, N = x.shape
     strides = dy.stride(0), x.stride(0)
     block_m, block_n, warps, stages, resident = _whole_tile(M, N) or _bwd_tile(N, x.element_size(), x.device)

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from tigon.kernels import (
     Plan,
-    can_look,
     cdiv,
     check_tensors,
     differentiable,
     do_not_specialize,
+    is_concrete,
     jit,
     launch,
     launcher,
     next_power_of_2,
-    rows_of,
     tl,
     use_triton,
+    view_rows,
 )
 from tigon.kernels.tiles.ids import key_of_id
 from tigon.ops.targets import CHECKS
@@ -69,7 +69,7 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
         raise ValueError(f"embedding: padding_idx must lie in [{-V}, {V}) or be None, got {padding_idx}.")
     # Looking at values stalls a GPU, so on GPUs only the checked mode looks; otherwise the kernels answer NaN.
     looks = input.device.type == "cpu" or CHECKS
-    if looks and can_look(input):
+    if looks and is_concrete(input):
         ids = input.long()  # in uint8, PyTorch would compare with V modulo 256
         wrong = (ids < 0) | (ids >= V)
         if wrong.any():
@@ -350,7 +350,7 @@ def _embedding_fwd(weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     y = _embedding_fwd_fake(weight, ids, padding_idx)
     if y.numel():
         # A weight that is a slice keeps its row stride; only the ids have to be dense.
-        w, ids = rows_of(weight), ids.contiguous()
+        w, ids = view_rows(weight), ids.contiguous()
         M, (V, H), stride = ids.numel(), w.shape, w.stride(0)
 
         def plan() -> Plan:
@@ -429,7 +429,7 @@ def sums_of_runs(
         scale: what the gradient is multiplied by, for each token, or with by_bag for each bag.
     Returns: (V + 1,) int32, where each key's run begins.
     """
-    dy = rows_of(dy)
+    dy = view_rows(dy)
     M, (V, H), stride = keys.numel(), dw.shape, dy.stride(0)
     starts = keys.new_empty(V + 1)
     # Bisection over M keys leaves M / 2^steps < 1.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import applied, first_order, is_traced, use_triton
+from tigon.kernels import bind_apply, is_traced, run_once_differentiable, use_triton
 from tigon.ops.rms_norm import Cast, _check, _rms_norm_bwd, _rms_norm_fwd, default_eps, rms_norm
 
 
@@ -48,7 +48,7 @@ class _Forked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_forked_backward, ctx, *gradients)
+        return run_once_differentiable(_forked_backward, ctx, *gradients)
 
 
 def _forked_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -59,4 +59,4 @@ def _forked_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Te
     return dx if need_dx else None, dw if need_dw else None, None, None, None
 
 
-_forked = applied(_Forked)
+_forked = bind_apply(_Forked)

@@ -21,9 +21,9 @@ from tigon.kernels import (
     launcher,
     multiprocessors,
     next_power_of_2,
-    rows_of,
     tl,
     use_triton,
+    view_rows,
 )
 from tigon.ops.acts import ACTS, Act, checked_act
 
@@ -282,7 +282,7 @@ def laid_out(
     if not packed and all(t is None or t.is_contiguous() for t in tensors):
         return 1, tensors[0].numel(), tuple([None if t is None else 0 for t in tensors]), tensors  # type: ignore[union-attr]
     # A view of (M, N) with one row stride; copied only where no such stride exists.
-    tensors = tuple([None if t is None else rows_of(t) for t in tensors])
+    tensors = tuple([None if t is None else view_rows(t) for t in tensors])
     return tensors[0].shape[0], N, tuple([None if t is None else t.stride(0) for t in tensors]), tensors  # type: ignore[union-attr]
 
 

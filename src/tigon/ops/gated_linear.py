@@ -22,12 +22,12 @@ from tigon.kernels import (
     autocast_dtype,
     check_tensors,
     differentiable,
-    first_order,
-    graph_is_kept,
+    is_graph_retained,
     is_traced,
-    keep,
-    kept,
     launcher,
+    load_tensors,
+    run_once_differentiable,
+    save_tensors,
     unknown_keyword,
     use_triton,
 )
@@ -191,7 +191,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _gradients(ctx: Any, dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor) -> list[Tensor | None]:
     needs = ctx.needs_input_grad[:4]
-    if not ctx.inplace or is_traced(gate) or graph_is_kept():
+    if not ctx.inplace or is_traced(gate) or is_graph_retained():
         grads: tuple[Tensor | None, ...] = _gated_linear_bwd(dy, gate, up, weight, ctx.act, *needs)
     else:
         dgate, dup = gate.detach() if needs[0] else None, up.detach() if needs[1] and up is not None else None
@@ -217,17 +217,17 @@ class _SavedFirst(torch.autograd.Function):
         ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, inplace: bool,
         hooks: tuple[Any, Any],
     ) -> Tensor:  # fmt: skip
-        keep(ctx, hooks, gate, up, weight)
+        save_tensors(ctx, hooks, gate, up, weight)
         ctx.act, ctx.inplace = act, inplace
         ctx.set_materialize_grads(False)
         return _gated_linear_fwd(gate, up, weight, bias, act, inplace)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
-        return first_order(_backward_of_packed, ctx, dy)
+        return run_once_differentiable(_backward_of_packed, ctx, dy)
 
 
 def _backward_of_packed(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 7
-    return *_gradients(ctx, dy, *kept(ctx)), None, None, None
+    return *_gradients(ctx, dy, *load_tensors(ctx)), None, None, None

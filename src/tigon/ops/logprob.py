@@ -22,17 +22,17 @@ from tigon.kernels import (
     cdiv,
     differentiable,
     do_not_specialize,
+    find_sum_parts,
     fold_warps,
     jit,
     launch,
     launcher,
     next_power_of_2,
     part_tile,
-    rows_of,
-    summed_in_parts,
     tl,
     uneven,
     use_triton,
+    view_rows,
 )
 from tigon.kernels.tiles.cap import cap
 from tigon.kernels.tiles.constants import LN2
@@ -271,7 +271,7 @@ def _logprob_parts_kernel(
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Few wide rows: one program a part of a row, as `tigon.kernels.parts` cuts it. partial: (M, 4, P)."""
+    """Few wide rows: one program a part of a row, as `tigon.kernels.row_parts` cuts it. partial: (M, 4, P)."""
     row, start, columns = locate_part_of_row(P, width, V)
     # An ignored row's moments stay unwritten: nobody reads them.
     if tl.load(target_ptr + row) == ignore_index:
@@ -448,7 +448,7 @@ def logprob_rows(
     # Which results are wanted is part of the key, since None changes the kernel. `uneven`, which an address decides, is
     # among the arguments.
     key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
-    parts = summed_in_parts(M, V, logits.device)
+    parts = find_sum_parts(M, V, logits.device)
     if parts is not None:
         _launch_parts((logits, target, *values, stats), key, arguments, M, parts)
         return
@@ -541,7 +541,7 @@ def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor,
     *results, stats = _logprob_fwd_fake(logits, target, *options)
     # Targets in a contiguous row: 8 bytes a token, cheap to copy beside its logits.
     if logits.numel():
-        logprob_rows(rows_of(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
+        logprob_rows(view_rows(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
     elif target.numel():  # without classes every target is out of range
         for result in results:
             result.copy_(torch.where(target == options[0], 0.0, 0.0 if result.dtype == torch.bool else float("nan")))
@@ -571,7 +571,7 @@ def _logprob_bwd(
         # One number for all rows keeps its stride of 0 through reshape. One a sequence becomes a copy, 4 bytes a token.
         dlogprob, dentropy = (None if d is None else d.reshape(-1) for d in (dlogprob, dentropy))
         labels = target.reshape(-1).contiguous()
-        logprob_gradient_rows(rows_of(logits), labels, stats, dlogprob, dentropy, rows, *options)
+        logprob_gradient_rows(view_rows(logits), labels, stats, dlogprob, dentropy, rows, *options)
     return dlogits
 
 

@@ -23,10 +23,10 @@ from tigon.kernels import (
     launcher,
     multiprocessors,
     next_power_of_2,
-    rows_of,
     shared_memory,
     tl,
     use_triton,
+    view_rows,
 )
 
 # Up to this width one tile holds a row in registers; wider rows are read twice, block by block.
@@ -348,7 +348,7 @@ def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
     y = _poly_norm_fwd_fake(x, weight, bias, eps)
     if y.numel() == 0:
         return y
-    x, weight = rows_of(x), weight if weight.is_contiguous() else weight.contiguous()
+    x, weight = view_rows(x), weight if weight.is_contiguous() else weight.contiguous()
     M, N = x.shape
     stride = x.stride(0)
 
@@ -385,7 +385,7 @@ def _poly_norm_bwd(
     dx = x.new_empty(x.shape if need_dx else 0)
     if x.numel() == 0:
         return dx, x.new_zeros(sums, dtype=torch.float32)
-    x, dy, weight = rows_of(x), rows_of(dy), weight if weight.is_contiguous() else weight.contiguous()
+    x, dy, weight = view_rows(x), view_rows(dy), weight if weight.is_contiguous() else weight.contiguous()
     M, N = x.shape
     strides = dy.stride(0), x.stride(0)
     narrow = N * x.element_size() <= MAX_TILE  # registers hold the row, its gradient and powers: fewer columns

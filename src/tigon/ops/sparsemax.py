@@ -24,9 +24,9 @@ from tigon.kernels import (
     launch,
     launcher,
     next_power_of_2,
-    rows_of,
     tl,
     use_triton,
+    view_rows,
 )
 
 # Up to this width a row stays in registers while its threshold is computed; wider rows are read once a step.
@@ -236,7 +236,7 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
     y = _sparsemax_fwd_fake(x)
     if x.numel() == 0:
         return y
-    x = rows_of(x)
+    x = view_rows(x)
     M, N = x.shape
     stride = x.stride(0)
     key = (M, N, stride, x.dtype)
@@ -262,9 +262,9 @@ def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     dx = _sparsemax_bwd_fake(dy, y)
     if y.numel() == 0:
         return dx
-    dy, y = rows_of(dy), rows_of(y)
+    dy, y = view_rows(dy), view_rows(y)
     M, N = y.shape
-    # dx is dense and has no stride of its own. A dy that one number was expanded to has no unit stride: `rows_of`
+    # dx is dense and has no stride of its own. A dy that one number was expanded to has no unit stride: `view_rows`
     # copies it.
     strides = dy.stride(0), y.stride(0)
 

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from tigon.kernels import can_look
+from tigon.kernels import is_concrete
 
 CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
 
@@ -39,7 +39,7 @@ def checked_target(
         raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
     target = as_labels(target, ignore_index)
     # Looking at values stalls a GPU, so on GPUs only the checked mode looks; otherwise the kernels answer NaN.
-    if (CHECKS or target.device.type == "cpu") and can_look(target):
+    if (CHECKS or target.device.type == "cpu") and is_concrete(target):
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             value = int(target[wrong].flatten()[0])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels import can_look, check_tensors
+from tigon.kernels import check_tensors, is_concrete
 from tigon.ops.targets import CHECKS
 
 
@@ -84,7 +84,7 @@ def grouped(name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, w
         )
     if offsets.device != device and offsets.device.type != "cpu":
         raise ValueError(f"{name}: offsets must be on {device} or on the CPU, got {offsets.device}.")
-    if (CHECKS or offsets.device.type == "cpu") and can_look(offsets):
+    if (CHECKS or offsets.device.type == "cpu") and is_concrete(offsets):
         first, last = int(offsets[0]), int(offsets[-1])
         if first != 0 or last != n or (offsets.diff() < 0).any():
             raise ValueError(

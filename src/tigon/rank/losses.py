@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels import can_look
+from tigon.kernels import is_concrete
 from tigon.ops.cross_entropy import REDUCTIONS, Reduction
 from tigon.ops.targets import CHECKS
 from tigon.rank.groups import Groups, discounts, grouped
@@ -221,7 +221,7 @@ def _taken(
     groups = grouped(name, scores, labels, offsets, weights)
     for argument, value, top in (("labels", labels, most), ("weights", weights, torch.inf)):
         # Looking at values stalls a GPU.
-        if value is None or not (CHECKS or value.device.type == "cpu") or not can_look(value):
+        if value is None or not (CHECKS or value.device.type == "cpu") or not is_concrete(value):
             continue
         wrong = ~((value >= 0) & (value <= top))  # NaN is wrong too
         if wrong.any():

@@ -37,8 +37,8 @@ class MicroBatchSAM(Optimizer):
         eta: added to that size.
         backward: called with the loss in place of `loss.backward()`: `accelerator.backward`, or
             `lambda loss: scaler.scale(loss).backward()`. A factor on the loss changes no perturbation.
-    Raises: TypeError for what is no optimizer, an LBFGS, or a model sharded by FSDP1; ValueError for a rho or an eta
-        that is negative or not finite.
+    Raises: TypeError for an optimizer that is none, an LBFGS, or a model sharded by FSDP1; ValueError for a rho or an
+        eta that is negative or not finite.
 
         sam = MicroBatchSAM(torch.optim.AdamW(model.parameters(), lr=1e-3), model, rho=0.05)
         for shard in batch.chunk(4):
@@ -47,15 +47,15 @@ class MicroBatchSAM(Optimizer):
         sam.step()
         sam.zero_grad()
 
-    **What a shard is.** On one device, what one call of `accumulate` sees. Under DistributedDataParallel each rank's
+    **A shard** is, on one device, the batch of one call of `accumulate`. Under DistributedDataParallel each rank's
     is its own, so that m is the number of ranks times the calls a rank, and gradients are reduced once, in the second
     pass. Under `fully_shard` it is what the ranks that hold one copy of the weights see together: all of them on a 1-d
     mesh, a replica group on a 2-d one.
 
-    **What is the same in both passes**: the random numbers of torch, of the host and of the parameters' devices.
+    **The same in both passes**: the random numbers of torch, of the host and of the parameters' devices.
     Numbers from elsewhere (numpy, a Generator) are drawn twice.
 
-    **What is exact**: after `accumulate` the weights have the bits from before, also where it raised. They are kept in
+    **Exact**: after `accumulate` the weights have the bits from before, also where it raised. They are kept in
     the memory of the first pass's gradient; that is one more buffer of the parameters' size than the optimizer takes.
 
     Where a gradient overflows, nothing is perturbed, the second pass overflows as well, and GradScaler skips the step.
@@ -74,7 +74,7 @@ class MicroBatchSAM(Optimizer):
             )
         refuse_fsdp1(model)
         self.optimizer, self.model = optimizer, model
-        self.rho, self.adaptive, self.eta = checked("rho", rho), adaptive, checked("eta", eta)
+        self.rho, self.adaptive, self.eta = check_finite("rho", rho), adaptive, check_finite("eta", eta)
         self.backward = backward or Tensor.backward
         for group in optimizer.param_groups:
             group.setdefault("sam_rho", self.rho)
@@ -101,7 +101,7 @@ class MicroBatchSAM(Optimizer):
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                     raise ValueError(
                         "MicroBatchSAM.accumulate: closure must return the loss, a scalar tensor that requires grad, "
-                        f"got {_described(loss)}."
+                        f"got {_describe(loss)}."
                     )
                 self.backward(loss * weight)
             return loss.detach()
@@ -166,16 +166,16 @@ class MicroBatchSAM(Optimizer):
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[float]]:
         """The parameters that are trained, each once, and each one's rho."""
-        found = {
-            id(p): (p, checked("sam_rho", group["sam_rho"]))
+        weights = {
+            id(p): (p, check_finite("sam_rho", group["sam_rho"]))
             for group in self.param_groups
             for p in group["params"]
             if p.requires_grad
         }
-        return [p for p, _ in found.values()], [rho for _, rho in found.values()]
+        return [p for p, _ in weights.values()], [rho for _, rho in weights.values()]
 
 
-def checked(name: str, value: float) -> float:
+def check_finite(name: str, value: float) -> float:
     if not 0.0 <= float(value) < float("inf"):
         raise ValueError(f"MicroBatchSAM: {name} must be a finite number of at least 0, got {value}.")
     return float(value)
@@ -189,7 +189,7 @@ def refuse_fsdp1(model: nn.Module | None) -> None:
         )
 
 
-def _described(loss: Any) -> str:
+def _describe(loss: Any) -> str:
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     return f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"

@@ -2,10 +2,10 @@
 
     g  = ∇L(p)              not reduced over the ranks that hold other shards; dropout drawn, running statistics updated
     p' = p + rho · g / ‖g‖  (perturb.py)
-    p.grad += ∇L(p')        the same dropout; running statistics put back to what the first pass left
+    p.grad += ∇L(p')        the same dropout; running statistics put back to those of the first pass
     p  = p                  the old bits
 
-What a rank's shard is follows from how the model is wrapped:
+A rank's shard follows from how the model is wrapped:
 
     DistributedDataParallel    each rank's own: the first pass reduces nothing
     fully_shard, 2-d mesh      each replica group's own: the first pass reduces over the ranks that share the weights
@@ -48,7 +48,7 @@ def two_passes(
     """
     # Listed once: walking through a model takes the host as long as some kernels take.
     modules = [] if model is None else list(model.modules())
-    sharded = _sharded(modules)
+    sharded = _find_sharded(modules)
     # The model may have parameters of another optimizer: their gradients of the first pass are dropped too.
     in_model = (p for m in modules for p in m._parameters.values() if p is not None)
     touched = list({id(p): p for p in itertools.chain(params, in_model) if p.requires_grad}.values())
@@ -71,7 +71,7 @@ def two_passes(
     _check(own)
     # The second pass repeats the first pass's dropout. Random numbers then go on from where the first pass ended.
     after_first = _draws(params)
-    tracked = _tracked(modules)
+    tracked = _find_statistics(modules)
     written = [b for b, v in zip(buffers, versions, strict=True) if b._version != v or id(b) in tracked]
     statistics = [torch.empty_like(b) for b in written]
     with torch.no_grad():
@@ -117,7 +117,7 @@ def _check_apart(params: Sequence[Tensor]) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------- what both passes share
+# ------------------------------------------------------------------------------------------- shared by both passes
 
 
 # State of the host's random numbers, and of each kind of device its indices and their states.
@@ -139,7 +139,7 @@ def _set_draws(draws: Draws) -> None:
         set_device_states(devices, states, device_type=kind)
 
 
-def _tracked(modules: Iterable[nn.Module]) -> set[int]:
+def _find_statistics(modules: Iterable[nn.Module]) -> set[int]:
     """Statistics of BatchNorm and its like, which fused kernels update without a trace on the tensor."""
     with_buffers = (m for m in modules if m._buffers and getattr(m, "track_running_stats", False))
     return {id(b) for m in with_buffers for b in m._buffers.values()}
@@ -155,13 +155,13 @@ def _weights_changed(sharded: Iterable[Any]) -> None:
 # --------------------------------------------------------------------------------------------------- several devices
 
 
-def _several() -> bool:
+def _has_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _sharded(modules: Iterable[nn.Module]) -> list[Any]:
+def _find_sharded(modules: Iterable[nn.Module]) -> list[Any]:
     """The modules to which `fully_shard` was applied."""
-    if not _several():
+    if not _has_process_group():
         return []
     from torch.distributed.fsdp import FSDPModule
 

@@ -34,18 +34,18 @@ def squared_norm(
         adaptive, eta: weigh each gradient by its weight's own size, |p| + eta.
     Returns: (), on the device of the first; fp64 if a parameter is fp64, else fp32. The same bits on every run.
     """
-    found = []
+    squares = []
     for members in _by_device(params):
         # A model may be spread over several devices: one sum for each, and the sums meet at the end.
         mine, theirs = [params[i] for i in members], [grads[i] for i in members]
         # The kernel walks over memory and knows no shapes: a parameter with holes between its elements goes to torch.
         if use_triton(*mine, *theirs) and all(map(_in_one_piece, mine)):
-            found.append(_squared_norm(mine, theirs, adaptive, eta))
+            squares.append(_squared_norm(mine, theirs, adaptive, eta))
         else:
-            found.append(squared_norm_reference(mine, theirs, adaptive=adaptive, eta=eta))
-    dtype = functools.reduce(torch.promote_types, [s.dtype for s in found])
+            squares.append(squared_norm_reference(mine, theirs, adaptive=adaptive, eta=eta))
+    dtype = functools.reduce(torch.promote_types, [s.dtype for s in squares])
     # Between GPUs the streams order these copies. The sum is taken in one order, so its bits are the same on every run.
-    return torch.stack([s.to(params[0].device, dtype, non_blocking=True) for s in found]).sum()
+    return torch.stack([s.to(params[0].device, dtype, non_blocking=True) for s in squares]).sum()
 
 
 def perturb(
@@ -92,7 +92,7 @@ def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
 
     Args:
         params: those that were moved.
-        kept: what `perturb` returned.
+        kept: the result of `perturb`.
     """
     # A copy of bits. Subtracting the step would round, and weights would drift from step to step.
     copy_all(params, kept)
@@ -141,13 +141,13 @@ def _room(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
 def squared_norm_reference(
     params: Sequence[Tensor], grads: Sequence[Tensor], *, adaptive: bool = False, eta: float = 0.0
 ) -> Tensor:
-    found = []
+    squares = []
     for p, g in zip(params, grads, strict=True):
         # fp32 for half precision: fp16's squares would underflow, and a sum in 8 or 11 bits would stop growing.
         acc = torch.promote_types(p.dtype, torch.float32)
-        found.append((_size(p, eta) * g.to(acc) if adaptive else g.to(acc)).square().sum())
-    dtype = functools.reduce(torch.promote_types, [s.dtype for s in found])
-    return torch.stack([s.to(dtype) for s in found]).sum()
+        squares.append((_size(p, eta) * g.to(acc) if adaptive else g.to(acc)).square().sum())
+    dtype = functools.reduce(torch.promote_types, [s.dtype for s in squares])
+    return torch.stack([s.to(dtype) for s in squares]).sum()
 
 
 def perturb_reference(
@@ -193,7 +193,7 @@ def _pointer(addresses_ptr, index, start, DTYPE: tl.constexpr, ALIGN: tl.constex
 
 
 @jit
-def _squares_of(p_ptr, g_ptr, mask, eta, ADAPTIVE: tl.constexpr):
+def _sum_squares(p_ptr, g_ptr, mask, eta, ADAPTIVE: tl.constexpr):
     other = None if mask is None else 0.0
     g = tl.load(g_ptr, mask=mask, other=other).to(tl.float32)
     if ADAPTIVE:
@@ -215,9 +215,9 @@ def _squared_norm_kernel(
     g_ptr = _pointer(addresses_ptr, T + t, start, G, ALIGN) + cols
     # A mask against a number from memory makes loads narrow, so only a tensor's last block has a mask.
     if start + BLOCK <= n:
-        squares = _squares_of(p_ptr, g_ptr, None, eta, ADAPTIVE)
+        squares = _sum_squares(p_ptr, g_ptr, None, eta, ADAPTIVE)
     else:
-        squares = _squares_of(p_ptr, g_ptr, start + cols < n, eta, ADAPTIVE)
+        squares = _sum_squares(p_ptr, g_ptr, start + cols < n, eta, ADAPTIVE)
     # A partial sum for each program, added up by a second launch in one order: atomics would change the bits from run
     # to run.
     tl.store(partial_ptr + tl.program_id(0), squares)
@@ -381,7 +381,8 @@ def _perturb(
             tensors = (*tables, lengths, squares)
             _run(_perturb_kernel, tensors, len(members), tables[2].numel(), options, adaptive, eta)
             # Kernels write behind autograd's back. A graph that has saved one of these tensors then raises instead of
-            # using new numbers. After each launch: should memory run out before the next, versions say what has moved.
+            # using new numbers. After each launch: should memory run out before the next, versions tell which weights
+            # have moved.
             torch.autograd.graph.increment_version([of[i] for of in (params, kept) for i in members])
 
 

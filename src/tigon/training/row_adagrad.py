@@ -41,8 +41,8 @@ class RowAdagrad(Optimizer):
         tigon.embedding_bag(values, table, offsets, grad="rows").square().sum().backward()
         optimizer.step()
 
-    **What is touched**: rows whose gradient is not zero throughout. Of a sparse gradient, as of
-    `embedding_bag(grad="rows")` or `nn.Embedding(sparse=True)`, only its rows of the table are read and written; rows
+    **Touched rows** are those whose gradient is not zero throughout. With a sparse gradient, as of
+    `embedding_bag(grad="rows")` or `nn.Embedding(sparse=True)`, only those rows of the table are read and written; rows
     that occur several times are added up first, in fp32. A dense gradient is read whole. Both give the same bits.
 
     **Rounding**: a step is taken in fp32 (fp64 for fp64), state included, and rounded once to the dtype of the
@@ -115,9 +115,9 @@ class RowAdagrad(Optimizer):
                     start = group["initial_accumulator_value"]
                     self.state[p]["sum"] = torch.full((p.shape[0],), start, dtype=_state_dtype(p), device=p.device)
                 sums.append(self.state[p]["sum"])
-                found = _rows_and_gradients(p.grad)
-                rows.append(found[0])
-                grads.append(found[1])
+                sparse = _rows_and_gradients(p.grad)
+                rows.append(sparse[0])
+                grads.append(sparse[1])
             row_adagrad(given, sums, rows, grads, group["lr"], group["eps"], group["weight_decay"])
         return loss
 
@@ -157,7 +157,7 @@ def row_adagrad(
         groups.setdefault((p.device, p.dtype, g.dtype, p.shape[1], rows[i] is None, aligned), []).append(i)
     for (_, _, _, width, dense, aligned), members in groups.items():
         tables, states, given = ([of[i] for i in members] for of in (params, sums, grads))
-        # A dense gradient has no list of rows; the kernel does not read what stands for it.
+        # A dense gradient has no list of rows; the kernel does not read the stand-in.
         at = [g if rows[i] is None else rows[i] for i, g in zip(members, given, strict=True)]
         _row_adagrad(tables, states, given, at, width, dense, aligned, lr, eps, weight_decay)  # type: ignore[arg-type]
 
@@ -216,7 +216,7 @@ def _row_adagrad_kernel(
     touched = inside & (tl.max((g != 0).to(tl.int32), 1) > 0)
     mask = touched[:, None] & columns
     w_ptr = p_ptr + rows[:, None] * D + cols[None, :]
-    # Of rows that are not touched nothing is read: of a dense gradient most are zeros.
+    # Rows that are not touched are not read: most rows of a dense gradient are zeros.
     w = tl.load(w_ptr, mask=mask, other=0.0).to(tl.float32)
     if DECAYS:
         g += weight_decay * w

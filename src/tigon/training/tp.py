@@ -4,8 +4,9 @@
     o, down               columns of the weight, the partial products are summed   all-reduce
     embedding, head       words on each rank                                       all-reduce; logits are gathered
 
-With sequence parallelism what lies between (norms, residual sums) has a part of each sequence on each rank: the
-all-reduce becomes a reduce-scatter behind a product and an all-gather before the next, and activations are divided too.
+With sequence parallelism the operations between them (norms, residual sums) have a part of each sequence on each rank:
+the all-reduce becomes a reduce-scatter behind a product and an all-gather before the next, and activations are divided
+too.
 
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; sequence parallelism, https://arxiv.org/abs/2205.05198. It is
 `torch.distributed.tensor.parallel.parallelize_module` that runs.
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 __all__ = ["tensor_parallel", "tensor_parallel_plan"]
 
-# What transformers calls the layers' styles.
+# The names of the layers' styles in transformers.
 COLUMNS, ROWS, HEAD = ("colwise",), ("rowwise",), ("colwise_gather_output", "colwise_rep")
 # A norm of single heads, each rank's own.
 HEAD_NORM = ("replicated_with_grad_allreduce",)
@@ -91,11 +92,11 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -
     for name, style in known.items():
         if style in EMBEDDING:
             continue  # below, for all models
-        for found in _matching(model, prefix, name):
-            plan[found] = _style(type(model).__name__, name, style, sequence_parallel)
+        for module in _matching(model, prefix, name):
+            plan[module] = _style(type(model).__name__, name, style, sequence_parallel)
     outside = Shard(1) if sequence_parallel else Replicate()
     # Between the modules hidden states are DTensors of whole sequences, so that the model counts its positions right.
-    embedding = _name_of(model, model.get_input_embeddings())  # type: ignore[operator]
+    embedding = _find_name(model, model.get_input_embeddings())  # type: ignore[operator]
     plan[embedding] = RowwiseParallel(
         input_layouts=Replicate(), output_layouts=outside, use_local_output=not sequence_parallel
     )
@@ -146,6 +147,6 @@ def _matching(model: nn.Module, prefix: str, pattern: str) -> list[str]:
     return [name for name in names if expression.fullmatch(name.removeprefix(prefix))]
 
 
-def _name_of(model: nn.Module, part: nn.Module) -> str:
+def _find_name(model: nn.Module, part: nn.Module) -> str:
     name: str = next(name for name, module in model.named_modules() if module is part)
     return name

@@ -3,7 +3,7 @@
 with count_traffic() as traffic:
     loss = model(**batch).loss
     loss.backward()
-traffic.received("all_gather", backward=True)
+traffic.count_bytes("all_gather", backward=True)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
 
-    def received(
+    def count_bytes(
         self, name: str | None = None, *, ranks: tuple[int, ...] | None = None, backward: bool | None = None
     ) -> int:
         """Bytes that came to this rank, of all collectives or of some.
@@ -53,8 +53,8 @@ class Traffic(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and (found := WHOLE.get(func._schema.name.split("::")[1])):
-            name, whole = found
+        if func.namespace == "c10d" and (collective := WHOLE.get(func._schema.name.split("::")[1])):
+            name, whole = collective
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             ranks = tuple(dist.get_process_group_ranks(group))
             others = args[whole].nbytes // len(ranks) * (len(ranks) - 1)

@@ -1,16 +1,16 @@
-"""Why a module was recognised, or was not: the formulas that it was compared with, and how far they agreed."""
+"""Why a module was recognised, or was not: the formulas compared with the module, and how far they agreed."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
-from tigon.fusion.engine.part import ModulePart, Stage, parts_of
-from tigon.fusion.engine.probe import Attempt, attempts
+from tigon.fusion.engine.part import ModulePart, Stage, select_parts
+from tigon.fusion.engine.probe import Attempt, collect_attempts
 from tigon.fusion.engine.reasons import Reason
 
 SHOWN = 6  # formulas of a kind in the text
@@ -32,10 +32,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one part of `tigon.fuse` says of the module: its formula, or why it has none, and what it was compared with.
+    """The verdict of one part of `tigon.fuse`: the module's formula, or why it has none, and the formulas tried.
 
-    what: the formula or the reason; empty if the module is nothing that this part replaces. advice: what to do about
-    the reason. trials: the formulas, the nearest first.
+    what: the formula or the reason; empty if this part replaces no such module. advice: how to have the module fused.
+    trials: the formulas, the nearest first.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `tigon.fuse` finds in one module. replaced: the kinds of parts that have replaced its forward.
+    """The verdicts of all parts on one module. replaced: the kinds of parts that have replaced its forward.
 
     str(explanation) is for a screen; to_dict() is JSON.
     """
@@ -70,7 +70,7 @@ class Explanation:
                 advice = f" → {verdict.advice}" if verdict.advice else ""
                 lines.append(f"  {verdict.kind}: {verdict.what}{advice}")
             else:
-                lines.append(f"  {verdict.kind}: it is built like none")
+                lines.append(f"  {verdict.kind}: no formula is built so")
             for trial in [] if verdict.recognised else verdict.trials[:SHOWN]:
                 far = f"{trial.error:,.0f} units in the last place off" if trial.error < 1e9 else "far off"
                 differs = f"differs for {trial.inputs}, {far}" if trial.inputs else "agrees in these"
@@ -81,7 +81,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(model: nn.Module, name: str, options: Mapping[str, Any]) -> Explanation:
+def explain(model: nn.Module, name: str, kinds: Collection[str]) -> Explanation:
     modules = dict(model.named_modules())
     if name not in modules:
         near = difflib.get_close_matches(name, modules, 1)
@@ -89,31 +89,32 @@ def explain(model: nn.Module, name: str, options: Mapping[str, Any]) -> Explanat
         raise ValueError(f"explain: name must be a module of {type(model).__name__}, got {name!r}{meant}")
     module = modules[name]
     patch = vars(module).get("_tigon")
-    parts = [] if patch is None else [part for part in (patch.part, *patch.also) if part is not None]
+    parts = [] if patch is None else [part for part in (patch.part, *patch.rewritten_by) if part is not None]
     verdicts = []
-    for part in parts_of(options, Stage.MODULE):
+    for part in select_parts(kinds, Stage.MODULE):
         if not isinstance(part, ModulePart):
             continue
-        with attempts() as comparisons:
-            found = part.recognize(module)
-        recognised = found is not None and not isinstance(found, Reason)
-        advice = found.advice if isinstance(found, Reason) else ""
-        verdict = Verdict(part.kind, recognised, "" if found is None else str(found), advice, _trials(comparisons))
+        with collect_attempts() as comparisons:
+            formula = part.recognize(module)
+        recognised = formula is not None and not isinstance(formula, Reason)
+        advice = formula.advice if isinstance(formula, Reason) else ""
+        text = "" if formula is None else str(formula)
+        verdict = Verdict(part.kind, recognised, text, advice, _summarize_trials(comparisons))
         if recognised or verdict.what or verdict.trials:
             verdicts.append(verdict)
     return Explanation(name, type(module).__name__, [part.kind for part in parts], verdicts)
 
 
-def _trials(comparisons: list[Attempt]) -> list[Trial]:
+def _summarize_trials(comparisons: list[Attempt]) -> list[Trial]:
     """One Trial for each formula, that in which most agreed first."""
-    found: dict[str, list[Attempt]] = {}
+    by_formula: dict[str, list[Attempt]] = {}
     for comparison in comparisons:
-        found.setdefault(comparison.formula, []).append(comparison)
+        by_formula.setdefault(comparison.formula, []).append(comparison)
     trials = []
-    for formula, own in found.items():
-        wrong = next((c for c in own if not c.agrees), None)
-        agreed = len(own) if wrong is None else own.index(wrong)
-        trials.append(
-            Trial(formula, agreed, "" if wrong is None else wrong.inputs, 0.0 if wrong is None else wrong.error)
-        )
+    for formula, attempts in by_formula.items():
+        wrong = next((attempt for attempt in attempts if not attempt.agrees), None)
+        if wrong is None:
+            trials.append(Trial(formula, len(attempts), "", 0.0))
+        else:
+            trials.append(Trial(formula, attempts.index(wrong), wrong.inputs, wrong.error))
     return sorted(trials, key=lambda trial: (-trial.agreed, trial.error))

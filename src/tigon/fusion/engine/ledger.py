@@ -24,13 +24,13 @@ class Call:
     """
 
     def __init__(self, lazy: bool, outer: Call | None) -> None:
-        self.lazy, self.outer, self.over = lazy, outer, False
+        self.lazy, self.outer, self.is_over = lazy, outer, False
 
 
 class _Calls(threading.local):
     def __init__(self) -> None:
         self.innermost: Call | None = None
-        # Of layers that share an input: the results that the first of them computed for the others.
+        # The first of the layers that share an input computes the results of the others, which wait here.
         self.waiting: dict[Any, Any] = {}
 
 
@@ -40,11 +40,12 @@ class Ledger:
     owner: the model whose replaced forwards share this ledger, by weak reference.
     active: False after remove(), for replaced forwards that other code wrapped before, and still calls.
     check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
-    around: calls the model's forward in its place: around(ledger, forward, *args, **kwargs).
-    plain: why replaced forwards ran their module's own code in the last step, by the key of `count`.
+    around: called in place of the model's forward: around(ledger, forward, *args, **kwargs).
+    fallbacks: why replaced forwards ran their module's own code in the last step, by the key of `count`.
     outside: how often parts ran outside of the model's forward, since the last step began.
-    has_entrance: whether a forward begins steps. None does where the model itself is a part: all its calls count.
-    adviser: asked once, at the first step with gradients and without labels, for a warning about who computes the loss.
+    has_entrance: whether a forward begins steps. Where the model itself is a part none does, and all calls count.
+    adviser: returns the warning about a library that computes the loss itself; called once, at the first step with
+        gradients and without labels.
     recompute: which activations the backward pass recomputes instead of keeping them.
 
     A `Call`, the state of one call of the model, belongs to its thread: threads may run one model at the same time, as
@@ -60,9 +61,9 @@ class Ledger:
         self.steps = 0
         self.calls: Counter[tuple[str, Any]] = Counter()
         self.built_by: Counter[str] = Counter()
-        self.plain_heads: Counter[str] = Counter()
-        self.plain_adapters: Counter[str] = Counter()
-        self.plain: dict[tuple[str, Any], Counter[str]] = {}
+        self.unfused_heads: Counter[str] = Counter()
+        self.unfused_adapters: Counter[str] = Counter()
+        self.fallbacks: dict[tuple[str, Any], Counter[str]] = {}
         self.outside = 0
         self.has_entrance = False
         self.adviser: Callable[[], str] | None = None
@@ -74,7 +75,7 @@ class Ledger:
 
     @property
     def lazy(self) -> bool:
-        """Whether the head that runs on this thread now may leave its logits unbuilt."""
+        """Whether the head that runs on this thread now may leave the logits unbuilt."""
         call = self._calls.innermost
         return call is not None and call.lazy
 
@@ -97,9 +98,9 @@ class Ledger:
 
     def leave(self, call: Call) -> None:
         """The call has ended. Calls that generators run end in any order."""
-        call.over = True
+        call.is_over = True
         innermost = self._calls.innermost
-        while innermost is not None and innermost.over:
+        while innermost is not None and innermost.is_over:
             innermost = innermost.outer
         self._calls.innermost = innermost
         if innermost is None:
@@ -109,7 +110,7 @@ class Ledger:
                 self._running -= 1
 
     @contextlib.contextmanager
-    def lazily(self) -> Iterator[None]:
+    def allow_lazy(self) -> Iterator[None]:
         """Inside, heads leave their logits unbuilt even without labels."""
         call = self.enter(lazy=True)
         try:
@@ -135,24 +136,24 @@ class Ledger:
         else:
             self.outside += 1
 
-    def ran_plain(self, kind: str, key: Any, why: str) -> None:
-        """Note that a replaced forward ran its module's own code, and why: a clause."""
+    def count_fallback(self, kind: str, key: Any, why: str) -> None:
+        """Count a replaced forward that ran the module's own code. why: a clause."""
         if not torch.compiler.is_compiling():
-            self.plain.setdefault((kind, key), Counter())[why] += 1
+            self.fallbacks.setdefault((kind, key), Counter())[why] += 1
 
-    def built(self, why: str) -> None:
+    def count_materialized_logits(self, why: str) -> None:
         if not torch.compiler.is_compiling():
             self.built_by[why] += 1
 
-    def plain_head(self, why: str) -> None:
+    def count_unfused_head(self, why: str) -> None:
         if not torch.compiler.is_compiling():
-            self.plain_heads[why] += 1
+            self.unfused_heads[why] += 1
 
-    def plain_adapter(self, why: str) -> None:
+    def count_unfused_adapter(self, why: str) -> None:
         if not torch.compiler.is_compiling():
-            self.plain_adapters[why] += 1
+            self.unfused_adapters[why] += 1
 
-    def adapter_off(self) -> None:
+    def count_disabled_adapter(self) -> None:
         """Count a layer whose adapters are switched off or merged, as in the forward pass of a reference."""
         if not torch.compiler.is_compiling():
             self.adapters_off += 1
@@ -165,9 +166,9 @@ class Ledger:
             self.steps += 1
             self.calls.clear()
             self.built_by.clear()
-            self.plain_heads.clear()
-            self.plain_adapters.clear()
-            self.plain.clear()
+            self.unfused_heads.clear()
+            self.unfused_adapters.clear()
+            self.fallbacks.clear()
             self.outside = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:

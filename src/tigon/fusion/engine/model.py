@@ -1,18 +1,19 @@
 """tigon.fuse(model): puts Tigon's operators in place of a model's own, in this one instance, until remove().
 
 fuse replaces the attribute `forward` of single modules: the head, norms, gated MLPs, experts, and attention modules,
-whose cloned forward sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch stay
-untouched. Probes decide by numbers which module computes what (probe.py). Each replaced forward (tigon.fusion.parts)
-falls back to the module's own forward where its operator does not apply.
+whose rewritten forward sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch stay
+untouched. Probes decide by numbers which formula a module computes (probe.py). Each replaced forward falls
+back to the module's own forward where the operator does not apply.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -20,68 +21,106 @@ from torch import nn
 import tigon.fusion.parts  # noqa: F401  registers the parts
 from tigon.fusion.engine.explain import Explanation, explain
 from tigon.fusion.engine.ledger import Ledger
-from tigon.fusion.engine.part import Stage, parts_of
-from tigon.fusion.engine.patch import Patch, install, nothing, restore
-from tigon.fusion.engine.probe import shape_of
+from tigon.fusion.engine.part import Site, Stage, list_kinds, select_parts
+from tigon.fusion.engine.patch import Patch, install, load_as_none, restore
+from tigon.fusion.engine.probe import get_full_shape
 from tigon.fusion.engine.reasons import NOT_CALLED, Reason
 from tigon.fusion.engine.report import Report, Row
-from tigon.fusion.engine.site import Record, Site
-from tigon.fusion.engine.step import backbones_of, loss_elsewhere, step_of
+from tigon.fusion.engine.site import ModuleFilter, Record
+from tigon.fusion.engine.step import describe_foreign_loss, find_backbones, make_step_forward
 from tigon.fusion.memory.auto import Extent
 from tigon.fusion.memory.recompute import LEVELS, Level, Recompute
 
+PARTS = frozenset(list_kinds())
+"""The names of the parts that `fuse` tries by default, for set arithmetic in `parts=`."""
+
+
+@dataclass(frozen=True)
+class FuseOptions:
+    """The options of `tigon.fuse`, checked. parts: in the order in which fuse tries them."""
+
+    parts: tuple[str, ...]
+    where: ModuleFilter | None = None
+    recompute: Level = "auto"
+    offload: bool = False
+    shared_prefix: bool = False
+
+    @classmethod
+    def parse(cls, parts: Collection[str] | None = None, **options: Any) -> FuseOptions:
+        names = list_kinds()
+        chosen = names if parts is None else parts
+        if isinstance(chosen, str) or not {*chosen} <= {*names}:
+            raise ValueError(f"fuse: parts must be names among {', '.join(names)}, got {chosen!r}.")
+        return cls(tuple(name for name in names if name in chosen), **options)
+
+    def __post_init__(self) -> None:
+        if self.where is not None and not callable(self.where):
+            raise ValueError(f"fuse: where must be a function of a module's name and the module, got {self.where!r}.")
+        if self.recompute not in LEVELS:
+            raise ValueError(f"fuse: recompute must be one of {LEVELS}, got {self.recompute!r}.")
+        for name in ("offload", "shared_prefix"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"fuse: {name} must be True or False, got {value!r}.")
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of the parts that are on."""
+        by_argument = list_kinds("shared_prefix") if self.shared_prefix else []
+        return {*self.parts, *set(by_argument).difference(list_kinds())}
+
 
 def fuse(
-    model: nn.Module, *, head: bool = True, norms: bool = True, mlp: bool = True, rotary: bool = True,
-    experts: bool = True, adapters: bool = True, projections: bool = True, shared_prefix: bool = False,
-    recompute: Level = "auto", offload: bool = False,
+    model: nn.Module, *, parts: Collection[str] | None = None, where: ModuleFilter | None = None,
+    recompute: Level = "auto", offload: bool = False, shared_prefix: bool = False,
 ) -> Fusion:  # fmt: skip
     """Make a model train faster and smaller, in place and reversibly.
 
     Args:
-        model: a transformers model, plain or inside PEFT or a wrapper. In any other module fuse replaces the parts that
-            it recognises.
-        head: when you pass labels, compute the loss without building the logits.
-        norms, mlp, rotary: run RMS and layer norms, gated MLPs and relu², and rotary embeddings as one kernel each.
-        experts: run the experts of a mixture together, without a loop or a copy of their tokens; the router stays.
-        adapters: run the frozen linear layers that carry LoRA adapters of PEFT together with their adapters, all layers
-            of one input at once.
-        projections: run the linear layers of one input, those of queries, keys and values, as one operation, which sums
-            their gradients of that input as it computes them.
-        shared_prefix: let the model take a `tigon.SharedPrefixBatch`, in which several continuations of one prefix are
-            computed with that prefix once. Calls without one run as before.
+        model: a transformers model, plain or inside PEFT or a wrapper. In any other module fuse replaces the parts
+            that are recognised.
+        parts: names of the parts to fuse, by default all of `tigon.PARTS`; all but the head are
+            `tigon.PARTS - {"head"}`.
+            "head": when you pass labels, compute the loss without building the logits.
+            "norm", "add_norm", "qk_norm": run RMS and layer norms as one kernel each, together with the residual sum
+            before a norm, and with the rotation behind a norm of heads.
+            "mlp", "rotary": run gated MLPs and relu², and rotary embeddings as one kernel each.
+            "experts": run the experts of a mixture together, without a loop or a copy of their tokens; the router
+            stays.
+            "adapters": run the frozen linear layers that carry LoRA adapters of PEFT together with their adapters, all
+            layers of one input at once.
+            "linear": run the linear layers of one input, those of queries, keys and values, as one operation, which
+            sums their gradients of that input as it computes them.
+        where: (name, module) → whether fuse may replace the module's forward; the name is that in
+            `model.named_modules()`. By default every module. A replaced module still calls the modules inside it.
         recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": the
             product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
             1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step. "auto":
             "cheap" for a batch that is large enough to keep the device busy, "product" for a smaller one.
         offload: keep saved activations in pinned host memory until backward (GPU only). With checkpointing these are
             the layers' inputs.
-        Returns: a Fusion. `report()` says what was replaced and what was not; `remove()` restores the model exactly. A
-            Fusion is also a context manager. If the model is fused already, fuse leaves it as it is and returns its
+        shared_prefix: let the model take a `tigon.SharedPrefixBatch`, in which several continuations of one prefix are
+            computed with that prefix once. Calls without one run as before.
+        Returns: a Fusion. `report()` lists the replaced and the skipped modules; `remove()` restores the model exactly.
+            A Fusion is also a context manager. If the model is fused already, fuse leaves it as it is and returns its
             Fusion, with a warning if you passed other options. A Fusion that replaced nothing gives way to them.
-        Raises: TypeError if model is not a module; ValueError for an unknown level of recompute and for another option
+        Raises: TypeError if model is not a module; ValueError for an unknown part or level of recompute, for a flag
             that is no boolean, and with shared_prefix for a model whose tokens meet elsewhere than in causal attention,
             by the name of the layer.
 
-        Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a Fusion of its own; a pickled
-        model is plain when loaded.
+    Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a Fusion of its own; a pickled
+    model is plain when loaded.
     """
-    options = {name: value for name, value in locals().items() if name != "model"}  # a new keyword is one, too
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model must be a torch.nn.Module, got {type(model).__name__}.")
-    if recompute not in LEVELS:
-        raise ValueError(f"fuse: recompute must be one of {LEVELS}, got {recompute!r}.")
-    for name, value in options.items():
-        if name != "recompute" and not isinstance(value, bool):
-            raise ValueError(f"fuse: {name} must be True or False, got {value!r}.")
+    options = FuseOptions.parse(parts, where=where, recompute=recompute, offload=offload, shared_prefix=shared_prefix)
     present = vars(model).get("_tigon_fusion")
     if present is not None:
         if present._record.modules or present._options == options:
-            return _as_it_is(present, options)
+            return _keep_present(present, options)
         present.remove()  # that Fusion replaced nothing, so new options have nothing to keep
-    fusion = Fusion(model, recompute, offload)
-    fusion._options = options
-    fusion._ledger.adviser = loss_elsewhere
+    fusion = Fusion(model, options)
+    fusion._ledger.adviser = describe_foreign_loss
     try:
         fusion._fuse()
     except BaseException:  # Ctrl-C too: without a Fusion nothing could restore a half-fused model
@@ -92,22 +131,22 @@ def fuse(
         patches = (vars(m).get("_tigon") for m in model.modules())
         others = {id(f): f for p in patches if p is not None and p.ledger.active and (f := p.fusion) is not None}
         if len(others) == 1:
-            return _as_it_is(others.popitem()[1], options)
+            return _keep_present(others.popitem()[1], options)
     vars(model)["_tigon_fusion"] = fusion
     return fusion
 
 
-def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
-    """The Fusion of a model that is fused already, with a warning if its options contradict the ones passed.
+def _keep_present(fusion: Fusion, options: FuseOptions) -> Fusion:
+    """The Fusion of a model that is fused already, with a warning if those options contradict the ones passed.
 
-    An option at its default never contradicts: hosts call fuse without options on models that may be fused.
+    A default never contradicts: hosts call fuse without options on models that may be fused.
     """
-    defaults = {name: p.default for name, p in inspect.signature(fuse).parameters.items()}
-    fusion._see_changes()
-    unlike = {name: x for name, x in options.items() if x not in (defaults[name], fusion._options.get(name, x))}
+    default, present = FuseOptions.parse(), fusion._options
+    fusion._refresh()
+    names = [f.name for f in fields(options)]
+    unlike = [n for n in names if getattr(options, n) not in (getattr(default, n), getattr(present, n))]
     if unlike:
-        asked = ", ".join(f"{name}={x!r}" for name, x in unlike.items())
-        has = ", ".join(f"{name}={fusion._options[name]!r}" for name in unlike)
+        asked, has = (", ".join(f"{n}={getattr(o, n)!r}" for n in unlike) for o in (options, present))
         warnings.warn(
             f"fuse: the model is fused already, with {has}, and stays so; for {asked}, call remove() of its Fusion "
             "first.",
@@ -117,13 +156,13 @@ def _as_it_is(fusion: Fusion, options: dict[str, Any]) -> Fusion:
 
 
 class Fusion:
-    """What tigon.fuse did to one model. The model keeps it; it does not keep the model."""
+    """The handle of one fused model. The model keeps its Fusion; a Fusion does not keep its model."""
 
-    def __init__(self, model: nn.Module, recompute: Level = "auto", offload: bool = False) -> None:
+    def __init__(self, model: nn.Module, options: FuseOptions) -> None:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        self._ledger = Ledger(model, Recompute(recompute, offload))
-        self._options: dict[str, Any] = {}  # the arguments of fuse
+        self._options = options
+        self._ledger = Ledger(model, Recompute(options.recompute, options.offload))
         self._record = Record()
 
     @property
@@ -138,8 +177,8 @@ class Fusion:
         return model
 
     def report(self) -> Report:
-        """The parts replaced, how often they ran in the last step, the parts left, and what you can do about them."""
-        self._see_changes()
+        """The parts replaced, how often they ran in the last step, the parts skipped, and how to have them fused."""
+        self._refresh()
         ledger, record = self._ledger, self._record
         totals: Counter[str] = Counter()
         for (kind, _), calls in ledger.calls.items():
@@ -150,13 +189,16 @@ class Fusion:
             key = kind, record.keys.get(row, row)
             calls = ledger.calls[key]
             advice = what.advice if isinstance(what, Reason) else ""
-            why = ledger.plain.get(key)
+            why = ledger.fallbacks.get(key)
             idle = "; ".join(why) if why else NOT_CALLED if fused and ledger.steps and not calls else ""
             rows.append(Row(kind, name, count, fused, str(what), calls, advice, idle))
+        parts = select_parts({row.kind for row in rows if row.fused})
         return Report(
             model=self._name,
             active=ledger.active,
             rows=sorted(rows, key=lambda row: not row.fused),
+            kinds=list(dict.fromkeys(part.kind for part in parts)),
+            under_compile=[part.compiled for part in parts if part.compiled],
             steps=ledger.steps,
             outside=ledger.outside,
             calls=dict(totals),
@@ -167,8 +209,8 @@ class Fusion:
             tensors_not_kept=ledger.recompute.tensors,
             bytes_not_kept=ledger.recompute.bytes,
             bytes_offloaded=0 if ledger.recompute.offload is None else ledger.recompute.offload.bytes,
-            plain_heads=dict(ledger.plain_heads),
-            plain_adapters=dict(ledger.plain_adapters),
+            unfused_heads=dict(ledger.unfused_heads),
+            unfused_adapters=dict(ledger.unfused_adapters),
             adapters_off=ledger.adapters_off,
             adapters_before=ledger.adapters_before,
         )
@@ -181,12 +223,12 @@ class Fusion:
         Returns: an Explanation, whose text is for a screen.
         Raises: ValueError for a name that the model does not have.
         """
-        return explain(self.model, name, self._options)
+        return explain(self.model, name, self._options.kinds)
 
     def remove(self) -> None:
-        """Put the model back as it was. A second call does nothing."""
+        """Restore the model exactly. A second call does nothing."""
         self._ledger.active = False
-        for module in self._record.replaced():
+        for module in self._record.list_modules():
             restore(module)
         self._record.unset()
         model = self._model()
@@ -207,13 +249,12 @@ class Fusion:
         model = memo.get(id(self._model()))
         if model is None:
             return None
-        copied = memo[id(self)] = Fusion(model)
+        copied = memo[id(self)] = Fusion(model, self._options)
         copied._ledger = copy.deepcopy(self._ledger, memo)
-        copied._options = dict(self._options)
-        copied._record = self._record.copied(memo)
-        site = Site(copied)
-        for module in self._record.replaced():
-            # Through the memo: the copy of the model itself does not have its attributes yet.
+        copied._record = self._record.copy_for(memo)
+        site = copied._open_site()
+        for module in self._record.list_modules():
+            # Through the memo: the copy of the model itself has no attributes yet.
             patch = memo.get(id(vars(module).get("_tigon")))
             if isinstance(patch, Patch):
                 patch.fusion = copied
@@ -221,50 +262,53 @@ class Fusion:
             if twin is None:
                 continue
             patch = vars(twin).get("_tigon")
-            if patch is None or patch.part is None or not patch.installed_on(twin):
+            if patch is None or patch.part is None or not patch.is_installed_on(twin):
                 continue
-            for part in (patch.part, *patch.also):
+            for part in (patch.part, *patch.rewritten_by):
                 forward = part.forward_of_copy(site, twin)
                 if forward is not None:
                     install(twin, forward, patch)
         return copied
 
     def __reduce__(self) -> Any:
-        return nothing, ()  # forwards are not pickled: the loaded model is plain, and can be fused again
+        return load_as_none, ()  # forwards are not pickled: the loaded model is plain, and can be fused again
+
+    def _open_site(self) -> Site:
+        return Site(self.model, self._ledger, self._record, self, self._options.where)
 
     def _fuse(self) -> None:
-        site = Site(self)
+        site = self._open_site()
         # Before any part puts a forward on the model itself: a forward of another's stays, and no step begins there.
         is_plain = "forward" not in vars(site.model)
         for stage in Stage:
-            parts = parts_of(self._options, stage)
+            parts = select_parts(self._options.kinds, stage)
             for module in [site.model] if stage is Stage.MODEL else site.modules():
                 for part in parts:
-                    if not site.is_taken(module):
+                    if not site.is_claimed(module):
                         part.fuse(site, module)
         if self._record.modules or site.entrances:
-            self._ledger.recompute.extent = extent_of(site.model)
+            self._ledger.recompute.extent = measure_extent(site.model)
             self._begin_steps(site.entrances or ([site.model] if is_plain else []), site)
 
     def _begin_steps(self, entrances: list[nn.Module], site: Site) -> None:
         entered = {id(model) for model in entrances}
-        heads = {id(m) for m in site.model.modules() if (p := site.patch_of(m)) is not None and _is_of_model(p)}
-        is_part = lambda m: id(m) not in heads and site.patch_of(m) is not None and id(m) not in entered  # noqa: E731
-        inner = [m for model in entrances for m in backbones_of(model, is_part) if id(m) not in entered]
+        heads = {id(m) for m in site.model.modules() if (p := site.find_patch(m)) is not None and _acts_on_model(p)}
+        is_part = lambda m: id(m) not in heads and site.find_patch(m) is not None and id(m) not in entered  # noqa: E731
+        inner = [m for model in entrances for m in find_backbones(model, is_part) if id(m) not in entered]
         for model, is_inner in [*((m, False) for m in entrances), *((m, True) for m in dict.fromkeys(inner))]:
-            patch = site.patch_of(model)
-            if patch is None or not patch.installed_on(model):  # the model itself may be a norm, say
+            patch = site.find_patch(model)
+            if patch is None or not patch.is_installed_on(model):  # the model itself may be a norm, say
                 if is_inner and "forward" in vars(model):
                     continue  # another's forward stays
-                site.install(model, *step_of(model, self._ledger, inner=is_inner))
+                site.install(model, *make_step_forward(model, self._ledger, inner=is_inner))
                 self._ledger.has_entrance = True
 
-    def _see_changes(self) -> None:
+    def _refresh(self) -> None:
         """Let the parts that act on the whole model act again, where the model has changed since."""
         if not self._ledger.active or self._model() is None:
             return
-        site = Site(self)
-        for part in parts_of(self._options, Stage.MODEL):
+        site = self._open_site()
+        for part in select_parts(self._options.kinds, Stage.MODEL):
             if part.is_stale(site):
                 with self._ledger.lock:
                     site.forget(part)
@@ -272,20 +316,20 @@ class Fusion:
                     self._begin_steps(site.entrances, site)
 
 
-def _is_of_model(patch: Patch) -> bool:
+def _acts_on_model(patch: Patch) -> bool:
     """Whether a patch is a model's, or of a part that acts on the whole model, as the head."""
     return patch.part is None or patch.part.stage is Stage.MODEL
 
 
-def extent_of(model: nn.Module) -> Extent:
+def measure_extent(model: nn.Module) -> Extent:
     """The sizes of a model, by its fused norms and its weights, by which recompute="auto" chooses."""
     weights = list(model.parameters())
     formulas = [(m, p.formula) for m in model.modules() if (p := vars(m).get("_tigon")) is not None]
     noted = [(m, formula) for m, formula in formulas if hasattr(formula, "noted_widths")]
-    width = max((formula.width_of(m) or 0 for m, formula in noted), default=0)
+    width = max((formula.get_width(m) or 0 for m, formula in noted), default=0)
     size = next((p.element_size() for p in weights if p.is_floating_point()), 0)
     return Extent(
         width,
         sum(formula.noted_widths for _, formula in noted) * width * size,
-        sum(shape_of(p).numel() * p.element_size() * (1 + p.requires_grad) for p in weights),
+        sum(get_full_shape(p).numel() * p.element_size() * (1 + p.requires_grad) for p in weights),
     )

@@ -1,4 +1,4 @@
-"""Puts a forward on one module instance, and takes it off again."""
+"""Installs a forward on one module instance, and removes the forward again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.utils.checkpoint
 from torch import nn
@@ -15,16 +15,13 @@ from torch import nn
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.probe import INSTALLED
 
-if TYPE_CHECKING:
-    from tigon.fusion.engine.part import Part
 
-
-def nothing() -> None:
+def load_as_none() -> None:
     """Patches and Fusions are pickled as a call of this function, so they load as None."""
     return
 
 
-class Bound:
+class BoundForward:
     """A function bound to a module without keeping the module alive; a bound method would, until gc runs."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
@@ -53,43 +50,43 @@ class Bound:
         return getattr(self.__func__, name)
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Bound) and (self.__func__, self._module) == (other.__func__, other._module)
+        return isinstance(other, BoundForward) and (self.__func__, self._module) == (other.__func__, other._module)
 
     def __hash__(self) -> int:
         return hash((self.__func__, self._module))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
-        return Bound(self.__func__, copy.deepcopy(self.__self__, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundForward:
+        return BoundForward(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce__(self) -> Any:
         return getattr, (self.__self__, "forward")  # by name: a loaded module has its class's forward
 
 
 class Patch:
-    """The state of one replaced forward, in its module's `_tigon`; it is copied along with the module.
+    """The state of one replaced forward, in `_tigon` of the module, and copied along with the module.
 
-    part: whose forward this is; None for the forward of a model, which begins a step.
+    part: the Part whose forward this is; None for the forward of a model, which begins a step.
     before: the forward set on this instance before, if there was one.
     act: the activation module whose formula was recognised. If another module replaces it, the plain forward runs.
     watched: the attributes that the module's code reads, with their values when the formula was recognised, except
         attributes that the formula reads at each call, as eps. watched_act: the same for the activation module.
     fusion: the Fusion that owns this patch. The modules keep the Fusion alive; the Fusion does not keep the modules.
-    heads: whether this is a norm of attention heads, whose result the module around it rotates next.
-    inner: whether this is the forward of a backbone, which begins a step only where it is called alone.
-    also: parts that have rewritten this forward since, in order.
+    is_head_norm: whether this is a norm of attention heads, whose result the module around it rotates next.
+    is_inner: whether this is the forward of a backbone, which begins a step only where it is called alone.
+    rewritten_by: parts that have rewritten this forward since, in order.
     """
 
     fusion: Any = None
     watched: tuple[tuple[str, Any], ...] = ()
     watched_act: tuple[tuple[str, Any], ...] = ()
     key: Any = None  # by which the ledger counts the calls of its row in the report
-    heads = False
-    inner = False
-    also: tuple[Part, ...] = ()
+    is_head_norm = False
+    is_inner = False
+    rewritten_by: tuple[Any, ...] = ()
 
     def __init__(
         self,
-        part: Part | None,
+        part: Any,
         ledger: Ledger,
         formula: Any = None,
         act: Any = None,
@@ -101,7 +98,7 @@ class Patch:
         self.before, self.labels_at = before, labels_at
         self.function: Callable[..., Any] | None = None
 
-    def installed_on(self, module: nn.Module) -> bool:
+    def is_installed_on(self, module: nn.Module) -> bool:
         return getattr(vars(module).get("forward"), "__func__", None) is self.function
 
     def still_holds(self, module: nn.Module) -> bool:
@@ -111,39 +108,41 @@ class Patch:
                 return False
         if self.act is None:
             return True
-        act = child_of(module, self.formula.act_module)
+        act = get_child(module, self.formula.act_module)
         if act is not self.act or is_hooked(act):
             return False
         return not self.watched_act or all(getattr(act, name, self) == value for name, value in self.watched_act)
 
-    def is_all_of(self, module: nn.Module) -> bool:
+    def is_entire_call(self, module: nn.Module) -> bool:
         """Whether calling the module runs this forward alone: neither the module nor all modules have hooks."""
         return (
-            self.installed_on(module) and not is_hooked(module) and not torch.nn.modules.module._has_any_global_hook()
+            self.is_installed_on(module)
+            and not is_hooked(module)
+            and not torch.nn.modules.module._has_any_global_hook()
         )
 
     def __reduce__(self) -> Any:
-        return nothing, ()
+        return load_as_none, ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         ledger, act, before = (copy.deepcopy(v, memo) for v in (self.ledger, self.act, self.before))
-        copies = getattr(self.formula, "copied", None)  # a formula that knows modules knows their copies afterwards
-        formula = self.formula if copies is None else copies(memo)
+        copy_formula = getattr(self.formula, "copy_for", None)  # a formula that knows modules then knows their copies
+        formula = self.formula if copy_formula is None else copy_formula(memo)
         copied = Patch(self.part, ledger, formula, act, before=before, labels_at=self.labels_at)
-        copied.function, copied.key, copied.heads, copied.also = self.function, self.key, self.heads, self.also
-        copied.inner = self.inner
-        # A copy of the whole model gets its own Fusion when its modules are copied.
+        copied.function, copied.key, copied.is_inner = self.function, self.key, self.is_inner
+        copied.is_head_norm, copied.rewritten_by = self.is_head_norm, self.rewritten_by
+        # A copy of the whole model gets a Fusion when the modules are copied.
         copied.fusion = self.fusion if ledger is self.ledger else None
         copied.watched, copied.watched_act = self.watched, self.watched_act
         return copied
 
 
-def child_of(module: nn.Module, name: str) -> Any:
+def get_child(module: nn.Module, name: str) -> Any:
     """module.name of a child or a parameter. nn.Module looks for these last, after an exception of Python's."""
-    found: Any = module._modules.get(name)
-    if found is None:
-        found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
+    child: Any = module._modules.get(name)
+    if child is None:
+        child = module._parameters.get(name)
+    return getattr(module, name) if child is None else child
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -163,13 +162,13 @@ def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> No
     function.__name__ = "forward"
     patch.function = function
     state["_tigon"] = patch
-    state["forward"] = Bound(function, module)
-    state["_replicate_for_data_parallel"] = Bound(_replicate_for_data_parallel, module)
+    state["forward"] = BoundForward(function, module)
+    state["_replicate_for_data_parallel"] = BoundForward(_replicate_for_data_parallel, module)
     if sys.version_info >= (3, 11):
-        # copy and pickle look __getstate__ up on the instance. Before 3.11 no class had it, and a wrapper that passes
-        # missing attributes on to its model, as PEFT's does, would find this one. There each patch pickles as None, and
-        # copy.copy copies the patches.
-        state["__getstate__"] = Bound(_state, module)
+        # copy and pickle look __getstate__ up on the instance. Before 3.11 no class had a __getstate__, and a wrapper
+        # that passes missing attributes on to its model, as PEFT's does, would find this one. There each patch pickles
+        # as None, and copy.copy copies the patches.
+        state["__getstate__"] = BoundForward(_state, module)
 
 
 def restore(module: nn.Module) -> None:
@@ -179,7 +178,7 @@ def restore(module: nn.Module) -> None:
         return
     # If other code has wrapped the replaced forward since, the wrapper stays; the replaced forward, inactive now,
     # calls the plain one. If `forward` is still the one from before, install was interrupted: the rest goes too.
-    if not patch.installed_on(module) and state.get("forward") is not patch.before:
+    if not patch.is_installed_on(module) and state.get("forward") is not patch.before:
         return
     for name in INSTALLED:
         state.pop(name, None)
@@ -190,8 +189,8 @@ def restore(module: nn.Module) -> None:
 class _State(dict[str, Any]):
     """The state of a fused module for copy and pickle: the state of the plain module; a deep copy stays fused.
 
-    A shallow copy shares its child modules with the original, but its children may be replaced later: a forward bound
-    to the original would ignore the new ones.
+    A shallow copy shares child modules with the original, but the copy's children may be replaced later: a forward
+    bound to the original would ignore the new ones.
     """
 
     def __init__(self, state: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -212,7 +211,7 @@ def _state(self: Any) -> Any:
         return state
     patch: Patch = vars(self)["_tigon"]
     left_out = {*INSTALLED, "_tigon_fusion"}
-    if not patch.installed_on(self):  # other code has wrapped the forward
+    if not patch.is_installed_on(self):  # other code has wrapped the forward
         left_out.remove("forward")
     plain = {name: value for name, value in state.items() if name not in left_out}
     if patch.before is not None:
@@ -225,12 +224,12 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     kind: Any = type(self)
     replica: nn.Module = kind._replicate_for_data_parallel(self)
     for name, value in vars(self).items():
-        if isinstance(value, Bound):
-            vars(replica)[name] = Bound(value.__func__, replica)
+        if isinstance(value, BoundForward):
+            vars(replica)[name] = BoundForward(value.__func__, replica)
     return replica
 
 
-def transformed() -> bool:
+def is_functorch_active() -> bool:
     """Whether this code runs inside torch.func.grad, vmap and the like; the fused operators have no rules for them."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 

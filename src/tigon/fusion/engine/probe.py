@@ -1,4 +1,4 @@
-"""Probes: running a module tells by numbers what it computes, whatever its name is.
+"""Probes: running a module shows the formula by numbers, whatever the module is called.
 
 A probe is a copy of the module with small random weights on the CPU. The probe runs in fp32 and in bf16, beside every
 formula that Tigon has. A formula is accepted when it agrees
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.reading import reading_of
+from tigon.fusion.engine.bytecode import BytecodeAnalysis, analyze_forward
 from tigon.fusion.engine.reasons import Reason
 
 HOOKS = (
@@ -103,32 +103,33 @@ CASES = (
 )  # fmt: skip
 
 
-def recognition(recognize: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Runs a recognition under `probing`, and accepts its formula only if the module's code is safe to replace.
+def recognition(recognize: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a recognition shielded, and accepts a formula only if the module's code is safe to replace.
 
-    Safe code leaves nothing behind after a call, and branches on nothing but the module's own attributes.
+    Safe code leaves nothing behind after a call, and branches on the module's own attributes alone. The wrapped
+    function takes a module and the analysis of its code; callers may leave the analysis out.
     """
 
     @functools.wraps(recognize)
-    def recognized(module: nn.Module) -> Any:
-        with probing():
-            formula = recognize(module)
+    def recognize_safely(module: nn.Module, analysis: BytecodeAnalysis | Reason | None = None) -> Any:
+        analysis = analyze_forward(module) if analysis is None else analysis
+        with shield_probes():
+            formula = recognize(module, analysis)
         if formula is None or isinstance(formula, Reason):
             return formula
         act = getattr(formula, "act_module", None)
-        for part in (module, *(() if act is None else (getattr(module, act),))):
-            reading = reading_of(part)
-            reason = reading if isinstance(reading, Reason) else reading.reason
-            if reason is None and getattr(reading, "asks_rank", False) and not hasattr(formula, "ranks"):
+        for code in (analysis, *(() if act is None else (analyze_forward(getattr(module, act)),))):
+            reason = code if isinstance(code, Reason) else code.reason
+            if reason is None and getattr(code, "asks_rank", False) and not hasattr(formula, "ranks"):
                 reason = Reason("its forward depends on how many dimensions its input has")
             if reason is not None:
                 return reason
         return formula
 
-    return recognized
+    return recognize_safely
 
 
-# What recognitions compared, while `attempts` listens.
+# The comparisons that recognitions make inside `collect_attempts`.
 _ATTEMPTS: contextvars.ContextVar[list[Attempt] | None] = contextvars.ContextVar("attempts", default=None)
 
 
@@ -142,8 +143,8 @@ class Attempt:
     error: float
 
 
-def attempted(formula: Any, inputs: Case | str, y: Any, expected: Tensor, agrees: bool) -> None:
-    """Tell `attempts` of a comparison."""
+def record_attempt(formula: Any, inputs: Case | str, y: Any, expected: Tensor, agrees: bool) -> None:
+    """Report a comparison to `collect_attempts`."""
     listener = _ATTEMPTS.get()
     if listener is not None:
         eps = getattr(formula, "eps", None)
@@ -152,7 +153,7 @@ def attempted(formula: Any, inputs: Case | str, y: Any, expected: Tensor, agrees
 
 
 @contextlib.contextmanager
-def attempts() -> Iterator[list[Attempt]]:
+def collect_attempts() -> Iterator[list[Attempt]]:
     """Inside, the list gets every comparison that a recognition makes."""
     listener: list[Attempt] = []
     token = _ATTEMPTS.set(listener)
@@ -173,7 +174,7 @@ def _error(y: Any, expected: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def probing() -> Iterator[None]:
+def shield_probes() -> Iterator[None]:
     """Shields probes from autocast or a default device around fuse(), and the global generator from probes."""
     with (
         torch.no_grad(),
@@ -186,14 +187,14 @@ def probing() -> Iterator[None]:
         yield
 
 
-def whole_numbers_of(module: nn.Module) -> list[int]:
-    """The whole numbers among a module's attributes, alone or in tuples: one may be its width."""
+def list_integers(module: nn.Module) -> list[int]:
+    """The whole numbers among a module's attributes, alone or in tuples: one may be the width."""
     values = [n for v in vars(module).values() for n in (v if isinstance(v, tuple) else (v,))]
     return sorted({n for n in values if type(n) is int and 2 <= n <= 2**16})
 
 
 # The attributes that every module has, and that no forward computes with.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {
     "_tigon",
     "_tigon_fusion",
     "forward",
@@ -203,35 +204,40 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
-def settings_of(module: nn.Module, names: frozenset[str] | None) -> dict[str, Any]:
+def _read_attributes(module: nn.Module, names: frozenset[str] | None) -> dict[str, Any]:
     """A module's attributes with these names, without torch's; all of them if `names` is None."""
     state = vars(module).items()
-    return {k: v for k, v in state if k not in _OF_EVERY_MODULE and (names is None or k in names)}
+    return {k: v for k, v in state if k not in _MODULE_ATTRIBUTES and (names is None or k in names)}
 
 
-def watched_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+def list_settings(module: nn.Module, analysis: BytecodeAnalysis | Reason | None = None) -> tuple[tuple[str, Any], ...]:
     """The numbers, strings and tuples that a module's forward reads, with their values now."""
-    reading = reading_of(module)
-    names = None if isinstance(reading, Reason) else reading.names
-    settings = settings_of(module, names).items()
+    analysis = analyze_forward(module) if analysis is None else analysis
+    names = None if isinstance(analysis, Reason) else analysis.names
+    settings = _read_attributes(module, names).items()
     return tuple((k, v) for k, v in settings if isinstance(v, (*_SIMPLE, tuple)) and v == v)
 
 
-def signature_of(module: nn.Module, also: frozenset[str] = frozenset()) -> tuple[Any, ...]:
+def compute_signature(
+    module: nn.Module,
+    analysis: BytecodeAnalysis | Reason | None = None,
+    read_by_parent: frozenset[str] = frozenset(),
+) -> tuple[Any, ...]:
     """A key that is equal for modules that one probe can stand for.
 
     Such modules have the same class, children of the same shapes, and the same values of the attributes, private ones
     too, that the code of their forward can read. A `layer_idx` that the code does not name does not enter.
-    also: names that the code around the module reads.
+    read_by_parent: names that the code around the module reads.
     """
-    reading = reading_of(module)
-    names = None if isinstance(reading, Reason) or reading.names is None else reading.names | also
-    settings = tuple((k, _value(v)) for k, v in sorted(settings_of(module, names).items()))
+    analysis = analyze_forward(module) if analysis is None else analysis
+    names = None if isinstance(analysis, Reason) or analysis.names is None else analysis.names | read_by_parent
+    settings = tuple((k, _value(v)) for k, v in sorted(_read_attributes(module, names).items()))
     parameters = tuple(
-        (k, None if p is None else (len(shape_of(p)), shape_of(p)[-1:])) for k, p in module._parameters.items()
+        (k, None if p is None else (len(get_full_shape(p)), get_full_shape(p)[-1:]))
+        for k, p in module._parameters.items()
     )
     children = tuple(
-        (k, type(c), linear_widths(c), None if linear_widths(c) else signature_of(c, names or frozenset()))
+        (k, type(c), linear_widths(c), None if linear_widths(c) else compute_signature(c, None, names or frozenset()))
         for k, c in module._modules.items()
         if c is not None
     )
@@ -249,7 +255,7 @@ def _value(v: Any) -> Any:
     return (type(v), repr(v)) if isinstance(v, _SIMPLE) else id(v)  # repr, since nan does not equal itself
 
 
-def shape_of(p: Tensor) -> torch.Size:
+def get_full_shape(p: Tensor) -> torch.Size:
     """A parameter's shape in use: DeepSpeed's ZeRO-3 keeps parameters empty between uses."""
     return torch.Size(getattr(p, "ds_shape", p.shape))
 
@@ -260,7 +266,7 @@ def linear_widths(module: nn.Module) -> tuple[int, int] | None:
     return widths if all(isinstance(w, int) and w > 0 for w in widths) else None  # type: ignore[return-value]
 
 
-def inputs_of(module: nn.Module) -> list[str]:
+def list_arguments(module: nn.Module) -> list[str]:
     """The names of the arguments of the module's forward."""
     try:
         return list(inspect.signature(type(module).forward).parameters)[1:]
@@ -280,7 +286,9 @@ def takes_one_argument(module: nn.Module) -> bool:
     )
 
 
-def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None) -> nn.Module:
+def build_probe(
+    module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None
+) -> nn.Module:
     """A module of the same class and settings, with these weights and children, without hooks."""
     probe = object.__new__(module.__class__)  # FSDP2's __new__ would make a module of the class that FSDP2 wrapped
     state = dict(vars(module))
@@ -294,7 +302,7 @@ def probe_of(module: nn.Module, weights: dict[str, Tensor], children: dict[str, 
     state["_parameters"] = {k: nn.Parameter(weights[k]) if k in weights else p for k, p in module._parameters.items()}
     state["_buffers"] = dict(module._buffers)
     state["_modules"] = {
-        k: (children or {}).get(k) or (c if c is None else probe_of(c, {})) for k, c in module._modules.items()
+        k: (children or {}).get(k) or (c if c is None else build_probe(c, {})) for k, c in module._modules.items()
     }
     vars(probe).update(state)
     return probe
@@ -305,7 +313,7 @@ def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
     args = tuple(x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in args)
     try:
         return fn(*args, **options)
-    except Exception:  # a module may raise anything for an input that it was not made for; it then is not the formula
+    except Exception:  # a module may raise anything for an unexpected input; then the formula does not fit
         return None
 
 
@@ -321,7 +329,7 @@ def same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor |
     if not bool(torch.isfinite(y).all()):
         return False
     unit = torch.finfo(y.dtype).eps
-    # The roundings of fp16 are absolute among its smallest numbers.
+    # The roundings of fp16 are absolute among the smallest numbers.
     least = max(1e-30, (roundings + 1) * unit * torch.finfo(y.dtype).smallest_normal)
     size = expected.float().abs() if size is None else size
     error = (y.float() - expected.float()).abs()

@@ -1,4 +1,4 @@
-"""Why a part of a model is left as it is, and what you can do about it."""
+"""Why a part of a model is skipped, and how to have the part fused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reason:
-    """A row of the report about what was left.
+    """A row of the report about modules that were skipped.
 
-    text: the reason, a clause whose subject is the module. advice: what you can do about the reason; empty if leaving
-    the module as it is costs nothing. This file holds the reasons that several files give, and all with advice; a
-    part's other reasons are in the part's file.
+    text: the reason, a clause whose subject is the module. advice: how to have the module fused; empty if skipping
+    costs nothing. This file holds the reasons that several files give, and all with advice; a part's other reasons are
+    in the part's file.
     """
 
     text: str
@@ -36,12 +36,13 @@ REPLACED = Reason(
     "its forward is already replaced on this instance (a device hook, another library?)",
     "fuse before the hooks are put on, or take the other replacement off",
 )
+EXCLUDED = Reason("where= excludes it")
 FUSED_BEFORE = Reason("fused before, by another tigon.fuse", "remove() the other Fusion first")
 NO_SOURCE = Reason(
-    "the source of its forward is not to be had", "import the model from a file that is still as it was imported"
+    "the source of its forward is unavailable", "import the model from a file that has not changed since its import"
 )
 
-WRITES_GLOBALS = Reason("its forward assigns globals, which a copy of its code would keep to itself")
+WRITES_GLOBALS = Reason("its forward assigns globals, which a rewritten forward would keep to itself")
 
 
 def dtype_of_head(dtype: str) -> Reason:
@@ -49,13 +50,13 @@ def dtype_of_head(dtype: str) -> Reason:
     return Reason(f"its weight is {dtype}", advice)
 
 
-# Why a fused part ran its module's own code in a step.
+# Why a fused part ran the module's own code in a step.
 NOT_CALLED = "the model did not call it"
 NO_LABELS_CAME = (
     "the model was called without labels: its loss was computed elsewhere, from real logits "
     "(label smoothing, a loss function of your own, or evaluation)"
 )
-# Libraries whose trainers compute the loss of a model themselves, and what to call for Tigon's loss in its place.
+# Libraries whose trainers compute the loss of a model themselves → how to have Tigon's loss there.
 OWN_LOSSES = {
     "trl": "fuse: TRL computes the loss of this model by its own code, so that the layers alone run in Tigon. Call "
     "tigon.integrations.trl.fuse(trainer) before training to have the loss in Tigon too."

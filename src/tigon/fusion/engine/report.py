@@ -1,19 +1,19 @@
-"""The report of what a fusion replaced, left, and ran."""
+"""The report of the parts that a fusion replaced, skipped, and ran."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tigon.fusion.engine import part
+SHOWN = 20  # rows in the text
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of module: replaced, with its formula, or left, with the reason.
+    """One kind of module: replaced, with the formula, or skipped, with the reason.
 
-    calls: how often these modules ran fused in the last step. advice: what you can do about a kind that was left; empty
-    if there is nothing to do. idle: why replaced modules ran their own code in the last step, or did not run.
+    calls: how often these modules ran fused in the last step. advice: how to have a skipped kind fused; empty if
+    skipping costs nothing. idle: why replaced modules ran their own code in the last step, or did not run.
     """
 
     kind: str
@@ -28,10 +28,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The parts that tigon.fuse replaced, the parts it left and why, and the parts that ran in the last step.
+    """The parts that tigon.fuse replaced, the parts skipped and why, and the parts that ran in the last step.
 
-    recompute_auto: what recompute="auto" chose for the last forward pass with gradients, and why; else empty. The text
-        leaves it out for a model on a CPU (on_cpu).
+    kinds: the kinds of the fused parts, in the order in which fuse tries them. calls: how often each ran in the last
+    step.
+    under_compile: sentences about the parts that run otherwise under torch.compile.
+    recompute_auto: the choice of recompute="auto" for the last forward pass with gradients, and why; else empty. The
+        text leaves it out for a model on a CPU (on_cpu).
     outside: calls of parts since then by code that called them alone; they belong to no step, and `calls` lacks them.
     adapters_off: layers whose adapters were switched off or merged in the last step, as a reference has them;
     adapters_before: layers with adapters that ran fused in the last of the steps before in which any did.
@@ -42,9 +45,11 @@ class Report:
     model: str
     active: bool
     rows: list[Row]
+    kinds: list[str] = field(default_factory=list)
     steps: int = 0
     outside: int = 0
     calls: dict[str, int] = field(default_factory=dict)
+    under_compile: list[str] = field(default_factory=list)
     logits_built_by: dict[str, int] = field(default_factory=dict)
     recompute: str = "none"
     recompute_auto: str = ""
@@ -52,48 +57,45 @@ class Report:
     tensors_not_kept: int = 0
     bytes_not_kept: int = 0
     bytes_offloaded: int = 0
-    plain_heads: dict[str, int] = field(default_factory=dict)
-    plain_adapters: dict[str, int] = field(default_factory=dict)
+    unfused_heads: dict[str, int] = field(default_factory=dict)
+    unfused_adapters: dict[str, int] = field(default_factory=dict)
     adapters_off: int = 0
     adapters_before: int = 0
 
     @property
-    def fused(self) -> list[Row]:
+    def fused_rows(self) -> list[Row]:
         return [row for row in self.rows if row.fused]
 
     @property
-    def left(self) -> list[Row]:
+    def skipped_rows(self) -> list[Row]:
         return [row for row in self.rows if not row.fused]
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
 
     def headline(self) -> str:
-        parts = sum(row.count for row in self.fused)
+        parts = sum(row.count for row in self.fused_rows)
         if not parts:
             return f"{self.model}: nothing to fuse"
         noun = "part" if parts == 1 else "parts"
         return f"{self.model}: {parts} {noun} fused" + ("" if self.active else ", removed again")
 
     def last_step(self) -> str:
-        """What ran in the last step, in a few sentences; empty if nothing was fused."""
-        if not self.fused:
+        """The parts that ran in the last step, in a few sentences; empty if nothing was fused."""
+        if not self.fused_rows:
             return ""
         if not self.steps:
             text = "No step has run yet. Steps under torch.compile are not counted: run one without it to see counts."
             alone = [self._outside()] if self.outside else []
-            return " ".join([text, *alone, *part.under_compile({row.kind for row in self.fused})])
-        kinds = {row.kind for row in self.fused}
-        known = part.kinds()
-        ordered = [kind for kind in known if kind in kinds] + sorted(kinds.difference(known))
-        ran = ", ".join(f"{kind} {self.calls.get(kind, 0)}" for kind in ordered)
+            return " ".join([text, *alone, *self.under_compile])
+        ran = ", ".join(f"{kind} {self.calls.get(kind, 0)}" for kind in self.kinds)
         text = f"Ran in the last step: {ran}."
         if self.logits_built_by:
             text += " Logits were built by " + ", ".join(f"{k} ({n}×)" for k, n in self.logits_built_by.items()) + "."
-        if self.plain_heads:
-            text += " The head had real logits: " + "; ".join(self.plain_heads) + "."
-        if self.plain_adapters:
-            text += " Adapters ran in PEFT's own code: " + "; ".join(self.plain_adapters) + "."
+        if self.unfused_heads:
+            text += " The head had real logits: " + "; ".join(self.unfused_heads) + "."
+        if self.unfused_adapters:
+            text += " Adapters ran in PEFT's own code: " + "; ".join(self.unfused_adapters) + "."
         if self.adapters_off:
             text += f" The adapters of {self.adapters_off} layers were switched off or merged"
             text += f"; in the last step with adapters {self.adapters_before} ran." if self.adapters_before else "."
@@ -115,12 +117,13 @@ class Report:
     def __str__(self) -> str:
         lines = [self.headline()]
         width = max((len(row.name) for row in self.rows), default=0)
-        for row in self._shown():
-            mark = "fused" if row.fused else "left "
+        for row in self.rows[:SHOWN]:
+            mark = "fused" if row.fused else "skipped"
             ran = f"{self._ran(row):<7} " if self.steps else ""
-            lines.append(f"  {row.kind:<8} {mark} {row.count:>4} × {row.name:<{width}}  {ran}{self._told(row)}")
-        hidden = len(self.rows) - len(self._shown())
-        if hidden:
+            count = f"{mark} {row.count:>{9 - len(mark)}}"
+            lines.append(f"  {row.kind:<8} {count} × {row.name:<{width}}  {ran}{self._describe(row)}")
+        hidden = len(self.rows) - SHOWN
+        if hidden > 0:
             lines.append(f"  … and {hidden} more: to_dict() has them all")
         return "\n".join([*lines, self.last_step()]).rstrip()
 
@@ -129,13 +132,10 @@ class Report:
         return f"ran {row.calls}" if row.fused else ""
 
     @staticmethod
-    def _told(row: Row) -> str:
+    def _describe(row: Row) -> str:
         if row.fused and not row.calls and row.idle:
             return f"{row.what}. Did not run: {row.idle}"
         return f"{row.what} → {row.advice}" if row.advice else row.what
-
-    def _shown(self) -> list[Row]:
-        return self.rows[:20]
 
     def to_rich(self) -> Any:
         try:
@@ -149,7 +149,7 @@ class Report:
         for row in self.rows:
             ran = [str(row.calls) if row.fused else ""] if self.steps else []
             table.add_row(
-                row.kind, "fused" if row.fused else "left", str(row.count), row.name, *ran, self._told(row),
+                row.kind, "fused" if row.fused else "skipped", str(row.count), row.name, *ran, self._describe(row),
                 style=None if row.fused else "dim",
             )  # fmt: skip
         return table

@@ -1,61 +1,105 @@
-"""What a part sees of a model and may do to it, and the record of what all parts did."""
+"""The contract between fuse and its parts: a Part replaces forwards, by the methods of a Site alone."""
 
 from __future__ import annotations
 
 import copy
+import enum
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
+from tigon.fusion.engine.bytecode import BytecodeAnalysis, analyze_forward
+from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.patch import Patch, install, restore
-from tigon.fusion.engine.probe import signature_of
-from tigon.fusion.engine.reasons import FUSED_BEFORE, REPLACED, Reason
-
-if TYPE_CHECKING:
-    from tigon.fusion.engine.model import Fusion
-    from tigon.fusion.engine.part import ModulePart, Part
+from tigon.fusion.engine.probe import compute_signature
+from tigon.fusion.engine.reasons import EXCLUDED, FUSED_BEFORE, REPLACED, Reason
 
 T = TypeVar("T")
-Key = tuple[str, str, bool, "str | Reason"]  # of a row: kind, class, whether it is fused, formula or reason
+RowKey = tuple[str, str, bool, "str | Reason"]  # kind, class, whether the row is of fused modules, formula or reason
+ModuleFilter = Callable[[str, nn.Module], bool]  # (name in the model, module) → whether fuse may replace the module
+
+
+class Stage(enum.IntEnum):
+    """When fuse tries a part.
+
+    MODEL: once, on the whole model, before the other stages.
+    MODULE: on every module by itself.
+    AROUND: on every module again, after the modules inside it have been replaced.
+    """
+
+    MODEL = 0
+    MODULE = 1
+    AROUND = 2
+
+
+class Part:
+    """One kind of replacement. A part changes the model by the methods of a Site alone, so remove() undoes all changes.
+
+    kind: the part's name: in `tigon.fuse(parts=…)`, in the rows of the report, and in the ledger's counts.
+    stage: when fuse tries the part.
+    argument: the keyword of `tigon.fuse` that switches on a part that is off by default; empty for all others.
+    compiled: a sentence for the report about torch.compile, if other code than the part's runs there.
+    """
+
+    kind: str
+    stage: Stage = Stage.MODULE
+    argument: str = ""
+    compiled: str = ""
+
+    def fuse(self, site: Site, module: nn.Module) -> None:
+        """Replace a module of this part's kind, or add a row with the reason why not. Ignore other modules."""
+        raise NotImplementedError
+
+    def is_stale(self, site: Site) -> bool:
+        """Whether the model has changed since, so that this part must be tried again.
+
+        fuse asks this of parts of Stage.MODEL only, before each call of the model.
+        """
+        return False
+
+    def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
+        """The forward for a module of a copied model. None: the forward of the original serves the copy, too."""
+        return None
 
 
 @dataclass
 class Record:
-    """What fuse replaced in one model, and what it left: for the report, for remove(), and for copies of the model.
+    """The replaced and the skipped modules of one model: for the report, for remove(), and for copies of the model.
 
     modules: those with a replaced forward; the model keeps them, the record does not.
     rows: how many modules each row of the report stands for.
     settings: attributes set on other objects than modules: the object, the name, the value, and the value before.
-    keys: a row → the ledger's key for its calls, if that is not the row itself.
-    kept: what parts made by `Site.kept`.
+    keys: a row → the ledger's key for the calls, if that is not the row itself.
+    cache: the objects of `Site.get_cached`.
     """
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
     settings: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
-    rows: Counter[Key] = field(default_factory=Counter)
-    keys: dict[Key, Any] = field(default_factory=dict)
-    kept: dict[Callable[[], Any], Any] = field(default_factory=dict)
+    rows: Counter[RowKey] = field(default_factory=Counter)
+    keys: dict[RowKey, Any] = field(default_factory=dict)
+    cache: dict[Callable[[], Any], Any] = field(default_factory=dict)
 
-    def replaced(self) -> list[nn.Module]:
+    def list_modules(self) -> list[nn.Module]:
         """The modules with a replaced forward that still exist."""
         return [module for reference in self.modules if (module := reference()) is not None]
 
-    def copied(self, memo: dict[int, Any]) -> Record:
+    def copy_for(self, memo: dict[int, Any]) -> Record:
         """The record of a copied model. memo: that of copy.deepcopy, from the originals to their copies."""
-        modules = [weakref.ref(memo[id(m)]) for m in self.replaced() if id(m) in memo]
-        settings = [(memo[id(held)], *rest) for held, *rest in self.settings if id(held) in memo]
-        kept = {make: copy.deepcopy(made, memo) for make, made in self.kept.items()}
-        return Record(modules, settings, Counter(self.rows), dict(self.keys), kept)
+        modules = [weakref.ref(memo[id(m)]) for m in self.list_modules() if id(m) in memo]
+        settings = [(memo[id(owner)], *rest) for owner, *rest in self.settings if id(owner) in memo]
+        cache = {make: copy.deepcopy(made, memo) for make, made in self.cache.items()}
+        return Record(modules, settings, Counter(self.rows), dict(self.keys), cache)
 
     def unset(self) -> None:
         """Put the attributes back that still have the values set."""
-        for held, name, value, before in self.settings:
-            if getattr(held, name, None) is value:
-                setattr(held, name, before)
+        for owner, name, value, before in self.settings:
+            if getattr(owner, name, None) is value:
+                setattr(owner, name, before)
         self.settings.clear()
 
 
@@ -66,14 +110,18 @@ class Site:
     entrances: models inside it, or the model itself, whose forward begins a step and tells the head of its labels.
     """
 
-    def __init__(self, fusion: Fusion) -> None:
-        self.model, self.ledger = fusion.model, fusion._ledger
+    def __init__(
+        self, model: nn.Module, ledger: Ledger, record: Record, fusion: Any, where: ModuleFilter | None = None
+    ) -> None:
+        self.model, self.ledger = model, ledger
         self.entrances: list[nn.Module] = []
-        self._fusion, self._record = fusion, fusion._record
-        self._taken: set[int] = set()
-        # A signature holds addresses of objects, so neither it nor what is known by it may outlive this pass.
-        self._known: dict[Any, Any] = {}
-        self._signed: tuple[nn.Module, tuple[Any, ...]] | None = None
+        self._record, self._fusion = record, fusion
+        self._claimed: set[int] = set()
+        self._where = where
+        # A signature holds addresses of objects, so neither signatures nor formulas known by them may outlive this
+        # pass.
+        self._formulas: dict[Any, Any] = {}
+        self._analyzed: tuple[nn.Module, BytecodeAnalysis | Reason, tuple[Any, ...]] | None = None
 
     # ------------------------------------------------------------------------------------------------------ questions
 
@@ -81,40 +129,54 @@ class Site:
         """The model's modules, each once, a module before the modules inside it."""
         return list(dict.fromkeys(self.model.modules()))
 
-    def patch_of(self, module: Any) -> Patch | None:
+    def find_patch(self, module: Any) -> Patch | None:
         """The patch of a module whose forward this fusion has replaced; None for anything else."""
         patch = vars(module).get("_tigon") if isinstance(module, nn.Module) else None
         return patch if patch is not None and patch.ledger is self.ledger else None
 
     def why_not(self, module: nn.Module) -> Reason | None:
-        """Why fuse must not replace this instance's forward, whatever the module computes; None if it may."""
+        """Why fuse must not replace this instance's forward, whatever the module computes; None if fuse may."""
+        if id(module) in self._excluded_ids:
+            return EXCLUDED
         patch = vars(module).get("_tigon")
         if patch is not None and patch.ledger.active:
             return FUSED_BEFORE
         forward = vars(module).get("forward")
-        # A model that was pickled while fused has its class's forward on the instance.
+        # A model that was pickled while fused has the class's forward on the instance.
         if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
             return REPLACED
         return None
 
-    def recognized(self, part: ModulePart, module: nn.Module) -> Any:
-        """part.recognize(module), or what it answered for a module that one probe stands for as well."""
-        if self._signed is None or self._signed[0] is not module:
-            self._signed = module, signature_of(module)
-        key = part, *self._signed[1]
-        if key not in self._known:
-            self._known[key] = part.recognize(module)
-        return self._known[key]
+    def analyze(self, module: nn.Module) -> tuple[BytecodeAnalysis | Reason, tuple[Any, ...]]:
+        """The analysis of the module's code, and the signature by which one probe stands for several modules."""
+        if self._analyzed is None or self._analyzed[0] is not module:
+            analysis = analyze_forward(module)
+            self._analyzed = module, analysis, compute_signature(module, analysis)
+        return self._analyzed[1:]
 
-    def is_taken(self, module: nn.Module) -> bool:
-        return id(module) in self._taken
+    def recognize(self, part: Part, recognize: Callable[..., T], module: nn.Module) -> T:
+        """The part's formula for a module, or the answer for a module before that one probe stands for as well."""
+        analysis, signature = self.analyze(module)
+        key = part, signature
+        if key not in self._formulas:
+            self._formulas[key] = recognize(module, analysis)
+        formula: T = self._formulas[key]
+        return formula
 
-    def kept(self, make: Callable[[], T]) -> T:
-        """make(), once for this model: what a part needs again when the model changes. A copy of the model gets a
-        deep copy."""
-        if make not in self._record.kept:
-            self._record.kept[make] = make()
-        made: T = self._record.kept[make]
+    @functools.cached_property
+    def _excluded_ids(self) -> set[int]:
+        where = self._where
+        return set() if where is None else {id(m) for name, m in self.model.named_modules() if not where(name, m)}
+
+    def is_claimed(self, module: nn.Module) -> bool:
+        return id(module) in self._claimed
+
+    def get_cached(self, make: Callable[[], T]) -> T:
+        """make(), once for this model: state that a part needs again when the model changes. A copy of the model gets
+        a deep copy."""
+        if make not in self._record.cache:
+            self._record.cache[make] = make()
+        made: T = self._record.cache[make]
         return made
 
     # -------------------------------------------------------------------------------------------------------- changes
@@ -135,33 +197,33 @@ class Site:
         """
         reason = forward if isinstance(forward, Reason) else self.why_not(module)
         if reason is not None:
-            self.left(part, module, reason)
+            self.record_skipped(part, module, reason)
         elif not isinstance(forward, Reason):
             self.install(module, forward, Patch(part, self.ledger, formula))
-            self.fused(part, module, what, key=key)
+            self.record_fused(part, module, what, key=key)
 
-    def set(self, held: Any, name: str, value: Any) -> None:
+    def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object that the model holds, such as its configuration, until remove()."""
-        self._record.settings.append((held, name, value, getattr(held, name)))
-        setattr(held, name, value)
+        self._record.settings.append((owner, name, value, getattr(owner, name)))
+        setattr(owner, name, value)
 
     def rewrite(self, part: Part, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Put a forward in the place of one that another part has put there, and from which it was made."""
+        """Put a forward in the place of another part's forward, from which it was made."""
         patch = vars(module)["_tigon"]
-        patch.also = (*patch.also, part)
+        patch.rewritten_by = (*patch.rewritten_by, part)
         install(module, forward, patch)
 
-    def take(self, module: nn.Module) -> None:
-        """Keep a module from the parts of the later stages, and from those that have not seen it yet."""
-        self._taken.add(id(module))
+    def claim(self, module: nn.Module) -> None:
+        """Keep a module from the parts of the later stages, and from the parts not tried yet."""
+        self._claimed.add(id(module))
 
     # ----------------------------------------------------------------------------------------------------- the report
 
-    def fused(self, part: Part, module: nn.Module, what: str, *patches: Patch, key: Any = None) -> None:
-        """Add a replaced module to its row of the report.
+    def record_fused(self, part: Part, module: nn.Module, what: str, *patches: Patch, key: Any = None) -> None:
+        """Add a replaced module to a row of the report.
 
         patches: the row counts the calls that these count under `patch.key`. A group of layers that one module holds
-            has one row, that of the module, and its layers' patches here.
+            has one row, that of the module, with the layers' patches here.
         key: without patches, the row counts the calls that the part counts under this key.
         """
         row = part.kind, type(module).__name__, True, what
@@ -171,15 +233,15 @@ class Site:
         if not patches:
             self._record.keys[row] = key
 
-    def left(self, part: Part, module: nn.Module, reason: Reason) -> None:
-        """Add a module that stays as it is to its row of the report."""
+    def record_skipped(self, part: Part, module: nn.Module, reason: Reason) -> None:
+        """Add a skipped module to a row of the report."""
         self._record.rows[part.kind, type(module).__name__, False, reason] += 1
 
     def forget(self, part: Part) -> None:
         """Drop a part's rows, and restore those of its modules that have left the model."""
         inside = {id(module) for module in self.model.modules()}
-        outside = [module for module in self._record.replaced() if id(module) not in inside]
-        gone = [m for m in outside if (patch := self.patch_of(m)) is not None and patch.part is part]
+        outside = [module for module in self._record.list_modules() if id(module) not in inside]
+        gone = [m for m in outside if (patch := self.find_patch(m)) is not None and patch.part is part]
         for module in gone:
             restore(module)
         self._record.modules = [r for r in self._record.modules if not any(r() is m for m in gone)]

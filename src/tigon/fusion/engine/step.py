@@ -1,4 +1,4 @@
-"""The forward of a model that was fused: it begins a step, and tells the head inside whether there are labels.
+"""The forward of a fused model: begins a step, and tells the head inside whether there are labels.
 
 The backbone inside has such a forward too, for losses that call the backbone alone.
 """
@@ -19,18 +19,19 @@ from torch import nn
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.patch import Patch
 from tigon.fusion.engine.reasons import OWN_LOSSES
-from tigon.fusion.logits.labels import counted
+from tigon.fusion.logits.labels import count_labels
 
 
-def step_of(model: nn.Module, ledger: Ledger, *, inner: bool = False) -> tuple[Callable[..., Any], Patch]:
-    """The forward that replaces a model's own, with its patch. inner: of a backbone, which begins a step only alone."""
+def make_step_forward(model: nn.Module, ledger: Ledger, *, inner: bool = False) -> tuple[Callable[..., Any], Patch]:
+    """The forward that replaces a model's own, with its patch. inner: of a backbone, which begins a step only when
+    called alone."""
     before = vars(model).get("forward")
-    patch = Patch(None, ledger, before=before, labels_at=labels_at(model))
-    patch.inner = inner
+    patch = Patch(None, ledger, before=before, labels_at=find_labels_position(model))
+    patch.is_inner = inner
     return _model_forward(type(model).forward if before is None else before, before is not None), patch
 
 
-def labels_at(model: nn.Module) -> int | None:
+def find_labels_position(model: nn.Module) -> int | None:
     """The position of `labels` in the signature of the model's forward; None if the forward takes no labels."""
     try:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -54,29 +55,33 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: Patch | None = getattr(self, "_tigon", None)
         if patch is None or patch.function is not forward:
-            # This forward was removed, but a wrapper still calls it, and the model was fused again around the wrapper.
+            # This forward was removed, but a wrapper still calls this one, and the model was fused again around the
+            # wrapper.
             return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
         if not ledger.active or (
-            # In the backward pass a checkpoint calls its function again, which is no step.
-            patch.inner
+            # In the backward pass a checkpoint calls the function again, which is no step.
+            patch.is_inner
             and (torch.compiler.is_compiling() or ledger.is_running or torch._C._current_graph_task_id() != -1)
         ):
             return run(*args, **kwargs)
-        if ledger.around is not None and not patch.inner:
+        if ledger.around is not None and not patch.is_inner:
             run = functools.partial(ledger.around, ledger, run)
         if ledger.check_arguments is not None:
             ledger.check_arguments(kwargs)
         if not torch.compiler.is_compiling() and not getattr(self, "_is_replica", False):
-            patch.fusion._see_changes()
+            patch.fusion._refresh()
         at = patch.labels_at
         if at is not None and len(args) > at:
-            args = (*args[:at], labels := counted(args[at]), *args[at + 1 :])
+            args = (*args[:at], labels := count_labels(args[at]), *args[at + 1 :])
         else:
             labels = kwargs.get("labels")
         # A new dictionary: the labels are replaced in the copy, never in a dictionary that belongs to the caller.
-        kwargs = {**kwargs, **{name: counted(kwargs[name]) for name in ("labels", "shift_labels") if name in kwargs}}
+        kwargs = {
+            **kwargs,
+            **{name: count_labels(kwargs[name]) for name in ("labels", "shift_labels") if name in kwargs},
+        }
         has_labels = labels is not None or kwargs.get("shift_labels") is not None
         compiling = torch.compiler.is_compiling()
         if ledger.adviser is not None and not has_labels and not compiling and torch.is_grad_enabled():
@@ -98,15 +103,15 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
 
 
 def _advise(ledger: Ledger) -> None:
-    """Warn once if a library that computes the loss itself calls the model, by what `ledger.adviser` says."""
+    """Warn once if a library that computes the loss itself calls the model, in the words of `ledger.adviser`."""
     adviser, ledger.adviser = ledger.adviser, None
     advice = "" if adviser is None or ledger.lazy else adviser()
     if advice:
         warnings.warn(advice, stacklevel=4)
 
 
-def loss_elsewhere() -> str:
-    """What to do where the library that calls the model computes the loss by its own code; else empty."""
+def describe_foreign_loss() -> str:
+    """The advice for a library on the stack that computes the loss by its own code; else empty."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -116,14 +121,14 @@ def loss_elsewhere() -> str:
     return ""
 
 
-def backbones_of(model: nn.Module, is_replaced: Callable[[nn.Module], bool]) -> list[nn.Module]:
+def find_backbones(model: nn.Module, is_replaced: Callable[[nn.Module], bool]) -> list[nn.Module]:
     """The modules inside a model that hold all of its replaced modules, and which a loss may call in its place."""
-    found: list[nn.Module] = []
+    backbones: list[nn.Module] = []
     holder = model
     while True:
         inside = [c for c in holder.children() if any(is_replaced(m) for m in c.modules())]
         if len(inside) != 1 or is_replaced(inside[0]):
-            return found
+            return backbones
         holder = inside[0]
         if type(holder).forward is not nn.ModuleList.forward:  # containers cannot be called
-            found.append(holder)
+            backbones.append(holder)

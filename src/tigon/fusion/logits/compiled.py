@@ -58,7 +58,7 @@ class CompiledLogits:
                 self.built = view(parent.build(why))
             else:
                 if not torch.compiler.is_compiling():
-                    self.recipe.ledger.built(why)
+                    self.recipe.ledger.count_materialized_logits(why)
                 self.built = self.recipe.logits()
         return self.built
 
@@ -152,7 +152,7 @@ def _real(value: Any, why: str) -> Any:
     return value
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
+def _make_method(name: str) -> Callable[..., Any]:
     def method(self: CompiledLogits, *args: Any) -> Any:
         args = tuple(a.build(name) if isinstance(a, CompiledLogits) else a for a in args)
         return getattr(self.build(name), name)(*args)
@@ -165,4 +165,4 @@ _OPERATORS = """
     and or xor getitem setitem iter bool index contains array deepcopy iadd isub imul itruediv
 """
 for _name in _OPERATORS.split():
-    setattr(CompiledLogits, f"__{_name}__", _forwarded(f"__{_name}__"))
+    setattr(CompiledLogits, f"__{_name}__", _make_method(f"__{_name}__"))

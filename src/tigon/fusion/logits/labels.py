@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.capturing import is_captured
+from tigon.kernels.graph_capture import is_captured
 
 IGNORED = -100
 
@@ -56,7 +56,7 @@ class Labels(Tensor):
         return repr(plain(self))
 
 
-def counted(labels: Any) -> Any:
+def count_labels(labels: Any) -> Any:
     """Start counting the labels, and copying the count to the host. Only a plain tensor of labels on a GPU is counted.
 
     On a CPU the loss counts its targets itself.

@@ -44,9 +44,9 @@ class LazyLogits(Tensor):
     node: Any
 
     @staticmethod
-    def of(recipe: Recipe) -> LazyLogits:
+    def build_lazy(recipe: Recipe) -> LazyLogits:
         shape = (*recipe.hidden.shape[:-1], recipe.weight.shape[0])
-        return LazyLogits._make(recipe, _shape_of(shape, recipe.dtype))
+        return LazyLogits._make(recipe, _make_meta(shape, recipe.dtype))
 
     @staticmethod
     def _make(
@@ -65,9 +65,9 @@ class LazyLogits(Tensor):
     def then(self, step: str, value: Any = None) -> LazyLogits:
         with self._grad_mode():
             recipe = self.recipe.then(step, value)
-            return LazyLogits._make(recipe, _shape_of(self.like.shape, recipe.dtype))
+            return LazyLogits._make(recipe, _make_meta(self.like.shape, recipe.dtype))
 
-    def view_of(self, view: Callable[[Tensor], Tensor], take: Callable[[Recipe], Recipe]) -> LazyLogits:
+    def make_view(self, view: Callable[[Tensor], Tensor], take: Callable[[Recipe], Recipe]) -> LazyLogits:
         """A view of these logits. `view` maps the logits and `take` the recipe, to the same rows and columns."""
         like = view(self.like)
         # A copy (reshape of a slice, a mask) shares no memory with the logits that it was taken from.
@@ -86,7 +86,7 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.grad_fn
 
-    def moved(self) -> bool:
+    def has_foreign_node(self) -> bool:
         """Whether other code put its own autograd node on this tensor. That node has to see the gradient.
 
         Reentrant checkpointing puts one there.
@@ -96,7 +96,7 @@ class LazyLogits(Tensor):
 
     def pending(self) -> bool:
         """Whether neither these logits nor the logits that they are a view of have been built."""
-        if self.moved():
+        if self.has_foreign_node():
             return False
         origin = self
         while origin.built is None and origin.value is None:
@@ -108,14 +108,14 @@ class LazyLogits(Tensor):
     def build(self, why: str) -> Tensor:
         """The real logits, built under the gradient mode and autocast of the forward that made these."""
         if self.built is None:
-            moved = self.moved()
+            has_foreign_node = self.has_foreign_node()
             with torch.set_grad_enabled(self._graph() is not None):
-                if moved or self.value is not None:
+                if has_foreign_node or self.value is not None:
                     self.built = _Built.apply(self, why)
                 elif self.origin is not None:
                     self.built = self.origin[1](self.origin[0].build(why))
                 else:
-                    self.recipe.ledger.built(why)
+                    self.recipe.ledger.count_materialized_logits(why)
                     with _kept_from_checkpoints():
                         self.built = self.recipe.hand_on(self.recipe.logits())
         return self.built
@@ -128,7 +128,7 @@ class LazyLogits(Tensor):
             if self.origin is not None:
                 self.value = self.origin[1](self.origin[0].data_only(why))
             else:
-                self.recipe.ledger.built(why)
+                self.recipe.ledger.count_materialized_logits(why)
                 with torch.no_grad():
                     self.value = self.recipe.logits()
         return self.value
@@ -169,7 +169,7 @@ class LazyLogits(Tensor):
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, not built)"
 
 
-def _shape_of(shape: Any, dtype: torch.dtype) -> Tensor:
+def _make_meta(shape: Any, dtype: torch.dtype) -> Tensor:
     """A meta tensor like the logits, made out of sight of the modes that count the memory of meta tensors."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -282,7 +282,7 @@ def _add(lazy: LazyLogits, other: Any = None, *rest: Any, **options: Any) -> Any
     if recipe is None:
         return NotImplemented
     with lazy._grad_mode():
-        return LazyLogits._make(recipe, _shape_of(lazy.like.shape, recipe.dtype))
+        return LazyLogits._make(recipe, _make_meta(lazy.like.shape, recipe.dtype))
 
 
 def _tanh(lazy: LazyLogits, **options: Any) -> Any:
@@ -327,7 +327,7 @@ def _clone(lazy: LazyLogits, **options: Any) -> Any:
 def _contiguous(lazy: LazyLogits, **options: Any) -> Any:
     if options:
         return NotImplemented
-    return lazy if lazy.like.is_contiguous() else lazy.view_of(lambda z: z.contiguous(), lambda r: r.rows(_same))
+    return lazy if lazy.like.is_contiguous() else lazy.make_view(lambda z: z.contiguous(), lambda r: r.rows(_same))
 
 
 def _same(t: Tensor) -> Tensor:
@@ -347,7 +347,7 @@ def _reshape(lazy: LazyLogits, shape: tuple[Any, ...], *, view: bool) -> Any:
     if like.shape[-1] != lazy.shape[-1] or lazy.shape[-1] == 0:
         return NotImplemented
     width = lazy.recipe.hidden.shape[-1]
-    return lazy.view_of(
+    return lazy.make_view(
         lambda z: reshape(z, shape), lambda r: r.rows(lambda hidden: hidden.reshape(*like.shape[:-1], width))
     )
 
@@ -378,7 +378,7 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
         with lazy._grad_mode():
             recipe = lazy.recipe.rows(lambda hidden: hidden[index])
             shape = (*recipe.hidden.shape[:-1], lazy.shape[-1])
-            return LazyLogits._make(recipe, _shape_of(shape, recipe.dtype))
+            return LazyLogits._make(recipe, _make_meta(shape, recipe.dtype))
     index = index if isinstance(index, tuple) else (index,)
     if not all(i is Ellipsis or (isinstance(i, slice) and _plain(i)) for i in index):
         return NotImplemented
@@ -397,7 +397,7 @@ def _getitem(lazy: LazyLogits, index: Any) -> Any:
         recipe = recipe.rows(lambda hidden: hidden[rows])
         return recipe if count == lazy.shape[-1] else recipe.columns(count)
 
-    return lazy.view_of(lambda z: z[index], take)
+    return lazy.make_view(lambda z: z[index], take)
 
 
 def _plain(s: slice) -> bool:
@@ -413,7 +413,7 @@ def _eager_cross_entropy(lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_hook(lazy: LazyLogits, hook: Any) -> Any:
-    author = _module_of(hook)
+    author = _find_author(hook)
     if author.startswith(("torch.distributed.", "deepspeed.")):
         # FSDP and DeepSpeed put a hook on every output, to prepare for the backward pass. The loss that the model
         # returns has such a hook too; a loss that is computed from these logits later is given this one.
@@ -438,13 +438,13 @@ def _wait_for_gradient(lazy: LazyLogits, what: str) -> None:
     lazy.data_only(what)
 
 
-def _module_of(hook: Any) -> str:
+def _find_author(hook: Any) -> str:
     """The module that defines a hook, looked up through functools.partial and `register_multi_grad_hook`."""
     inner = inspect.unwrap(getattr(hook, "func", hook))
     module = getattr(inner, "__module__", None) or ""
     if module == "torch.autograd.graph" and (code := getattr(inner, "__code__", None)) is not None:
         cells = dict(zip(code.co_freevars, inner.__closure__ or (), strict=True))
-        return _module_of(cells["fn"].cell_contents) if "fn" in cells else ""
+        return _find_author(cells["fn"].cell_contents) if "fn" in cells else ""
     return module
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.fusion.logits.freed import Regather, is_released
+from tigon.fusion.logits.fsdp_head import Regather, is_released
 from tigon.fusion.logits.labels import plain, valid_count
 from tigon.fusion.logits.split import gathered_linear, here, is_split, on_any_device, whole_input
 from tigon.kernels import autocast_dtype
@@ -28,7 +28,7 @@ from tigon.ops.logprob import LogProb
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Waiting:
+class GradientHooks:
     """The code that waits for the gradient of logits, and of every tensor derived from these logits.
 
     hooks: backward hooks of an engine (FSDP, DeepSpeed), which the loss takes over. in_vain: a loss was computed
@@ -50,24 +50,24 @@ class Recipe:
         bias: Tensor | None,
         ledger: Any,
         *,
-        steps: tuple[tuple[str, Any], ...] = (),
-        dtype: torch.dtype,
         autocast: torch.dtype | None,
-        sample: Tensor | None = None,
+        sample: Tensor,
         regather: Regather | None = None,
-        waiting: Waiting | None = None,
     ) -> None:
-        self.waiting = Waiting() if waiting is None else waiting
         self.hidden, self.weight, self.bias, self.ledger = hidden, weight, bias, ledger
-        self.regather = regather
-        self.steps, self.dtype, self.autocast = steps, dtype, autocast
+        self.regather, self.autocast, self.dtype = regather, autocast, autocast or hidden.dtype
+        self.steps: tuple[tuple[str, Any], ...] = ()
+        self.waiting = GradientHooks()
         # Optimizers with fused=True do not bump version counters, so the recipe keeps a sample of the weight as well.
-        self.sample = _sample(weight) if sample is None else sample
+        self.sample = sample
         self.split = is_split(weight)
-        self.versions = () if torch.compiler.is_compiling() else tuple(map(version_of, self._tensors()))
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self.versions = () if torch.compiler.is_compiling() else tuple(map(get_version, self._tensors()))
 
     @classmethod
-    def of(
+    def build(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any, regather: Regather | None = None
     ) -> Recipe | None:
         """The recipe of F.linear(hidden, weight, bias), or None where only the plain head can run.
@@ -90,18 +90,17 @@ class Recipe:
                 return None
         if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1] or autocast not in (None, *DTYPES):
             return None
-        dtype = autocast or hidden.dtype
-        return cls(hidden, weight, bias, ledger, dtype=dtype, autocast=autocast, regather=regather)
+        return cls(hidden, weight, bias, ledger, autocast=autocast, sample=_sample(weight), regather=regather)
 
-    def gathered(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.regather is None else self.regather.gathered(self.weight)
+    def gather(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.regather is None else self.regather.gather(self.weight)
 
     def then(self, step: str, value: Any = None) -> Recipe:
         dtype = value if step == "cast" else self.dtype
         return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that the recipe reads. Of a split head: this device's part."""
+        """The tensors that the recipe reads; this device's part of a split head."""
         return self.hidden, here(self.weight), here(self.bias), *(v for step, v in self.steps if step == "add")
 
     def plus(self, other: Any) -> Recipe | None:
@@ -129,17 +128,22 @@ class Recipe:
         """The logits of the first `count` words. A head that is split has no such recipe."""
         bias = None if self.bias is None else self.bias[:count]
         steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
-        with self.gathered():
+        with self.gather():
             sample = _sample(self.weight[:count])
         return self._with(weight=self.weight[:count], bias=bias, sample=sample, steps=steps)
 
     def _with(self, **changes: Any) -> Recipe:
         if not torch.compiler.is_compiling():
             self.check()
-        names = "steps", "dtype", "autocast", "sample", "regather", "waiting"
-        kept = {name: getattr(self, name) for name in names}
-        hidden, weight, bias = (changes.pop(k, getattr(self, k)) for k in ("hidden", "weight", "bias"))
-        return Recipe(hidden, weight, bias, self.ledger, **{**kept, **changes})
+        hidden, weight, bias, sample, steps, dtype = (
+            changes.get(name, getattr(self, name)) for name in ("hidden", "weight", "bias", "sample", "steps", "dtype")
+        )
+        changed = Recipe(
+            hidden, weight, bias, self.ledger, autocast=self.autocast, sample=sample, regather=self.regather
+        )
+        changed.steps, changed.dtype, changed.waiting = steps, dtype, self.waiting
+        changed._note_versions()
+        return changed
 
     def check(self, *, use: bool = False, sample: bool = False) -> None:
         """Raise if this recipe would no longer give the logits that the plain head computed in its forward.
@@ -165,7 +169,7 @@ class Recipe:
         tensors = self._tensors()
         names = ("hidden states", "weight", "bias", "second bias")[: len(tensors)]
         for name, t, version in zip(names, tensors, self.versions, strict=False):  # none are kept under compile
-            if version_of(t) != version:
+            if get_version(t) != version:
                 return f"the head's {name} changed in place"
         for name, t in zip(names, tensors, strict=True):
             if t is not None and (use or self.regather is None) and is_released(t):
@@ -174,7 +178,7 @@ class Recipe:
 
     def logits(self) -> Tensor:
         """Build the logits: the operations of the plain model, in its order, under the autocast of its forward."""
-        with self.gathered(), autocast_as(self.hidden.device.type, self.autocast):
+        with self.gather(), autocast_as(self.hidden.device.type, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True, sample=True)
             linear = gathered_linear if self.split else F.linear
@@ -222,7 +226,7 @@ class Recipe:
         # Tigon's losses define the mean over no label as 0. A fused model must agree with torch's F.cross_entropy,
         # which returns NaN.
         count = (target != ignore_index).sum() if reduction == "mean" else None
-        with self.gathered(), autocast_as(device, self.autocast):
+        with self.gather(), autocast_as(device, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True)
             loss = linear_cross_entropy(
@@ -247,10 +251,10 @@ class Recipe:
             if not torch.compiler.is_compiling():
                 self.check(use=True)
             head = Head(self.weight, self._whole_bias(), softcap, scale)
-            found = linear_logprob(self.hidden, head, target, temperature=temperature)
+            result = linear_logprob(self.hidden, head, target, temperature=temperature)
         self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
-        return found._replace(logprob=self.hand_on(found.logprob), entropy=self.hand_on(found.entropy))
+        return result._replace(logprob=self.hand_on(result.logprob), entropy=self.hand_on(result.entropy))
 
     def choices(self, tokens: Any) -> Tensor:
         """The logits of a few classes, (…, K), of a weight that stays."""
@@ -260,10 +264,10 @@ class Recipe:
         with autocast_as(self.hidden.device.type, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True)
-            found = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
+            chosen_logits = choice_logits(self.hidden, Head(self.weight, self._whole_bias(), softcap, scale), tokens)
         self.ledger.count("head", outside=True)
         self.waiting.in_vain = True
-        return self.hand_on(found)
+        return self.hand_on(chosen_logits)
 
     def _whole_bias(self) -> Tensor | None:
         """The bias, with the vector that was added to the logits."""
@@ -287,7 +291,7 @@ _STALE = (
 )
 
 
-def version_of(t: Tensor | None) -> int:
+def get_version(t: Tensor | None) -> int:
     return -1 if t is None or t.is_inference() else t._version
 
 

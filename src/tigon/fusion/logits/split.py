@@ -47,11 +47,11 @@ def gathered_linear(hidden: Tensor, weight: Any, bias: Any) -> Tensor:
     return logits.redistribute(placements=[Replicate()]).to_local()  # type: ignore[attr-defined, no-any-return]
 
 
-def on_any_device(found: Tensor, weight: Any) -> Tensor:
-    """Whether `found` is true on any device that the weight is split over. A collective."""
+def on_any_device(flag: Tensor, weight: Any) -> Tensor:
+    """Whether `flag` is true on any device that the weight is split over. A collective."""
     import torch.distributed as dist
 
-    count = found.to(torch.int32)
+    count = flag.to(torch.int32)
     dist.all_reduce(count, dist.ReduceOp.MAX, group=weight.device_mesh.get_group())
     return count > 0
 

@@ -1,1 +1,1 @@
-"""What a training step keeps in memory for its backward pass, and how it keeps less."""
+"""The memory of a training step: estimate, recomputation, offload."""

@@ -32,7 +32,7 @@ EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
 
 @dataclass(frozen=True)
 class Extent:
-    """What the rule knows of a model.
+    """The sizes of a model that the rule uses.
 
     width: of the widest norm. token_bytes: of the results that "cheap" recomputes for one token, about: all norms count
     as the widest, since norms of heads leave q and k about as wide. own_bytes: of the weights and their gradients.
@@ -42,7 +42,7 @@ class Extent:
     token_bytes: int = 0
     own_bytes: int = 0
 
-    def tokens_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """The number of tokens in the arguments of the model's forward; None if these do not tell."""
         counts = [t.numel() for t in _tensors(kwargs, IDS)]
         counts += [t.numel() // max(t.shape[-1], 1) for t in _tensors(kwargs, EMBEDDINGS) if t.dim()]
@@ -58,7 +58,7 @@ class Extent:
         return max(counts) if counts and all(type(n) is int for n in counts) else None
 
     def choice(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Choice:
-        return Choice(self, self.tokens_of(args, kwargs) if self.width else None)
+        return Choice(self, self.count_tokens(args, kwargs) if self.width else None)
 
 
 @dataclass(frozen=True)

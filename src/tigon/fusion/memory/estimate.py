@@ -5,7 +5,7 @@ plain or fused. A dispatch mode sees every allocation and every release, and cou
 
     weights         parameters and buffers
     optimizer       the optimizer's states, as after a first step
-    gradients       gradients that have arrived in `.grad`
+    gradients       gradients that have record_gradient in `.grad`
     activations     tensors that the layers allocated in the forward pass, and that are still alive
     head and loss   tensors that the head and all code after it allocated in the forward pass
     temporary       tensors that the backward pass allocated, on its way to a gradient
@@ -46,7 +46,7 @@ WORKSPACES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySnapshot:
     """The memory at one moment of a step: bytes by part (PARTS). during: forward, loss, backward or optimizer."""
 
     during: str
@@ -68,16 +68,16 @@ class StepMemory:
     backward pass needs is alive. update: the optimizer's step.
     """
 
-    peak: Moment
-    kept: Moment
-    update: Moment
+    peak: MemorySnapshot
+    kept: MemorySnapshot
+    update: MemorySnapshot
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name).to_dict() for name in ("peak", "kept", "update")}
 
 
 class CannotEstimate(Exception):
-    """The model's code looks at values of tensors, so it cannot run on the meta device. The message says which."""
+    """The model's code looks at values of tensors, which the meta device lacks. The message says which."""
 
 
 def step_memory(
@@ -90,53 +90,53 @@ def step_memory(
         model: on the meta device, in the dtype and state in which you train it: fused or not, with adapters, with
             gradient checkpointing (`use_reentrant=False`).
         inputs: arguments of the model's forward, on the meta device, with labels.
-        optimizer: a key of OPTIMIZERS; its states exist, as after a first step.
+        optimizer: a key of OPTIMIZERS; the states exist, as after a first step.
         autocast: the dtype of autocast around the forward pass, if there is one.
         shards: the number of GPUs that weights, gradients and states are sharded over, layer by layer, as FSDP2 does.
-        stored: the dtype of the shards, if it is not the model's.
+        stored: the dtype of the shards, by default the model's.
     Raises: ValueError for a model that is not on the meta device, and for an unknown optimizer. CannotEstimate.
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"step_memory: optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}.")
     if any(not p.is_meta for p in model.parameters()):
         raise ValueError("step_memory: model must be on the meta device; build it under torch.device('meta').")
-    books = _Books()
+    tracker = AllocationTracker()
     units = _Units(model, shards, stored)
     for t in (*model.parameters(), *model.buffers()):
-        books.add(t, "weights", units.stored(t) // shards)
+        tracker.add(t, "weights", units.count_stored_bytes(t) // shards)
     for t in tree_iter(inputs):
         if _is_counted(t):
-            books.add(t, "activations")
+            tracker.add(t, "activations")
     trained = {id(p): p for p in model.parameters() if p.requires_grad}.values()
     states = sum(p.numel() * OPTIMIZERS[optimizer](units.itemsize(p)) for p in trained)
-    books.change("optimizer", int(states) // shards)
-    books.change("temporary", WORKSPACES)
-    books.change("weights", units.gathered)
+    tracker.change("optimizer", int(states) // shards)
+    tracker.change("temporary", WORKSPACES)
+    tracker.change("weights", units.gathered)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_arriving(books, units))
-        stack.enter_context(_marked_head(model, books))
-        for mode in (meta_as_gpu(), books, _GPU(books)):
+        stack.enter_context(_arriving(tracker, units))
+        stack.enter_context(_marked_head(model, tracker))
+        for mode in (meta_as_gpu(), tracker, _GPU(tracker)):
             stack.enter_context(mode)
         try:
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
                 loss = model(**inputs).loss
-            books.casts.clear()
-            kept = books.moment("forward")
-            books.phase = "temporary"
+            tracker.casts.clear()
+            kept = tracker.snapshot("forward")
+            tracker.phase = "temporary"
             # Not loss.backward(): a function mode is off during a call that it has seen, and backward needs the mode.
             torch.autograd.graph._engine_run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-            units.end(books)
+            units.end(tracker)
         except Exception as error:
             raise CannotEstimate(" ".join(str(error).split()) or type(error).__name__) from error
-        update = books.moment("optimizer")
+        update = tracker.snapshot("optimizer")
         for p in trained:
             p.grad = None
-    return StepMemory(books.peak if books.peak.total > update.total else update, kept, update)
+    return StepMemory(tracker.peak if tracker.peak.total > update.total else update, kept, update)
 
 
-class _Books(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Which storages are alive, and for which part.
 
     phase: the part that new storages belong to. casts: autocast's copies of weights, by the ids of the weights.
@@ -147,7 +147,7 @@ class _Books(TorchDispatchMode):
         self.phase = "activations"
         self.totals = dict.fromkeys(PARTS, 0)
         self.now = 0
-        self.peak = Moment("forward", dict(self.totals))
+        self.peak = MemorySnapshot("forward", dict(self.totals))
         self.casts: dict[int, Tensor] = {}
         self._alive: dict[int, tuple[Any, str, int]] = {}  # by storage: a weak reference, its part, its bytes
 
@@ -158,10 +158,10 @@ class _Books(TorchDispatchMode):
             return
         part, size = part or self.phase, storage.nbytes() if size is None else size
         # The wrapper of a storage lives as long as the storage itself.
-        self._alive[key] = weakref.ref(storage, lambda _: self._gone(key)), part, size
+        self._alive[key] = weakref.ref(storage, lambda _: self._remove(key)), part, size
         self.change(part, size)
 
-    def _gone(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         _, part, size = self._alive.pop(key)
         self.change(part, -size)
 
@@ -169,7 +169,7 @@ class _Books(TorchDispatchMode):
         self.totals[part] += size
         self.now += size
         if self.now > self.peak.total:
-            self.peak = self.moment(self._during())
+            self.peak = self.snapshot(self._during())
 
     def move(self, t: Tensor, part: str, size: int | None = None) -> None:
         """Count the storage of t as another part, or as another size."""
@@ -181,8 +181,8 @@ class _Books(TorchDispatchMode):
             self.change(before, -old)
             self.change(part, size)
 
-    def moment(self, during: str) -> Moment:
-        return Moment(during, dict(self.totals))
+    def snapshot(self, during: str) -> MemorySnapshot:
+        return MemorySnapshot(during, dict(self.totals))
 
     def _during(self) -> str:
         return {"activations": "forward", "head and loss": "loss"}.get(self.phase, "backward")
@@ -205,37 +205,37 @@ def _is_counted(t: Any) -> bool:
     return isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and t.is_meta and t.layout is torch.strided
 
 
-# ------------------------------------------------------------------------------------------------- what a GPU does
+# ------------------------------------------------------------------------------------------------- imitation of a GPU
 
 
 class _GPU(TorchFunctionMode):
     """Attention and autocast as on CUDA. Autocast is on wherever the CPU's autocast is on (see `meta_as_gpu`)."""
 
-    def __init__(self, books: _Books) -> None:
+    def __init__(self, tracker: AllocationTracker) -> None:
         super().__init__()
-        self.books = books
+        self.tracker = tracker
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         if dtype is not None and kwargs.get("out") is None:
             if func in _NARROW:
-                args, kwargs = tree_map_only(Tensor, lambda t: self._narrowed(t, dtype), (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, lambda t: self._narrow(t, dtype), (args, kwargs))
             elif func in _WIDE and kwargs.get("dtype") is None:
                 args, kwargs = tree_map_only(Tensor, lambda t: t.float() if _is_half(t) else t, (args, kwargs))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _narrowed(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+    def _narrow(self, t: Tensor, dtype: torch.dtype) -> Tensor:
         if not _is_counted(t) or t.dtype != torch.float32:
             return t.to(dtype) if _is_half(t) and t.dtype != dtype else t
-        if not (t.is_leaf and t.requires_grad) or self.books.phase == "temporary":
+        if not (t.is_leaf and t.requires_grad) or self.tracker.phase == "temporary":
             return t.to(dtype)
         # Autocast casts a weight once in a forward pass.
-        cast = self.books.casts.get(id(t))
+        cast = self.tracker.casts.get(id(t))
         if cast is None:
-            cast = self.books.casts[id(t)] = t.to(dtype)
+            cast = self.tracker.casts[id(t)] = t.to(dtype)
         return cast
 
 
@@ -265,7 +265,7 @@ def _attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what flash attention and the memory-efficient kernel save: inputs, result, one number for each row."""
+    """Saves the tensors of flash attention and the memory-efficient kernel: inputs, result, one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -281,12 +281,12 @@ class _Attention(torch.autograd.Function):
         # dq is added up in fp32; k and v first get a gradient for each head of q.
         wide = torch.empty_like(q, dtype=torch.float32)
         each = [t.new_empty(*q.shape[:2], *t.shape[2:]) for t in (k, v)] if k.shape[1] != q.shape[1] else []
-        found = [torch.empty_like(t) for t in (q, k, v)]
+        gradients = [torch.empty_like(t) for t in (q, k, v)]
         del wide, each
-        return *found, None if bias is None else torch.empty_like(bias)
+        return *gradients, None if bias is None else torch.empty_like(bias)
 
 
-# -------------------------------------------------------------------------------------------------------- the books
+# -------------------------------------------------------------------------------------------------------- the tracker
 
 
 class _Units:
@@ -313,36 +313,36 @@ class _Units:
     def itemsize(self, t: Tensor) -> int:
         return t.element_size() if self.dtype is None else self.dtype.itemsize
 
-    def stored(self, t: Tensor) -> int:
+    def count_stored_bytes(self, t: Tensor) -> int:
         return t.numel() * self.itemsize(t)
 
-    def arrived(self, p: nn.Parameter, books: _Books) -> None:
+    def record_gradient(self, p: nn.Parameter, tracker: AllocationTracker) -> None:
         if p.grad is None:
             return
-        books.move(p.grad, "gradients")
+        tracker.move(p.grad, "gradients")
         unit = self.of.get(id(p), -1)
         self._left[unit].discard(id(p))
         if unit >= 0 and not self._left[unit]:
             # The gradients of a layer are reduced while the gradients of the layer before it are computed.
-            self._reduce(self._reducing, books)
+            self._reduce(self._reducing, tracker)
             self._reducing = unit
 
-    def end(self, books: _Books) -> None:
+    def end(self, tracker: AllocationTracker) -> None:
         for unit in (self._reducing, -1):
-            self._reduce(unit, books)
-        books.change("weights", -self.gathered)
+            self._reduce(unit, tracker)
+        tracker.change("weights", -self.gathered)
 
-    def _reduce(self, unit: int | None, books: _Books) -> None:
+    def _reduce(self, unit: int | None, tracker: AllocationTracker) -> None:
         for p in () if unit is None or self.shards == 1 else self.members.get(unit, {}).values():
             if p.grad is not None:
-                books.move(p.grad, "gradients", self.stored(p) // self.shards)
+                tracker.move(p.grad, "gradients", self.count_stored_bytes(p) // self.shards)
 
 
 @contextlib.contextmanager
-def _arriving(books: _Books, units: _Units) -> Iterator[None]:
-    """Count gradients as gradients once they have arrived in `.grad`."""
+def _arriving(tracker: AllocationTracker, units: _Units) -> Iterator[None]:
+    """Count gradients as gradients once they have record_gradient in `.grad`."""
     parameters = [p for members in units.members.values() for p in members.values() if p.requires_grad]
-    handles = [p.register_post_accumulate_grad_hook(lambda p: units.arrived(p, books)) for p in parameters]
+    handles = [p.register_post_accumulate_grad_hook(lambda p: units.record_gradient(p, tracker)) for p in parameters]
     try:
         yield
     finally:
@@ -351,12 +351,12 @@ def _arriving(books: _Books, units: _Units) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _marked_head(model: nn.Module, books: _Books) -> Iterator[None]:
+def _marked_head(model: nn.Module, tracker: AllocationTracker) -> Iterator[None]:
     """Count memory that the head, and all code after it, allocates as "head and loss"."""
 
     def begins(*_: Any) -> None:
-        if books.phase == "activations":
-            books.phase = "head and loss"
+        if tracker.phase == "activations":
+            tracker.phase = "head and loss"
 
     heads = []
     for module in model.modules():

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels.capturing import is_captured
 from tigon.kernels.dispatch import stands_for_gpu
+from tigon.kernels.graph_capture import is_captured
 
 # A smaller tensor stays: the launch of its copy costs more than the memory is worth.
 LEAST_BYTES = 2**20

@@ -10,8 +10,9 @@ projection, an adapter, a router, attention. The recipe gives the backward pass 
     … under autocast           norm(x).to()   → the recipe "cast, of the norm, of x"; of adapters in fp32 as well
     saved by attention         rotated heads  → the recipe "norm and rotation, of the heads", where these are kept
 
-Checkpoints, other saved-tensor hooks (of offloading, say) and torch.compile keep what they save: no recipe replaces it.
-Where a step is so small that the hooks would take longer than they are worth, "auto" runs without hooks (auto.py).
+Checkpoints, other saved-tensor hooks (of offloading, say) and torch.compile keep the tensors that they save: no recipe
+replaces those. Where a step is so small that the hooks would take longer than they are worth, "auto" runs without hooks
+(auto.py).
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", 
 
 
 class Recompute:
-    """What one fused model recomputes, by level. Each level from "none" on includes the levels before.
+    """The tensors that one fused model recomputes, by level. Each level from "none" on includes the levels before.
 
     none: nothing. product: act(gate) · up, in `gated_linear`. cheap: also results of norms, and heads that are normed
     and rotated. mlp: also gate and up, with the projections that make them. auto: cheap or product, chosen anew for
     each forward pass.
 
-    extent: the sizes of the model by which "auto" chooses. choice: what it chose for the last forward pass.
+    extent: the sizes of the model by which "auto" chooses. choice: the decision for the last forward pass.
     """
 
     def __init__(self, level: Level, offload: bool = False) -> None:
@@ -85,7 +86,7 @@ class Recompute:
 
     @property
     def why(self) -> str:
-        """What "auto" chose for the last forward pass, and why; "" at other levels, and before the first pass."""
+        """The choice of "auto" for the last forward pass, with its reason; "" at other levels, and before a pass."""
         if self.auto and self.offload is not None:
             return "product: the results of norms are kept, since saved activations go to host memory"
         return "" if self.choice is None else str(self.choice)
@@ -175,7 +176,7 @@ class Pass:
         self, results: Tensor | tuple[Tensor, ...], again: Callable[..., Any], *inputs: Tensor | None, where_known: bool
     ) -> None:
         """As `Recompute.note`."""
-        if where_known and not any(t is not None and self._result_of(t) for t in inputs):
+        if where_known and not any(t is not None and self._find_result(t) for t in inputs):
             return
         results = results if isinstance(results, tuple) else (results,)
         for y in results:
@@ -192,15 +193,15 @@ class Pass:
     def _remember(self, y: Tensor, work: _Work, index: int) -> None:
         address, results = _address(y.untyped_storage()), self._results
 
-        def gone(reference: Any) -> None:
-            found = results.get(address)
-            if found is not None and found.tensor is reference:
+        def forget(reference: Any) -> None:
+            result = results.get(address)
+            if result is not None and result.tensor is reference:
                 results.pop(address, None)  # the allocator may give this memory to another tensor
 
-        result = results[address] = _Result(y, ref(y, gone), work, index)
+        result = results[address] = _Result(y, ref(y, forget), work, index)
         self._nodes[y.grad_fn, y.output_nr] = result
 
-    def _result_of(self, t: Tensor) -> _Result | None:
+    def _find_result(self, t: Tensor) -> _Result | None:
         if not self._results or not _is_plain(t):
             return None
         storage = t.untyped_storage()
@@ -243,7 +244,7 @@ class Pass:
             result.casts[key] = _Work(functools.partial(_cast_along, dtypes=key), [given], t.device)
         return result.casts[key], 0
 
-    # --------------------------------------------------------------------------------------------- what autograd calls
+    # --------------------------------------------------------------------------------------------- called by autograd
 
     def pack(self, t: Tensor) -> Kept | _Again | Away:
         away = None if self.offload is None else self.offload.send(t)
@@ -278,7 +279,7 @@ class Pass:
             return t, t._version
         node = t.grad_fn
         if node is None:
-            result = self._result_of(t) if t.dim() > 1 else None
+            result = self._find_result(t) if t.dim() > 1 else None
             if result is None:
                 return t, t._version
             return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())
@@ -288,7 +289,7 @@ class Pass:
             return t, version
         is_view = transposed or name in VIEWS
         if t.dim() > 1 and name != PRODUCT:
-            result = self._result_of(t)
+            result = self._find_result(t)
             if result is not None:
                 return _Again(result.work, result.index, t.size(), t.stride(), t.storage_offset())
             if (name == CAST or name in VIEWS) and self._nodes and t.storage_offset() == 0 and _is_plain(t):
@@ -383,7 +384,7 @@ class _Work:
 
 
 class _Result:
-    """What the pass knows of a tensor that `note` was told of, while the tensor is alive."""
+    """A tensor that `note` was told of, while the tensor is alive."""
 
     __slots__ = ("casts", "contiguous", "dtype", "index", "size", "stride", "tensor", "version", "work")
 

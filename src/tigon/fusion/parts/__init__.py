@@ -1,7 +1,7 @@
-"""What fuse replaces, a part in each file: how it is recognised, its fused forward, and its registration at the end.
+"""The parts of fuse, one in each file: recognition, fused forward, and registration at the end.
 
-A new part's file goes among the names below. Their order is that in which a report lists what ran, and in which fuse
-tries the parts of a stage; so no file may import one that stands after it.
+The file of a new part goes among the names below, in whose order fuse tries the parts of a stage and a report lists the
+parts that ran. So no file may import a file after it.
 """
 
 import importlib

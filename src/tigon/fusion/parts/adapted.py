@@ -1,8 +1,8 @@
 """Which linear layers carry an adapter that `tigon.lora_linear` computes, read anew at every call.
 
-PEFT switches adapters on and off, scales, merges, adds and deletes them at any time. So nothing is remembered of a
-layer but that it is one: `lora_of` reads PEFT's public attributes, and gives the layer as a `tigon.LoRA`, or the Reason
-why PEFT's own forward has to run.
+PEFT switches adapters on and off, scales, merges, adds and deletes them at any time. So no state of a layer is kept
+between calls: `read_lora` reads PEFT's public attributes, and gives the layer as a `tigon.LoRA`, or the Reason why
+PEFT's own forward has to run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from tigon.fusion.engine.patch import is_hooked
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.parts.bases import dequantised, is_4bit, is_plain, known, multiplies_itself, opaque
+from tigon.fusion.parts.frozen_weights import (
+    is_4bit,
+    is_known_layer,
+    is_plain,
+    make_opaque,
+    multiplies_itself,
+    read_dequantized,
+)
 from tigon.kernels import autocast_dtype
 from tigon.ops.dequantize_4bit import FourBit
 from tigon.ops.linear.lora import Known, LoRA
@@ -55,10 +62,10 @@ def lasting_reason(layer: Any) -> Reason | None:
         return NOT_PEFT
     if not layer.lora_A:
         return Reason("its adapters are not on a linear layer") if _is_elsewhere(layer) else NO_ADAPTER
-    if not known(layer):
+    if not is_known_layer(layer):
         return Reason(f"it is a {type(layer).__name__} of PEFT, and Tigon does not know what else that computes")
-    found = _adapter(layer)
-    return found if isinstance(found, Reason) and found in (VARIANT, BIAS, INSIDE, ZERO3) else None
+    adapter = _adapter(layer)
+    return adapter if isinstance(adapter, Reason) and adapter in (VARIANT, BIAS, INSIDE, ZERO3) else None
 
 
 def _is_elsewhere(layer: Any) -> bool:
@@ -104,12 +111,12 @@ def _calls_nothing_else(layer: nn.Module) -> bool:
     return "forward" not in vars(layer) and not is_hooked(layer)
 
 
-def lora_of(layer: Any, x: Any) -> LoRA | Reason:
+def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     """The layer as it is now, for an input x; or why PEFT's own forward has to run."""
-    found = _adapter(layer)
-    if isinstance(found, Reason):
-        return found
-    first, second, scale, dropout = found
+    adapter = _adapter(layer)
+    if isinstance(adapter, Reason):
+        return adapter
+    first, second, scale, dropout = adapter
     base = layer._modules["base_layer"]
     hooked = not _calls_nothing_else(base)
     # Hooks of a layer that multiplies by itself run as PEFT runs them: in the layer's own call.
@@ -131,13 +138,13 @@ def lora_of(layer: Any, x: Any) -> LoRA | Reason:
         parameters = base._parameters
         layer = Known(parameters["weight"], a, b, scale, parameters["bias"], dropout)
         return _of_linear(layer, x, cast)
-    weight = _of_4bit(base, x, dtype) if is_4bit(base) else dequantised(base, x, dtype)
+    weight = _of_4bit(base, x, dtype) if is_4bit(base) else read_dequantized(base, x, dtype)
     if isinstance(weight, Reason):
         return weight
     bias = getattr(base, "bias", None)
     fits = bias is None or (type(bias) in _PLAIN and (bias.dtype, bias.device) == (dtype, x.device))
     if weight is None or not fits:
-        return LoRA(opaque(layer, b, x, hooked), a, b, scale, None, dropout)
+        return LoRA(make_opaque(layer, b, x, hooked), a, b, scale, None, dropout)
     return LoRA(weight, a, b, scale, bias, dropout)
 
 

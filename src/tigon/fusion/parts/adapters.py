@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.engine.part import Part, Stage, register
-from tigon.fusion.engine.patch import Patch, plain_forward, transformed
+from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
 from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.engine.rewrite import group_calls
 from tigon.fusion.engine.site import Site
-from tigon.fusion.engine.source import calls_together
-from tigon.fusion.parts.adapted import SWITCHED_OFF, is_adapted, lasting_reason, lora_of
-from tigon.fusion.parts.bases import multiplies_itself, source
+from tigon.fusion.parts.adapted import SWITCHED_OFF, is_adapted, lasting_reason, read_lora
+from tigon.fusion.parts.frozen_weights import find_source, multiplies_itself
+from tigon.fusion.parts.head import get_head
 from tigon.kernels import autocast_dtype
 from tigon.ops.linear.adapters import lora_linear
 from tigon.ops.linear.lora import LoRA
@@ -37,14 +38,14 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     ledger = patch.ledger
     # PEFT passes keyword arguments where a batch mixes adapters.
-    if not ledger.active or kwargs or len(args) != 1 or torch.compiler.is_compiling() or transformed():
+    if not ledger.active or kwargs or len(args) != 1 or torch.compiler.is_compiling() or is_functorch_active():
         if ledger.active and kwargs:
-            ledger.plain_adapter("it was called with " + ", ".join(kwargs))
+            ledger.count_unfused_adapter("it was called with " + ", ".join(kwargs))
         return plain_forward(self, *args, **kwargs)
     x = args[0]
-    own = lora_of(self, x)
+    own = read_lora(self, x)
     if isinstance(own, Reason):
-        ledger.adapter_off() if own is SWITCHED_OFF else ledger.plain_adapter(str(own))
+        ledger.count_disabled_adapter() if own is SWITCHED_OFF else ledger.count_unfused_adapter(str(own))
         return plain_forward(self, x)
     siblings: Siblings = patch.formula
     held = ledger.waiting.get(siblings)
@@ -57,10 +58,10 @@ def adapter_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return y
     layers, loras = [self], [own]
     for sibling in siblings.behind(self):
-        found = lora_of(sibling, x)
-        if isinstance(found, LoRA):
+        lora = read_lora(sibling, x)
+        if isinstance(lora, LoRA):
             layers.append(sibling)
-            loras.append(found)
+            loras.append(lora)
     ys = run(x, loras, ledger.recompute.checkpoint_hooks())
     if len(ys) > 1:
         ledger.waiting[siblings] = _Held(x, zip(layers[1:], loras[1:], ys[1:], strict=True))
@@ -95,13 +96,13 @@ def _as_came(x: Tensor, layer: LoRA, y: Tensor) -> Tensor:
 def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
     """The layer as `tigon.LoRA`, where calling it would do no more than `adapter_forward` does: for a fused MLP."""
     patch = vars(layer).get("_tigon")
-    if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_all_of(layer):
+    if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_entire_call(layer):
         return None
-    found = lora_of(layer, x)
-    if isinstance(found, Reason) or _is_apart(x, found):
+    lora = read_lora(layer, x)
+    if isinstance(lora, Reason) or _is_apart(x, lora):
         return None
     # What bitsandbytes would widen again is left to the module.
-    return found if isinstance(found.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
+    return lora if isinstance(lora.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
 
 
 def may_be_adapted(layer: Any) -> bool:
@@ -125,14 +126,14 @@ class _Held:
     def take(self, layer: Any, x: Any, lora: LoRA) -> Tensor | None:
         if x is not self.x or _version(x) != self.version or _state_of_torch(x) != self.state:
             return None
-        found = self.results.pop(id(layer), None)
-        return found[1] if found is not None and _same(found[0], lora) else None
+        result = self.results.pop(id(layer), None)
+        return result[1] if result is not None and _same(result[0], lora) else None
 
 
 def _same(one: LoRA, other: LoRA) -> bool:
     parameters = one.a is other.a and one.b is other.b and one.bias is other.bias
     numbers = (one.scale, one.dropout) == (other.scale, other.dropout)
-    return parameters and numbers and source(one.weight) is source(other.weight)
+    return parameters and numbers and find_source(one.weight) is find_source(other.weight)
 
 
 def _version(x: Tensor) -> int:
@@ -155,15 +156,15 @@ class Siblings:
     def __str__(self) -> str:
         return "LoRA: " + (f"{', '.join(self.names)} in one" if len(self.names) > 1 else self.names[0])
 
-    def copied(self, memo: dict[int, Any]) -> Siblings:
-        """The siblings in a copy of the model; a layer that is copied alone has none."""
+    def copy_for(self, memo: dict[int, Any]) -> Siblings:
+        """The siblings in a copy of the model; a layer that is copy_for alone has none."""
         if id(self) not in memo:
             parent = memo.get(id(self.parent()))
             memo[id(self)] = (
                 Siblings(parent, self.names) if parent is not None else Siblings(nn.Module(), self.names[:1])
             )
-        found: Siblings = memo[id(self)]
-        return found
+        siblings: Siblings = memo[id(self)]
+        return siblings
 
     def behind(self, layer: nn.Module) -> Iterator[nn.Module]:
         """The layers that are called after the first, where `layer` is the first and they are as they were found."""
@@ -173,23 +174,23 @@ class Siblings:
         for name in self.names[1:]:
             sibling = parent._modules.get(name)
             patch = None if sibling is None else vars(sibling).get("_tigon")
-            if sibling is not None and patch is not None and patch.formula is self and patch.is_all_of(sibling):
+            if sibling is not None and patch is not None and patch.formula is self and patch.is_entire_call(sibling):
                 yield sibling
 
 
 class Adapters(Part):
     """The layers with adapters in a model. They may come after fuse, and more of them later."""
 
-    kind, option, stage = "adapters", "adapters", Stage.MODEL
+    kind, stage = "adapters", Stage.MODEL
     compiled = "Under torch.compile adapters run in PEFT's own code."
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        site.kept(_Names).seen = _names(site.model)
+        site.get_cached(_Names).seen = _names(site.model)
         modules = site.modules()
         # A model around one that is fused: the Fusion inside takes the adapters.
-        if any(p is not None and p.ledger.active and p.ledger is not site.ledger for p in map(_patch_of, modules)):
+        if any(p is not None and p.ledger.active and p.ledger is not site.ledger for p in map(_get_patch, modules)):
             return
-        heads = {id(head) for m in modules if (head := _head_of(m)) is not None}
+        heads = {id(head) for m in modules if (head := get_head(m)) is not None}
         for parent in modules:
             children = {n: m for n, m in parent.named_children() if is_adapted(m) and id(m) not in heads}
             if children:
@@ -198,26 +199,26 @@ class Adapters(Part):
     def _fuse_children(self, site: Site, parent: nn.Module, children: dict[str, nn.Module]) -> None:
         ours = []
         for name, layer in children.items():
-            patch = site.patch_of(layer)
-            there = patch is not None and patch.part is self and patch.installed_on(layer)  # it looks again
+            patch = site.find_patch(layer)
+            there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # it looks again
             reason = lasting_reason(layer) or (None if there else site.why_not(layer))
             if reason is None or there:
                 ours.append(name)
             else:
-                site.left(self, layer, reason)
+                site.record_skipped(self, layer, reason)
         for names in _groups(parent, ours):
             siblings = Siblings(parent, names)
             for name in names:
                 layer = children[name]
-                patch = site.patch_of(layer)
+                patch = site.find_patch(layer)
                 if patch is None:
                     patch = Patch(self, site.ledger, siblings)
                     site.install(layer, adapter_forward, patch)
                 patch.formula = siblings  # one for the group, also where fuse looks at it again
-                site.fused(self, layer, _what(layer, siblings), patch)
+                site.record_fused(self, layer, _what(layer, siblings), patch)
 
     def is_stale(self, site: Site) -> bool:
-        return site.kept(_Names).seen != _names(site.model)
+        return site.get_cached(_Names).seen != _names(site.model)
 
 
 def _what(layer: Any, siblings: Siblings) -> str:
@@ -238,22 +239,13 @@ def _names(model: Any) -> tuple[str, ...]:
     return tuple(getattr(model, "peft_config", None) or ())
 
 
-def _patch_of(module: nn.Module) -> Patch | None:
+def _get_patch(module: nn.Module) -> Patch | None:
     return vars(module).get("_tigon")
-
-
-def _head_of(module: Any) -> Any:
-    if not callable(getattr(type(module), "get_output_embeddings", None)):
-        return None
-    try:
-        return module.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _groups(parent: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
     """The names, in groups of layers that get the same input."""
-    groups = [g for found in _together(type(parent).forward) if (g := tuple(n for n in found if n in names))]
+    groups = [g for group in _together(type(parent).forward) if (g := tuple(n for n in group if n in names))]
     return groups + [(n,) for n in names if not any(n in g for g in groups)]
 
 
@@ -267,7 +259,7 @@ def _together(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
     function = next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
     if function is None:
         return []
-    return [tuple(call.name for call in calls) for calls in calls_together(function)]
+    return [tuple(call.name for call in calls) for calls in group_calls(function)]
 
 
 ADAPTERS = register(Adapters())

@@ -20,9 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.part import ModulePart, register
-from tigon.fusion.engine.patch import Patch, plain_forward, transformed
-from tigon.fusion.engine.probe import CASES, Case, inputs_of, probe_of, recognition, run, same_gradients, same_numbers
+from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
+from tigon.fusion.engine.probe import (
+    CASES,
+    Case,
+    build_probe,
+    list_arguments,
+    recognition,
+    run,
+    same_gradients,
+    same_numbers,
+)
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.mlp import has_state
@@ -94,35 +104,35 @@ class Experts:
 
 
 @recognition
-def recognize_experts(module: nn.Module) -> Experts | Reason | None:
+def recognize_experts(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Experts | Reason | None:
     """The formula of stacked experts; a Reason if a module is called experts and Tigon lacks its formula; else None."""
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in parameters.values()) == 0:
         return None
     named = "expert" in type(module).__name__.lower()  # decides only if the report mentions it
 
-    def left(reason: str) -> Reason | None:
+    def skip(reason: str) -> Reason | None:
         return Reason(reason) if named else None
 
-    inputs: Any = tuple(inputs_of(module))
+    inputs: Any = tuple(list_arguments(module))
     if len(inputs) != 3:
-        return left("its forward takes something else than tokens, their experts and weights")
+        return skip("its forward takes something else than tokens, their experts and weights")
     if any(not p.is_floating_point() or p.element_size() == 1 for p in parameters.values()):
-        return left("its weights are quantised")
+        return skip("its weights are quantised")
     layouts = list(_layouts({k: tuple(p.shape) for k, p in parameters.items()}))
     if not layouts:
-        return left("its parameters are not two stacked matrices, with or without biases")
+        return skip("its parameters are not two stacked matrices, with or without biases")
     children = dict(module.named_children())
     if len(children) > 1 or any(has_state(c) for c in children.values()) or any(module.buffers()):
-        return left(f"it has other modules: {', '.join(children)}")
+        return skip(f"it has other modules: {', '.join(children)}")
     implementation = _implementation(module)
     if implementation not in GENERAL:
-        return left(f"it is set to run by {implementation!r}")
+        return skip(f"it is set to run by {implementation!r}")
     for layout in layouts:
         formula = _of_layout(module, layout, inputs, next(iter(children), None))
         if formula is not None:
             return replace(formula, implementation=implementation)
-    return left("its numbers fit no formula of moe_mlp")
+    return skip("its numbers fit no formula of moe_mlp")
 
 
 def _implementation(module: Any) -> Any:
@@ -233,7 +243,7 @@ class _Probes:
             k: (w.transpose(1, 2).contiguous() if self.layout.by_columns and w.dim() == 3 else w).to(dtype)
             for k, w in self.drawn.items()
         }
-        probe = probe_of(self.module, stored)
+        probe = build_probe(self.module, stored)
         vars(probe).update({k: 0.75 + 0.5 * i for i, k in enumerate(self.attributes)})
         config = vars(probe).get("config")
         if config is not None:  # "eager" runs each expert by itself, whatever implementation the model is set to
@@ -311,7 +321,7 @@ def _of_used_experts(x: Tensor, index: Tensor, weights: Tensor, *experts: Tensor
 def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Experts = patch.formula
-    if not patch.ledger.active or transformed() or not patch.still_holds(self):
+    if not patch.ledger.active or is_functorch_active() or not patch.still_holds(self):
         return plain_forward(self, *args, **kwargs)
     inputs = dict(zip(formula.inputs, args, strict=False)) | kwargs
     if len(args) > 3 or len(inputs) != len(args) + len(kwargs) or inputs.keys() != set(formula.inputs):
@@ -343,4 +353,4 @@ def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) 
     return same and all(t.dtype in DTYPES for t in floats)
 
 
-register(ModulePart("experts", "experts", recognize_experts, experts_forward, owns_activation=True))
+register(ModulePart("experts", recognize_experts, experts_forward, owns_activation=True))

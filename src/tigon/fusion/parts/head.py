@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.fusion.engine.part import Part, Stage, register
-from tigon.fusion.engine.patch import Patch, plain_forward, transformed
+from tigon.fusion.engine.patch import Patch, is_functorch_active, plain_forward
 from tigon.fusion.engine.reasons import (
     ADAPTER_ON_HEAD,
     HEAD_IS_NOT_LINEAR,
@@ -23,9 +23,9 @@ from tigon.fusion.engine.reasons import (
     dtype_of_head,
 )
 from tigon.fusion.engine.site import Site
-from tigon.fusion.engine.step import labels_at
+from tigon.fusion.engine.step import find_labels_position
 from tigon.fusion.logits.compiled import CompiledLogits
-from tigon.fusion.logits.freed import regather_of
+from tigon.fusion.logits.fsdp_head import find_regather
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.recipe import DTYPES, Recipe
 from tigon.fusion.logits.split import is_gathered, is_gathering_forward, is_split
@@ -38,23 +38,23 @@ def head_forward(self: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     ledger, plain = patch.ledger, patch.before or functools.partial(plain_forward, self)
     if not (ledger.active and ledger.lazy) or args or kwargs:
         if not ledger.lazy:
-            ledger.ran_plain("head", None, NO_LABELS_CAME)
+            ledger.count_fallback("head", None, NO_LABELS_CAME)
         return plain(input, *args, **kwargs)
     compiling = torch.compiler.is_compiling()
-    regather = regather_of(self)
+    regather = find_regather(self)
     if regather is not None and compiling:
         return plain(input)
     # Under torch.compile the lazy object is no tensor. Evaluation gathers logits, and the graph of torch.export
     # returns only tensors: both get real logits.
-    if transformed() or (compiling and (is_exporting() or not torch.is_grad_enabled())):
+    if is_functorch_active() or (compiling and (is_exporting() or not torch.is_grad_enabled())):
         return plain(input)
     known = not is_split(self.weight) or (is_gathered(self) and not compiling)
-    recipe = Recipe.of(input, self.weight, self.bias, ledger, regather) if known else None
+    recipe = Recipe.build(input, self.weight, self.bias, ledger, regather) if known else None
     if recipe is None:
-        ledger.plain_head(_why_plain(self))
-        ledger.ran_plain("head", None, _why_plain(self))
+        ledger.count_unfused_head(_why_plain(self))
+        ledger.count_fallback("head", None, _why_plain(self))
         return plain(input)
-    return CompiledLogits(recipe) if compiling else LazyLogits.of(recipe)
+    return CompiledLogits(recipe) if compiling else LazyLogits.build_lazy(recipe)
 
 
 def _why_plain(head: Any) -> str:
@@ -68,21 +68,21 @@ def _why_plain(head: Any) -> str:
 class Head(Part):
     """The heads that get_output_embeddings() returns, in the model and in models inside it."""
 
-    kind, option, stage = "head", "head", Stage.MODEL
+    kind, stage = "head", Stage.MODEL
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         owners: list[nn.Module] = []
         around: list[nn.Module] = []
-        heads = site.kept(_Heads)
+        heads = site.get_cached(_Heads)
         heads.pairs.clear()
         seen: set[int] = set()
         for owner in site.modules():
             if not callable(getattr(type(owner), "get_output_embeddings", None)):
                 continue
-            head = _head_of(owner)
+            head = get_head(owner)
             if not isinstance(head, nn.Module) or not any(m is head for m in owner.modules()):
                 # This model may take the labels, and get the logits from a model inside, as NemotronH Omni does.
-                around += [owner] if labels_at(owner) is not None else []
+                around += [owner] if find_labels_position(owner) is not None else []
                 continue
             if id(head) in seen:
                 continue
@@ -92,37 +92,39 @@ class Head(Part):
                 owners.append(owner)
         if not seen:
             for layer in _classifiers_of_words(site):
-                site.left(self, layer, NO_HEAD)
+                site.record_skipped(self, layer, NO_HEAD)
         site.entrances += owners
         site.entrances += [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
     def _fuse_head(self, site: Site, owner: nn.Module, head: nn.Module) -> bool:
         """Whether a layer of the head is fused now."""
-        no_labels = NO_LABELS if labels_at(owner) is None else None
+        no_labels = NO_LABELS if find_labels_position(owner) is None else None
         layers = list(_linear_layers(head))
         if not layers:
-            site.left(self, head, _why_no_linear(head))
+            site.record_skipped(self, head, _why_no_linear(head))
         fused = False
         for layer in layers:
-            patch = site.patch_of(layer)
-            replaced = patch is not None and patch.installed_on(layer)  # when the part looks again at a changed model
+            patch = site.find_patch(layer)
+            replaced = patch is not None and patch.is_installed_on(
+                layer
+            )  # when the part looks again at a changed model
             reason = no_labels or (None if replaced else _why_not(site, layer))
             if reason is not None:
-                site.left(self, layer, reason)
+                site.record_skipped(self, layer, reason)
                 continue
             if not replaced:
                 before = vars(layer).get("forward")
                 site.install(layer, head_forward, Patch(self, site.ledger, before=before))
             biased = " + b" if layer.bias is not None else ""
             # The lazy logits count the calls, by no key: whichever head made them.
-            site.fused(self, layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
-            site.take(layer)
+            site.record_fused(self, layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
+            site.claim(layer)
             fused = True
         return fused
 
     def is_stale(self, site: Site) -> bool:
         """`resize_token_embeddings`, for one, puts another head in the place of the fused one."""
-        return site.kept(_Heads).are_others()
+        return site.get_cached(_Heads).are_others()
 
 
 class _Heads:
@@ -134,7 +136,7 @@ class _Heads:
     def are_others(self) -> bool:
         """Whether one of the models has another head now."""
         for owner, fused in self.pairs:
-            head = None if (model := owner()) is None else _head_of(model)
+            head = None if (model := owner()) is None else get_head(model)
             if head is not None and head is not fused():
                 return True
         return False
@@ -157,7 +159,10 @@ def _classifiers_of_words(site: Site) -> list[nn.Module]:
     return [m for m in site.modules() if tables and _is_linear(m) and m.out_features == max(tables)]
 
 
-def _head_of(owner: Any) -> Any:
+def get_head(owner: Any) -> Any:
+    """The head that get_output_embeddings() returns; None for a module without one."""
+    if not callable(getattr(type(owner), "get_output_embeddings", None)):
+        return None
     try:
         return owner.get_output_embeddings()
     except (AttributeError, NotImplementedError):

@@ -7,7 +7,7 @@ Attention modules norm each head of q and of k, transpose, and rotate:
     query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
 In such a module (qk_norm.py) a fused norm returns a `HeadNorm`: the heads, and the norm to apply. It notes a
-transposition. The rotary function of the module's clone (rotary.py) hands two HeadNorms to `tigon.qk_norm_rope`. Any
+transposition. The rotary function of the rewritten forward (rotary.py) hands two HeadNorms to `tigon.qk_norm_rope`. Any
 other use of a HeadNorm computes the normed tensor.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.fusion.parts.rms_form import RMSForm
+from tigon.fusion.parts.norm_formula import RMSForm
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.rms_norm import rms_norm
 
@@ -87,12 +87,12 @@ def as_tensor(value: Any) -> Any:
     return value
 
 
-def bare(value: Any) -> Any:
+def strip_norm(value: Any) -> Any:
     """The heads before their norm."""
     return value.x if isinstance(value, HeadNorm) else value
 
 
-def rope_of(q: Any, k: Any) -> Callable[..., Any] | None:
+def fuse_rope(q: Any, k: Any) -> Callable[..., Any] | None:
     """A function that norms and rotates the bare heads of q and k in one pass; None if their norms do not match."""
     if not isinstance(q, HeadNorm) or not isinstance(k, HeadNorm) or q.normed is not None or k.normed is not None:
         return None
@@ -111,7 +111,7 @@ def rope_of(q: Any, k: Any) -> Callable[..., Any] | None:
     return rope
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
+def _make_method(name: str) -> Callable[..., Any]:
     def method(self: HeadNorm, *args: Any) -> Any:
         return getattr(self.tensor(), name)(*(as_tensor(a) for a in args))
 
@@ -123,4 +123,4 @@ _OPERATORS = """
     eq ne lt le gt ge and or xor getitem setitem iter len bool float int index contains iadd isub imul itruediv
 """
 for _name in _OPERATORS.split():
-    setattr(HeadNorm, f"__{_name}__", _forwarded(f"__{_name}__"))
+    setattr(HeadNorm, f"__{_name}__", _make_method(f"__{_name}__"))

@@ -13,24 +13,24 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.part import ModulePart, register
-from tigon.fusion.engine.patch import Patch, is_hooked, plain_forward, transformed
+from tigon.fusion.engine.patch import Patch, is_functorch_active, is_hooked, plain_forward
 from tigon.fusion.engine.probe import (
     CASES,
     Case,
-    attempted,
+    build_probe,
     linear_widths,
-    probe_of,
     recognition,
+    record_attempt,
     run,
     same_gradients,
     same_numbers,
     takes_one_argument,
 )
-from tigon.fusion.engine.reading import reading_of
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.adapters import adapter_here, count_here, may_be_adapted
-from tigon.fusion.parts.plain import plain_layers
+from tigon.fusion.parts.plain_linear import plain_layers
 from tigon.kernels import autocast_dtype, use_triton
 from tigon.ops.acts import ACTS, Act
 from tigon.ops.gated import fit_each_other, gated_reference, gated_unit
@@ -45,7 +45,7 @@ from tigon.ops.linear.tiled_lora_mlp import tiled_lora_mlp
 def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     patch: Patch = self._tigon
     formula: Gated = patch.formula
-    if not patch.ledger.active or kwargs or len(args) != 1 or transformed() or not patch.still_holds(self):
+    if not patch.ledger.active or kwargs or len(args) != 1 or is_functorch_active() or not patch.still_holds(self):
         return plain_forward(self, *args, **kwargs)
     x = args[0]
     if (formula.between is not None or formula.same_dtypes) and not _same_dtype(
@@ -71,10 +71,10 @@ def add_mlp(module: Any, residual: Any, x: Any) -> Tensor | None:
     formula: Gated = patch.formula
     if torch.compiler.is_compiling() or not _may_be_adapted(module, formula):
         return None
-    if not patch.ledger.active or transformed():
+    if not patch.ledger.active or is_functorch_active():
         return None
     # Hooks on the module see its result, which is not computed here.
-    if not isinstance(residual, Tensor) or not patch.is_all_of(module) or not patch.still_holds(module):
+    if not isinstance(residual, Tensor) or not patch.is_entire_call(module) or not patch.still_holds(module):
         return None
     if formula.same_dtypes or any(f is not None for f in (formula.scale, formula.dropout, formula.after)):
         return None
@@ -142,7 +142,7 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         patch.ledger.count("mlp", patch.key)
         # No other code sees the results of two plain layers, so the backward pass may overwrite them.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
-        # Of two halves of one result the kernel overwrites neither.
+        # The kernel overwrites neither of two halves of one result.
         unseen = ours is not None or (isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers))
         unseen = unseen and not (formula.up is None and formula.up_first)
         hooks = recompute.checkpoint_hooks()
@@ -159,7 +159,7 @@ def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
     """The whole unit of layers that are plain; None if one of them is another layer."""
     formula: Gated = patch.formula
     recompute = patch.ledger.recompute
-    # Of tensors that a Function makes itself offloading cannot tell which are activations.
+    # Offloading cannot tell which of the tensors that a Function makes itself are activations.
     if torch.compiler.is_compiling() or recompute.offload is not None:
         return None
     layers = self._modules
@@ -216,10 +216,10 @@ def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual:
     else:
         if recompute.is_elsewhere() and is_one_tile(x, gate.b.shape[0]):
             return None  # a checkpoint recomputes the whole unit anyway
-        found = tiled_lora_mlp(x, (gate, up, down), act=formula.act)
-        if found is None:
+        tiled_y = tiled_lora_mlp(x, (gate, up, down), act=formula.act)
+        if tiled_y is None:
             return None
-        y = found
+        y = tiled_y
     patch.ledger.count("mlp", patch.key)
     for layer in layers:
         count_here(layer)
@@ -231,10 +231,10 @@ def _adapted_gate_and_up(self: Any, patch: Patch, x: Any) -> tuple[Tensor, Tenso
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     layers = [getattr(self, name) for name in (patch.formula.gate, patch.formula.up) if name is not None]
-    found = [lora for layer in layers if (lora := adapter_here(layer, x)) is not None]
-    if len(found) != len(layers):
+    loras = [lora for layer in layers if (lora := adapter_here(layer, x)) is not None]
+    if len(loras) != len(layers):
         return None
-    gate, *up = lora_linear(x, found, saved_by=patch.ledger.recompute.checkpoint_hooks())
+    gate, *up = lora_linear(x, loras, saved_by=patch.ledger.recompute.checkpoint_hooks())
     for layer in layers:
         count_here(layer)
     return gate, up[0] if up else None
@@ -331,7 +331,7 @@ class Gated:
 
 
 @recognition
-def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
+def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gated | Reason | None:
     """The formula of a gated MLP; a Reason if a module is built like one and computes something else; else None."""
     children = dict(module.named_children())
     widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
@@ -348,6 +348,7 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
         return None if mixer else Reason(f"it has other modules: {', '.join(others)}")
     if not takes_one_argument(module):
         return None if mixer else Reason("its forward takes more than one input")
+    same_dtypes = getattr(analysis, "compares_dtypes", False)
     none: list[str | None] = [None]
     acts: list[str | None] = [
         k for k in others if not isinstance(children[k], nn.Dropout) and not has_state(children[k])
@@ -356,14 +357,14 @@ def recognize_mlp(module: nn.Module) -> Gated | Reason | None:
         rest = [k for k in others if k != act_module]
         for gate, up, down in roles:
             for act, up_first in itertools.product(ACTS, (False, True) if up is None else (False,)):
-                formula = Gated(gate, up, down, act, act_module, up_first)  # type: ignore[arg-type]
+                formula = Gated(gate, up, down, act, act_module, up_first, same_dtypes=same_dtypes)  # type: ignore[arg-type]
                 # A number among the attributes may be a scale, or may change what the module computes.
                 numbers = {k: v for k, v in vars(module).items() if type(v) is float}
-                gated = _gated(module, formula, rest, list(numbers))
+                gated = _place_children(module, formula, rest, list(numbers))
                 if gated is not None:
                     return gated
                 # A probability of 0, or a factor of 1, that has no place in the formula: it holds while they stay.
-                gated = _gated(module, formula, rest, []) if numbers else None
+                gated = _place_children(module, formula, rest, []) if numbers else None
                 if gated is not None:
                     return replace(gated, held=tuple(numbers.items()))
     if silent:
@@ -417,11 +418,11 @@ class _Mark(nn.Module):
         return x * self.factor
 
 
-def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
+def _place_children(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
     """The formula with the places of the other children and of the scales filled in; None if the numbers differ."""
     factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
     scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
-    found: set[Gated] = set()
+    formulas: set[Gated] = set()
     dropouts: set[str | None] = set()
     generator = torch.Generator().manual_seed(0)
     up, down = formula.up, formula.down
@@ -455,7 +456,7 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
                 terms, roundings = expected.abs() + share * rounded_product(g, u), 6 if written_out else 2
                 product = inputs[0] / factors.get(between, 1.0)
                 agrees = same_numbers(product, expected, roundings=roundings, size=terms)
-                attempted(formula, f"{str(dtype)[6:]}, the input of {down}", product, expected, agrees)
+                record_attempt(formula, f"{str(dtype)[6:]}, the input of {down}", product, expected, agrees)
                 if agrees:
                     here = between or None, gate_scale or None
                     break
@@ -463,12 +464,11 @@ def _gated(module: nn.Module, formula: Gated, rest: list[str], attributes: list[
                 return None
             places = here[0], after if after in factors else None, here[1], after if after in scales else None
             up_first = formula.up_first if up is None else order[0] == up
-            found.add(replace(formula, up_first=up_first, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
-    placed = {k for f in found for k in (f.between, f.after) if k is not None}
-    if len(found) != 1 or len(dropouts) != 1 or placed != set(rest):
+            formulas.add(replace(formula, up_first=up_first, **dict(zip(_PLACES, places, strict=True))))  # type: ignore[arg-type]
+    placed = {k for f in formulas for k in (f.between, f.after) if k is not None}
+    if len(formulas) != 1 or len(dropouts) != 1 or placed != set(rest):
         return None
-    same_dtypes = getattr(reading_of(module), "compares_dtypes", False)
-    whole = replace(found.pop(), dropout=dropouts.pop(), same_dtypes=same_dtypes)
+    whole = replace(formulas.pop(), dropout=dropouts.pop())
     return whole if all(_holds(module, whole, factors, scales, case) for case in CASES) else None
 
 
@@ -500,7 +500,7 @@ def _probe(
     marks = {k: _Mark() for k in factors}
     for k, mark in marks.items():
         mark.factor = factors[k]
-    probe = probe_of(module, {}, {**layers, **marks})
+    probe = build_probe(module, {}, {**layers, **marks})
     vars(probe).update(scales)
     probe.training = training
     for child in probe.children():
@@ -542,7 +542,7 @@ def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales:
                 agrees = same_gradients(y, result, [x, *(p for m in layers.values() for p in m.parameters())])
         else:
             agrees = case.agrees(y, result)
-    attempted(formula, case, y, result, agrees)
+    record_attempt(formula, case, y, result, agrees)
     return agrees
 
 
@@ -561,4 +561,4 @@ def rounded_product(gate: Tensor, up: Tensor | None) -> Tensor:
     return (gate * up).abs()
 
 
-register(ModulePart("mlp", "mlp", recognize_mlp, mlp_forward, add=add_mlp))
+register(ModulePart("mlp", recognize_mlp, mlp_forward, add=add_mlp))

@@ -10,8 +10,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.part import ModulePart, register
-from tigon.fusion.engine.patch import Patch, child_of, plain_forward, transformed
+from tigon.fusion.engine.patch import Patch, get_child, is_functorch_active, plain_forward
 from tigon.fusion.engine.probe import recognition
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.logits.recipe import DTYPES
@@ -25,9 +26,9 @@ from tigon.ops.rms_norm import rms_norm
 
 
 @recognition
-def recognize_norm(module: nn.Module) -> Norm | Reason | None:
+def recognize_norm(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
     """The formula of a norm over the last dimension; a Reason if a module normalises and Tigon lacks its formula."""
-    return find_formula(module)
+    return find_formula(module, analysis)
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,19 +38,19 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         not patch.ledger.active
         or kwargs
         or len(args) != 1 + formula.gated
-        or transformed()
+        or is_functorch_active()
         or not patch.still_holds(self)
     ):
         return plain_forward(self, *args, **kwargs)
     x = args[0]
-    weight = None if formula.weight is None else child_of(self, formula.weight)
+    weight = None if formula.weight is None else get_child(self, formula.weight)
     bias = None if formula.bias is None else getattr(self, formula.bias)
     if not norm_fits(x, weight, formula) or (bias is not None and not norm_fits(x, bias, formula)):
-        patch.ledger.ran_plain("norm", patch.key, _why_unfit(x, weight, formula))
+        patch.ledger.count_fallback("norm", patch.key, _why_unfit(x, weight, formula))
         return plain_forward(self, *args)
     if formula.gated and not (isinstance(args[1], Tensor) and fit_each_other(args[1], x)):
         return plain_forward(self, *args)
-    if patch.heads and weight is not None and x.dim() == 4 and patch.is_all_of(self):
+    if patch.is_head_norm and weight is not None and x.dim() == 4 and patch.is_entire_call(self):
         return HeadNorm(x, weight, formula.form(self), patch)
     split = is_dtensor(x) or is_dtensor(weight)
     if split and not (is_dtensor(x) and rows_are_whole(x, weight, bias)):
@@ -66,7 +67,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if bias is not None:
             norm, inputs = functools.partial(_with_bias, norm), (x, weight, bias)
     y = on_own_rows(norm, *inputs) if split else norm(*inputs)
-    if not split and patch.is_all_of(self):  # hooks on the norm may gather its weight, and free it afterwards
+    if not split and patch.is_entire_call(self):  # hooks on the norm may gather its weight, and free it afterwards
         patch.ledger.recompute.note(y, norm, *inputs)
     return swiglu(args[1], y) if formula.gated else y
 
@@ -106,4 +107,4 @@ def is_rms_norm(norm: Any) -> bool:
     return not formula.gated and not formula.stepwise  # stepwise: under autocast its result is fp32
 
 
-register(ModulePart("norm", "norms", recognize_norm, norm_forward))
+register(ModulePart("norm", recognize_norm, norm_forward))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.probe import probe_of, run, shape_of
+from tigon.fusion.engine.probe import build_probe, get_full_shape, run
 
 # Sizes of the rows from which eps is read: one of them is near the root of any eps from 1e-24 to 1.
 _SIZES = torch.logspace(-12, 0, 25, dtype=torch.float64)
@@ -56,7 +56,9 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
     element depends on the others.
     """
     x = _rows(width)
-    probe = probe_of(module, {k: torch.ones(shape_of(p)) for k, p in module._parameters.items() if p is not None})
+    probe = build_probe(
+        module, {k: torch.ones(get_full_shape(p)) for k, p in module._parameters.items() if p is not None}
+    )
     probe.training = False
     # A clone: the module may write into its input.
     y = run(probe, x.clone(), torch.ones_like(x)) if gated else run(probe, x.clone())
@@ -84,7 +86,7 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
     return Look(eps, is_same(shifted, large))
 
 
-def epsilons_of(module: nn.Module, look: Look) -> list[str | float]:
+def list_epsilons(module: nn.Module, look: Look) -> list[str | float]:
     """Where eps may be: the attributes that have this value, of the module or its class, then the number itself."""
     names = [*vars(module), *(k for base in type(module).__mro__ for k in vars(base) if base not in nn.Module.__mro__)]
     values: dict[str, Any] = {k: vars(module).get(k, getattr(type(module), k, None)) for k in names}

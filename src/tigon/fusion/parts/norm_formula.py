@@ -7,29 +7,40 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.probe import (
     CASES,
     Case,
-    attempted,
-    probe_of,
+    build_probe,
+    get_full_shape,
+    list_integers,
+    record_attempt,
     run,
     same_numbers,
-    shape_of,
     takes_one_argument,
-    whole_numbers_of,
 )
-from tigon.fusion.engine.reading import reading_of
 from tigon.fusion.engine.reasons import Reason
-from tigon.fusion.parts.norm_eps import Look, epsilons_of, look_at
-from tigon.fusion.parts.rms_form import RMSForm
+from tigon.fusion.parts.norm_eps import Look, list_epsilons, look_at
 from tigon.ops.gated import gated_reference
 from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
+
+
+class RMSForm(NamedTuple):
+    """The options of `tigon.rms_norm` that tell one norm from another, as one value that every operator gets whole."""
+
+    eps: float
+    offset: float
+    cast: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"eps": self.eps, "offset": self.offset, "cast": self.cast}  # a fifth of the time of _asdict
 
 
 @dataclass(frozen=True)
@@ -62,9 +73,9 @@ class Norm:
     # How many results of the model's width `Recompute.note` hears of at each call.
     noted_widths: ClassVar[int] = 1
 
-    def width_of(self, module: nn.Module) -> int | None:
+    def get_width(self, module: nn.Module) -> int | None:
         """The width of a module with this formula; None if it accepts any."""
-        return self.width if self.weight is None else shape_of(getattr(module, self.weight)).numel()
+        return self.width if self.weight is None else get_full_shape(getattr(module, self.weight)).numel()
 
     def form(self, module: Any) -> RMSForm:
         """The RMSForm of a module, with its eps as it is now."""
@@ -106,7 +117,7 @@ ANOTHER_IN_16_BITS = Reason(
 GATE_FORMULA = Reason("its second input does not multiply the normed rows by silu(gate), the one such formula of Tigon")
 
 
-def find_formula(module: nn.Module) -> Norm | Reason | None:
+def find_formula(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
     """The formula of a norm over the last dimension.
 
     Returns a Reason if a module normalises and Tigon lacks its formula, and None for any other module. A module that
@@ -117,15 +128,15 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
         small = sum(1 for _ in module.modules()) <= 3  # larger ones are layers that contain a norm
         return Reason("it has modules or buffers of its own") if named and small else None
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
-    shapes = [shape_of(p) for p in parameters.values()]
+    shapes = [get_full_shape(p) for p in parameters.values()]
     if any(n.numel() > max(n, default=1) for n in shapes):  # matrices
         return Reason("its weight is not a vector") if named else None
     gated = _takes_two_arguments(module)
     if not gated and not takes_one_argument(module):
         return Reason("it is no norm over one input") if named else None
     # A norm without a weight may still accept only one width.
-    vectors = [n for t in (*parameters.values(), *module.buffers()) if (n := shape_of(t).numel()) > 1]
-    widths = sorted(set(vectors)) or [FREE_WIDTH, *whole_numbers_of(module)]
+    vectors = [n for t in (*parameters.values(), *module.buffers()) if (n := get_full_shape(t).numel()) > 1]
+    widths = sorted(set(vectors)) or [FREE_WIDTH, *list_integers(module)]
     looks = ((width, look) for width in widths if (look := look_at(module, width, gated=gated)) is not None)
     width, look = next(looks, (0, None))
     if look is None and gated and takes_one_argument(module):
@@ -141,7 +152,7 @@ def find_formula(module: nn.Module) -> Norm | Reason | None:
         return Reason("it has more parameters than a weight and a bias")
     if any(len(n) != 1 or n[0] < 2 for n in shapes) or not all(p.is_floating_point() for p in parameters.values()):
         return Reason("its weight is not a vector", "give it a weight with one dimension, that of the rows")
-    return _norm_that_holds(module, look, list(parameters), width, gated)
+    return _select_formula(module, analysis, look, list(parameters), width, gated)
 
 
 def _takes_two_arguments(module: nn.Module) -> bool:
@@ -153,12 +164,15 @@ def _takes_two_arguments(module: nn.Module) -> bool:
     return len(forward.parameters) == 3
 
 
-def _norm_that_holds(module: nn.Module, look: Look, names: list[str], width: int, gated: bool) -> Norm | Reason:
+def _select_formula(
+    module: nn.Module, analysis: BytecodeAnalysis | Reason, look: Look, names: list[str], width: int, gated: bool
+) -> Norm | Reason:
     """The first formula that agrees with the module in all cases, or the Reason why there is none."""
     best = fits_fp32 = None
     fixed = None if names or width == FREE_WIDTH else width
-    for eps in epsilons_of(module, look):
-        for formula in _norms_of(module, names, eps, fixed, look.centered):
+    native = _calls_torch_norm(module, analysis)
+    for eps in list_epsilons(module, look):
+        for formula in _list_norms(names, eps, fixed, look.centered, native):
             formula = replace(formula, gated=gated)
             if not _is_norm(module, formula, width, dtypes=FP32):
                 continue
@@ -184,7 +198,7 @@ def _norm_that_holds(module: nn.Module, look: Look, names: list[str], width: int
         if takes_one_argument(module) and _ignores_nothing_else(module, width):
             look_alone = look_at(module, width)
             if look_alone is not None:
-                return _norm_that_holds(module, look_alone, names, width, gated=False)
+                return _select_formula(module, analysis, look_alone, names, width, gated=False)
         return GATE_FORMULA
     if fits_fp32 is None:
         return NO_FORMULA
@@ -194,20 +208,25 @@ def _norm_that_holds(module: nn.Module, look: Look, names: list[str], width: int
 def _ignores_nothing_else(module: nn.Module, width: int) -> bool:
     """Whether a second input of zeros changes nothing: a residual, which is added, and no gate, which multiplies."""
     x = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0))
-    probe = probe_of(module, {k: torch.ones(shape_of(p)) for k, p in module._parameters.items() if p is not None})
+    probe = build_probe(
+        module, {k: torch.ones(get_full_shape(p)) for k, p in module._parameters.items() if p is not None}
+    )
     alone, beside = run(probe, x), run(probe, x, torch.zeros_like(x))
     return isinstance(alone, Tensor) and isinstance(beside, Tensor) and torch.equal(alone, beside)
 
 
-def _norms_of(
-    module: nn.Module, vectors: list[str], eps: str | float, width: int | None, centered: bool
-) -> Iterator[Norm]:
-    """All formulas that fit these parameters: the exact ones, then the ones of which the module rounds every step."""
+def _calls_torch_norm(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> bool:
+    """Whether the module calls torch's norm, which autocast runs in fp32, or asks about autocast itself."""
     called = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-    reading = reading_of(module)
-    native = "rms_norm" in called or "layer_norm" in called or getattr(reading, "asks_autocast", False)
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        native = native or "forward" in called  # calls its base class's forward, by super()
+    if "rms_norm" in called or "layer_norm" in called or getattr(analysis, "asks_autocast", False):
+        return True
+    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and "forward" in called  # by super()
+
+
+def _list_norms(
+    vectors: list[str], eps: str | float, width: int | None, centered: bool, native: bool
+) -> Iterator[Norm]:
+    """All formulas that fit these parameters: the exact ones, then those that the module rounds at every step."""
     for stepwise in (False, True):
         if len(vectors) == 2:
             pairs: list[tuple[str | None, str | None]] = [(vectors[0], vectors[1]), (vectors[1], vectors[0])]
@@ -257,7 +276,7 @@ def _is_norm(
         typed = x.to(x_dtype)
         weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
         weights = {n: v for n, v in ((formula.weight, weight), (formula.bias, bias)) if n is not None and v is not None}
-        probe = probe_of(module, weights)
+        probe = build_probe(module, weights)
         if case is not None:  # module and formula are differentiated by the same tensors
             weight, bias = (None if n is None else probe._parameters[n] for n in (formula.weight, formula.bias))
         probe.training = training
@@ -271,7 +290,7 @@ def _is_norm(
         if y is None:
             return x_dtype == torch.float16 or None  # some torch functions lack fp16 on a CPU
         with torch.set_grad_enabled(case is not None and case.gradients):
-            expected, size = _expected(formula, typed, weight, bias, added)
+            expected, size = _evaluate(formula, typed, weight, bias, added)
             if formula.gated:
                 expected = gated_reference(gate, expected, "silu")
         # Without a weight there is one formula, and the module may round 1 / rms(x) first. Other dtypes have told the
@@ -286,7 +305,7 @@ def _is_norm(
             )
         else:
             agrees = case.agrees(y, expected, leaves, roundings=roundings, size=size)
-        attempted(formula, case or f"{str(x_dtype)[6:]}, {rank} dimensions", y, expected, agrees)
+        record_attempt(formula, case or f"{str(x_dtype)[6:]}, {rank} dimensions", y, expected, agrees)
         if not agrees:
             return False
     return True
@@ -299,12 +318,12 @@ def _is_no_worse(
     if formula.gated or y.dtype == torch.float32:
         return True
     x, weight, bias = (t if t is None else t.float() for t in inputs)
-    exact = _expected(formula, x, weight, bias, eps)[0]  # type: ignore[arg-type]  # x is there
+    exact = _evaluate(formula, x, weight, bias, eps)[0]  # type: ignore[arg-type]  # x is there
     theirs, ours = (float((t.float() - exact).abs().div(exact.abs() + 1e-30).mean()) for t in (y, expected))
     return ours <= theirs
 
 
-def _expected(
+def _evaluate(
     formula: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """The formula's result, and the numbers that its roundings are relative to (None: the result itself)."""

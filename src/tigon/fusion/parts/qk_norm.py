@@ -6,33 +6,32 @@ from typing import Any
 
 from torch import nn
 
-from tigon.fusion.engine.clones import name_of
-from tigon.fusion.engine.part import Part, Stage, register
+from tigon.fusion.engine.part import Part, Site, Stage, register
 from tigon.fusion.engine.patch import Patch
-from tigon.fusion.engine.probe import shape_of
-from tigon.fusion.engine.site import Site
+from tigon.fusion.engine.probe import get_full_shape
+from tigon.fusion.engine.rewrite import name_forward
 from tigon.fusion.parts.norm import is_rms_norm
-from tigon.fusion.parts.rotary import Clones
+from tigon.fusion.parts.rotary import list_names_before
 from tigon.fusion.parts.rotary_formula import Rotary
 
 
 class QKNorm(Part):
-    """Tells two norms of heads to wait (head_norm.py). The clone that the rotary part installed does the rest."""
+    """Tells two norms of heads to wait (head_norm.py). The forward that the rotary part rewrote does the rest."""
 
-    kind, option, stage = "qk_norm", "norms", Stage.AROUND
+    kind, stage = "qk_norm", Stage.AROUND
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        patch = site.patch_of(module)
+        patch = site.find_patch(module)
         if patch is None or not isinstance(patch.formula, Rotary):
             return
-        names = site.kept(Clones).before(type(module).forward)
+        names = list_names_before(site, type(module).forward)
         norms = [(name, norm) for name in names if (norm := _norm_of_heads(module, name)) is not None]
         if len(norms) != 2 or norms[0][1].formula != norms[1][1].formula:
             return
         for _, norm in norms:
-            norm.heads = True
+            norm.is_head_norm = True
         what = f"{norms[0][0]}, {norms[1][0]} and the rotation in one pass"
-        site.fused(self, module, what, key=name_of(type(module).forward))
+        site.record_fused(self, module, what, key=name_forward(type(module).forward))
 
 
 def _norm_of_heads(module: nn.Module, name: str) -> Patch | None:
@@ -43,7 +42,7 @@ def _norm_of_heads(module: nn.Module, name: str) -> Patch | None:
     patch: Patch = vars(norm)["_tigon"]
     weight = patch.formula.weight
     width = getattr(module, "head_dim", None)  # norms of the whole projection are wider
-    return patch if weight is not None and shape_of(getattr(norm, weight)).numel() == width else None
+    return patch if weight is not None and get_full_shape(getattr(norm, weight)).numel() == width else None
 
 
 register(QKNorm())

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from tigon.fusion.engine.bytecode import BytecodeAnalysis
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.part import ModulePart, register
-from tigon.fusion.engine.patch import plain_forward, transformed
-from tigon.fusion.engine.probe import CASES, probe_of, recognition, run, same_numbers, takes_one_argument
+from tigon.fusion.engine.patch import is_functorch_active, plain_forward
+from tigon.fusion.engine.probe import CASES, build_probe, recognition, run, same_numbers, takes_one_argument
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.fusion.parts.mlp import has_state
@@ -21,7 +22,7 @@ from tigon.ops.relu2 import relu2, relu2_reference
 def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     ledger: Ledger = self._tigon.ledger
     x = args[0] if len(args) == 1 and not kwargs else None
-    if not ledger.active or not isinstance(x, Tensor) or x.dtype not in DTYPES or transformed():
+    if not ledger.active or not isinstance(x, Tensor) or x.dtype not in DTYPES or is_functorch_active():
         return plain_forward(self, *args, **kwargs)
     if not self._tigon.still_holds(self):
         return plain_forward(self, *args, **kwargs)
@@ -37,7 +38,7 @@ class Squared:
 
     noted_widths: ClassVar[int] = 4  # the inner width of an MLP, in widths of the model, about
 
-    def width_of(self, module: nn.Module) -> int | None:
+    def get_width(self, module: nn.Module) -> int | None:
         return None  # an activation accepts any width
 
     def __str__(self) -> str:
@@ -45,20 +46,20 @@ class Squared:
 
 
 @recognition
-def recognize_relu2(module: nn.Module) -> Squared | Reason | None:
+def recognize_relu2(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Squared | Reason | None:
     if next(module.children(), None) is not None or has_state(module) or not takes_one_argument(module):
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 40, generator=generator) * torch.logspace(-2, 2, 8)[:, None]
     for dtype in (torch.float32, torch.bfloat16):
         for training in (True, False):
-            probe = probe_of(module, {})
+            probe = build_probe(module, {})
             probe.training = training
             y = run(probe, x.to(dtype))
             if not same_numbers(y, relu2_reference(x.to(dtype))):
                 return None
     for case in CASES:
-        probe = probe_of(module, {})
+        probe = build_probe(module, {})
         probe.training = case.training
         x = case.input(40)
         with torch.set_grad_enabled(case.gradients):
@@ -68,4 +69,4 @@ def recognize_relu2(module: nn.Module) -> Squared | Reason | None:
     return Squared()
 
 
-register(ModulePart("mlp", "mlp", recognize_relu2, relu2_forward))
+register(ModulePart("mlp", recognize_relu2, relu2_forward))

@@ -1,4 +1,4 @@
-"""Attention forwards that call tigon.rope: clones of the original code whose globals name tigon.rope's wrapper."""
+"""Attention forwards that call tigon.rope: the original code, with globals that name a wrapper of tigon.rope."""
 
 from __future__ import annotations
 
@@ -14,85 +14,76 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tigon.fusion.engine.clones import clone, name_of, rebuilt
 from tigon.fusion.engine.ledger import Ledger
-from tigon.fusion.engine.part import Part, register
-from tigon.fusion.engine.patch import transformed
-from tigon.fusion.engine.reading import writes_globals
-from tigon.fusion.engine.reasons import WRITES_GLOBALS, Reason
-from tigon.fusion.engine.site import Site
-from tigon.fusion.logits.recipe import DTYPES, version_of
-from tigon.fusion.parts.head_norm import as_tensor, bare, rope_of
-from tigon.fusion.parts.rotary_formula import Rotary, arguments_of, recognize_rotary
-from tigon.kernels.capturing import is_captured
+from tigon.fusion.engine.part import Part, Site, register
+from tigon.fusion.engine.patch import is_functorch_active
+from tigon.fusion.engine.reasons import Reason
+from tigon.fusion.engine.rewrite import ForwardCache, name_forward, rewrite_forward
+from tigon.fusion.logits.recipe import DTYPES, get_version
+from tigon.fusion.parts.head_norm import as_tensor, fuse_rope, strip_norm
+from tigon.fusion.parts.rotary_formula import Rotary, read_arguments, recognize_rotary
+from tigon.kernels.graph_capture import is_captured
 from tigon.ops.rope import rope
 
 
 class RotaryPart(Part):
     """Modules whose forward calls a rotary function by a global name: attention."""
 
-    kind, option = "rotary", "rotary"
+    kind = "rotary"
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        clones, forward = site.kept(Clones), type(module).forward
-        for name, formula in clones.found(forward).items():
+        forward = type(module).forward
+        for name, formula in find_rotary(site, forward).items():
             if isinstance(formula, Reason):
-                site.left(self, module, replace(formula, text=f"{name}: {formula}"))
-            elif site.patch_of(module) is None:  # one clone serves all rotary functions that a forward calls
-                clone = clones.of(forward, site.ledger)
-                site.replace(self, module, clone, formula, str(formula), key=name_of(forward))
+                site.record_skipped(self, module, replace(formula, text=f"{name}: {formula}"))
+            elif site.find_patch(module) is None:  # one rewritten forward serves all rotary functions that it calls
+                rewritten = _rewrite(site, forward)
+                site.replace(self, module, rewritten, formula, str(formula), key=name_forward(forward))
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
-        clone: Callable[..., Any] = site.kept(Clones).of(type(module).forward, site.ledger)
-        return clone
+        rewritten: Callable[..., Any] = _rewrite(site, type(module).forward)
+        return rewritten
 
 
-class Clones:
-    """Clones of attention forwards that see tigon.rope in place of their module's rotary function, one per forward.
+class _Forwards(ForwardCache):
+    """A forward → the same with tigon.rope for its rotary functions, counting by the model's ledger."""
 
-    A clone's globals hold the ledger that it counts by, so the clones of one model serve no other.
-    """
 
-    def __init__(self) -> None:
-        self._found: dict[Any, dict[str, Rotary | Reason]] = {}
-        self._clones: dict[Any, Any] = {}
+class _Formulas(ForwardCache):
+    """A function → the rotary functions that it calls, with their formulas. Their module may get others later."""
 
-    def found(self, forward: Any) -> dict[str, Rotary | Reason]:
-        """The rotary functions that a forward calls by a global name."""
-        if forward not in self._found:
-            inner = inspect.unwrap(forward) if callable(forward) else None
-            names = getattr(getattr(inner, "__code__", None), "co_names", ())
-            candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
-            # The name decides whether the report mentions a function, never whether it is replaced.
-            self._found[forward] = {
-                n: recognize_rotary(g) for n, g in candidates.items() if arguments_of(g) or _sounds_rotary(g)
-            }
-        return self._found[forward]
 
-    def before(self, forward: Any) -> tuple[str, ...]:
-        """The names that a forward reads before it calls its rotary function."""
-        names: tuple[str, ...] = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
-        first = min((names.index(n) for n, f in self.found(forward).items() if isinstance(f, Rotary)), default=0)
-        return names[:first]
+def _rewrite(site: Site, forward: Any) -> Any:
+    cache = site.get_cached(_Forwards)
+    if forward not in cache:
+        cache[forward] = rewrite_forward(forward, functools.partial(_make_globals, site))
+    return cache[forward]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Clones:
-        return Clones()
 
-    def of(self, forward: Any, ledger: Ledger) -> Any:
-        if writes_globals(forward):
-            return WRITES_GLOBALS
-        if forward not in self._clones:
-            self._clones[forward] = clone(forward, functools.partial(self._with_rope, ledger))
-        return self._clones[forward]
+def _make_globals(site: Site, fn: types.FunctionType) -> dict[str, Any]:
+    functions = {name: formula for name, formula in find_rotary(site, fn).items() if isinstance(formula, Rotary)}
+    key = name_forward(fn)
+    return {n: _make_rotary(fn.__globals__, n, formula, site.ledger, key) for n, formula in functions.items()}
 
-    def _with_rope(self, ledger: Ledger, fn: types.FunctionType) -> types.FunctionType:
-        scope = dict(fn.__globals__)
-        # Dynamo guards a global through the module `__name__`, which still has the plain function.
-        scope.pop("__name__", None)
-        for name, formula in self.found(fn).items():
-            if isinstance(formula, Rotary):
-                scope[name] = _rotary(fn.__globals__, name, formula, ledger, name_of(fn))
-        return rebuilt(fn, scope, fn.__closure__)
+
+def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Reason]:
+    """The rotary functions that a forward calls by a global name."""
+    inner, cache = inspect.unwrap(forward) if callable(forward) else None, site.get_cached(_Formulas)
+    if inner not in cache:
+        names = getattr(getattr(inner, "__code__", None), "co_names", ())
+        candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
+        # The name decides whether the report mentions a function, never whether it is replaced.
+        rotary = {n: g for n, g in candidates.items() if read_arguments(g) or _sounds_rotary(g)}
+        cache[inner] = {n: recognize_rotary(g) for n, g in rotary.items()}
+    formulas: dict[str, Rotary | Reason] = cache[inner]
+    return formulas
+
+
+def list_names_before(site: Site, forward: Any) -> tuple[str, ...]:
+    """The names that a forward reads before it calls its rotary function."""
+    names: tuple[str, ...] = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
+    functions = find_rotary(site, forward).items()
+    return names[: min((names.index(n) for n, f in functions if isinstance(f, Rotary)), default=0)]
 
 
 def _sounds_rotary(fn: Any) -> bool:
@@ -100,27 +91,27 @@ def _sounds_rotary(fn: Any) -> bool:
     return not isinstance(fn, type) and ("rotary" in name or "rope" in name.split("_"))
 
 
-def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
-    """The function that a clone's globals have under this name. key: by which the ledger counts the clone's calls."""
+def _make_rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, key: str) -> Callable[..., Any]:
+    """The function that a rewritten forward sees under this name. key: the ledger's key for the calls."""
     recognised = scope[name]
     turn = formula.turn
     # All layers of a model get the same cos and sin, so they are spread once.
     spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
-    def spread_of(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def spread_once(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
         if turn.angles == "whole" and not turn.back:
             return cos, sin
         # From complex angles each call makes new views cos and sin: the complex tensor itself is the key.
         first, second = (cos, sin) if freqs is None else (freqs, freqs)
         if not _may_keep(first, second):
             return turn.spread(cos, sin)
-        kept = spread.get(first)
-        if kept is None or kept[0]() is not second or kept[1] != (version_of(first), version_of(second)):
+        known = spread.get(first)
+        if known is None or known[0]() is not second or known[1] != (get_version(first), get_version(second)):
             # A value that holds its own key would keep the key alive, so unchanged tensors are left out.
             made = tuple(None if t is s else t for t, s in zip(turn.spread(cos, sin), (cos, sin), strict=True))
-            kept = ref(second), (version_of(first), version_of(second)), made
-            spread[first] = kept
-        wide_cos, wide_sin = kept[2]
+            known = ref(second), (get_version(first), get_version(second)), made
+            spread[first] = known
+        wide_cos, wide_sin = known[2]
         return cos if wide_cos is None else wide_cos, sin if wide_sin is None else wide_sin
 
     def plain_rope(*tensors: Tensor, **options: Any) -> Any:
@@ -132,9 +123,9 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         plain = recognised if torch.compiler.is_compiling() else scope.get(name, recognised)
-        fits = plain is recognised and ledger.active and not transformed()  # else it was replaced since
+        fits = plain is recognised and ledger.active and not is_functorch_active()  # else it was replaced since
         bound = formula.bind(args, kwargs) if fits else None
-        heads = () if bound is None else tuple([bare(x) for x in bound[0]])
+        heads = () if bound is None else tuple([strip_norm(x) for x in bound[0]])
         if bound is None or not _tensors_fit(*heads, *bound[1:3]):
             return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
         waiting, cos, sin, dim = bound
@@ -145,7 +136,7 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
         if not _shapes_fit(four, *angles, dim, formula):
             return plain(*as_tensor(args), **{k: as_tensor(v) for k, v in kwargs.items()})
         rotate = (
-            rope_of(*waiting) if len(waiting) == 2 and turn.whole_heads(cos.shape[-1], heads[0].shape[-1]) else None
+            fuse_rope(*waiting) if len(waiting) == 2 and turn.whole_heads(cos.shape[-1], heads[0].shape[-1]) else None
         )
         ledger.count("rotary", key)
         if rotate is not None:
@@ -153,11 +144,11 @@ def _rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledger, k
         if rotate is None and any(x is not y for x, y in zip(heads, waiting, strict=True)):
             heads = as_tensor(waiting)
             four = tuple(x[None] for x in heads) if flat else heads
-        wide = spread_of(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
+        wide = spread_once(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
         if flat:
             wide = wide[0][None], wide[1][None]
         # Not `rotate or`: Dynamo before torch 2.13 takes no truth value of a function.
-        turned = turn.of(plain_rope if rotate is None else rotate, four, *wide, dim)
+        turned = turn.apply(plain_rope if rotate is None else rotate, four, *wide, dim)
         if flat:
             turned = tuple(y[0] for y in turned)
         if formula.keeps:

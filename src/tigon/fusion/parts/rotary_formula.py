@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.probe import CASES, Case, probing, run, same_numbers
-from tigon.fusion.engine.reading import reading_of_function
+from tigon.fusion.engine.bytecode import analyze_function
+from tigon.fusion.engine.probe import CASES, Case, run, same_numbers, shield_probes
 from tigon.fusion.engine.reasons import Reason
 from tigon.ops.rope import DEFAULT, NEIGHBOURS, rope_reference
 
@@ -52,7 +52,7 @@ class Turn:
             return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
-    def of(self, rope: Callable[..., Any], heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
+    def apply(self, rope: Callable[..., Any], heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
         """The heads (q and k, or one of them) rotated by the cos and sin that `spread` returned."""
         R = cos.shape[-1]
         passed = [x[..., :-R] for x in heads] if self.tail and heads[0].shape[-1] > R else None
@@ -68,7 +68,7 @@ class Turn:
         return turned
 
     def whole_heads(self, given: int, head: int) -> bool:
-        """Whether `of` hands the heads to `rope` unchanged. given: the width of the model's cos."""
+        """Whether `apply` hands the heads to `rope` unchanged. given: the width of the model's cos."""
         rotated = 2 * given if self.angles == "half" else given
         return self.pairs != "parted" and not (self.tail and head > rotated)
 
@@ -149,7 +149,7 @@ class Rotary:
         return heads, given.get(cos), given.get(sin), dim
 
 
-def arguments_of(fn: Any) -> tuple[str, ...] | None:
+def read_arguments(fn: Any) -> tuple[str, ...] | None:
     """The names of a function's leading arguments if they suggest a rotary function, which is then probed."""
     try:
         parameters = list(_signature(fn).parameters.values())
@@ -171,9 +171,9 @@ def _signature(fn: Any) -> inspect.Signature:
     return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
 
 
-@probing()
+@shield_probes()
 def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
-    names = arguments_of(fn)
+    names = read_arguments(fn)
     if names is None:
         return Reason(f"it takes other arguments than {', '.join(f'({a})' for a in ARGUMENTS)}")
     complex_ = len(names) == 3 and names[2].startswith("freqs")
@@ -189,7 +189,7 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
             break
     else:
         return Reason("its numbers fit no formula of tigon.rope")
-    reading = reading_of_function(fn)
+    reading = analyze_function(fn)
     reason = reading if isinstance(reading, Reason) else reading.reason
     if reason is not None:
         return reason
@@ -264,7 +264,7 @@ def _is_rope(
             return None
         wide = turn.spread(cos, sin)
         with torch.set_grad_enabled(case is not None and case.gradients):
-            rotated = turn.of(rope_reference, heads, *wide, dim)
+            rotated = turn.apply(rope_reference, heads, *wide, dim)
         for x, y, z in zip(heads, turned, rotated, strict=True):
             y = y[None] if flat else y
             if case is not None:

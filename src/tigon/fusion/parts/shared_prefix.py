@@ -13,23 +13,23 @@ from tigon.fusion.engine.site import Site
 class SharedPrefix(Part):
     """Sets the name of the attention function in the configurations of a decoder's attention."""
 
-    kind, option, stage = "prefix", "shared_prefix", Stage.MODEL
+    kind, stage, argument = "prefix", Stage.MODEL, "shared_prefix"
 
     def fuse(self, site: Site, module: nn.Module) -> None:
         # Only here: without transformers there is nothing to share, and its import is not that of tigon.fuse.
         from tigon.fusion.shared_prefix import attention
         from tigon.fusion.shared_prefix.recognize import shared_attention
 
-        found: list[Any] = list(shared_attention(module))
+        layers: list[Any] = list(shared_attention(module))
         attention.register()
-        for layer in found:
+        for layer in layers:
             name = layer.config._attn_implementation
             if not isinstance(name, attention.Shared):
                 site.set(layer.config, "_attn_implementation_internal", attention.Shared(name))
             before = layer.config._attn_implementation.previous
             kind = type(layer).__name__
-            site.fused(self, layer, f"once for all suffixes of a prefix; {before} without a layout", key=kind)
-        site.ledger.around = attention.Around(list({id(m.config): m.config for m in found}.values()))
+            site.record_fused(self, layer, f"once for all suffixes of a prefix; {before} without a layout", key=kind)
+        site.ledger.around = attention.Around(list({id(m.config): m.config for m in layers}.values()))
         if not site.entrances:  # no head is fused, where a call begins
             site.entrances.append(_outermost(module))
 

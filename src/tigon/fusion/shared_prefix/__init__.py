@@ -1,1 +1,1 @@
-"""What several continuations have in common is computed once: batches of prefixes and suffixes for whole models."""
+"""Shared prefixes: batches of prefixes and suffixes, for models that compute each prefix once."""

@@ -180,15 +180,15 @@ def shared_prefix_mask(*args: Any, config: Any, mask_function: Any = None, **opt
             options["mask_function"] = mask_function
         return None if function is None else function(*args, config=config, **options)
     if not torch.compiler.is_compiling():
-        window = _window_of(mask_function)
+        window = _find_window(mask_function)
     elif options.get("use_vmap") or not options.get("allow_is_causal_skip", True):
         raise ValueError("shared_prefix: the model makes a mask that cannot be shared; run it without torch.compile.")
-    else:  # Dynamo cannot look into functions; what transformers passes beside them tells as much
+    else:  # Dynamo cannot look into functions; transformers passes the window beside them
         window = options.get("local_size")
     return None if window is None else torch.empty(0, 1, 1, window, dtype=torch.bool, device=options.get("device"))
 
 
-def _window_of(mask_function: Any) -> int | None:
+def _find_window(mask_function: Any) -> int | None:
     """The window of one of transformers' causal mask functions, None for no window; an error for any other mask."""
     from transformers import masking_utils as masks
 
@@ -268,7 +268,7 @@ def _check_options(name: str, module: Any, options: dict[str, Any]) -> None:
 
 def _plain_attention(module: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """The attention that this module would run if the name in its configuration were the one before."""
-    registry, eager = registry_of(type(module))
+    registry, eager = find_registry(type(module))
     name = _previous(module.config)
     function = registry.get_interface(name or "eager", eager)
     if name not in (None, "eager", "sdpa"):  # those of flash attention choose a kernel by the name
@@ -287,7 +287,7 @@ class _Before:
         return getattr(vars(self)["_held"], name)
 
 
-def registry_of(kind: type) -> tuple[Any, Any]:
+def find_registry(kind: type) -> tuple[Any, Any]:
     """The registry that a class's forward asks, and its module's own eager attention; (None, None) if it asks none."""
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())

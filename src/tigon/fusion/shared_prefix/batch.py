@@ -1,4 +1,4 @@
-"""A batch of prefixes and their suffixes: packed ids, what predicts what, and the losses of a model over them."""
+"""A batch of prefixes and their suffixes: packed ids, the rows that predict tokens, and a model's losses over them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class SharedPrefixBatch:
         prefixes: R sequences of token ids, lists of ints or 1-d integer tensors. None is empty.
         suffixes: R lists; `suffixes[r]` holds the suffixes of prefix r, each a sequence of token ids.
         device: where the tensors lie. Default: the device of the tensors passed, or the CPU for lists of ints.
-    Raises: ValueError for an empty prefix, list of suffixes or suffix, and for what is no sequence of token ids.
+    Raises: ValueError for an empty prefix, list of suffixes or suffix, and for a value that is no sequence of token
+    ids.
 
     Attributes:
         layout: the `tigon.PrefixLayout` of the N rows.
@@ -38,7 +39,7 @@ class SharedPrefixBatch:
         predictor, target: (S,), for each token of the suffixes the row whose output predicts it, and its id. The last
             row of a prefix predicts the first token of all its suffixes.
         inputs: the keyword arguments of the model's forward.
-        last: (C,), the last row of each of the C suffixes, whose output predicts what would come next.
+        last: (C,), the last row of each of the C suffixes, whose output predicts the next token.
         rows, separate_rows: N, and the tokens that one sequence for each suffix would have.
 
         batch = tigon.SharedPrefixBatch([prompt], [[answer, other_answer]])
@@ -76,7 +77,7 @@ class SharedPrefixBatch:
         self._take(torch.cat(ids), [len(p) for p in parts], [[len(s) for s in own] for own in continuations])
 
     @classmethod
-    def packed(cls, ids: Tensor, prefixes: Sequence[int], suffixes: Sequence[Sequence[int]]) -> SharedPrefixBatch:
+    def from_packed(cls, ids: Tensor, prefixes: Sequence[int], suffixes: Sequence[Sequence[int]]) -> SharedPrefixBatch:
         """A batch of (N,) ids that lie as the layout wants them: all prefixes, then all suffixes, by their lengths."""
         batch = object.__new__(cls)
         batch._take(ids, prefixes, suffixes)
@@ -194,8 +195,8 @@ class SharedPrefixBatch:
         if isinstance(logits, Recipe):  # as in `logprob`
             logits = logits.hand_on(logits.logits())
         chosen = torch.as_tensor(tokens, device=logits.device)
-        found = logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
-        return found, None if target is None else cross_entropy(logits, target, config=CrossEntropy(reduction="none"))
+        scores = logits[:, chosen].to(torch.promote_types(logits.dtype, torch.float32))
+        return scores, None if target is None else cross_entropy(logits, target, config=CrossEntropy(reduction="none"))
 
     def split(self, values: Tensor) -> list[list[Tensor]]:
         """Values of the suffixes' tokens, (S, …), as lists like those of the suffixes: `[r][c]` is (length, …).
@@ -215,14 +216,14 @@ class SharedPrefixBatch:
 
     def _logits(self, model: nn.Module, rows: Tensor | None = None) -> tuple[SharedPrefixBatch, Recipe | Tensor]:
         """This batch where the model lies, and the logits of its predictors, or of rows: a recipe, or real ones."""
-        fusion = fusion_of(model)
+        fusion = find_fusion(model)
         batch = self.to(next(model.parameters()).device)
         rows = batch.predictor if rows is None else rows.to(batch.device)
         inputs = batch.inputs
         chosen = _takes_rows(model)
         if chosen:  # a head that has to build its logits then builds those of these rows
             inputs["logits_to_keep"] = rows
-        with contextlib.nullcontext() if _is_compiled(model) else fusion._ledger.lazily():
+        with contextlib.nullcontext() if _is_compiled(model) else fusion._ledger.allow_lazy():
             outputs = model(**inputs)
         logits = outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", None)
         if not isinstance(logits, Tensor):
@@ -236,14 +237,14 @@ class SharedPrefixBatch:
         return batch, logits[0] if chosen else logits[0][rows]
 
 
-def fusion_of(model: nn.Module) -> Fusion:
+def find_fusion(model: nn.Module) -> Fusion:
     """The Fusion of a model, or of the model inside a wrapper, that shares prefixes."""
     for module in model.modules():
         patch = vars(module).get("_tigon")
         fusion = None if patch is None or not patch.ledger.active else patch.fusion
-        if fusion is not None and fusion._options.get(ARGUMENT):
-            found: Fusion = fusion
-            return found
+        if fusion is not None and fusion._options.shared_prefix:
+            sharing: Fusion = fusion
+            return sharing
     raise ValueError(f"{NAME}: {type(model).__name__} must be fused by tigon.fuse(model, shared_prefix=True).")
 
 

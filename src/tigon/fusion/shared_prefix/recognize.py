@@ -1,4 +1,4 @@
-"""Which attention of a model can share prefixes, and by name what in the model cannot."""
+"""The attention of a model that can share prefixes, and the reason, by name, why a model cannot."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from tigon.fusion.shared_prefix.attention import registry_of
+from tigon.fusion.shared_prefix.attention import find_registry
 from tigon.ops.prefix_attention import WIDEST
 
 CAUSAL = {"full_attention", "sliding_attention"}  # of `layer_types` in a configuration
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
-# Keyword arguments of an attention function that change what it computes, and that the shared one lacks.
+# Keyword arguments of an attention function that change the result, and that shared attention lacks.
 EXTRAS = {"s_aux": "attention sinks", "position_bias": "a bias of positions"}
 # Methods by which a model counts positions from its own first number, as RoBERTa does.
 OWN_POSITIONS = "create_position_ids_from_input_ids"
@@ -26,35 +26,35 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
     Raises: ValueError if tokens of the model meet elsewhere, or in another way, than in causal attention.
     """
     name = type(model).__name__
-    asking = [module for module in model.modules() if registry_of(type(module))[0] is not None]
-    found = [m for m in asking if getattr(m, "is_causal", True) and not getattr(m, "is_cross_attention", False)]
+    asking = [module for module in model.modules() if find_registry(type(module))[0] is not None]
+    attentions = [m for m in asking if getattr(m, "is_causal", True) and not getattr(m, "is_cross_attention", False)]
     for module in model.modules():
         if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             _refuse(f"{type(module).__name__} is an encoder-decoder; its tokens read those of an encoder, too.")
-    if not found:
+    if not attentions:
         if asking:
             _refuse(f"{name} is an encoder: {_names(asking)} read tokens in both directions.")
         _refuse(f"no attention of {name} asks transformers' registry of attention functions, where it could be shared.")
-    for layers in _lists_of_layers(model, set(found)):
-        _check_layers(layers, set(found))
-        for module in {*found, *layers} & {*layers.modules()}:
+    for layers in _lists_of_layers(model, set(attentions)):
+        _check_layers(layers, set(attentions))
+        for module in {*attentions, *layers} & {*layers.modules()}:
             _check_forward(module)
-    for module in found:
+    for module in attentions:
         _check_attention(module)
     for module in model.modules():
         if any(getattr(module, attribute, None) for attribute in CAPACITY):
             _refuse(f"{type(module).__name__} limits the tokens of an expert, so that tokens meet in the routing.")
         if hasattr(type(module), OWN_POSITIONS):
             _refuse(f"{type(module).__name__} counts positions by itself, and suffixes continue those of their prefix.")
-    decoder = _around(model, found)
+    decoder = _around(model, attentions)
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         _refuse(f"{type(decoder).__name__} takes no position_ids, and suffixes continue the positions of their prefix.")
-    return found
+    return attentions
 
 
-def _check_layers(layers: nn.ModuleList, found: set[nn.Module]) -> None:
+def _check_layers(layers: nn.ModuleList, attentions: set[nn.Module]) -> None:
     """Raise unless every layer has attention, and nothing else in which tokens meet."""
-    with_attention = [layer for layer in layers if any(m in found for m in layer.modules())]
+    with_attention = [layer for layer in layers if any(m in attentions for m in layer.modules())]
     usual = {type(child) for layer in with_attention for child in layer.modules()}
     for layer in layers:
         if layer not in with_attention:
@@ -97,19 +97,19 @@ def _check_attention(module: Any) -> None:
             _refuse(f"{kind} has {what}, which the shared attention does not have.")
 
 
-def _lists_of_layers(model: nn.Module, found: set[nn.Module]) -> list[nn.ModuleList]:
+def _lists_of_layers(model: nn.Module, attentions: set[nn.Module]) -> list[nn.ModuleList]:
     """The outermost lists of layers with attention."""
     lists: list[nn.ModuleList] = []
     for module in model.modules():
         inside = any(module in outer.modules() for outer in lists)
-        if isinstance(module, nn.ModuleList) and not inside and any(m in found for m in module.modules()):
+        if isinstance(module, nn.ModuleList) and not inside and any(m in attentions for m in module.modules()):
             lists.append(module)
     return lists
 
 
-def _around(model: nn.Module, found: list[nn.Module]) -> nn.Module:
+def _around(model: nn.Module, attentions: list[nn.Module]) -> nn.Module:
     """The innermost model of transformers that holds all of this attention: the decoder, without its head."""
-    inside = set(found)
+    inside = set(attentions)
     decoder = model
     for module in model.modules():  # a module before the modules inside it
         if hasattr(module, "get_input_embeddings") and inside <= set(module.modules()):

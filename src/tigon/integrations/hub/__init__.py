@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.fusion.engine.probe import signature_of
+from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import Reason
 from tigon.fusion.parts.mlp import Gated, recognize_mlp
 from tigon.fusion.parts.norm import recognize_norm
@@ -59,7 +59,7 @@ def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
     for module in model.modules():
         name = getattr(type(module), "kernel_layer_name", None)
         if name is not None:
-            key = signature_of(module)
+            key = compute_signature(module)
             if key not in known:
                 known[key] = _layer_for(module)
             found.setdefault(str(name), set()).add(known[key])

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.fusion.engine.patch import transformed
+from tigon.fusion.engine.patch import is_functorch_active
 from tigon.fusion.logits.recipe import DTYPES
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import gated_unit, swiglu
@@ -76,7 +76,7 @@ def _gated_mlp(act: Any, formula: str) -> type[nn.Module]:
         has_backward = True
 
         def forward(self: Any, x: Tensor) -> Tensor:
-            if transformed():
+            if is_functorch_active():
                 return type(self).forward(self, x)
             return self.down_proj(gated_unit(self.gate_proj(x), self.up_proj(x), act=act))
 
@@ -92,7 +92,7 @@ def _act_and_mul(act: Any, formula: str) -> type[nn.Module]:
         has_backward = True
 
         def forward(self: Any, x: Tensor) -> Tensor:
-            return type(self).forward(self, x) if transformed() else gated_unit(x, act=act)
+            return type(self).forward(self, x) if is_functorch_active() else gated_unit(x, act=act)
 
     ActAndMul.__doc__ = f"""act of the first half of x times the second half, act(g) = {formula}."""
     return ActAndMul
@@ -145,7 +145,7 @@ def _eps(module: Any) -> float:
 
 def _norm_fits(module: Any, x: Tensor) -> bool:
     weight = module.weight
-    if x.dtype not in DTYPES or x.dim() == 0 or transformed():
+    if x.dtype not in DTYPES or x.dim() == 0 or is_functorch_active():
         return False
     if weight.dtype != x.dtype and weight.dtype.itemsize != 4:  # an fp32 weight beside a narrower x is usual
         return False
@@ -153,7 +153,7 @@ def _norm_fits(module: Any, x: Tensor) -> bool:
 
 
 def _rotary_fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
-    if transformed() or any(t.dtype not in DTYPES for t in (q, k, cos, sin)):
+    if is_functorch_active() or any(t.dtype not in DTYPES for t in (q, k, cos, sin)):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or unsqueeze_dim not in (1, 2) or cos.shape != sin.shape:
         return False

@@ -6,6 +6,7 @@ every model built from then on. Nothing here does that, so without an instance t
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import warnings
@@ -14,20 +15,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.fusion.engine.model import Fusion, fuse
+from tigon.fusion.engine.model import PARTS, Fusion, fuse
 
-# Liger's flags, with the options of tigon.fuse that they stand for.
+# Liger's flags, with the parts of tigon.fuse that they stand for.
 FLAGS: dict[str, tuple[str, ...]] = {
     "rope": ("rotary",),
     "cross_entropy": ("head",),
     "fused_linear_cross_entropy": ("head",),
-    "rms_norm": ("norms",),
-    "layer_norm": ("norms",),
+    "rms_norm": ("norm",),
+    "layer_norm": ("norm",),
     "swiglu": ("mlp", "experts"),
     "geglu": ("mlp",),
     "relu_squared": ("mlp",),
 }
-_PARTS = {part for parts in FLAGS.values() for part in parts}
 _SWIGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 _GEGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm geglu model"
 _VISION = "cross_entropy fused_linear_cross_entropy rms_norm layer_norm model **"
@@ -108,7 +108,7 @@ def _fuse_by_flags(name: str, model: nn.Module | None, given: dict[str, Any], na
     norms = {flag: bool(given[flag]) for flag in ("rms_norm", "layer_norm") if flag in given}
     if len(set(norms.values())) > 1:
         raise ValueError(
-            f"{name}: rms_norm and layer_norm must be both on or both off, since tigon.fuse has one flag for norms, "
+            f"{name}: rms_norm and layer_norm must be both on or both off, since tigon.fuse has one part for norms, "
             f"got {' and '.join(f'{flag}={value}' for flag, value in norms.items())}."
         )
     # Both cross-entropy flags switch the head: its loss builds no logits, but code that reads the logits gets them.
@@ -116,14 +116,13 @@ def _fuse_by_flags(name: str, model: nn.Module | None, given: dict[str, Any], na
     head = not kinds or given.get("cross_entropy", False) or given.get("fused_linear_cross_entropy", True)
     off = {flag for flag, wanted in given.items() if not wanted} - set(kinds)
     off |= set() if head else set(kinds)
-    options: dict[str, Any] = {part: False for flag in off for part in FLAGS[flag]}
+    options: dict[str, Any] = {"parts": PARTS.difference(*(FLAGS[flag] for flag in off))}
     present = vars(model).get("_tigon_fusion")
     if present is not None:
         # In Liger a second call adds to the first: a part is on if either call switches it on.
-        options = {part: on or options.get(part, True) for part, on in present._options.items() if part in _PARTS} | {
-            name: value for name, value in present._options.items() if name not in _PARTS
-        }
-        if options != present._options:
+        before = {f.name: getattr(present._options, f.name) for f in dataclasses.fields(present._options)}
+        options = {**before, "parts": options["parts"].union(before["parts"])}
+        if set(options["parts"]) != set(before["parts"]):
             present.remove()
     fusion = fuse(model, **options)
     fusion._ledger.check_arguments = check_forward_arguments

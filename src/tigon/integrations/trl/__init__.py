@@ -52,7 +52,7 @@ def fuse(
         shared_prefix: True computes a prompt once for all its completions (GRPO, RLOO) or answers (DPO) that a
             micro-batch has, with the same losses and gradients; a micro-batch of GRPO then has whole groups. "auto"
             does where at least a quarter of the tokens are tokens of prompts, and the model and the trainer can.
-        options: of `tigon.fuse`, for each model that the trainer holds (norms=False, …).
+        options: of `tigon.fuse`, for each model that the trainer holds (parts=…, recompute=…).
     Returns: a TrainerFusion. `report()` says what runs in place of what, how often it ran in the last training step,
         and what was left to TRL and why; `remove()` puts everything back. It is also a context manager. A trainer that
         is fused already is left as it is, and its TrainerFusion returned.
@@ -170,7 +170,7 @@ class TrainerFusion:
             except ValueError as error:
                 reason = str(error).removeprefix(REFUSAL)
             else:
-                reason = "" if fusion._options.get("shared_prefix") else "it was fused before, without shared_prefix"
+                reason = "" if fusion._options.shared_prefix else "it was fused before, without shared_prefix"
         if reason and share is True:
             raise ValueError(f"fuse: shared_prefix=True for the {role} of {type(self.trainer).__name__}: {reason}")
         if reason:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.patch import Bound
+from tigon.fusion.engine.patch import BoundForward
 from tigon.integrations.trl.swap import Side, Swaps, arguments_of, bind, clone, global_names
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.head import Head
@@ -35,7 +35,7 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         found, direct = _fused_forward(forward)
         if found is None:
             continue
-        if not isinstance(forward, (types.MethodType, Bound)):
+        if not isinstance(forward, (types.MethodType, BoundForward)):
             swaps.not_replaced(role, "the model's forward is wrapped by what is no method")
             continue
         function, name = found
@@ -111,7 +111,11 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 
 def _forward(
-    before: types.MethodType | Bound, cloned: types.FunctionType, context: Callable[[], Any], role: str, swaps: Swaps
+    before: types.MethodType | BoundForward,
+    cloned: types.FunctionType,
+    context: Callable[[], Any],
+    role: str,
+    swaps: Swaps,
 ) -> Callable[..., Any]:
     own = before.__func__
 

@@ -158,7 +158,7 @@ def pack(ids: Tensor, labels: Tensor, rows: list[Row]) -> Packed:
     targets = torch.cat([host[1, b, i:j] for b, i, j in suffixes])
     moved = torch.stack([packed_ids, columns]).to(ids.device)
     lengths = [[j - i for _, i, j in own] for own in groups.values()]
-    batch = SharedPrefixBatch.packed(moved[0], [j - i for _, i, j in prefixes], lengths)
+    batch = SharedPrefixBatch.from_packed(moved[0], [j - i for _, i, j in prefixes], lengths)
     own = torch.stack([results, targets]).to(ids.device)
     return Packed(batch, moved[1].unsqueeze(0), own[1].unsqueeze(0), own[0], (B, T - 1))
 

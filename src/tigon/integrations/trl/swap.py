@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.fusion.engine.clones import rebuilt
 from tigon.fusion.engine.ledger import Ledger
 from tigon.fusion.engine.report import Row
+from tigon.fusion.engine.rewrite import rebuild_function
 from tigon.fusion.logits.lazy import LazyLogits
 from tigon.fusion.logits.split import is_split
 from tigon.losses.head.head import Head, Hidden
@@ -95,7 +95,7 @@ class Swaps:
         """Inside, heads leave their logits unbuilt even without labels."""
         with contextlib.ExitStack() as stack:
             for ledger in self.ledgers.values():
-                stack.enter_context(ledger.lazily())
+                stack.enter_context(ledger.allow_lazy())
             yield
 
 
@@ -111,7 +111,7 @@ def global_names(function: Any) -> tuple[str, ...]:
 
 def clone(function: types.FunctionType, **instead: Any) -> types.FunctionType:
     """A function with the same code, and other values for some globals."""
-    return rebuilt(function, {**function.__globals__, **instead}, function.__closure__)
+    return rebuild_function(function, {**function.__globals__, **instead}, function.__closure__)
 
 
 def arguments_of(function: Any, known: set[str], skip: int = 0) -> inspect.Signature | None:

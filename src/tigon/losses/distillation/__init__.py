@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels import can_look
+from tigon.kernels import is_concrete
 from tigon.losses.distillation.formula import Transform, resolve_kind
 from tigon.losses.distillation.options import Distill, DistillTopK
 from tigon.losses.distillation.reference import distill_reference, distill_topk_reference
@@ -225,7 +225,7 @@ def _inverse_divisor(
 
 def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
     """On a GPU it would wait: there the kernel answers NaN."""
-    if ids.device.type == "cpu" and can_look(ids):
+    if ids.device.type == "cpu" and is_concrete(ids):
         wrong = (logprobs != -torch.inf) & ((ids < 0) | (ids >= classes))
         if wrong.any():
             raise ValueError(f"{name}: teacher.ids must lie in [0, {classes}), got {int(ids[wrong].flatten()[0])}.")

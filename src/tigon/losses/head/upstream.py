@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tigon.kernels import cdiv, graph_is_kept, is_traced, jit, launch, tl, use_triton
+from tigon.kernels import cdiv, is_graph_retained, is_traced, jit, launch, tl, use_triton
 from tigon.ops.linear.weight_gradient import Late, late, late_product, narrowed
 
 
@@ -24,7 +24,7 @@ def scale_gradients(
     A pair is a dW in the two tensors of `weight_gradient.places`.
     """
     # Gradients of the forward pass may be scaled in place, unless the graph is kept for another backward pass.
-    ours = not is_traced(factor) and not graph_is_kept()
+    ours = not is_traced(factor) and not is_graph_retained()
     return [
         _scale_gradient(gradient, factor, dtype, ours) if need and dtype is not None else None
         for gradient, dtype, need in zip(gradients, dtypes, needs, strict=True)

@@ -11,15 +11,15 @@ from tigon.kernels import (
     Plan,
     cdiv,
     differentiable,
+    find_sum_parts,
     is_traced,
     launch,
     launcher,
     multiprocessors,
     next_power_of_2,
-    rows_of,
-    summed_in_parts,
     uneven,
     use_triton,
+    view_rows,
 )
 from tigon.ops.cross_entropy.kernels import (
     _cross_entropy_bwd_kernel,
@@ -105,7 +105,7 @@ def cross_entropy_rows(
     # Of so few rows the gradient, too, is sooner done by many programs a row, in launches of their own. Of more, a
     # program that reads its row again while the cache holds it is faster, though multiprocessors are idle.
     few = cdiv(2 * M, multiprocessors(logits.device)) == 1
-    if few and summed_in_parts(M, V, logits.device) is not None:
+    if few and find_sum_parts(M, V, logits.device) is not None:
         stats = loss.new_empty(4 + 2 * M)
         _launch_rows(logits, target, None, loss, stats, None, None, *options)
         factor = loss.new_ones(()) if factor is None else factor
@@ -174,7 +174,7 @@ def _launch_rows(
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
     # Everything that the plan depends on: also which results are wanted, since None changes the kernel.
     key = (M, sizes, dtypes, edges, stats is None, z is None, predicted is None)
-    parts = summed_in_parts(M, V, logits.device)
+    parts = find_sum_parts(M, V, logits.device)
     if parts is not None:
         tile = _fwd_tile(V, softcap, label_smoothing, weight is not None, predicted is not None)
         launch_parts(tensors, key, sizes, branches, edges, M, parts, tile)
@@ -247,7 +247,7 @@ def _forward(
         # With weights the means of the loss and of its z-loss have different divisors.
         if details or (mean and weight is not None and divisor is None and options[2] != 0.0):
             z_rows = stats.new_empty(M)
-    _launch_rows(rows_of(logits), target, weight, rows, stats, z_rows, predicted, *options)
+    _launch_rows(view_rows(logits), target, weight, rows, stats, z_rows, predicted, *options)
     if reduction != "none" or details:
         out, z_out = (loss, z) if reduction != "none" else (None, None)
         inputs = rows, z_rows, target, weight, predicted, divisor
@@ -317,7 +317,7 @@ def _cross_entropy_bwd(
     # input.
     dlogits = logits.new_empty(logits.shape)
     # The gradient is dense, whatever the strides of the logits.
-    x, dx = rows_of(logits), dlogits.view(-1, logits.shape[-1]) if logits.numel() else dlogits
+    x, dx = view_rows(logits), dlogits.view(-1, logits.shape[-1]) if logits.numel() else dlogits
     _launch_gradient(dloss, x, target, weight, stats, dx, mean, *options)
     return dlogits
 
@@ -388,7 +388,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 def _own_rows(logits: Tensor) -> Tensor | None:
     """The memory of the logits as (M, V), or None where they have no rows of their own to write to."""
-    rows = rows_of(logits.detach())
+    rows = view_rows(logits.detach())
     # Overlapping rows, as of a sliding window, share elements that have several gradients.
     apart = rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]
     return rows if rows.data_ptr() == logits.data_ptr() and rows.numel() and apart else None

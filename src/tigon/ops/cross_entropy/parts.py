@@ -1,4 +1,4 @@
-"""Cross entropy of few wide rows, each in parts for several programs; `tigon.kernels.parts` says when."""
+"""Cross entropy of few wide rows, each in parts for several programs; `tigon.kernels.row_parts` says when."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _cross_entropy_parts_kernel(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Few wide rows: one program a part of a row, as `tigon.kernels.parts` cuts it. partial: (M, SUMS, P)."""
+    """Few wide rows: one program a part of a row, as `tigon.kernels.row_parts` cuts it. partial: (M, SUMS, P)."""
     row, start, columns = locate_part_of_row(P, width, V)
     # An ignored row's sums stay unwritten: nobody reads them.
     if tl.load(target_ptr + row) == ignore_index:

@@ -12,15 +12,15 @@ from tigon.kernels import (
     Plan,
     cdiv,
     differentiable,
+    find_sum_parts,
     fold_warps,
     launch,
     launcher,
     multiprocessors,
     next_power_of_2,
     part_tile,
-    rows_of,
-    summed_in_parts,
     uneven,
+    view_rows,
 )
 from tigon.kernels.tiles.constants import LOG2E
 from tigon.ops.divergence.kernels import _divergence_bwd_kernel, _divergence_fwd_kernel
@@ -115,14 +115,14 @@ def _divergence_fwd(
     if input.numel() == 0:
         return rows.zero_(), stats, signs
     # Each side has a row stride of its own: slices of wider rows are read where they lie.
-    a, b = rows_of(input), rows_of(target)
+    a, b = view_rows(input), view_rows(target)
     M, V = a.shape
     # With a gradient or without one: a loss has the same bits.
     plane = _plane(V) if signed or (kind == "tvd" and in_planes(input, target)) else None
     sizes = V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature
     mask = None if mask is None else mask.contiguous()
     # Of what is no logit a whole row takes half the time.
-    parts = None if plane else summed_in_parts(M, V, a.device, 1 if form == "logits" else 2)
+    parts = None if plane else find_sum_parts(M, V, a.device, 1 if form == "logits" else 2)
     if parts is not None:
         _launch_parts((a, b, mask, rows, stats), (*sizes, kind, form, uneven(a, b)), M, parts)
         return rows, stats, signs
@@ -184,7 +184,7 @@ def _divergence_bwd(
     if target.numel() == 0:
         return dinput
     g = _flat(drows)
-    a, b = None if input is None else rows_of(input), rows_of(target)
+    a, b = None if input is None else view_rows(input), view_rows(target)
     M, V = b.shape
     # Without an input its stride is 0: the kernel's arguments are the same in number.
     strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
@@ -220,7 +220,7 @@ def _signed_bwd(
 ) -> Tensor:  # fmt: skip
     dinput = signs.new_empty((*drows.shape, classes), dtype=dtype)
     g = _flat(drows)
-    a = None if input is None else rows_of(input)
+    a = None if input is None else view_rows(input)
     M, plane = signs.shape
     arguments = classes, g.stride(0), 0 if a is None else a.stride(0), LOG2E.value / temperature, plane, form
     tensors = g, a, None if mask is None else mask.contiguous(), stats, signs, dinput

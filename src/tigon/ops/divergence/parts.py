@@ -1,4 +1,4 @@
-"""The kernels of few wide rows, each in parts for several programs; `tigon.kernels.parts` says when.
+"""The kernels of few wide rows, each in parts for several programs; `tigon.kernels.row_parts` says when.
 
     KL of logits              statistics of each part → the row
     other kinds of logits     statistics of each part → the row's, and each part's terms → the row

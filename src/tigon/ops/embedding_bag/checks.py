@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import can_look
+from tigon.kernels import is_concrete
 from tigon.ops.targets import CHECKS
 
 
@@ -75,12 +75,12 @@ def _look(
     name: str, V: int, values: Tensor, offsets: Tensor | None, field_offsets: Tensor | None, padding: int
 ) -> None:
     for what, t, last in (("offsets", offsets, values.numel()), ("field_offsets", field_offsets, V)):
-        if t is not None and can_look(t):
+        if t is not None and is_concrete(t):
             ends = int(t[0]), int(t[-1])
             exact = ends == (0, last) if what == "offsets" else ends[0] >= 0 and ends[1] <= last
             if not exact or bool((t.diff() < 0).any()):
                 raise ValueError(f"{name}: {what} must ascend from 0 to {last}, got {t.tolist()[:8]}.")
-    if not can_look(values) or (field_offsets is not None and not can_look(field_offsets)):
+    if not is_concrete(values) or (field_offsets is not None and not is_concrete(field_offsets)):
         return
     ids = values.long().reshape(-1)  # in uint8, PyTorch would compare with V modulo 256
     size: Tensor | int = V

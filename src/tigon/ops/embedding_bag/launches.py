@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels import Plan, cdiv, launch, launcher, next_power_of_2, rows_of
+from tigon.kernels import Plan, cdiv, launch, launcher, next_power_of_2, view_rows
 from tigon.ops.embedding import sum_by_id
 from tigon.ops.embedding_bag.kernels import (
     _embedding_bag_factors_kernel,
@@ -71,7 +71,7 @@ def bag_sums(
     """y (bags, D) = the sums of rows of the table, widened by scale_offset (V, 2) where that is given."""
     if not y.numel():
         return
-    w = rows_of(table)
+    w = view_rows(table)
     values = values.contiguous()
     offsets, fields, factors, scale_offset = (
         None if t is None else t.contiguous() for t in (offsets, fields, factors, scale_offset)
@@ -182,7 +182,7 @@ def embedding_bag_factors(
     df = _embedding_bag_factors_fake(dy, weight, factors, values, offsets, fields, padding_idx)
     if not df.numel() or not dy.shape[-1]:
         return df.zero_()
-    dy, w = rows_of(dy), rows_of(weight)
+    dy, w = view_rows(dy), view_rows(weight)
     M, (V, H), L = values.numel(), w.shape, bags_of(values, offsets)[1]
     ids, padding, bag, _ = tokens_of(values, offsets, fields, V, False, padding_idx)
     sizes = M, V, H, dy.stride(0), w.stride(0), L, padding

@@ -14,12 +14,12 @@ from tigon.kernels import (
     cdiv,
     describe,
     differentiable,
-    graph_is_kept,
+    is_graph_retained,
     is_traced,
     launch,
     launcher,
-    rows_of,
     shared_memory,
+    view_rows,
 )
 from tigon.ops.experts.options import Options
 from tigon.ops.experts.products import _rows_kernel, _weight_bwd_kernel
@@ -185,7 +185,7 @@ def _moe_mlp_fwd(
     rows = rows_of_a_tile(S, E, x.dtype)
     routing = route(index, E, rows)
     room = x.new_empty((S, D))  # the workspace: first the experts' input rows, later their output rows
-    take(rows_of(x), routing, room, K)
+    take(view_rows(x), routing, room, K)
     z = x.new_empty((S, gate_up.shape[1]))
     _rows_by_weight(room, _with_unit_stride(gate_up), _dense(gate_up_bias), routing, z, rows)
     # z is kept and h is not: h is one elementwise pass from z, and z is what the activation's gradient needs.
@@ -254,7 +254,7 @@ def _moe_mlp_bwd(
     S = order.shape[0]
     rows = rows_of_a_tile(S, E, x.dtype)
     # The forward made the same views and copies; they are not kept, since most of them are views.
-    index, weights, dy, x = index.contiguous(), weights.contiguous(), rows_of(dy), rows_of(x)
+    index, weights, dy, x = index.contiguous(), weights.contiguous(), view_rows(dy), view_rows(x)
     of_bias = [needs[4] and gate_up_bias is not None, needs[5] and down_bias is not None]
     # d down_bias needs dy and the routing weights alone, and comes before any workspace is allocated.
     if of_bias[1]:
@@ -327,7 +327,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
     # index, at position 1, has no gradient; an absent bias needs none whatever torch says.
     needs = [wanted[i] and saved[i] is not None for i in (0, 2, 3, 4, 5, 6)]
     # Nothing outside the graph sees z. Unless the graph is kept, no later pass reads z, so dz may overwrite it.
-    reuse = getattr(ctx, "hides", False) and not is_traced(dy) and not graph_is_kept()
+    reuse = getattr(ctx, "hides", False) and not is_traced(dy) and not is_graph_retained()
     dx, dweights, *rest = _moe_mlp_bwd(dy, *saved, needs, reuse, *ctx.options)
     found = dx, dweights, *rest
     first, second, *others = (g if need else None for g, need in zip(found, needs, strict=True))

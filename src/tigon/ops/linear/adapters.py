@@ -30,15 +30,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import (
-    applied,
     autocast_device,
     autocast_dtype,
-    first_order,
-    graph_is_kept,
-    keep,
-    kept,
+    bind_apply,
+    is_graph_retained,
+    load_tensors,
+    make_anchor,
+    run_once_differentiable,
+    save_tensors,
     use_triton,
-    way_back,
 )
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_unit
@@ -83,7 +83,7 @@ def lora_linear(
     # Tensors go in flat, since autograd looks for them among the arguments and not inside of tuples. What is no tensor
     # travels in the plan.
     result = _lora_linear(x, plan, saved_by, *plan.tensors(layers))
-    # Behind the results there may be the empty tensor of `way_back`, which is nobody's result.
+    # Behind the results there may be the empty tensor of `make_anchor`, which is nobody's result.
     return result[: len(layers)]  # type: ignore[no-any-return]
 
 
@@ -199,12 +199,14 @@ class _LoraLinear(torch.autograd.Function):
         # x serves the gradients of A alone: where A is frozen, dx needs only the weights.
         own_x = x if any(need_a) else None
         # Before the wide products: a checkpoint that computes again stops at the last tensor saved, and skips them.
-        keep(ctx, saved_by, own_x, t if any(need_b) else None, *a, *b, *weights)
+        save_tensors(ctx, saved_by, own_x, t if any(need_b) else None, *a, *b, *weights)
         ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, thin, biases, weights)]
-        # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
+        # Of the inputs, x where it is not kept and the biases are not saved; see make_anchor.
         unsaved = [0] * (own_x is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
         way = (
-            () if saved_by is not None or not unsaved else way_back(ctx, (x, plan, saved_by, *tensors), tuple(unsaved))
+            ()
+            if saved_by is not None or not unsaved
+            else make_anchor(ctx, (x, plan, saved_by, *tensors), tuple(unsaved))
         )
         if way:
             ctx.save_for_backward(*ctx.to_save, *way)
@@ -212,18 +214,18 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        return first_order(_lora_linear_backward, ctx, *dys)
+        return run_once_differentiable(_lora_linear_backward, ctx, *dys)
 
 
 def _lora_linear_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     plan: Group = ctx.plan
     n = plan.count
-    # Before the first return: `kept` also lets go of what a checkpoint's hooks have packed.
-    x, t, *rest = kept(ctx)
+    # Before the first return: `load_tensors` also lets go of what a checkpoint's hooks have packed.
+    x, t, *rest = load_tensors(ctx)
     dys = [_rows(dy) for dy in given[:n]]
     a, b, weights = (rest[i : i + n] for i in range(0, 3 * n, n))
     need_x, needs = ctx.needs_input_grad[0], plan.split(ctx.needs_input_grad[3:])
-    # Possible where only the empty tensor of `way_back` was reached.
+    # Possible where only the empty tensor of `make_anchor` was reached.
     if all(dy is None for dy in dys):
         return (None,) * len(ctx.needs_input_grad)
     dx: Tensor | None = None
@@ -260,32 +262,32 @@ class _GatedLoraLinear(torch.autograd.Function):
         need_b = ctx.needs_input_grad[7]
         if saved_by is not None:
             # A checkpoint computes no further than here: t takes the product, which the backward pass makes anyway.
-            keep(ctx, saved_by, gate, up, None, *a, *b, *weights)
+            save_tensors(ctx, saved_by, gate, up, None, *a, *b, *weights)
         # Never saved: the backward pass's kernel reads gate and up for their gradients, and writes the product on the
         # way.
         product = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, a[0].shape[1])
         joined, thin = plan.factors(a, b)
         t = plan.thin_products(product, joined)
         if saved_by is None:
-            keep(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
+            save_tensors(ctx, saved_by, gate, up, t if need_b else None, *a, *b, *weights)
         y = plan.results(product, t, thin, biases, weights)[0]
         y = y.view(*gate.shape[:-1], y.shape[1])
         way: tuple[Tensor, ...] = ()
         # The bias is the one differentiable input that nothing saved leads to.
         if saved_by is None and biases[0] is not None:
-            way = way_back(ctx, (gate, up, plan, act, inplace, saved_by, *tensors), (8,))
+            way = make_anchor(ctx, (gate, up, plan, act, inplace, saved_by, *tensors), (8,))
             if way:
                 ctx.save_for_backward(*ctx.to_save, *way)
         return (y, *way)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_gated_lora_linear_backward, ctx, *gradients)
+        return run_once_differentiable(_gated_lora_linear_backward, ctx, *gradients)
 
 
 def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     plan: Group = ctx.plan
-    gate, up, t, *rest = kept(ctx)
+    gate, up, t, *rest = load_tensors(ctx)
     if dy is None:
         return (None,) * 10
     a, b, weights = (rest[i : i + 1] for i in range(3))
@@ -300,7 +302,7 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
         # scratch is first the product's gradient. The kernel overwrites it by the product, which dA needs.
         scratch = plan.input_gradient([rows], u, joined, weights)
         # With a kept graph the next backward pass reads gate and up again.
-        over = ctx.inplace and not graph_is_kept()
+        over = ctx.inplace and not is_graph_retained()
         if need_gate:
             dgate = gate.detach() if over else torch.empty_like(gate, memory_format=torch.contiguous_format)
         if need_up and up is not None:
@@ -321,4 +323,4 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
     return dgate, dup, None, None, None, None, da, db, rows.sum(0) if need_bias else None, None
 
 
-_lora_linear, _gated_lora_linear = applied(_LoraLinear), applied(_GatedLoraLinear)
+_lora_linear, _gated_lora_linear = bind_apply(_LoraLinear), bind_apply(_GatedLoraLinear)

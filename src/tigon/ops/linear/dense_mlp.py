@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import applied, first_order, graph_is_kept, keep, kept, way_back
+from tigon.kernels import (
+    bind_apply,
+    is_graph_retained,
+    load_tensors,
+    make_anchor,
+    run_once_differentiable,
+    save_tensors,
+)
 from tigon.ops.acts import Act
 from tigon.ops.gated import _gated_fwd, gated_backward
 from tigon.ops.linear.projections import linear
@@ -57,15 +64,15 @@ class DenseMLP(torch.autograd.Function):
         u = None if wu is None else linear(x, wu, biases[1])
         # A checkpoint computes again up to the last tensor that was saved: not as far as the product, or not beyond.
         if saved_by is not None and product:
-            keep(ctx, saved_by, own_x, g, u, None, wg, wu, wd)
+            save_tensors(ctx, saved_by, own_x, g, u, None, wg, wu, wd)
         h = _gated_fwd(g, u, act, 1.0, 1.0)
         if saved_by is None or not product:
-            keep(ctx, saved_by, own_x, g, u, None if product or not needs[6] else h, wg, wu, wd)
+            save_tensors(ctx, saved_by, own_x, g, u, None if product or not needs[6] else h, wg, wu, wd)
         y = linear(h, wd, biases[2])
         if saved_by is None and (own_x is None or biases != (None, None, None)):
-            # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
+            # Of the inputs, x where it is not kept and the biases are not saved; see make_anchor.
             unsaved = [0] * (own_x is None) + [7 + i for i, bias in enumerate(biases) if bias is not None]
-            way = way_back(ctx, (x, act, product, saved_by, wg, wu, wd, *biases), tuple(unsaved))
+            way = make_anchor(ctx, (x, act, product, saved_by, wg, wu, wd, *biases), tuple(unsaved))
             if way:
                 ctx.save_for_backward(*ctx.to_save, *way)
                 return y, *way
@@ -73,12 +80,12 @@ class DenseMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_backward, ctx, *gradients)
+        return run_once_differentiable(_backward, ctx, *gradients)
 
 
 def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    # Before the first return: `kept` also lets go of what a checkpoint's hooks have packed.
-    x, g, u, h, wg, wu, wd = kept(ctx)[:7]
+    # Before the first return: `load_tensors` also lets go of what a checkpoint's hooks have packed.
+    x, g, u, h, wg, wu, wd = load_tensors(ctx)[:7]
     if given is None:
         return (None,) * 10
     need_x, _, _, _, need_wg, need_wu, need_wd, need_bg, need_bu, need_bd = ctx.needs_input_grad
@@ -91,7 +98,7 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
         # scratch: first the product's gradient, then the product itself, which dW of down needs.
         scratch = torch.mm(dy, wd)
         # Nobody else holds gate and up. With a kept graph the next backward pass reads them again.
-        over = not graph_is_kept()
+        over = not is_graph_retained()
         if need_g:
             dg = g if over else torch.empty_like(g)
         if need_u:
@@ -127,4 +134,4 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return dx, None, None, None, dwg, dwu, dwd, *biases
 
 
-_dense_mlp = applied(DenseMLP)
+_dense_mlp = bind_apply(DenseMLP)

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import applied, first_order, graph_is_kept, keep, kept, use_triton, way_back
+from tigon.kernels import (
+    bind_apply,
+    is_graph_retained,
+    load_tensors,
+    make_anchor,
+    run_once_differentiable,
+    save_tensors,
+    use_triton,
+)
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.adapted_sum import adapted_sum
 from tigon.ops.gated_lora import (
@@ -127,12 +135,12 @@ class _LoraMLP(torch.autograd.Function):
         # A checkpoint computes again up to here: h, its thin product and the product of down are left out. td is then
         # made in the backward pass.
         if saved_by is not None:
-            keep(ctx, saved_by, x, t, g, u, None, *tensors)
+            save_tensors(ctx, saved_by, x, t, g, u, None, *tensors)
         # Never saved: the backward pass's kernel has g and u in its tiles, and makes of h what the gradients need.
         h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
         td = last.thin_products(h, own_ad)
         if saved_by is None:
-            keep(ctx, saved_by, x, t, g, u, td, *tensors)
+            save_tensors(ctx, saved_by, x, t, g, u, td, *tensors)
         # h is freed when this returns.
         if residual is None:
             # y is written by the adapter and added to by the frozen product.
@@ -143,14 +151,14 @@ class _LoraMLP(torch.autograd.Function):
         y = last.product(0, h, (wd,))
         y = adapted_sum(residual.reshape(y.shape), y, td, own_bd, last.scales[0])
         # The stream is the one input that nothing saved leads to.
-        way = () if saved_by is not None else way_back(ctx, (x, plans, act, inplace, saved_by, residual), (5,))
+        way = () if saved_by is not None else make_anchor(ctx, (x, plans, act, inplace, saved_by, residual), (5,))
         if way:
             ctx.save_for_backward(*ctx.to_save, *way)
         return (y.view(residual.shape), *way)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_lora_mlp_backward, ctx, *gradients)
+        return run_once_differentiable(_lora_mlp_backward, ctx, *gradients)
 
 
 def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
@@ -161,8 +169,8 @@ def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Add
 
 def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     first, last = ctx.plans
-    # In the order of `keep` in forward; the bias of down is saved too, and not needed.
-    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = kept(ctx)[:15]
+    # In the order of `save_tensors` in forward; the bias of down is saved too, and not needed.
+    x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = load_tensors(ctx)[:15]
     if dy is None:
         return (None,) * 16
     # Arguments 1 to 4 are the plans and options; the weights' places are skipped, as they are frozen.
@@ -182,7 +190,7 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     else:
         # Masks act on the columns of the product u A, so the part cannot be added as a plain outer product of tiles.
         dh = last.input_gradient([rows], ud, own_ad, (wd,))
-    if ctx.inplace and not graph_is_kept():
+    if ctx.inplace and not is_graph_retained():
         # g and u are this Function's own results, which nobody else holds: the kernel reads a tile of both before it
         # writes it.
         dg, du = g, u
@@ -232,4 +240,4 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return dx, None, None, None, None, dresidual, *dags, dbg, dbu, None, None, dad, dbd, dbias, None
 
 
-_lora_mlp = applied(_LoraMLP)
+_lora_mlp = bind_apply(_LoraMLP)

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import autocast_device, autocast_dtype, first_order, keep, kept, way_back
+from tigon.kernels import (
+    autocast_device,
+    autocast_dtype,
+    load_tensors,
+    make_anchor,
+    run_once_differentiable,
+    save_tensors,
+)
 from tigon.ops.linear.adapter_products import Group, add_outer_product, outer_product, skinny_product, stacked
 from tigon.ops.linear.adapters import adapter_reference
 from tigon.ops.linear.lora import LoRA, checked_layers, runs_by_hand
@@ -109,7 +116,7 @@ def opaque_lora_linear(
     # tensor on.
     fresh = all(base.fresh for base in bases)
     found = _ThinProducts.apply(narrow, group, passes, fresh, saved_by, *(layer.a for layer in layers))
-    # Behind the tᵢ there may be the empty tensor of `way_back`: hence zip without strict below.
+    # Behind the tᵢ there may be the empty tensor of `make_anchor`: hence zip without strict below.
     given, ts = (found[0], found[1:]) if passes else (x, found)
     # Rows for flat layers alone. Their results are no views then, so the adapter's part may be added in place.
     rows = given.reshape(-1, given.shape[-1]) if any(base.flat for base in bases) else given
@@ -176,11 +183,11 @@ class _ThinProducts(torch.autograd.Function):
         t = group.thin_products(x.reshape(-1, x.shape[-1]), stacked(group.thin, a)[0])
         # Of x, group, passes, fresh, saved_by, A…. x is kept for the gradients of A alone.
         needed = any(ctx.needs_input_grad[5:])
-        keep(ctx, saved_by, x if needed else None, *a)
+        save_tensors(ctx, saved_by, x if needed else None, *a)
         # A second differentiation has to find a way to x, also where x is not saved.
         way: tuple[Tensor, ...] = ()
         if saved_by is None and not needed:
-            way = way_back(ctx, (x,), (0,))
+            way = make_anchor(ctx, (x,), (0,))
             if way:
                 ctx.save_for_backward(*ctx.to_save, *way)
         # x leaves as it came in. Autograd gives it this node as its origin, and the layers' gradients arrive here,
@@ -189,7 +196,7 @@ class _ThinProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_thin_products_backward, ctx, *gradients)
+        return run_once_differentiable(_thin_products_backward, ctx, *gradients)
 
 
 def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
@@ -197,7 +204,7 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     n = group.count
     # dx: what all layers say about x, summed by autograd. us: the uᵢ that `_Added` has computed, (M, rᵢ) each.
     dx, us = (given[0], given[1 : 1 + n]) if ctx.passes else (None, given[:n])
-    x, *a = kept(ctx)[: 1 + n]
+    x, *a = load_tensors(ctx)[: 1 + n]
     present = [i for i, u in enumerate(us) if u is not None]
     needs = ctx.needs_input_grad[5 : 5 + n]
     da: list[Tensor | None] = [None] * n
@@ -236,13 +243,13 @@ class _Multiplied(torch.autograd.Function):
         ctx.hides, ctx.base, ctx.dtype = True, base, x.dtype
         # Inside of a forward pass of a Function autograd records nothing: the layer's own node is never made.
         y = base.layer(x)
-        way = way_back(ctx, (x,), (0,))
+        way = make_anchor(ctx, (x,), (0,))
         ctx.save_for_backward(*way)
         return (y, *way)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_multiplied_backward, ctx, *gradients)
+        return run_once_differentiable(_multiplied_backward, ctx, *gradients)
 
 
 def _multiplied_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -260,7 +267,7 @@ class _Early:
         if saved_by is not None:
             self.held = SimpleNamespace()
             # Detached: what hooks pack outside of autograd's own saving would keep the tensors' graph alive.
-            keep(self.held, saved_by, t.detach(), b.detach())
+            save_tensors(self.held, saved_by, t.detach(), b.detach())
 
 
 class _Added(torch.autograd.Function):
@@ -274,7 +281,7 @@ class _Added(torch.autograd.Function):
         ctx.hides, ctx.group, ctx.scale, ctx.held = True, group, float(scale), early.held
         # Else t and B are saved already, before the layer ran.
         if early.held is None:
-            keep(ctx, None, t, b)
+            save_tensors(ctx, None, t, b)
         factors = t, b.to(group.thin).t()
         # No scale of 1/(1-p) here: it is part of ctx.scale.
         if y is None:
@@ -285,21 +292,21 @@ class _Added(torch.autograd.Function):
             ctx.mark_dirty(y)
             total = y
         # y is not saved: the sum's gradient needs neither of its terms.
-        way = way_back(ctx, (y,), (0,)) if early.held is None else ()
+        way = make_anchor(ctx, (y,), (0,)) if early.held is None else ()
         if way:
             ctx.save_for_backward(*ctx.to_save, *way)
         return (total, *way)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_added_backward, ctx, *gradients)
+        return run_once_differentiable(_added_backward, ctx, *gradients)
 
 
 def _added_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dy is None:
         return (None,) * 7
     thin, scale = ctx.group.thin, ctx.scale
-    t, b = kept(ctx if ctx.held is None else ctx.held)[:2]
+    t, b = load_tensors(ctx if ctx.held is None else ctx.held)[:2]
     rows = dy.reshape(-1, dy.shape[-1])
     need_y, need_t, need_b = ctx.needs_input_grad[:3]
     # Two skinny products over dy. They cannot be one: u multiplies rows of dy, and dB its columns.

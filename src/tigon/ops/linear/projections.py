@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels import applied, first_order, way_back
+from tigon.kernels import bind_apply, make_anchor, run_once_differentiable
 
 
 def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -54,11 +54,11 @@ class Projections(torch.autograd.Function):
         own_x = ctx.own_x = True in ctx.needs_input_grad[2 : 2 + count]
         saved = (x, *weights) if own_x else weights
         ctx.save_for_backward(*saved)
-        # Of the inputs, x where it is not kept and the biases are not saved; see way_back.
+        # Of the inputs, x where it is not kept and the biases are not saved; see make_anchor.
         unsaved = [] if own_x else [0]
         if biases != (None,) * count:
             unsaved += [2 + count + i for i, bias in enumerate(biases) if bias is not None]
-        way = way_back(ctx, (x, count, *tensors), tuple(unsaved)) if unsaved else ()
+        way = make_anchor(ctx, (x, count, *tensors), tuple(unsaved)) if unsaved else ()
         if way:
             ctx.save_for_backward(*saved, *way)
         ys = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -71,7 +71,7 @@ class Projections(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        return first_order(_backward, ctx, *dys)
+        return run_once_differentiable(_backward, ctx, *dys)
 
 
 def _backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
@@ -99,4 +99,4 @@ def _backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     return dx, None, *gradients
 
 
-_projections = applied(Projections)
+_projections = bind_apply(Projections)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import first_order, use_triton
+from tigon.kernels import run_once_differentiable, use_triton
 from tigon.losses.head.chunks import chunk_budget, chunk_rows
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward
@@ -111,7 +111,7 @@ class _TiledLoraMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_backward, ctx, *gradients)
+        return run_once_differentiable(_backward, ctx, *gradients)
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:

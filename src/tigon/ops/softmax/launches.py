@@ -11,16 +11,16 @@ from tigon.kernels import (
     Parts,
     Plan,
     cdiv,
+    cut_rows,
     differentiable,
     is_hopper,
     launch,
     launcher,
     multiprocessors,
     next_power_of_2,
-    parts_of,
-    rows_of,
     shared_memory,
     uneven,
+    view_rows,
 )
 from tigon.ops.softmax.kernels import (
     _softmax_bwd_kernel,
@@ -64,7 +64,7 @@ def _parts(M: int, N: int, device: torch.device) -> Parts | None:
     # Cut only if whole rows would leave multiprocessors idle: parts cost a second launch and a trip of their
     # statistics.
     programs = multiprocessors(device)
-    return parts_of(M, N, PART, PARTED * programs) if programs > M else None
+    return cut_rows(M, N, PART, PARTED * programs) if programs > M else None
 
 
 def _wide_tile(N: int, edges: bool, device: torch.device) -> tuple[int, dict[str, Any]]:
@@ -142,7 +142,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
         mask, layout = _mask_layout(mask, x.shape)
     # T counts a query's row within its head: only the causal mask asks.
     T = x.shape[-2] if causal else 1
-    x = rows_of(x)
+    x = view_rows(x)
     M, N = x.shape
     arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
     key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
@@ -175,7 +175,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
         return dx
     # T counts a query's row within its head: only the causal mask asks.
     T = y.shape[-2] if causal else 1
-    dy, y = rows_of(dy), rows_of(y)
+    dy, y = view_rows(dy), view_rows(y)
     M, N = y.shape
     arguments = (N, T, dy.stride(0), y.stride(0), scale, causal)
     key = (M, arguments, dy.dtype, y.dtype)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.fusion.engine.patch import is_hooked
-from tigon.kernels import applied, cdiv, first_order, is_traced, use_triton
+from tigon.kernels import bind_apply, cdiv, is_traced, run_once_differentiable, use_triton
 from tigon.rank.kernels.relu_gradient import relu_gradient
 
 COLUMNS = 8  # numbers of 16 bits in 16 bytes
@@ -65,7 +65,7 @@ class LinearRelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_linear_relu_backward, ctx, *gradients)
+        return run_once_differentiable(_linear_relu_backward, ctx, *gradients)
 
 
 def _linear_relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,7 +75,7 @@ def _linear_relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dh @ weight if need_dx else None, dh.t() @ x if need_dw else None, db if need_db else None
 
 
-_linear_relu = applied(LinearRelu)
+_linear_relu = bind_apply(LinearRelu)
 
 
 def is_plain(layer: nn.Module) -> bool:

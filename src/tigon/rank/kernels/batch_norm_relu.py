@@ -29,10 +29,10 @@ from tigon.kernels import (
     launcher,
     multiprocessors,
     next_power_of_2,
-    rows_of,
     shared_memory,
     tl,
     use_triton,
+    view_rows,
 )
 from tigon.ops.gated import unit_of
 from tigon.ops.sum_rows import sum_rows
@@ -385,7 +385,7 @@ def _batch_norm_relu_fwd(
     y, stats = _batch_norm_relu_fwd_fake(h, weight, bias, mean, variance, eps)
     if y.numel() == 0:
         return y, stats
-    h, N = rows_of(h), weight.shape[0]
+    h, N = view_rows(h), weight.shape[0]
     cut = _cut_of(h)
     part = None
     if mean is None:
@@ -415,7 +415,7 @@ def _batch_norm_relu_bwd(
     dh, dw, db = _batch_norm_relu_bwd_fake(dy, h, weight, bias, stats, of_batch, need_dh, need_sums)
     if h.numel() == 0:
         return dh, dw.zero_(), db.zero_()
-    inputs, N = (rows_of(dy), rows_of(h)), weight.shape[0]
+    inputs, N = (view_rows(dy), view_rows(h)), weight.shape[0]
     columns = weight.contiguous(), bias.contiguous(), stats
     sums: tuple[Tensor | None, Tensor | None] = None, None
     if need_sums or of_batch:

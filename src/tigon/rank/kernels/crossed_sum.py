@@ -15,14 +15,14 @@ from torch import Tensor
 
 from tigon.kernels import (
     Plan,
-    applied,
+    bind_apply,
     cdiv,
     do_not_specialize,
-    first_order,
     is_traced,
     jit,
     launch,
     launcher,
+    run_once_differentiable,
     tl,
     use_triton,
 )
@@ -176,7 +176,7 @@ class CrossedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_backward, ctx, *gradients)
+        return run_once_differentiable(_backward, ctx, *gradients)
 
 
 def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -189,4 +189,4 @@ def _backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | 
     return dx0 if need_dx0 else None, du if need_du else None, dy if need_dx else None, db if need_db else None
 
 
-_crossed = applied(CrossedSum)
+_crossed = bind_apply(CrossedSum)

@@ -25,9 +25,9 @@ from tigon.kernels import (
     launcher,
     next_power_of_2,
     register_limit,
-    rows_of,
     tl,
     use_triton,
+    view_rows,
 )
 from tigon.kernels.tiles.constants import LN2, LOG2E
 
@@ -247,7 +247,7 @@ def _outer_softmax_fwd(qkv: Tensor, temperature: float, residual: bool) -> Tenso
     y = _outer_softmax_fwd_fake(qkv, temperature, residual)
     if qkv.numel() == 0:
         return y
-    x = rows_of(qkv)
+    x = view_rows(qkv)
     (B, W), stride = x.shape, x.stride(0)
 
     def plan() -> Plan:
@@ -269,7 +269,7 @@ def _outer_softmax_bwd(dy: Tensor, qkv: Tensor, temperature: float, residual: bo
     dx = _outer_softmax_bwd_fake(dy, qkv, temperature, residual)
     if qkv.numel() == 0:
         return dx
-    dy, x = rows_of(dy), rows_of(qkv)
+    dy, x = view_rows(dy), view_rows(qkv)
     B, W = x.shape
     strides = dy.stride(0), x.stride(0)
 

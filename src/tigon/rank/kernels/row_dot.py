@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tigon.kernels import (
     Plan,
-    applied,
+    bind_apply,
     cdiv,
     do_not_specialize,
-    first_order,
     is_traced,
     jit,
     launch,
     launcher,
+    run_once_differentiable,
     tl,
     use_triton,
 )
@@ -163,7 +163,7 @@ class RowDot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return first_order(_backward, ctx, *gradients)
+        return run_once_differentiable(_backward, ctx, *gradients)
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
@@ -172,4 +172,4 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
     return dx if need_dx else None, dw if need_dw else None
 
 
-_row_dot = applied(RowDot)
+_row_dot = bind_apply(RowDot)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.files import DamagedFileError, read_json
-from tigon.fusion.shared_prefix.batch import fusion_of
+from tigon.fusion.shared_prefix.batch import find_fusion
 from tigon.losses.choices import IGNORED
 from tigon.manifest import MANIFEST, check_manifest, write_manifest
 from tigon.rank.prompt.calibrate import Calibration, Kind, calibration
@@ -284,7 +284,7 @@ class PromptRanker(nn.Module):
     def share(self) -> None:
         """Fuse the model with shared_prefix=True, unless it is."""
         try:
-            fusion_of(self.model)
+            find_fusion(self.model)
         except ValueError:
             from tigon.fusion.engine.model import fuse
 

@@ -1,15 +1,15 @@
-"""A whole training step as a CUDA graph: the host launches it by one call, however many kernels it has.
+"""A whole training step as a CUDA graph: one launch by the host, however many kernels.
 
     the first calls with a shape   run eagerly: real steps, in which all that is compiled, loaded or allocated once is
     the next                       is captured: the step's Python runs, and the device records instead of running
     that call and all later ones   inputs are copied to where the graph reads, the graph runs, results are copied
 
-Python does not run in a replay. What the host would do differently then is part of the signature under which a graph
-is kept (shapes, dtypes, numbers, modes), or is looked at before a replay (learning rates that are no tensors, memory
-that moved), or is looked for in the capture (counters and random numbers of the host), and gets a sentence.
+Python does not run in a replay. State of the host that a replay would miss is part of the signature under which a graph
+is kept (shapes, dtypes, numbers, modes), or is compared before a replay (learning rates that are no tensors, memory
+that moved), or is an error in the capture (counters and random numbers of the host).
 
-values       arguments and results: tensors, and what tells signatures apart
-optimizers   what a capture takes from the optimizers
+signature    the structure of arguments and results, by which graphs are kept
+optimizers   the memory and the numbers that a capture takes from the optimizers
 recorder     the stream, the memory and the capture itself
 """
 
@@ -25,10 +25,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tigon.kernels.capturing import rehearsal
-from tigon.training.capture.optimizers import Bound, check_capturable, check_host, host_state, optimizers_of
-from tigon.training.capture.recorder import Recorder, can_capture, is_capturing, listening
-from tigon.training.capture.values import check_results, put_together, taken_apart
+from tigon.kernels.graph_capture import rehearsal
+from tigon.training.capture.optimizers import (
+    OptimizerState,
+    check_capturable,
+    check_host,
+    list_optimizers,
+    read_host_state,
+)
+from tigon.training.capture.recorder import Recorder, can_capture, filter_warnings, is_capturing
+from tigon.training.capture.signature import Signature, flatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,21 +54,20 @@ def graph_step(
 
     Args:
         step: one whole step: forward pass, backward pass, clipping if any, the step of the optimizer and `zero_grad`.
-            Its arguments and results are tensors, numbers and strings, also in lists, tuples and dicts; tensors come
-            back detached. Everything else, such as the model, it takes from the scope around it.
-        optimizer: the optimizers that step calls, made with capturable=True where they know it; None if it calls none
-            and leaves no gradients.
+            Arguments and results are tensors, numbers and strings, also in lists, tuples and dicts; tensors come back
+            detached. Everything else, such as the model, comes from the enclosing scope.
+        optimizer: the optimizers that step calls, made with capturable=True where they know that option; None if step
+            calls none and leaves no gradients.
         warmup: how many calls with new shapes run eagerly before the capture. They are training steps like all others.
         max_graphs: how many graphs are kept. With further shapes the step runs eagerly.
-    Returns: a `GraphStep`, which takes step's arguments and gives its results, with the numbers of an eager step.
-    Raises: TypeError for what is no optimizer, for other arguments and results, and for `MicroBatchSAM`; ValueError for
-        warmup or max_graphs below 1, optimizers that are not capturable or not named, inputs on two devices, inputs
-        that require grad, autocast around the call, and a number of the optimizer that changed after the capture;
-        RuntimeError for a step that cannot be captured.
+    Returns: a `GraphStep`, which takes step's arguments and gives step's results, with the numbers of an eager step.
+    Raises: TypeError for an optimizer that is none, for other arguments and results, and for `MicroBatchSAM`;
+        ValueError for warmup or max_graphs below 1, optimizers that are not capturable or not named, inputs on two
+        devices, inputs that require grad, autocast around the call, and a number of the optimizer that changed after
+        the capture; RuntimeError for a step that cannot be captured.
 
-    On a CPU every call is eager. Python does not run in a replay: what is printed, counted or decided there stays as
-    it was in the capture, and the parameters' gradients are None after it. `docs/how-to/cuda-graphs.md` says what to
-    keep in mind.
+    On a CPU every call is eager. Python does not run in a replay: prints, counts and decisions stay those of the
+    capture, and the parameters' gradients are None afterwards. `docs/how-to/cuda-graphs.md` lists the limits.
 
         def step(input_ids, labels):
             loss = model(input_ids=input_ids, labels=labels).loss
@@ -93,8 +98,8 @@ class GraphStep(Generic[P, R]):
             if type(number) is not int or number < 1:
                 raise ValueError(f"graph_step: {name} must be a whole number of at least 1, got {number!r}.")
         self._step, self._warmup, self._most = step, warmup, max_graphs
-        self._optimizers = optimizers_of(optimizer)
-        self._said: set[str] = set()
+        self._optimizers = list_optimizers(optimizer)
+        self._warned: set[str] = set()
         self._recorder: Recorder | None = None
         self._stepped: set[int] = set()
         self.replays = self.eager = 0
@@ -112,7 +117,7 @@ class GraphStep(Generic[P, R]):
     def reset(self) -> None:
         """Drop all graphs with their memory; the next calls run eagerly, and are then captured again.
 
-        Call it after what a replay does not see, such as `model.eval()` or `Fusion.remove()`.
+        Call this after a change that a replay does not see, such as `model.eval()` or `Fusion.remove()`.
         """
         self._graphs: dict[Any, _Graph] = {}
         self._rehearsed: dict[Any, int] = {}
@@ -120,8 +125,7 @@ class GraphStep(Generic[P, R]):
             self._recorder.forget()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        tensors: list[Tensor] = []
-        shape = taken_apart((args, kwargs), tensors, "arguments of the step")
+        signature, tensors = flatten((args, kwargs), "arguments of the step")
         if any(t.requires_grad for t in tensors):
             raise ValueError(
                 "graph_step: arguments of the step must not require grad, since a replay reads copies of them; got a "
@@ -129,11 +133,11 @@ class GraphStep(Generic[P, R]):
             )
         device = self._device(tensors)
         if device is None:
-            return self._eagerly(shape, tensors)
-        key = shape, _modes(device)
+            return self._run_eagerly(signature, tensors)
+        key = signature, _read_modes(device)
         graph = self._graphs.get(key)
         if graph is not None and graph.is_stale():
-            self._say(
+            self._warn_once(
                 "captures again: the memory of parameters, gradients or optimizer state that the graph works on was "
                 "replaced, as load_state_dict of an optimizer does."
             )
@@ -141,18 +145,18 @@ class GraphStep(Generic[P, R]):
             graph = None
         if graph is None:
             if self.graphs >= self._most:
-                self._say(
+                self._warn_once(
                     f"runs eagerly with further shapes: max_graphs={self._most} graphs are kept. Pad the batches to "
                     "fewer shapes, or raise max_graphs."
                 )
-                return self._eagerly(shape, tensors)
+                return self._run_eagerly(signature, tensors)
             rehearsed = self._rehearsed.get(key, 0)
             if rehearsed < self._warmup:
                 if len(self._rehearsed) >= _COUNTED:
                     self._rehearsed.clear()
                 self._rehearsed[key] = rehearsed + 1
-                return self._rehearse(shape, tensors, device, last=rehearsed + 1 == self._warmup)
-            graph = self._graphs[key] = self._capture(shape, tensors, device)
+                return self._rehearse(signature, tensors, device, last=rehearsed + 1 == self._warmup)
+            graph = self._graphs[key] = self._capture(signature, tensors, device)
         self.replays += 1
         result: R = graph.replay(tensors)
         return result
@@ -160,11 +164,11 @@ class GraphStep(Generic[P, R]):
     # ------------------------------------------------------------------------------------------------- ways to run
 
     def _device(self, tensors: list[Tensor]) -> torch.device | None:
-        """The GPU that the step is captured on; None if it runs eagerly."""
+        """The GPU that the step is captured on; None for an eager run."""
         devices = {t.device for t in tensors} or self._devices_of_parameters()
         if torch.compiler.is_compiling() or not any(map(can_capture, devices)):
             if any(map(can_capture, self._devices_of_parameters())):
-                self._say(
+                self._warn_once(
                     "runs eagerly: the tensors it is called with are not on the parameters' device. Move them there "
                     "before the call."
                 )
@@ -186,32 +190,36 @@ class GraphStep(Generic[P, R]):
     def _devices_of_parameters(self) -> set[torch.device]:
         return {p.device for o in self._optimizers for group in o.param_groups for p in group["params"]}
 
-    def _run(self, shape: Any, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Call the step; the shape of its result, and the tensors in it, detached."""
-        args, kwargs = put_together(shape, iter(tensors))
-        results: list[Tensor] = []
-        returned = taken_apart(self._step(*args, **kwargs), results, "results of the step")
-        # Without the graph of autograd: it would keep the activations alive.
+    def _run(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[Signature, list[Tensor]]:
+        """Call the step; the signature of its result, and the tensors in it, detached."""
+        args, kwargs = signature.rebuild(tensors)
+        returned, results = flatten(self._step(*args, **kwargs), "results of the step")
+        # Without the graph of autograd, which would keep the activations alive.
         return returned, [t.detach() for t in results]
 
-    def _eagerly(self, shape: Any, tensors: Sequence[Tensor]) -> R:
+    def _run_eagerly(self, signature: Signature, tensors: Sequence[Tensor]) -> R:
         self.eager += 1
-        with self._watched():
-            returned, results = self._run(shape, tensors)
-        result: R = put_together(returned, iter(results))
+        with self._watch_optimizers():
+            returned, results = self._run(signature, tensors)
+        result: R = returned.rebuild(results)
         return result
 
-    def _rehearse(self, shape: Any, tensors: list[Tensor], device: torch.device, last: bool) -> R:
+    def _rehearse(self, signature: Signature, tensors: list[Tensor], device: torch.device, last: bool) -> R:
         """An eager step that compiles, loads and allocates all that the capture needs."""
         assert self._recorder is not None
         self._check_modes(device)
         for optimizer in self._optimizers:
             check_capturable(optimizer)
         self.eager += 1
-        with self._recorder.aside(), rehearsal(), self._watched(), listening(self._recorder.waits if last else None):
+        with (
+            self._recorder.enter_stream(),
+            rehearsal(),
+            self._watch_optimizers(),
+            filter_warnings(self._recorder.waits if last else None),
+        ):
             # Copies, as the capture reads: how memory is aligned decides which kernel is compiled.
-            returned, results = self._run(shape, [t.clone() for t in tensors])
-        check_results(returned, results, device)
+            returned, results = self._run(signature, [t.clone() for t in tensors])
+        returned.check_results(results, device)
         self._recorder.hand_over(results)
         idle = [o for o in self._optimizers if id(o) not in self._stepped]
         if idle:
@@ -219,32 +227,32 @@ class GraphStep(Generic[P, R]):
                 f"graph_step: step must call {type(idle[0]).__name__}.step() itself in every call, since a replay "
                 "leaves no gradients behind for a later step."
             )
-        result: R = put_together(returned, iter(results))
+        result: R = returned.rebuild(results)
         return result
 
-    def _capture(self, shape: Any, tensors: list[Tensor], device: torch.device) -> _Graph:
+    def _capture(self, signature: Signature, tensors: list[Tensor], device: torch.device) -> _Graph:
         assert self._recorder is not None
         self._check_modes(device)
         inputs = [t.clone() for t in tensors]
-        bound = Bound(self._optimizers)
-        before = host_state(self._optimizers)
+        state = OptimizerState(self._optimizers)
+        before = read_host_state(self._optimizers)
 
-        def run() -> tuple[Any, list[Tensor]]:
-            with self._watched():
-                return self._run(shape, inputs)
+        def run() -> tuple[Signature, list[Tensor]]:
+            with self._watch_optimizers():
+                return self._run(signature, inputs)
 
         try:
             (returned, results), replay = self._recorder.record(run)
         finally:
-            bound.captured()
-        check_host(before, host_state(self._optimizers))
-        check_results(returned, results, device)
-        return _Graph(replay, inputs, returned, results, bound)
+            state.end_capture()
+        check_host(before, read_host_state(self._optimizers))
+        returned.check_results(results, device)
+        return _Graph(replay, inputs, returned, results, state)
 
-    # ------------------------------------------------------------------------------------------------- what is checked
+    # ------------------------------------------------------------------------------------------------- checks
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watch_optimizers(self) -> Iterator[None]:
         """Note the optimizers that step, and refuse those that graph_step was not told of."""
         self._stepped.clear()
 
@@ -270,36 +278,41 @@ class GraphStep(Generic[P, R]):
                 "the graph weights that were cast before the capture."
             )
 
-    def _say(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
             warnings.warn(f"graph_step: the step {sentence}", stacklevel=3)
 
 
 class _Graph:
-    """A captured step: where it reads its inputs, where it leaves its results, what else it works on."""
+    """A captured step, with the memory of its inputs, of its results, and of the optimizers."""
 
     def __init__(
-        self, replay: Callable[[], None], inputs: list[Tensor], returned: Any, results: list[Tensor], bound: Bound
+        self,
+        replay: Callable[[], None],
+        inputs: list[Tensor],
+        returned: Signature,
+        results: list[Tensor],
+        state: OptimizerState,
     ) -> None:
         self._replay, self._inputs, self._returned, self._results = replay, inputs, returned, results
-        self._bound = bound
+        self._state = state
 
     def is_stale(self) -> bool:
-        return self._bound.is_stale()
+        return self._state.is_stale()
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        self._bound.check_numbers()
+        self._state.check_numbers()
         for mine, t in zip(self._inputs, tensors, strict=True):
             mine.copy_(t)
         self._replay()
-        self._bound.replayed()
+        self._state.clear_gradients()
         # Copies: the next replay writes over the graph's own.
-        return put_together(self._returned, (t.clone() for t in self._results))
+        return self._returned.rebuild(t.clone() for t in self._results)
 
 
-def _modes(device: torch.device) -> tuple[Any, ...]:
-    """The modes of torch under which a call computes: a graph has those of its capture."""
+def _read_modes(device: torch.device) -> tuple[Any, ...]:
+    """The modes of torch under which a call computes: a graph has those of the capture."""
     kind = device.type
     casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts

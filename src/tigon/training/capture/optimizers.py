@@ -1,4 +1,4 @@
-"""What a capture takes from the optimizers as it is at the time: memory, and numbers of the host."""
+"""The state of the optimizers that a capture takes as it is at the time: memory, and numbers of the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from tigon.training.micro_batch_sam import MicroBatchSAM
 
 
-class Bound:
+class OptimizerState:
     """The memory and the numbers of optimizers that a graph works on, taken from before the capture to its end."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -23,15 +23,16 @@ class Bound:
         self._grads: list[tuple[Tensor, int, Tensor | None]] = [(p, p.data_ptr(), p.grad) for p in parameters.values()]
         self._groups = [(group, _numbers(group), _tensors(group)) for group in groups]
 
-    def captured(self) -> None:
-        """The capture is over. Gradients that were there before it, and still are, were added to: the graph needs them.
+    def end_capture(self) -> None:
+        """Note the gradients that were there before the capture and still are: the graph adds to them.
 
         Others were made in the graph's memory, where the next replay of any graph writes over them.
         """
         self._grads = [(p, address, grad if grad is p.grad else None) for p, address, grad in self._grads]
-        self.replayed()
+        self.clear_gradients()
 
-    def replayed(self) -> None:
+    def clear_gradients(self) -> None:
+        """Drop the gradients that a graph has made in its own memory."""
         for p, _, grad in self._grads:
             if grad is None:
                 p.grad = None
@@ -46,7 +47,7 @@ class Bound:
         )
 
     def check_numbers(self) -> None:
-        """Raise if a learning rate, or another number of the optimizer, is not what it was in the capture."""
+        """Raise if a learning rate, or another number of the optimizer, has changed since the capture."""
         for group, numbers, _ in self._groups:
             now = _numbers(group)
             if now == numbers:
@@ -61,7 +62,7 @@ class Bound:
                 )
 
 
-def optimizers_of(given: Any) -> list[Optimizer]:
+def list_optimizers(given: Any) -> list[Optimizer]:
     several = list(given) if isinstance(given, Sequence) else [] if given is None else [given]
     for i, optimizer in enumerate(several):
         if isinstance(optimizer, MicroBatchSAM):
@@ -89,7 +90,7 @@ def check_capturable(optimizer: Optimizer) -> None:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """What a capture takes from a group as it is at the time; a tensor on the CPU is read as a number."""
+    """The numbers of a group that a capture takes as they are; a tensor on the CPU counts as a number."""
     numbers = {}
     for name, value in group.items():
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
@@ -103,8 +104,8 @@ def _tensors(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in group.items() if name != "initial_lr" and isinstance(value, Tensor)]
 
 
-def host_state(optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
-    """What a step may change on the host, or by values of the host: a replay would not, or would do the same again."""
+def read_host_state(optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
+    """The state that a step may change from the host: a replay would not change it, or would repeat the change."""
     state: dict[Any, Any] = {"random numbers": (random.getstate(), torch.get_rng_state().tolist())}
     for at, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
@@ -113,14 +114,14 @@ def host_state(optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
                 state[f"{kind}'s {name}", at, i] = value
             for name, t in _tensors(group):
                 state[f"{kind}'s {name}", at, i] = t._version
-        for i, of_parameter in enumerate(optimizer.state.values()):
-            for name, value in _numbers(of_parameter).items() if isinstance(of_parameter, dict) else ():
+        for i, parameter_state in enumerate(optimizer.state.values()):
+            for name, value in _numbers(parameter_state).items() if isinstance(parameter_state, dict) else ():
                 state[f"{kind}'s state {name!r}", at, "state", i] = value
     return state
 
 
 def check_host(before: dict[Any, Any], after: dict[Any, Any]) -> None:
-    """Raise for what the capture changed on the host."""
+    """Raise if the capture changed state on the host."""
     for key, value in before.items():
         if after.get(key) == value:
             continue

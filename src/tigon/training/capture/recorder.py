@@ -1,4 +1,4 @@
-"""Capturing what a function launches: the stream, the memory, and what torch says when it goes wrong."""
+"""Capture of the kernels that a function launches: the stream, the memory, and torch's errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# What torch says where a step waits for the device.
+# Torch's warning where a step waits for the device.
 _WAITS = "called a synchronizing CUDA operation"
-# What it says to nobody's use: of a capturable optimizer's eager step, and of the mode that reports waits.
+# Warnings without use here: about a capturable optimizer's eager step, and about the mode that reports waits.
 _NOISE = "running without CUDA graph capture", "Synchronization debug mode is a prototype"
 
 
 class Recorder:
     """The stream of rehearsals and captures, and the memory that all graphs of a step share.
 
-    One graph runs at a time, and what it computes is copied or in the parameters before the next one runs.
+    One graph runs at a time. Its results are copied, or in the parameters, before the next graph runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def enter_stream(self) -> Iterator[None]:
         """On the stream of the captures: cuBLAS, for one, has a workspace for each stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -45,13 +45,13 @@ class Recorder:
             t.record_stream(torch.cuda.current_stream(self.device))
 
     def forget(self) -> None:
-        """The graphs recorded so far are dropped: their memory is free once they are."""
+        """Drop the graphs recorded so far, whose memory is then free."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Capture what run launches. Returns: what run returned, and what launches it again."""
+        """Capture the kernels of run(). Returns: the result of run(), and the function that launches them again."""
         graph = torch.cuda.CUDAGraph()
-        # The rehearsals' memory: the graph has its own.
+        # The rehearsals' memory: the graph has memory of its own.
         torch.cuda.synchronize(self.device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -112,21 +112,21 @@ def is_capturing(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def listening(waits: list[str] | None) -> Iterator[None]:
+def filter_warnings(waits: list[str] | None) -> Iterator[None]:
     """Keep back torch's warning that an optimizer runs eagerly. waits: takes the lines that wait for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_available() else 0
-        listens = waits is not None and torch.cuda.is_available() and mode == 0
-        if listens:
+        is_listening = waits is not None and torch.cuda.is_available() and mode == 0
+        if is_listening:
             torch.cuda.set_sync_debug_mode("warn")
         try:
             yield
         finally:
-            if listens:
+            if is_listening:
                 torch.cuda.set_sync_debug_mode(mode)
     for w in caught:
-        if waits is not None and listens and _WAITS in str(w.message):
+        if waits is not None and is_listening and _WAITS in str(w.message):
             place = f"{w.filename}:{w.lineno}"
             if place not in waits:
                 waits.append(place)

@@ -1,9 +1,9 @@
-"""Hierarchical partitioning: weights sharded over all ranks, with a second shard of them inside of each node.
+"""Hierarchical partitioning: weights sharded over all ranks, with a second shard inside each node.
 
 FSDP2 gathers the weights of a layer over all ranks twice in every micro-step, for the forward and for the backward
-pass. Weights change once in a step. With hpZ the first gather of a step goes over all ranks and leaves a copy of its
-result behind, spread over the GPUs of the node; all that follow, until the weights change, gather that copy. What comes
-from other nodes in a step of k micro-steps is then gathered once, and not 2·k times; the weights are the same bits.
+pass. Weights change once in a step. With hpZ the first gather of a step goes over all ranks and leaves a copy
+behind, spread over the GPUs of the node; all that follow, until the weights change, gather that copy. What comes
+from other nodes in k micro-steps is then gathered once, and not 2·k times; the weights are the same bits.
 
 Source: hpZ of ZeRO++, Wang et al. 2023, https://arxiv.org/abs/2306.10209; its race and the fix by synchronising the
 host, Dai et al. 2024, https://arxiv.org/abs/2407.01614
@@ -40,26 +40,26 @@ def apply_hpz(
     check: bool = True,
     **options: Any,
 ) -> Hpz:
-    """Shard a model with FSDP2, and keep a second shard of its weights in each node.
+    """Shard a model with FSDP2, and keep a second shard of the weights in each node.
 
     Instead of `fully_shard` on every layer and on the model; or after it, on a model that is sharded already, whose
     units and policies then stay. Losses, gradients and weights are FSDP2's, bit for bit.
 
     Each unit notices that its weights have changed by any step of any `torch.optim.Optimizer`, and by PyTorch's version
-    counters: writing into a parameter, or loading a state dict. `check` catches what neither shows (`p.data`,
+    counters: writing into a parameter, or loading a state dict. `check` catches changes that neither shows (`p.data`,
     `torch._foreach_*` outside of an optimizer). All ranks have to change their weights alike, as FSDP2's own
     collectives ask for: a rank that alone gathers over all of them would wait for the others.
 
     Args:
-        model: as FSDP2 takes it, or already sharded by it.
-        mesh: 1-D, of the ranks that share the weights; default: all. Ranks of a group are neighbours in it.
+        model: as FSDP2 takes one, or already sharded by FSDP2.
+        mesh: 1-D, the ranks that share the weights; default: all. The ranks of a group are neighbours.
         group_size: ranks that share a second shard. "node": as many as there are on each host. 1: each rank keeps all
             weights for itself.
         units: modules that are gathered as a whole, inner ones first; default: the members of the model's outermost
             `nn.ModuleList`s, which are its layers. The rest of the model is one unit more.
-        check: compare this rank's own weights with what they were when the second shard was made, on the device, at
-            every gather inside of the node: an error where they differ. Keeps one more copy of its own weights.
-        options: of `fully_shard`: mp_policy, offload_policy, …
+        check: compare this rank's own weights with those from which the second shard was made, on the device, at
+            every gather inside the node: an error where they differ. Keeps one more copy of those weights.
+        options: as for `fully_shard`: mp_policy, offload_policy, …
     Returns: a handle, see Hpz.
     Raises: ValueError if the groups do not divide the mesh, or a parameter cannot have a second shard. RuntimeError if
         this PyTorch's FSDP2 takes no all-gather of others.

@@ -1,4 +1,4 @@
-"""The all-gather of one unit, over all ranks when its weights have changed and inside of the node otherwise.
+"""The all-gather of one unit, over all ranks when the weights have changed, and inside the node otherwise.
 
 After the first gather, of W rows, R = world / group rows are copied to this rank's second shard. The ranks of a node
 hold all W rows together, in their order, so that gathering the second shards gives the first gather's result again.
@@ -37,7 +37,7 @@ class NodeGather:
 
     Args:
         parameters: where the unit's weights are registered: module and name.
-        world, node: groups of the ranks that share the weights, and of those among them that share a second shard.
+        world, node: the groups of ranks that share the weights, and those that share a second shard.
         handle: the device's module: `torch.cuda`, `torch.cpu`.
         side: the stream of the copies into second shards.
         check: compare this rank's own weights with those that the second shard was made from.
@@ -111,23 +111,23 @@ class NodeGather:
     def _side_follows(self, current: Any, work: Any) -> None:
         if work is None:
             self.side.wait_stream(current)
-        else:  # a stream of the backend's own, that the current one does not wait for
+        else:  # the backend's own stream, for which the current one does not wait
             with self.handle.stream(self.side):
                 work.wait()
 
     def _weights(self) -> tuple[Any, ...]:
         """A fingerprint of the weights: the registered tensors, their memory, and their version counters."""
-        found: list[Any] = []
+        fingerprint: list[Any] = []
         for module, name in self.parameters:
             p = module._parameters[name]
             assert p is not None
             local = p.to_local() if isinstance(p, DTensor) else p
             # A write into a DTensor raises only its counter, a write into the local tensor only that tensor's.
-            found += (id(p), p._version, local.data_ptr(), local._version)
-        return tuple(found)
+            fingerprint += (id(p), p._version, local.data_ptr(), local._version)
+        return tuple(fingerprint)
 
 
-# What the tests delay, spoil and run elsewhere.
+# The tests delay these, spoil them and run them elsewhere.
 
 
 def _all_gather(output: Tensor, x: Tensor | None, group: Any, async_op: bool) -> Any:

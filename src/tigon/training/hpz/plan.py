@@ -1,8 +1,8 @@
-"""What hpZ costs and saves, before anything is sharded: memory of a GPU, and bytes over the links in a step.
+"""The costs and savings of hpZ, before anything is sharded: memory of a GPU, and bytes over the links in a step.
 
-For M bytes of weights on W ranks in nodes of N, and k micro-steps, a rank gets
+For M bytes on W ranks in nodes of N, and k micro-steps, a rank gets
 
-    gather over all ranks      M·(W − N) / (W·N) from other nodes        at least: each node gets what it lacks once
+    gather over all ranks      M·(W − N) / (W·N) from other nodes        at least: each node gets each missing byte once
     gather in the node         M·(N − 1) / N     from its node           and nothing from others
 """
 
@@ -23,7 +23,7 @@ class Plan:
 
     Attributes:
         memory: of a rank, by side: weights, gradients, optimizer, second shard, gathered (the root and two layers).
-        across: what a rank gets from other nodes in a step, by side: forward, backward, and by one reduction.
+        across: the bytes that a rank gets from other nodes in a step, by side: forward, backward, and by one reduction.
         inside: the same from its own node.
     """
 
@@ -62,17 +62,17 @@ def plan(
     dtype: torch.dtype | None = None,
     optimizer_bytes: float = 8,
 ) -> Plan:
-    """What plain FSDP2, FSDP2 with `reshard_after_forward=group_size` and hpZ hold in memory and gather in a step.
+    """The memory and the traffic of a step under plain FSDP2, FSDP2 with `reshard_after_forward=group_size` and hpZ.
 
-    Layers are units, as `apply_hpz` makes them, and what remains is the root's, whose weights FSDP2 keeps from the
-    forward to the backward pass.
+    Layers are units, as `apply_hpz` makes them, and the other weights are the root's, whose weights FSDP2 keeps from
+    the forward to the backward pass.
 
     Args:
         model: sharded or not, on any device, also on meta.
         world_size, group_size: ranks in all, and in a node.
         micro_steps: forward and backward passes in one step of the optimizer.
-        dtype: of what is gathered, `param_dtype` of FSDP2's policy; default: the weights' own.
-        optimizer_bytes: of state for each parameter that is trained; Adam's in fp32 are 8.
+        dtype: of the gathered weights, `param_dtype` of FSDP2's policy; default: the weights' own.
+        optimizer_bytes: state for each trained parameter; 8 for Adam in fp32.
     Returns: Plan.
     Raises: ValueError if group_size does not divide world_size.
     """
@@ -128,7 +128,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _sizes(parameters: object, world: int, dtype: torch.dtype | None) -> tuple[int, int, int, int]:
-    """Bytes of weights, bytes gathered, parameters trained and bytes of their gradients, padded as FSDP2 does."""
+    """Bytes of weights, bytes gathered, trained parameters and gradient bytes, padded as FSDP2 does."""
     weights = gathered = trained = gradients = 0
     for p in parameters:  # type: ignore[attr-defined]
         # FSDP2 pads the first dimension to a multiple of the ranks.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels import first_order
+from tigon.kernels import run_once_differentiable
 from tigon.kernels.sparse import make_csr_matrix
 
 # Bytes of the rows that are gathered at once.
@@ -91,7 +91,7 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = first_order(_backward, ctx, g)
+        found: tuple[Any, ...] = run_once_differentiable(_backward, ctx, g)
         return found
 
 

@@ -2,8 +2,8 @@
 
     plain torch.nn.Linear                      the weight itself
     4-bit layers of bitsandbytes               `FourBit`: made dense for one product at a time
-    weight-only tensor classes of torchao      `Dequantised`: the same. Their own forward leaves the dense weight in the
-                                               graph until the backward pass
+    weight-only tensor classes of torchao      `DequantizedWeight`: the same. Their forward leaves the dense weight
+                                               in the graph until the backward pass
     8-bit layers of bitsandbytes               `Opaque` with a dense weight backward: their own Function keeps its
                                                input out of all hooks' sight, also where a checkpoint means to drop
                                                the input, and never reads it
@@ -79,12 +79,12 @@ def weight_in_8_bits(base: Any) -> Callable[[torch.dtype], Tensor] | None:
 WEIGHTS = {"bitsandbytes.Linear8bitLt": weight_in_8_bits}
 
 
-def name_of(kind: type) -> str:
+def qualify_name(kind: type) -> str:
     """The library and the name of a class, without the modules between: these move from release to release."""
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
-def known(layer: nn.Module) -> bool:
+def is_known_layer(layer: nn.Module) -> bool:
     """Whether a layer of PEFT computes its base layer's result, plus the adapter's, and nothing else."""
     return _of_peft(layer) in FORWARDS
 
@@ -107,7 +107,7 @@ def is_tensor_class(weight: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Dequantised:
+class DequantizedWeight:
     """A weight of a tensor class that quantises the weight alone, as a `tigon.ops.linear.lora.Frozen`."""
 
     source: Tensor
@@ -128,33 +128,33 @@ class Dequantised:
 def _weight_only(base: Any) -> Any:
     """The weight of a torch.nn.Linear, if it is of a tensor class that quantises nothing but the weight."""
     weight = base.weight if type(base) is nn.Linear else None
-    inputs = WEIGHT_ONLY.get(name_of(type(weight)))
+    inputs = WEIGHT_ONLY.get(qualify_name(type(weight)))
     return None if inputs is None or any(getattr(weight, name, None) is not None for name in inputs) else weight
 
 
-def dequantised(base: Any, x: Tensor, dtype: torch.dtype) -> Dequantised | None:
+def read_dequantized(base: Any, x: Tensor, dtype: torch.dtype) -> DequantizedWeight | None:
     """The base layer's weight, if only the weight is quantised, and has the dtype of x and of the products."""
     weight = _weight_only(base)
     if weight is None or weight.requires_grad or weight.dim() != 2:
         return None
     # In other dtypes each class has its own order of casts.
-    return Dequantised(weight) if weight.dtype == x.dtype == dtype else None
+    return DequantizedWeight(weight) if weight.dtype == x.dtype == dtype else None
 
 
-def source(weight: Any) -> Any:
+def find_source(weight: Any) -> Any:
     """What stays the same from one reading of a layer to the next: the weight, or what it was read from."""
     if isinstance(weight, FourBit):
         return weight.absmax
-    if isinstance(weight, Dequantised):
+    if isinstance(weight, DequantizedWeight):
         return weight.source
     return weight.layer if isinstance(weight, Opaque) else weight
 
 
-def opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
+def make_opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
     """The base layer's own forward, as PEFT calls it. hooked: others may hold what the layer gives."""
     # GPTQ and its like call the layer by another name; PEFT keeps both.
     base: Callable[[Tensor], Tensor] = getattr(layer, "quant_linear_module", layer.base_layer)
-    name = "" if hooked else name_of(type(base))
+    name = "" if hooked else qualify_name(type(base))
     shape = (b.shape[0], x.shape[-1])
     narrows = FORWARDS[_of_peft(layer)] or not torch.is_autocast_enabled()
     weight = WEIGHTS[name](base) if name in WEIGHTS else None

@@ -21,8 +21,8 @@ class Regather:
         self.head: Any = head
 
     @contextmanager
-    def gathered(self, weight: Tensor) -> Iterator[None]:
-        """Inside, the weight's memory holds its values. A collective, unless the weight is gathered already."""
+    def gather(self, weight: Tensor) -> Iterator[None]:
+        """Inside, the weight's memory holds its values. A collective, unless the weight is gather already."""
         if not is_released(weight):
             yield
             return
@@ -33,7 +33,7 @@ class Regather:
             self.head.reshard()
 
 
-def regather_of(head: Any) -> Regather | None:
+def find_regather(head: Any) -> Regather | None:
     """How to gather the head's weight again; None for a head whose weight stays. torch has no public way to ask.
 
     The weight stays under Accelerate, after `lm_head.set_reshard_after_forward(False)`, and in the root's group.

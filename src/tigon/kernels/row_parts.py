@@ -9,7 +9,7 @@ import torch
 from tigon.kernels.device import multiprocessors
 from tigon.kernels.rows import cdiv, next_power_of_2
 
-# What rows of a vocabulary that are summed, and not written, are cut by. A part is so many columns or a multiple, until
+# Rows of a vocabulary that are summed, and not written, are cut by this. A part is so many columns or a multiple, until
 # there are PARTED programs for each multiprocessor: more rows than half of those are programs enough. Rows of up to
 # WIDE columns are left whole, since a second launch takes as long as reading one.
 PART, PARTED, WIDE = 4096, 4, 16384
@@ -26,13 +26,13 @@ class Parts(NamedTuple):
     most: int
 
 
-def parts_of(M: int, N: int, unit: int, programs: int) -> Parts | None:
+def cut_rows(M: int, N: int, unit: int, programs: int) -> Parts | None:
     """How M rows of N columns are cut into whole units of columns, for so many programs in all; None for no cut.
 
     Units are shared out evenly: no part is empty, and there may be fewer programs than were asked for.
     """
     units = cdiv(N, unit)
-    # The lesser of two numbers: what gives so many programs, and what leaves a part one unit.
+    # The lesser of two numbers: parts for so many programs, and parts of one unit.
     number = min(programs // M, units)
     if number < 2:
         return None
@@ -40,9 +40,9 @@ def parts_of(M: int, N: int, unit: int, programs: int) -> Parts | None:
     return Parts(cdiv(N, width), width, next_power_of_2(units))
 
 
-def summed_in_parts(M: int, N: int, device: torch.device, wide: int = 1) -> Parts | None:
+def find_sum_parts(M: int, N: int, device: torch.device, wide: int = 1) -> Parts | None:
     """The parts of M rows of N classes that kernels sum; None where rows are programs enough, or up to wide · WIDE."""
-    return None if wide * WIDE >= N else parts_of(M, N, PART, PARTED * multiprocessors(device))
+    return None if wide * WIDE >= N else cut_rows(M, N, PART, PARTED * multiprocessors(device))
 
 
 def part_tile(depth: int, block: int, warps: int) -> tuple[int, int, int]:

@@ -1,9 +1,9 @@
-"""The code of a forward says what no probe shows: what the forward reads, what it leaves behind, where it branches.
+"""Analysis of a forward's bytecode: attributes read, state left behind, branches taken.
 
-A probe shows what a module computes for the inputs of that probe. The code says for which other inputs the same holds,
-which attributes can matter, and whether the forward does more than return its result. Tigon reads the bytecode, since
-the source may be missing or edited since. It reads the innermost function behind decorators, the functions of the
-same file that this function names, and the methods of the module's class that it names, down to torch's.
+A probe shows the results of a module for the inputs of that probe. The code says for which other inputs the formula
+holds, which attributes can matter, and whether the forward does more than return its result. Tigon reads bytecode,
+since the source may be missing or edited. The analysis covers the innermost function behind decorators, the functions
+of the same file that this function names, and the methods of the module's class that it names, down to torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tigon.fusion.engine.reasons import Reason
 
 NO_FUNCTION = Reason("its forward is not a plain function")
 
-# Functions whose result in a condition is the same at every call: it depends on the module, or on how code was made.
+# Functions whose result in a condition is the same at every call: decided by the module, or by how code was made.
 _CONSTANT_CALLS = {"isinstance", "hasattr", "getattr", "len", "callable", "type", "is_scripting", "is_tracing"}
 _ABOUT_INPUTS = {"shape", "dtype", "size", "dim", "ndim", "device", "is_cuda", "requires_grad"}
 _APPENDING = {"append", "extend", "insert", "update", "setdefault", "add", "appendleft"}
@@ -30,10 +30,10 @@ _HOOKING = {"register_hook", "register_post_accumulate_grad_hook", "setattr", "r
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the code of a forward says.
+class BytecodeAnalysis:
+    """The facts about a forward that probes cannot show.
 
-    names: the attributes that the forward may read; None if it may read any, as by vars(self) or by passing self to a
+    names: the attributes that the forward may read; None for any, as by vars(self) or by passing self to a
         function of another file.
     stores: the first write that outlives the call, in words; empty if there is none.
     branches: the first condition that the module's own attributes do not decide, as "file:line"; empty if none.
@@ -59,48 +59,51 @@ class Reading:
         return None
 
 
-def reading_of(module: nn.Module) -> Reading | Reason:
+def analyze_forward(module: nn.Module) -> BytecodeAnalysis | Reason:
+    """The analysis of a module's forward, made once for its class; a Reason if the forward has no bytecode."""
     cls: Any = type(module)  # Any: the cache wants a Hashable, and mypy does not accept a class as one
-    return _read(cls.forward, cls)
+    return _analyze(cls.forward, cls)
 
 
-def reading_of_function(fn: Any) -> Reading | Reason:
-    """The Reading of a function that is no method. A module or a functools.partial is read through to its function."""
+def analyze_function(fn: Any) -> BytecodeAnalysis | Reason:
+    """The analysis of a function that is no method. A module or a functools.partial is read through to its function."""
     if isinstance(fn, functools.partial):
-        return reading_of_function(fn.func)
-    return reading_of(fn) if isinstance(fn, nn.Module) else _read(fn, None)
+        return analyze_function(fn.func)
+    return analyze_forward(fn) if isinstance(fn, nn.Module) else _analyze(fn, None)
 
 
 def writes_globals(forward: Any) -> bool:
-    """Whether a forward assigns globals: a clone has other globals, and would assign those."""
+    """Whether a forward assigns globals: a rewritten forward has other globals, and would assign those."""
     inner = inspect.unwrap(forward)
-    codes = _codes(inner.__code__) if isinstance(inner, types.FunctionType) else ()
+    codes = _list_codes(inner.__code__) if isinstance(inner, types.FunctionType) else ()
     return any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for code in codes for i in dis.get_instructions(code))
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(forward: Any, cls: type | None) -> Reading | Reason:
+def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
     inner = inspect.unwrap(forward) if callable(forward) else None
     if not isinstance(inner, types.FunctionType):
         return NO_FUNCTION
     names: set[str] = set()
     stores = branches = ""
     anything = compares_dtypes = asks_autocast = asks_rank = False
-    for fn, is_method in _functions(inner, cls):
+    for fn, is_method in _list_functions(inner, cls):
         own = fn.__code__.co_varnames[:1] if is_method else ()
-        for code in _codes(fn.__code__):
+        for code in _list_codes(fn.__code__):
             names |= set(code.co_names) | {c for c in code.co_consts if isinstance(c, str)}
             body = _Body(code, own[0] if own else None, frozenset(fn.__code__.co_freevars))
-            anything = anything or body.gives_itself_away()
+            anything = anything or body.leaks_self()
             stores = stores or body.stores()
             branches = branches or body.branches()
             compares_dtypes, asks_autocast = compares_dtypes or body.dtypes, asks_autocast or body.autocast
             asks_rank = asks_rank or body.rank
     anything = anything or not names.isdisjoint({"vars", "__dict__", "__getattribute__", "getattr"})
-    return Reading(None if anything else frozenset(names), stores, branches, compares_dtypes, asks_autocast, asks_rank)
+    return BytecodeAnalysis(
+        None if anything else frozenset(names), stores, branches, compares_dtypes, asks_autocast, asks_rank
+    )
 
 
-def _functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[types.FunctionType, bool]]:
+def _list_functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[types.FunctionType, bool]]:
     """The function, and the functions of its file and the module's class that it names; with each, is it a method."""
     todo: list[tuple[types.FunctionType, bool]] = [(first, cls is not None)]
     seen: set[Any] = set()
@@ -115,7 +118,7 @@ def _functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[ty
             enclosed = cell.cell_contents if cell != types.CellType() else None
             if isinstance(enclosed, types.FunctionType):
                 todo.append((inspect.unwrap(enclosed), False))
-        for name in {n for code in _codes(fn.__code__) for n in code.co_names}:
+        for name in {n for code in _list_codes(fn.__code__) for n in code.co_names}:
             other = fn.__globals__.get(name)
             other = inspect.unwrap(other) if callable(other) else None
             if isinstance(other, types.FunctionType) and other.__module__ == fn.__module__:
@@ -128,23 +131,23 @@ def _functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[ty
                     todo.append((method, True))
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def _list_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from _list_codes(constant)
 
 
 class _Body:
     """The instructions of one code object.
 
-    own: the name by which the code knows the module, None if it does not. closed: the names in the function's closure,
+    own: the name by which the code knows the module, or None. closed: the names in the function's closure,
     whose values are the same at every call.
     """
 
     def __init__(self, code: types.CodeType, own: str | None, closed: frozenset[str]) -> None:
         self.code, self.own = code, own
-        self.settled = {"__class__", *closed, *(() if own is None else (own,))}
+        self.constants = {"__class__", *closed, *(() if own is None else (own,))}
         self.dtypes = self.autocast = self.rank = False  # set by branches()
         self.instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
         self.at = {i.offset: n for n, i in enumerate(self.instructions)}
@@ -153,29 +156,29 @@ class _Body:
         starts = {offset: number for offset, number in dis.findlinestarts(code) if number is not None}
         for n, i in enumerate(self.instructions):
             line = self.line[n] = starts.get(i.offset, line)
-        self._settle_locals()
+        self._find_constant_locals()
 
-    def _settle_locals(self) -> None:
-        """Add to `settled` the local names that are only assigned values of the module: `kind = self.kind`."""
+    def _find_constant_locals(self) -> None:
+        """Add to `constants` the local names that are only assigned values of the module: `kind = self.kind`."""
         arguments = self.code.co_varnames[: self.code.co_argcount + self.code.co_kwonlyargcount]
         assigned: dict[str, bool] = dict.fromkeys(arguments, False)
         for n, i in enumerate(self.instructions):
-            for name in self._stored(n):
-                start = self._start(n) if i.opname == "STORE_FAST" else None
-                says = start is not None and self._says_the_same(range(start, n))
-                assigned[name] = assigned.get(name, True) and says
-        self.settled |= {name for name, says in assigned.items() if says}
+            for name in self._stored_names(n):
+                start = self._find_start(n) if i.opname == "STORE_FAST" else None
+                constant = start is not None and self._is_constant(range(start, n))
+                assigned[name] = assigned.get(name, True) and constant
+        self.constants |= {name for name, constant in assigned.items() if constant}
 
-    def _says_the_same(self, expression: range) -> bool:
+    def _is_constant(self, expression: range) -> bool:
         """Whether an expression depends on the module alone, and so has the same value at every call."""
         opnames = [self.instructions[n].opname for n in expression]
         names = {str(self.instructions[n].argval) for n in expression if "LOAD" in self.instructions[n].opname}
-        unsettled = {name for n in expression for name in self._loaded(n)} - self.settled
+        varying = {name for n in expression for name in self._loaded_names(n)} - self.constants
         calls = any(opname.startswith("CALL") for opname in opnames)
         unclear = any(opname.startswith(("UNPACK", "SWAP", "ROT", "FOR_ITER", "COPY", "DUP")) for opname in opnames)
-        return not unsettled and not unclear and (not calls or not names.isdisjoint(_CONSTANT_CALLS))
+        return not varying and not unclear and (not calls or not names.isdisjoint(_CONSTANT_CALLS))
 
-    def _loaded(self, n: int) -> list[str]:
+    def _loaded_names(self, n: int) -> list[str]:
         """The local names that an instruction loads; some instructions load two."""
         i = self.instructions[n]
         if "LOAD_FAST" not in i.opname and "LOAD_DEREF" not in i.opname and "LOAD_CLASSDEREF" not in i.opname:
@@ -183,18 +186,18 @@ class _Body:
         names = list(i.argval) if isinstance(i.argval, tuple) else [i.argval]
         return names[1:] if i.opname.startswith("STORE_FAST") else names  # STORE_FAST_LOAD_FAST
 
-    def _stored(self, n: int) -> list[str]:
+    def _stored_names(self, n: int) -> list[str]:
         i = self.instructions[n]
         if not i.opname.startswith("STORE_FAST"):
             return []
         names = list(i.argval) if isinstance(i.argval, tuple) else [i.argval]
         return names[:1] if "LOAD" in i.opname else names
 
-    def gives_itself_away(self) -> bool:
+    def leaks_self(self) -> bool:
         """Whether the code uses the module other than to the left of a dot: other code may then read any attribute."""
         dots = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD")
         for n, _ in enumerate(self.instructions):
-            loaded = self._loaded(n)
+            loaded = self._loaded_names(n)
             if self.own not in loaded or self.own is None:
                 continue
             after = self.instructions[n + 1].opname
@@ -202,7 +205,7 @@ class _Body:
                 return True
         return False
 
-    def _start(self, end: int) -> int | None:
+    def _find_start(self, end: int) -> int | None:
         """The start of the expression whose value is on top of the stack before `end`; None if unclear."""
         need = 1
         for n in range(end - 1, -1, -1):
@@ -217,25 +220,25 @@ class _Body:
     def _outlives(self, n: int) -> bool:
         """Whether this instruction loads the module or a global, which outlive the call."""
         opname = self.instructions[n].opname
-        return opname == "LOAD_GLOBAL" or (self.own is not None and self.own in self._loaded(n))
+        return opname == "LOAD_GLOBAL" or (self.own is not None and self.own in self._loaded_names(n))
 
     def stores(self) -> str:
         for n, i in enumerate(self.instructions):
             if i.opname in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"):
-                return f"{i.argval}, at {self._place(n)}"
+                return f"{i.argval}, at {self._describe_place(n)}"
             if i.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL") and i.argval in _HOOKING:
-                return f"{i.argval}, at {self._place(n)}"
+                return f"{i.argval}, at {self._describe_place(n)}"
             if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _APPENDING:
                 owner = n - 1
                 while owner > 0 and self.instructions[owner].opname == "LOAD_ATTR":
                     owner -= 1
                 if self._outlives(owner):
-                    return f"{i.argval}, at {self._place(n)}"
+                    return f"{i.argval}, at {self._describe_place(n)}"
             if i.opname == "STORE_SUBSCR":
-                key = self._start(n)
-                owner = None if key is None else self._start(key)  # type: ignore[assignment]
+                key = self._find_start(n)
+                owner = None if key is None else self._find_start(key)  # type: ignore[assignment]
                 if owner is not None and self._outlives(owner):
-                    return f"an item, at {self._place(n)}"
+                    return f"an item, at {self._describe_place(n)}"
         return ""
 
     def branches(self) -> str:
@@ -246,7 +249,7 @@ class _Body:
                 continue
             if n and self.instructions[n - 1].opname == "WITH_EXCEPT_START":
                 continue
-            start = self._start(n)
+            start = self._find_start(n)
             decided = start is not None and self._is_decided(start, n, loops)
             if not decided and start is not None and self._compares_dtypes(start, n):
                 self.dtypes = decided = True
@@ -254,8 +257,8 @@ class _Body:
                 self.autocast = decided = True
             if not decided and start is not None and self._asks_rank(start, n):
                 self.rank = decided = True
-            if not decided and not self._raises(n + 1) and not self._raises(self.at.get(i.argval, n)):
-                return self._place(n)
+            if not decided and not self._only_raises(n + 1) and not self._only_raises(self.at.get(i.argval, n)):
+                return self._describe_place(n)
         return ""
 
     def _is_decided(self, start: int, end: int, loops: set[str]) -> bool:
@@ -265,22 +268,22 @@ class _Body:
             last = self.instructions[end - 2]
         if last.opname == "IS_OP" and any(self.instructions[n].argval is None for n in condition[-3:]):
             return True  # whether an argument is None depends only on how many arguments the call passes
-        locals_ = {name for n in condition for name in self._loaded(n)} - self.settled
+        locals_ = {name for n in condition for name in self._loaded_names(n)} - self.constants
         if locals_ and locals_ <= loops:  # a loop over experts, say: the probes run through every one
             names = {str(self.instructions[n].argval) for n in condition if "LOAD" in self.instructions[n].opname}
             return names.isdisjoint(_ABOUT_INPUTS)
-        return self._says_the_same(condition)
+        return self._is_constant(condition)
 
     def _compares_dtypes(self, start: int, end: int) -> bool:
         condition = [self.instructions[n] for n in range(start, end)]
         dtypes = sum(i.opname == "LOAD_ATTR" and i.argval == "dtype" for i in condition)
-        of_self = any(self.own in self._loaded(n) for n in range(start, end)) and self.own is not None
+        of_self = any(self.own in self._loaded_names(n) for n in range(start, end)) and self.own is not None
         called = any(i.opname.startswith("CALL") for i in condition)
         return dtypes == 2 and of_self and not called and any(i.opname == "COMPARE_OP" for i in condition)
 
     def _asks_autocast(self, start: int, end: int) -> bool:
         names = {i.argval for i in self.instructions[start:end] if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-        return "is_autocast_enabled" in names and not any(self._loaded(n) for n in range(start, end))
+        return "is_autocast_enabled" in names and not any(self._loaded_names(n) for n in range(start, end))
 
     def _asks_rank(self, start: int, end: int) -> bool:
         names = {i.argval for i in self.instructions[start:end] if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
@@ -291,10 +294,10 @@ class _Body:
         for n, i in enumerate(self.instructions):
             if i.opname == "FOR_ITER":
                 for inside in range(n, self.at.get(i.argval, n)):
-                    names.update(self._stored(inside))
+                    names.update(self._stored_names(inside))
         return names
 
-    def _raises(self, n: int) -> bool:
+    def _only_raises(self, n: int) -> bool:
         """Whether the instructions from n on only raise an error."""
         for i in self.instructions[n:]:
             if i.opname == "RAISE_VARARGS":
@@ -303,5 +306,5 @@ class _Body:
                 return False
         return False
 
-    def _place(self, n: int) -> str:
+    def _describe_place(self, n: int) -> str:
         return f"{self.code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{self.line[n]}"
