@@ -56,6 +56,12 @@ async def until(condition):
         await asyncio.sleep(1e-3)
 
 
+def waiting_queries(service):
+    """Queries whose search has not begun."""
+    admission = service.index_backend.admission
+    return admission.queue.queries + admission.submitted
+
+
 def binary(query, **fields):
     return tensors.save({"vectors": query}, metadata={"request": json.dumps(fields)})
 

@@ -3,8 +3,8 @@ from tigon.losses.over_items import item_softmax as item_softmax
 from tigon.retrieve import clusters as clusters
 from tigon.retrieve import metrics as metrics
 from tigon.retrieve import negatives as negatives
-from tigon.retrieve.batching import Batcher as Batcher
-from tigon.retrieve.batching import Overloaded as Overloaded
+from tigon.retrieve.batch_queue import Overloaded as Overloaded
+from tigon.retrieve.batcher import Batcher as Batcher
 from tigon.retrieve.calibrating import Calibration as Calibration
 from tigon.retrieve.clusters import ClusteredEmbedding as ClusteredEmbedding
 from tigon.retrieve.columns import Category as Category

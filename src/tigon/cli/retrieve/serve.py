@@ -74,11 +74,21 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Answer searches and updates over HTTP until SIGTERM or Ctrl-C; /docs describes the requests."""
-    needs(f"tigon {NAME}", "serve", "torch", "numpy", "safetensors", "fastapi", "uvicorn", "prometheus_client")
+    needs(
+        f"tigon {NAME}",
+        "serve",
+        "torch",
+        "numpy",
+        "safetensors",
+        "starlette",
+        "pydantic",
+        "uvicorn",
+        "prometheus_client",
+    )
     from tigon.retrieve.retriever import INDEX, Retriever, is_retriever
-    from tigon.retrieve.serve.app import Limits, Service
-    from tigon.retrieve.serve.engine import Broken
-    from tigon.retrieve.serve.running import serve as run
+    from tigon.retrieve.server.run import serve as run
+    from tigon.retrieve.server.service import Limits, Service
+    from tigon.retrieve.server.worker_pool import WorkerError
 
     if workers > 1 and sys.platform != "linux":  # elsewhere one of several sockets of a port gets all connections
         raise Problem(f"{NAME}: --workers must be 0 or 1, since Linux alone deals out connections, got {workers}")
@@ -128,7 +138,7 @@ def serve(
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise Problem(f"{NAME}: {host}:{port} cannot be listened at: {reason}") from error
-    except Broken as error:
+    except WorkerError as error:
         raise Problem(f"{NAME}: {one_line(error)}", 1) from error
     print(f"ended after {time.monotonic() - begun:,.0f} s; all that was taken is answered", file=sys.stderr)
 

@@ -67,7 +67,7 @@ def test_calls_of_many_threads_have_what_each_has_alone(metric, strings, device)
         query = torch.randn(B, D, generator=draw) if i % 5 != 1 else torch.randn(D, generator=draw)
         query = query.half() if i % 11 == 10 else query.double() if i % 11 == 9 else query
         calls.append((query.numpy() if i % 2 else query, k, where))
-    with Batcher(index, most=16) as batcher, ThreadPoolExecutor(8) as threads:
+    with Batcher(index, max_batch=16) as batcher, ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda call: batcher.search(*call), calls))
     for call, hits in zip(calls, found, strict=True):
         same(hits, index.search(*call))
@@ -76,7 +76,7 @@ def test_calls_of_many_threads_have_what_each_has_alone(metric, strings, device)
 def test_what_waits_becomes_one_search(monkeypatch):
     index = made("cpu")
     held = Held(index, monkeypatch)
-    with Batcher(index, most=8, queue=100) as batcher:
+    with Batcher(index, max_batch=8, max_queue=100) as batcher:
         first = batcher.submit(torch.ones(D), 3)
         assert held.begun.acquire(timeout=10)
         others = [batcher.submit(torch.ones(2, D), 3, "part < 50") for _ in range(5)]
@@ -112,17 +112,17 @@ def test_a_call_waits_for_others_as_long_as_it_says(monkeypatch):
         batcher.submit(torch.ones(D), 3).result(10)
         assert alone.done()
         assert [asked[0] for asked in held.asked] == [1, 1, 1, 1, 2, 2]
-        batcher.wait = 0.05
+        batcher._queue.wait = 0.05
         batcher.search(torch.ones(D), 3, timeout=10)
 
 
 def test_what_does_not_fit_is_refused_before_it_waits():
     index = made("cpu")
-    with Batcher(index, most=4) as batcher:
+    with Batcher(index, max_batch=4) as batcher:
         x = torch.ones(D)
         for arguments, sentence in [
             ((torch.ones(3),), r"query must be \(queries, 16\)"),
-            ((torch.ones(5, D),), r"query must be at most 4 queries \(most\), got 5"),
+            ((torch.ones(5, D),), r"query must be at most 4 queries \(max_batch\), got 5"),
             ((torch.ones(D).int(),), "query must be floats"),
             ((x, 0), "k must be from 1 to 2,048, got 0"),
             ((x, True), "k must be an integer, or a list of one for each query, got True"),
@@ -148,8 +148,8 @@ def test_a_search_that_fails_fails_alone(monkeypatch):
         return search(query, k, where)
 
     monkeypatch.setattr(index, "search", failing)
-    with Batcher(index, most=64, wait=0.1) as batcher:
-        batcher._answered = 5
+    with Batcher(index, max_batch=64, wait=0.1) as batcher:
+        batcher._queue._last = 5
         answers = [batcher.submit(torch.full((1, D), float(value)), 3) for value in (1, 7, 2, 7, 3)]
         for answer, value in zip(answers, (1, 7, 2, 7, 3), strict=True):
             if value == 7:
@@ -162,7 +162,7 @@ def test_a_search_that_fails_fails_alone(monkeypatch):
 def test_a_queue_that_is_full_and_calls_that_take_too_long(monkeypatch):
     index = made("cpu")
     held = Held(index, monkeypatch)
-    with Batcher(index, most=2, queue=3) as batcher:
+    with Batcher(index, max_batch=2, max_queue=3) as batcher:
         first = batcher.submit(torch.ones(D), 3)
         assert held.begun.acquire(timeout=10)
         with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s; 1 queries wait"):
@@ -181,7 +181,7 @@ def test_a_queue_that_is_full_and_calls_that_take_too_long(monkeypatch):
 def test_close(drain, monkeypatch):
     index = made("cpu")
     held = Held(index, monkeypatch)
-    batcher = Batcher(index, most=2)
+    batcher = Batcher(index, max_batch=2)
     running = batcher.submit(torch.ones(D), 3)
     assert held.begun.acquire(timeout=10)
     waiting = [batcher.submit(torch.ones(D), 3) for _ in range(5)]
@@ -274,9 +274,9 @@ def test_searches_beside_updates_see_whole_items(device):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"most": 0}, "most must be a positive integer, got 0"),
-        ({"queue": True}, "queue must be a positive integer, got True"),
-        ({"most": 10, "queue": 9}, "queue must be at least most, 10 queries, got 9"),
+        ({"max_batch": 0}, "max_batch must be a positive integer, got 0"),
+        ({"max_queue": True}, "max_queue must be a positive integer, got True"),
+        ({"max_batch": 10, "max_queue": 9}, "max_queue must be at least max_batch, 10 queries, got 9"),
         ({"wait": -1}, "wait must be a number of seconds, 0 or more, got -1"),
         ({"wait": float("inf")}, "wait must be a number of seconds, 0 or more, got inf"),
     ],

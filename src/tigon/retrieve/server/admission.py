@@ -1,0 +1,143 @@
+"""Searches of an event loop's requests, in batches.
+
+A call of the index costs some 100 µs of Python, and its result wakes the event loop. So requests that come together are
+one search, with a k and a filter for each query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from starlette.exceptions import HTTPException
+
+from tigon.retrieve.batch_queue import BatchQueue, PendingSearch
+from tigon.retrieve.batcher import run_batch
+from tigon.retrieve.hits import Hits
+from tigon.retrieve.index import Index
+from tigon.retrieve.server.app import RETRY
+from tigon.retrieve.server.bodies import SearchResult
+from tigon.retrieve.server.metrics import SearchMetrics
+from tigon.retrieve.server.requests import Limits
+
+
+class AdmittedSearch(PendingSearch):
+    """A search of a request, with an asyncio.Future."""
+
+    def convert(self, hits: Hits) -> Any:
+        """The result of the future, of hits on the host. Called in the thread that searches: a hundred thousand ids
+        that are strings are no work for the event loop."""
+        ids = hits.ids
+        ids = ids if isinstance(ids, np.ndarray) else ids.numpy()
+        return SearchResult(hits.scores.numpy(), ids, hits.exact.numpy())
+
+
+class AdmissionQueue:
+    """A `BatchQueue` driven by an event loop, with a thread that searches.
+
+    Args:
+        index: that is searched.
+        limits: `max_batch`, `wait` and `max_queue` count.
+    """
+
+    def __init__(self, index: Index, limits: Limits) -> None:
+        self.index = index
+        self.queue = BatchQueue(limits.max_batch, limits.wait, max(limits.max_queue, limits.max_batch))
+        self.metrics = SearchMetrics(
+            lambda: self.queue.queries + self.submitted, lambda: len(index), lambda: index.capacity
+        )
+        self.submitted = 0  # queries of batches that wait for the thread
+        self._batches = 0  # that run, or wait for the thread
+        self._timer: asyncio.Handle | None = None
+        self._timer_is_due = False
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, "tigon.retrieve.server search", _use_own_stream, (index.device,))
+
+    def add(self, search: AdmittedSearch) -> None:
+        """Search for queries that were checked.
+
+        Raises: Overloaded if more queries wait than the queue holds; HTTPException, 503, after `close`.
+        """
+        if self._closed:
+            raise HTTPException(503, "the server is shutting down.", RETRY)
+        self.queue.add(search, time.monotonic())
+        self._schedule()
+
+    def select(self, search: AdmittedSearch, rows: Sequence[bool]) -> bool:
+        """Keep the queries of a search whose row is True, if the search has not begun. Returns whether it has not."""
+        before = self.queue.queries
+        waits = self.queue.select(search, rows)
+        self.metrics.dropped.inc(before - self.queue.queries)
+        return waits
+
+    def close(self) -> None:
+        """Take no more searches, and wait for those that the thread has."""
+        self._closed = True
+        self._thread.shutdown()
+
+    def _schedule(self) -> None:
+        """Begin the next batch at the end of this turn of the loop if it is due, or when it will be.
+
+        While a batch runs, only a full one is lined up behind it; other searches gather meanwhile.
+        """
+        if self._batches > 1 or (self._batches and self.queue.queries < self.queue.max_batch):
+            return
+        delay = self.queue.delay(time.monotonic())
+        if delay is None:
+            return
+        if self._timer is not None:
+            if delay or self._timer_is_due:
+                return
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer_is_due = not delay
+        self._timer = loop.call_later(delay, self._begin) if delay else loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        before = self.queue.queries
+        batch = self.queue.take()
+        taken = sum(len(search.query) for searches in batch for search in searches)
+        if dropped := before - self.queue.queries - taken:
+            self.metrics.dropped.inc(dropped)
+        loop = asyncio.get_running_loop()
+        for searches in batch:
+            self._batches += 1
+            count = sum(len(search.query) for search in searches)
+            self.submitted += count
+            future = loop.run_in_executor(self._thread, self._run, searches, count)
+            future.add_done_callback(lambda future, searches=searches: self._finish(searches, future))
+        self._schedule()
+
+    def _run(self, searches: list[Any], count: int) -> list[Any]:
+        self.submitted -= count
+        start = time.monotonic()
+        results = run_batch(self.index, searches)
+        self.metrics.seconds.observe(time.monotonic() - start)
+        self.metrics.batch.observe(count)
+        self.metrics.queries.inc(count)
+        return [
+            result if isinstance(result, Exception) else search.convert(result)
+            for search, result in zip(searches, results, strict=True)
+        ]
+
+    def _finish(self, searches: list[Any], future: asyncio.Future[list[Any]]) -> None:
+        self._batches -= 1
+        self._schedule()  # first, so that the index searches while responses are written
+        for search, result in zip(searches, future.result(), strict=True):
+            if search.future.done():
+                continue
+            if isinstance(result, Exception):
+                search.future.set_exception(result)
+            else:
+                search.future.set_result(result)
+
+
+def _use_own_stream(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))
