@@ -55,7 +55,9 @@ class Batcher(Forkable):
         max_batch = read_int("Batcher", "max_batch", max_batch)
         max_queue = read_int("Batcher", "max_queue", max_queue)
         if max_queue < max_batch:
-            raise ValueError(f"Batcher: max_queue must be at least max_batch, {max_batch:,} queries, got {max_queue:,}.")
+            raise ValueError(
+                f"Batcher: max_queue must be at least max_batch, {max_batch:,} queries, got {max_queue:,}."
+            )
         seconds = as_number(wait)
         if seconds is None or not 0 <= seconds < float("inf"):
             raise ValueError(f"Batcher: wait must be a number of seconds, 0 or more, got {shorten(wait)}.")

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class AdmissionQueue:
             count = sum(len(search.query) for search in searches)
             self.submitted += count
             future = loop.run_in_executor(self._thread, self._run, searches, count)
-            future.add_done_callback(lambda future, searches=searches: self._finish(searches, future))
+            future.add_done_callback(partial(self._finish, searches))
         self._schedule()
 
     def _run(self, searches: list[Any], count: int) -> list[Any]:

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route, Router, get_route_path
+from starlette.routing import Route, Router
 
 from tigon.retrieve.server import openapi
 from tigon.retrieve.server.bodies import BINARY, JSON, SMALL, Array, SearchResult, is_small
@@ -112,7 +112,8 @@ class Application:
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        start, path, status = time.perf_counter(), get_route_path(scope), 499  # the client went away
+        start, status = time.perf_counter(), 499  # the client went away
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))  # inside another application
 
         async def send_response(message: Any) -> None:
             nonlocal status
