@@ -541,7 +541,7 @@ def test_sigterm_answers_what_is_in_flight(tmp_path, started):
     thread.join(30)
     assert [answer.status_code for answer in answers] == [200]
     assert server.process.wait(30) == 0
-    assert "all that was taken is answered" in server.process.stderr.read()
+    assert "all accepted requests are answered" in server.process.stderr.read()
     Index.open(tmp_path / "index").close()  # nobody else has its journal
 
 

@@ -322,7 +322,7 @@ def test_a_server_with_workers_from_its_start_to_its_end(tmp_path):
         thread.join(30)
         assert [answer.status_code for answer in answers] == [200]
         assert server.process.wait(30) == 0
-        assert "all that was taken is answered" in server.process.stderr.read()
+        assert "all accepted requests are answered" in server.process.stderr.read()
         again = Index.open(tmp_path / "index")
         assert 5000 in again
         again.close()

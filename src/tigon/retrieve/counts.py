@@ -34,7 +34,8 @@ class Counts:
         self._later: list[tuple[Tensor, torch.cuda.Event]] = []
         self.missing = dict.fromkeys(schema, 0)
         self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
-        # By their identity the clauses whose share was asked for since items last came or went, the share, and the ranges.
+        # Shares that were estimated since items last came or went, by the identity of their clauses: the clauses, the
+        # share, and the number of ranges.
         self._shares: dict[int, tuple[Clauses, float, int]] = {}
 
     def later(self, words: Tensor, event: torch.cuda.Event) -> None:
