@@ -3,13 +3,14 @@
 import asyncio
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from tigon.retrieve import Batcher, Category, Index, Number, Overloaded, Schema, col
+from tigon.retrieve.batch_queue import BatchQueue, PendingSearch
 
 D, ITEMS = 16, 400
 
@@ -52,6 +53,43 @@ def same(found, expected):
     ids = [hits.ids if isinstance(hits.ids, np.ndarray) else hits.ids.cpu().numpy() for hits in (found, expected)]
     assert np.array_equal(*ids)
     assert torch.equal(found.exact, expected.exact.cpu())
+
+
+def add(queue, count, now, dtype=np.float32):
+    search = PendingSearch(np.zeros((count, D), dtype), list(range(1, count + 1)), [None] * count, Future())
+    queue.add(search, now)
+    return search
+
+
+def test_when_a_batch_begins():
+    queue = BatchQueue(max_batch=8, wait=1.0, max_queue=20)
+    assert queue.delay(0.0) is None
+    first = add(queue, 4, now=0.0)
+    assert queue.delay(0.0) == 0, "as many as the last batch had: one"
+    assert queue.take() == [[first]]
+    add(queue, 1, now=10.0)
+    assert queue.delay(10.25) == 0.75, "the last batch had four queries"
+    assert queue.delay(12.0) == 0
+    add(queue, 3, now=10.5)
+    assert queue.delay(10.5) == 0
+    large = add(queue, 5, now=11.0)
+    assert sum(len(search.query) for search in queue.take()[0]) == 4, "nine queries are more than a batch"
+    assert queue.take() == [[large]]
+
+
+def test_searches_of_a_queue_are_refused_cancelled_and_grouped():
+    queue = BatchQueue(max_batch=8, wait=1.0, max_queue=9)
+    a, b, c, d = add(queue, 2, 0), add(queue, 3, 0, np.float16), add(queue, 1, 0), add(queue, 2, 0)
+    with pytest.raises(Overloaded, match=r"8 queries wait, and 2 more are beyond 9, the queue") as error:
+        add(queue, 2, 0)
+    assert error.value.status == 429
+    c.future.cancel()
+    assert queue.select(b, [True, False, True])
+    assert (b.query.shape, b.k, queue.queries) == ((2, D), [1, 3], 7)
+    assert queue.select(d, [False, False])
+    assert queue.queries == 5
+    assert queue.take() == [[a], [b]], "of one dtype each"
+    assert (queue.queries, queue.select(a, [True, False]), len(a.query)) == (0, False, 2)
 
 
 @pytest.mark.parametrize("strings", [False, True])
