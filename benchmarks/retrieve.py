@@ -290,7 +290,7 @@ def cold(data_path: Path, seed: int, length: Length) -> Iterator[Row]:
         )
         model = Tower(users, item)
         train(model, data.train, data.validation, seed, length)
-        of = {name: item.of_clusters(fitted(data.content[rows])).detach() for name, rows in data.groups.items()}
+        of = {name: item.embed_clusters(fitted(data.content[rows])).detach() for name, rows in data.groups.items()}
         unit = {name: F.normalize(vectors, dim=1) for name, vectors in of.items()}
         yield row("clusters", {"size": size, "dropout": dropout}, begun, *of_module(model), unit.__getitem__)
 
@@ -357,14 +357,14 @@ def links(data_path: Path, seed: int, length: Length) -> Iterator[Row]:
     made, tried = {}, {}
     for l1 in L1:
         made[l1] = retrieve.Links.fit(
-            people, attributes, part.train, item_schema=schema, l1=l1, seed=seed,
+            people, attributes, part.train, item_schema=schema, options=retrieve.LinkOptions(l1=l1, seed=seed),
             query_schema=retrieve.Schema(**{name: retrieve.Category(64) for name in people}),
         )  # fmt: skip
-        scores = scores_of(*popular, links=made[l1].of(people), alpha=0)
+        scores = scores_of(*popular, links=made[l1].weigh(people), alpha=0)
         tried[f"{l1:g}"] = auc(scores, part.validation, ~liked)
     chosen = max(L1, key=lambda l1: tried[f"{l1:g}"])
     learned = made[chosen]
-    of_people = learned.of(people)
+    of_people = learned.weigh(people)
     alone = row(
         "links", {"l1": chosen, "edges": len(learned)}, scores_of(*popular, links=of_people, alpha=0), tried, begun
     )

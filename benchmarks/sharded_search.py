@@ -32,7 +32,7 @@ from vocabulary_parallel import Clock, slowest
 
 from tigon import retrieve
 from tigon.bench import report
-from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
+from tigon.ops.filtered_topk.merge import merge_answers, pack_answer
 
 PIECE = 1 << 20
 WHERE = "chance < 11"
@@ -111,13 +111,13 @@ def measure(row: Row, call: Callable[[], Any], clock: Clock, graph: bool) -> Row
 
 def exchange(index: retrieve.ShardedIndex, queries: int, k: int) -> Callable[[], Any]:
     """What a search does beside the scan of the rank's own items."""
-    hits = index.shard._found(torch.ones(queries, index.dim, device=index.device), k, None, False, None, None, 1.0)
+    hits = index.searcher.run(index.parse(torch.ones(queries, index.dim, device=index.device), k))
     rows = torch.arange(k, device=index.device).expand(queries, k).contiguous()
     scores, ranks = hits.scores.contiguous(), index.ranks
 
     def call() -> Any:
-        own = packed_answer(scores, rows, index.shard.item_ids, None, ranks.own, ranks.count)
-        return merged_answers(ranks.gathered(own))
+        own = pack_answer(scores, rows, index.table.item_ids, None, ranks.own, ranks.count)
+        return merge_answers(ranks.gather(own))
 
     return call
 

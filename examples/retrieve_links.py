@@ -47,7 +47,8 @@ def main():
     known = liked & (rng.random(liked.shape) < 0.5)
     links = retrieve.Links.fit(
         people, films, np.argwhere(known), query_schema=retrieve.Schema(occupation=retrieve.Category()),
-        item_schema=schema, l1=1e-3, device="cuda" if torch.cuda.is_available() else "cpu",
+        item_schema=schema, options=retrieve.LinkOptions(l1=1e-3),
+        device="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
     print(f"{len(links)} links, the strongest:")
     for edge in islice((retrieve.Edge(**row) for row in links.edges().to_pylist()), 6):
@@ -55,7 +56,7 @@ def main():
 
     index = retrieve.Index(DIM, FILMS, dtype="float32", schema=schema)
     index.upsert([f"film-{n}" for n in range(FILMS)], film, films)
-    of_people = links.of(people)
+    of_people = links.weigh(people)
 
     def share(name, **options):
         hits = index.search(person, k=20, **options)
@@ -69,7 +70,7 @@ def main():
 
     someone = int(np.argmax(people["occupation"] == "programmer"))
     row = {"occupation": people["occupation"][someone : someone + 1]}
-    hits = index.search(person[someone], k=3, links=links.of(row), alpha=2.0)
+    hits = index.search(person[someone], k=3, links=links.weigh(row), alpha=2.0)
     print("for a programmer:")
     for part in hits.explain()[0]:
         edges = "".join(f"; {edge}" for edge in part.edges)

@@ -40,7 +40,7 @@ from tigon import retrieve
 from tigon.linear.lora_mlp import lora_mlp
 from tigon.ops.crossed_sum import _crossed_sum_bwd, _crossed_sum_fwd
 from tigon.ops.filtered_topk import merge
-from tigon.ops.filtered_topk.sign import projection_of
+from tigon.ops.filtered_topk.sign import make_projection
 from tigon.ops.filtered_topk.sign_launches import encode
 from tigon.ops.relu_gradient import relu_gradient
 from tigon.ops.row_dot import _row_dot_bwd, _row_dot_fwd
@@ -403,7 +403,7 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
             if "where" in options:
                 given["attributes"] = beside["attributes"]
             if "bits" in options:
-                one.bits(beside["attributes"])
+                tigon.RowBits.from_filters([one], beside["attributes"]).bits[0]
                 bits = torch.empty(options["bits"], rows // 32, dtype=torch.int32)
                 which = None if len(bits) == 1 else torch.empty(B, dtype=torch.int32)
                 given["where"] = tigon.RowBits(bits, which)
@@ -430,8 +430,8 @@ def answers(words: int | None) -> None:
     """What devices that share the rows hand around, and its merge."""
     scores, rows, ids = torch.empty(16, 100), torch.empty(16, 100, dtype=torch.int64), torch.empty(2**20).long()
     shown = None if words is None else torch.empty(words, 2**20, dtype=torch.int64)
-    packed = merge.packed_answer(scores, rows, ids, shown, 0, 8)
-    merge.merged_answers(torch.stack([packed] * 8))
+    packed = merge.pack_answer(scores, rows, ids, shown, 0, 8)
+    merge.merge_answers(torch.stack([packed] * 8))
 
 
 def signed_searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
@@ -452,7 +452,7 @@ def signed_searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Calla
             continue
 
         def search(B=B, rows=rows, bits=bits, options=options) -> None:
-            projection = torch.empty(projection_of(128, bits, 0).shape, dtype=torch.int32)
+            projection = torch.empty(make_projection(128, bits, 0).shape, dtype=torch.int32)
             encode(torch.empty(1000, 128, dtype=half), projection, scaled=True)
             given = (
                 {"where": options["where"], "attributes": torch.empty(2, rows, dtype=torch.int64)}

@@ -12,8 +12,9 @@ MODULES = {
 }
 
 
-def imported(name: str, path: Path, modules, everywhere: bool) -> set[str]:
-    """Modules that this one imports when it is imported itself; everywhere: also those that its functions import."""
+def imported(name: str, path: Path, modules, everywhere: bool, types: bool = False) -> set[str]:
+    """Modules that this one imports when it is imported itself; everywhere: also those that its functions import.
+    types: also those that it imports for annotations alone."""
     found = set()
 
     def visit(body):
@@ -28,7 +29,7 @@ def imported(name: str, path: Path, modules, everywhere: bool) -> set[str]:
                 found.update(full if (full := f"{base}.{alias.name}") in modules else base for alias in node.names)
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not everywhere:
                 continue
-            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
                 visit(node.orelse)
             else:
                 visit(ast.iter_child_nodes(node))
@@ -67,6 +68,13 @@ def test_nor_do_the_functions_of_the_benchmarks():
     bench = {name: path for name, path in MODULES.items() if name.startswith("tigon.bench.")}
     assert len(bench) > 15
     assert cycle(graph_of(bench, everywhere=True)) == []
+
+
+def test_nor_does_retrieval_by_functions_and_annotations():
+    starts = ("tigon.retrieve.", "tigon.ops.filtered_topk")
+    modules = {name: path for name, path in MODULES.items() if name.startswith(starts)}
+    assert len(modules) > 50
+    assert cycle({name: imported(name, path, modules, True, types=True) for name, path in modules.items()}) == []
 
 
 @pytest.mark.parametrize("late", [False, True])

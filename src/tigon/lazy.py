@@ -30,7 +30,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = importlib.import_module(f"{package}.{name}" if home == package else home)
         if home != package:
-            value = getattr(value, name)
+            value = getattr(value, name) if hasattr(value, name) else importlib.import_module(f"{home}.{name}")
         setattr(module, name, value)
         return value
 

@@ -23,10 +23,10 @@ def bench(device):
 @pytest.fixture
 def small_searches_read_codes(monkeypatch):
     monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
-    for made in (launches._plan_of, coded._plan_of):
+    for made in (launches._plan_scan, coded._plan_scan):
         made.cache_clear()
     yield
-    for made in (launches._plan_of, coded._plan_of):
+    for made in (launches._plan_scan, coded._plan_scan):
         made.cache_clear()
 
 

@@ -13,8 +13,9 @@ from world import world_of
 
 import tigon
 from tigon import retrieve
-from tigon.retrieve import Category, Index, Number, Schema, ShardedIndex, Tags, col, disk
-from tigon.retrieve.sides import Side
+from tigon.retrieve import Category, Index, Number, Schema, ShardedIndex, Tags, col
+from tigon.retrieve.links.encoder import AttributeEncoder
+from tigon.retrieve.storage import disk
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -96,7 +97,7 @@ def of_updates(rank, world, device, count, metric, strings, codes):
         assert (named(numbers[0]) in single) == (named(numbers[0]) in sharded)
         if step in (0, 1, 4, 7, 11):
             compare(single, sharded, exactly, step)
-    held = torch.tensor([sharded.shard.rows.count])
+    held = torch.tensor([sharded.table.rows.count])
     return held.item(), len(sharded)
 
 
@@ -147,12 +148,14 @@ def of_links(rank, world, device):
     sharded = ShardedIndex(D, 50, schema=schema(), device=device, mesh=mesh)
     single.upsert(*new)
     sharded.upsert(*new)
-    queries = Side("queries", {"job": "Category"}, [("job", "x"), ("job", "y")])
-    values = Side("items", {"kind": "Category", "tags": "Tags"}, [("kind", "a"), ("tags", "t0"), ("tags", "t2")])
+    queries = AttributeEncoder("queries", {"job": "Category"}, [("job", "x"), ("job", "y")])
+    values = AttributeEncoder(
+        "items", {"kind": "Category", "tags": "Tags"}, [("kind", "a"), ("tags", "t0"), ("tags", "t2")]
+    )
     weights = np.array([3, -1, 2, 5], dtype=np.float32)
     links = retrieve.Links(queries, values, np.array([0, 0, 1, 1]), np.array([0, 1, 1, 2]), weights, -1.0)
     query = torch.from_numpy(draw.integers(-2, 3, (3, D))).float()
-    given = {"k": 9, "links": links.of({"job": ["x", "y", None]}), "alpha": 2.0}
+    given = {"k": 9, "links": links.weigh({"job": ["x", "y", None]}), "alpha": 2.0}
     one, other = single.search(query, **given), sharded.search(query, **given)
     same(one, other)
     assert one.explain() == other.explain()
@@ -212,7 +215,7 @@ def of_files(rank, world, device, folder, strings, codes):
         if mesh is not None:
             again = ShardedIndex.load(folder, device, mesh=mesh)
             compare(single, again)
-            assert abs(again.shard.rows.count - len(again) / again.ranks.count) < 1
+            assert abs(again.table.rows.count - len(again) / again.ranks.count) < 1
             again.upsert(*more)
     alone = Index.load(folder, device)
     compare(single, alone)
@@ -249,7 +252,7 @@ def of_failures(rank, world, device, folder):
         index.upsert(*more)
     query = torch.ones(1, D)
     for given, said in (
-        ({"where": "color == 1"}, "there is no column 'color'"), ({"k": 5000}, "k must be an int from 1 to 2048"),
+        ({"where": "color == 1"}, "there is no column 'color'"), ({"k": 5000}, "k must be from 1 to 2,048"),
         ({"query": torch.ones(1, 3)}, r"query must be \(queries, 8\)"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
@@ -326,7 +329,7 @@ def test_ranks_fail_together(ranks, tmp_path):
 
 def of_other_arguments(rank, world, device):
     index = ShardedIndex(D, 20, device=device, mesh=mesh_of(world, world))
-    with mock.patch("tigon.retrieve.ranks.CHECKS", True):
+    with mock.patch("tigon.retrieve.index.ranks.CHECKS", True):
         index.upsert(range(9), torch.eye(9, D))
         index.search(torch.ones(1, D), 2)
         for call in (

@@ -10,7 +10,7 @@ import torch
 
 import tigon
 from tigon.ops.filtered_topk import coded, launches, plan, sign
-from tigon.ops.filtered_topk.filters import tables_of
+from tigon.ops.filtered_topk.filters import stack_tables
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies as st  # noqa: E402
@@ -72,15 +72,15 @@ def few_groups(monkeypatch):
     """Groups of 4 rows, of which 8 are picked, so that many answers are proven and many are not."""
     tile, sizes = plan.Tile(16, 16, 16, 4, 1), plan.Sizes(4, 16, 64, 8)
     monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
-    monkeypatch.setattr(plan, "sizes_of", lambda k: sizes)
-    monkeypatch.setattr(plan, "coded_sizes_of", lambda k: sizes)
+    monkeypatch.setattr(plan, "choose_sizes", lambda k: sizes)
+    monkeypatch.setattr(plan, "choose_coded_sizes", lambda k: sizes)
     monkeypatch.setattr(plan, "SPARE", 8)
-    monkeypatch.setattr(plan, "tile_of", lambda *_, **__: tile)
+    monkeypatch.setattr(plan, "choose_tile", lambda *_, **__: tile)
     monkeypatch.setattr(plan, "TILES_INT8", {16: (tile, tile), 32: (tile, tile)})
-    for made_of in (launches._plan_of, coded._plan_of):
+    for made_of in (launches._plan_scan, coded._plan_scan):
         made_of.cache_clear()
     yield
-    for made_of in (launches._plan_of, coded._plan_of):
+    for made_of in (launches._plan_scan, coded._plan_scan):
         made_of.cache_clear()
 
 
@@ -96,8 +96,8 @@ def test_eight_bits_change_nothing(few_groups, triton_backend, device):
         want_scores, want = tigon.filtered_topk(query, rows, case["k"], plan=case["plan"], **options)
         assert torch.equal(found, want)
         assert torch.equal(scores, want_scores)
-        kind = plan.kind_of(case["where"] is not None, None, case["plan"])
-        filters, tables = tables_of(case["where"], kind, device, len(query))
+        kind = plan.choose_kind(case["where"] is not None, None, case["plan"])
+        filters, tables = stack_tables(case["where"], kind, device, len(query))
         attributes, live, bias = (options.get(name) for name in ("attributes", "live", "bias"))
         proven.append(
             coded._coded_topk(

@@ -61,9 +61,9 @@ def live_bits(n, device="cpu", seed=2):
 @pytest.fixture(autouse=True)
 def _plans_made_anew():
     """Tests change the numbers that plans are made of."""
-    launches._plan_of.cache_clear()
+    launches._plan_scan.cache_clear()
     yield
-    launches._plan_of.cache_clear()
+    launches._plan_scan.cache_clear()
 
 
 HALF = tigon.RowFilter([[Literal(0, 1)]])
@@ -140,7 +140,7 @@ def test_a_filter_for_each_query(backend, device):
 def test_bits_in_place_of_a_filter(n, with_live, backend, device):
     """The same answer from bits, in every plan, where the memory has further numbers behind those of the rows."""
     attributes = words(n + 100, device)
-    bits = RANGE.bits(attributes)
+    bits = tigon.RowBits.from_filters([RANGE], attributes).bits[0]
     assert torch.equal(unpacked(bits, n + 100), RANGE.mask(attributes))
     given = tigon.RowBits(bits[None, : -(-n // 32)])
     query, items = integers(2, 16, device=device), integers(n, 16, device=device, seed=1)
@@ -164,7 +164,7 @@ def test_bits_of_a_filter_for_each_query(many, backend, device, monkeypatch):
     filters = [tigon.RowFilter([[Literal(0, 1 << n)]]) for n in range(33 if many else 4)]
     attributes, live = words(N, device), live_bits(N, device)
     # Their places in the memory are in another order, and there are further ones.
-    bits = torch.stack([f.bits(attributes) for f in reversed([NONE, *filters])])
+    bits = tigon.RowBits.from_filters([*reversed([NONE, *filters])], attributes).bits
     starts = torch.arange(len(filters) - 1, -1, -1, device=device) * bits.stride(0)
     of_query = [(3 * b) % len(filters) for b in range(B)]
     given = tigon.RowBits(bits, torch.tensor(of_query, dtype=torch.int32, device=device), starts)
@@ -206,10 +206,10 @@ def test_more_filters_than_a_word_has_bits(backend, device, monkeypatch):
 def test_levels_above_the_strips(monkeypatch, triton_backend, device):
     """Some hundred million rows have them; here of small groups."""
     monkeypatch.setattr(plan, "KEYS", 8)
-    monkeypatch.setattr(plan, "sizes_of", lambda k: plan.Sizes(4, 0, 16, 4))
+    monkeypatch.setattr(plan, "choose_sizes", lambda k: plan.Sizes(4, 0, 16, 4))
     tile = plan.Tile(16, 16, 16, 4, 1)
     monkeypatch.setattr(plan, "TILES", {16: (tile, tile)})
-    assert plan.plan_of(2, 2, 8, 1000, torch.float16).levels == (128, 64, 32, 16, 4)
+    assert plan.plan_scan(2, 2, 8, 1000, torch.float16).levels == (128, 64, 32, 16, 4)
     agree(integers(2, 8, device=device), integers(1000, 8, device=device, seed=1), 2)
     agree(
         integers(2, 8, device=device),
@@ -223,7 +223,7 @@ def test_levels_above_the_strips(monkeypatch, triton_backend, device):
 def test_batches_go_in_pieces(monkeypatch, triton_backend, device):
     monkeypatch.setattr(plan, "WORKSPACE", 1)
     monkeypatch.setattr(plan, "SPARE", 0)
-    assert plan.plan_of(33, 1, 8, 40, torch.float16).pieces == 3
+    assert plan.plan_scan(33, 1, 8, 40, torch.float16).pieces == 3
     options = {"attributes": words(40, device), "where": [HALF, *[SOME] * 32], "bias": torch.zeros(40, device=device)}
     query = integers(33, 8, dtype=torch.float32, device=device)
     agree(query, integers(40, 8, device=device, seed=1), 1, **options)
@@ -335,9 +335,9 @@ INF = torch.inf
 )
 def test_rows_that_hold_infinities(dtype, stored, D, backend, device, monkeypatch):
     """Their scores are those of fp32, in any number of terms: the scan has them, though few groups are picked."""
-    monkeypatch.setattr(plan, "sizes_of", lambda k: plan.Sizes(4, 0, 64, 8))
+    monkeypatch.setattr(plan, "choose_sizes", lambda k: plan.Sizes(4, 0, 64, 8))
     monkeypatch.setattr(plan, "SPARE", 2)
-    monkeypatch.setattr(plan, "tile_of", lambda *_, **__: plan.Tile(16, 16, 16 if D <= 16 else 64, 4, 1))
+    monkeypatch.setattr(plan, "choose_tile", lambda *_, **__: plan.Tile(16, 16, 16 if D <= 16 else 64, 4, 1))
     draw = torch.Generator().manual_seed(D)
     query = (1 + 0.1 * torch.randn(3, D, generator=draw)).to(dtype)
     query[0, 3] = 1e-9 if dtype != torch.float16 else 6e-8  # rounded away beside the others in fp16
@@ -481,7 +481,7 @@ def test_bits_compile_whole(each, backend, device):
     torch._dynamo.reset()
     query, items = integers(3, 16, device=device), integers(90, 16, device=device, seed=1)
     attributes = words(90, device)
-    given = torch.stack([HALF.bits(attributes), SOME.bits(attributes)])
+    given = tigon.RowBits.from_filters([HALF, SOME], attributes).bits
     which = torch.tensor([1, 0, 1], dtype=torch.int32, device=device) if each else None
 
     def f(query, items, bits):

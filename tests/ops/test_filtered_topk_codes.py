@@ -8,7 +8,7 @@ import torch
 import tigon
 from tigon.ops.filtered_topk import coded as launches_coded
 from tigon.ops.filtered_topk import codes, launches, plan
-from tigon.ops.filtered_topk.filters import tables_of
+from tigon.ops.filtered_topk.filters import stack_tables
 
 
 def normal(*shape, seed=0):
@@ -87,10 +87,10 @@ HALF = tigon.RowFilter([[Literal(0, 1)]])
 def _small_searches_read_codes(monkeypatch):
     """Tests change the numbers that plans are made of. Of small searches the codes save nothing."""
     monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
-    for made in (launches._plan_of, launches_coded._plan_of):
+    for made in (launches._plan_scan, launches_coded._plan_scan):
         made.cache_clear()
     yield
-    for made in (launches._plan_of, launches_coded._plan_of):
+    for made in (launches._plan_scan, launches_coded._plan_scan):
         made.cache_clear()
 
 
@@ -98,17 +98,17 @@ def small_trees(monkeypatch, places=8):
     """Groups of 4 rows, of which few are picked."""
     tile = plan.Tile(16, 16, 16, 4, 1)
     sizes = plan.Sizes(4, 16, 64, places)
-    monkeypatch.setattr(plan, "sizes_of", lambda k: sizes)
-    monkeypatch.setattr(plan, "coded_sizes_of", lambda k: sizes)
+    monkeypatch.setattr(plan, "choose_sizes", lambda k: sizes)
+    monkeypatch.setattr(plan, "choose_coded_sizes", lambda k: sizes)
     monkeypatch.setattr(plan, "SPARE", 2)
-    monkeypatch.setattr(plan, "tile_of", lambda *_, **__: tile)
+    monkeypatch.setattr(plan, "choose_tile", lambda *_, **__: tile)
     monkeypatch.setattr(plan, "TILES_INT8", {16: (tile, tile), 32: (tile, tile)})
 
 
 def certified(query, coded, k, *, attributes=None, where=None, live=None, bias=None, **options):
     """Scores, rows, and whether the codes sufficed; the same as filtered_topk's."""
-    kind = plan.kind_of(0 if where is None else 1, None, options.get("plan", "auto"))
-    filters, tables = tables_of(where, kind, query.device, len(query))
+    kind = plan.choose_kind(0 if where is None else 1, None, options.get("plan", "auto"))
+    filters, tables = stack_tables(where, kind, query.device, len(query))
     items = coded.rows, coded.codes, coded.scales, coded.error
     return launches_coded._coded_topk(query, *items, k, attributes, *tables, filters, live, bias, kind, None)
 
@@ -205,7 +205,7 @@ def test_bounds_are_bounds(monkeypatch, triton_backend, device):
 def group_bounds(query, coded):
     """(B, groups): what the scan of codes writes of each group."""
     (B, D), N = query.shape, len(coded.rows)
-    made = plan.coded_plan_of(B, 1, D, N, coded.rows.dtype)
+    made = plan.plan_coded_scan(B, 1, D, N, coded.rows.dtype)
     maxima = query.new_full((sum(launches._nodes(N, made)[0]), B), torch.nan, dtype=torch.float32)
     rows = launches.Rows(None, None, None, None, None, None)
     unknown = torch.ones(B, dtype=torch.int32, device=query.device)
@@ -246,7 +246,7 @@ def test_filters_live_rows_and_biases(where, kind, places, monkeypatch, triton_b
     options["live"].zero_()
     assert same(query, rows, 4, **options).all()  # nothing is there
     if where is not None:
-        bits = tigon.RowBits(where.bits(options["attributes"])[None])
+        bits = tigon.RowBits.from_filters([where], options["attributes"])
         given = {"live": None, "bias": options["bias"], "where": bits, "plan": kind}
         got, want = (tigon.filtered_topk(query, x, 4, **given) for x in (tigon.encode_items(rows), rows))
         assert torch.equal(got[0], want[0])
@@ -270,7 +270,7 @@ def test_pieces_of_a_batch(monkeypatch, triton_backend, device):
     monkeypatch.setattr(plan, "WORKSPACE", 1)
     monkeypatch.setattr(plan, "SPARE", 0)
     small_trees(monkeypatch, 4)
-    assert plan.coded_plan_of(17, 1, 8, 16, torch.float16).pieces == 2
+    assert plan.plan_coded_scan(17, 1, 8, 16, torch.float16).pieces == 2
     rows, query = normal(16, 8).half().to(device), normal(17, 8, seed=1).to(device)
     assert same(query, rows, 1).all()
 
@@ -312,7 +312,7 @@ def test_codes_compile_export_and_pass_opcheck(triton_backend, device):
 def test_the_planner_takes_codes_where_they_move_fewer_bytes(monkeypatch):
     monkeypatch.setattr(plan, "CODED_BYTES", 1 << 26)
     N, half = 15_500_000, torch.float16
-    plain, coded = plan.plan_of(16, 100, 128, N, half), plan.coded_plan_of(16, 100, 128, N, half)
+    plain, coded = plan.plan_scan(16, 100, 128, N, half), plan.plan_coded_scan(16, 100, 128, N, half)
     assert coded.bytes < 0.6 * plain.bytes
     assert coded.codes == "int8"
     assert "int8 codes of all rows" in str(coded)
@@ -322,11 +322,11 @@ def test_the_planner_takes_codes_where_they_move_fewer_bytes(monkeypatch):
         {"B": 65}, {"k": 1009}, {"dtype": torch.float8_e4m3fn}, {"N": 10_000}, {"kind": "bitmaps", "filters": 2},
         {"filters": 1, "share": 0.001},
     ):  # fmt: skip
-        assert plan.coded_plan_of(**{"B": 16, "k": 100, "D": 128, "N": N, "dtype": half, **options}) is None
+        assert plan.plan_coded_scan(**{"B": 16, "k": 100, "D": 128, "N": N, "dtype": half, **options}) is None
     for k in (1, 16, 100, 112, 113, 240, 241, 1008):
-        made = plan.coded_plan_of(1, k, 128, N, half)
+        made = plan.plan_coded_scan(1, k, 128, N, half)
         sizes = made.sizes
-        assert sizes.group == plan.sizes_of(k).group
+        assert sizes.group == plan.choose_sizes(k).group
         assert made.groups >= 2 * k
         assert plan.next_power_of_2(k) * sizes.group <= plan.KEYS
         arities = [up // down for up, down in zip(made.levels, made.levels[1:], strict=False)]

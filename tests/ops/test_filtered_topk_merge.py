@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tigon.ops.filtered_topk.merge import merged_answers, packed_answer
+from tigon.ops.filtered_topk.merge import merge_answers, pack_answer
 
 
 # Least; more than one block of a query's candidates, with words; fewer rows than k; rows that no filter lets through.
@@ -28,8 +28,8 @@ def test_merged_answers_are_those_of_all_items(B, k, devices, W, rows, device, b
         if not rows:  # so that there is an address
             beside = torch.zeros(1, dtype=torch.int64), None
         given = (t if t is None else t.to(device) for t in (score, at, *beside))
-        packed.append(packed_answer(*given, own, devices))
-    found, at, of_items, with_words = (t.cpu() for t in merged_answers(torch.stack(packed)))
+        packed.append(pack_answer(*given, own, devices))
+    found, at, of_items, with_words = (t.cpu() for t in merge_answers(torch.stack(packed)))
 
     whole = torch.cat((scores.reshape(B, -1), torch.full((B, k), -torch.inf)), 1)
     best = whole.sort(dim=1, descending=True, stable=True)

@@ -65,9 +65,9 @@ TAGS = {5: of_bits(5), 48: of_bits(48), 70: of_bits(45) + of_bits(25, 1), 116: o
 
 @pytest.fixture(autouse=True)
 def _plans_made_anew():
-    launches._plan_of.cache_clear()
+    launches._plan_scan.cache_clear()
     yield
-    launches._plan_of.cache_clear()
+    launches._plan_scan.cache_clear()
 
 
 @pytest.mark.parametrize("count", TAGS)
@@ -102,7 +102,8 @@ def test_filters_of_each_query_and_bits(backend, device):
     given = {"attributes": attributes, "tags": tigon.RowTags(TAGS[70]), "tag_weights": weights}
     scores, rows = agree(query, items, 5, where=[SOME, None, HALF], **given)
     every = torch.full((7,), -1, dtype=torch.int32, device=device)
-    bits = torch.stack([SOME.bits(attributes), every, HALF.bits(attributes)])
+    some, half = tigon.RowBits.from_filters([SOME, HALF], attributes).bits
+    bits = torch.stack([some, every, half])
     which = torch.arange(3, dtype=torch.int32, device=device)
     for got, want in zip(
         tigon.filtered_topk(query, items, 5, where=tigon.RowBits(bits, which), **given), (scores, rows), strict=True

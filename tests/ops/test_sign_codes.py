@@ -7,7 +7,7 @@ import torch
 
 import tigon
 from tigon.ops.filtered_topk import sign, sign_launches
-from tigon.ops.filtered_topk.signed import by_signs
+from tigon.ops.filtered_topk.signed import uses_signs
 
 Literal = tigon.RowFilter.Literal
 SOME = tigon.RowFilter([[Literal(0, 6, "all"), Literal(1, 8)], [Literal(1, 3, negated=True)]])
@@ -33,7 +33,7 @@ def beside(N, device, live=False, where=False, bias=False):
 
 
 def assert_as_reference(query, items, k, **options):
-    many = sign.candidates_of(k, items.candidates)
+    many = sign.count_candidates(k, items.candidates)
     scores, rows = tigon.filtered_topk(query, items, k, plan="codes", **options)
     want = sign.sign_topk_reference(
         query, items.rows, items.codes, items.scales, items.projection, k, many, **options
@@ -58,7 +58,7 @@ def test_signs_have_the_same_bits_everywhere(N, D, bits, dtype, query, backend, 
     rows = torch.randn(N, D, generator=torch.Generator().manual_seed(N))
     rows[0] *= 0
     rows = rows.to(dtype)
-    projection = sign.projection_of(D, bits, 3)
+    projection = sign.make_projection(D, bits, 3)
     if query and dtype == torch.float8_e4m3fn:
         rows = rows.half()
     want = sign.signs_reference(rows, projection, scaled=True, query=query)
@@ -74,18 +74,18 @@ def test_signs_have_the_same_bits_everywhere(N, D, bits, dtype, query, backend, 
 
 def test_a_projection_sums_bins_of_a_permutation():
     for D, bits in ((128, 64), (128, 128), (7, 64), (130, 512), (1, 64)):
-        projection = sign.projection_of(D, bits, 0)
-        bins = sign.bins_of(D, bits)
+        projection = sign.make_projection(D, bits, 0)
+        bins = sign.count_bins(D, bits)
         assert projection.shape == (-(-D // bins), bits)
-        assert torch.equal(projection, sign.projection_of(D, bits, 0))
+        assert torch.equal(projection, sign.make_projection(D, bits, 0))
         for start in range(0, bits - bins + 1, bins):  # each permutation has every number once
             part = projection[:, start : start + bins]
             assert sorted((part[part >= 0] >> 1).tolist()) == list(range(D))
-    first, second = sign.projection_of(128, 512, 0), sign.projection_of(128, 512, 1)
+    first, second = sign.make_projection(128, 512, 0), sign.make_projection(128, 512, 1)
     assert not torch.equal(first, second)
     assert 0.4 < (first & 1).float().mean() < 0.6
     # What a seed means stays what it is: codes that were saved are searched by later versions.
-    assert sign.projection_of(8, 64, 0)[:, :3].tolist() == [[0, 14, 3], [10, 2, 12], [4, 12, 11], [8, 7, 1]]
+    assert sign.make_projection(8, 64, 0)[:, :3].tolist() == [[0, 14, 3], [10, 2, 12], [4, 12, 11], [8, 7, 1]]
 
 
 def test_norms_and_scales_of_queries():
@@ -94,8 +94,8 @@ def test_norms_and_scales_of_queries():
     assert torch.allclose(items.scales.float(), rows.norm(dim=1), rtol=2**-8, atol=0)
     # The estimate of q · x is the right size: of x itself |x|².
     asked = sign.signs_reference(rows, items.projection, scaled=True, query=True)
-    levels = (1 + 2 * sign._unpacked(asked.more)) * (2 * sign._unpacked(asked.codes) - 1)
-    own = (levels * (2 * sign._unpacked(items.codes) - 1)).sum(1) * items.scales.float() * asked.scales
+    levels = (1 + 2 * sign._unpack_signs(asked.more)) * (2 * sign._unpack_signs(asked.codes) - 1)
+    own = (levels * (2 * sign._unpack_signs(items.codes) - 1)).sum(1) * items.scales.float() * asked.scales
     assert ((own / rows.square().sum(1)) - 1).abs().max() < 0.2
 
 
@@ -123,7 +123,7 @@ def test_bits_of_a_filter_pass_the_rows_that_it_passes(backend, device):
     items = tigon.encode_items(numbers(N, 16, seed=1, device=device), "sign", bits=256)._replace(candidates=12)
     query, options = numbers(2, 16, device=device), beside(N, device, where=True, live=True)
     want = tigon.filtered_topk(query, items, 4, plan="codes", **options)
-    bits = SOME.bits(options.pop("attributes"))
+    bits = tigon.RowBits.from_filters([SOME], options.pop("attributes")).bits[0]
     options["where"] = tigon.RowBits(bits[None] if bits.dim() == 1 else bits)
     found = tigon.filtered_topk(query, items, 4, plan="codes", **options)
     assert torch.equal(found[0], want[0])
@@ -175,7 +175,7 @@ def test_signs_are_read_where_that_costs_less():
 
     def reads(B, **options):
         asked = {"where": None, "plan": "auto", "share": None} | options
-        return by_signs(torch.empty(B, 128, device="meta"), items, **asked)
+        return uses_signs(torch.empty(B, 128, device="meta"), items, **asked)
 
     assert reads(1)
     assert reads(4)

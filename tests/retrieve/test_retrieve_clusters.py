@@ -54,7 +54,7 @@ def test_an_item_has_the_vector_of_its_clusters_without_its_id():
     tower = ClusteredEmbedding(names, 3, 5, dropout=0.5)
     level = tower.level.weight
     by_hand = torch.stack([level[a] + level[3 + b] for a, b in names.tolist()])
-    torch.testing.assert_close(tower.of_clusters(names), by_hand)
+    torch.testing.assert_close(tower.embed_clusters(names), by_hand)
     tower.eval()
     torch.testing.assert_close(tower(), tower.id.weight + by_hand)
     torch.testing.assert_close(tower(torch.tensor([2, 0])), tower()[[2, 0]])
@@ -78,7 +78,10 @@ def test_what_makes_no_clusters():
         (lambda: clusters.fit(x, 1, 2)(x[:, :2]), r"embeddings must be \(n, 3\), .* got \(5, 2\)"),
         (lambda: ClusteredEmbedding(torch.tensor([[3]]), 3), "clusters must be from 0 to 2, got 3 to 3"),
         (lambda: ClusteredEmbedding(torch.tensor([[0]]), 3, dropout=2), "dropout must be from 0 to 1"),
-        (lambda: ClusteredEmbedding(torch.tensor([[0]]), 3).of_clusters(torch.tensor([[0, 1]])), "must have 1 levels"),
+        (
+            lambda: ClusteredEmbedding(torch.tensor([[0]]), 3).embed_clusters(torch.tensor([[0, 1]])),
+            "must have 1 levels",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -10,7 +10,8 @@ import torch
 import tigon
 from tigon.ops.filtered_topk import coded as launches_coded
 from tigon.ops.filtered_topk import plan
-from tigon.retrieve import Index, coded, plan_memory
+from tigon.retrieve import Index, plan_memory
+from tigon.retrieve.index import codes as codes_module
 
 D = 24
 
@@ -27,11 +28,11 @@ def made(device, metric="ip", dtype="float16", codes="int8", count=100):
 
 def assert_codes_bound(index):
     """Each live vector is its code within the error that the index knows."""
-    rows = torch.from_numpy(np.flatnonzero(index.rows.there())).to(index.device)
-    stored, codes = index.embeddings.float()[rows].double(), index.codes[rows].double()
-    ratio = stored / index.scales[rows].double()[:, None]
-    assert ((ratio - codes).norm(dim=1) <= index.error[0]).all()
-    assert (codes.norm(dim=1) <= index.error[1]).all()
+    rows = torch.from_numpy(np.flatnonzero(index.table.rows.live_mask())).to(index.device)
+    stored, codes = index.embeddings.float()[rows].double(), index.table.codes.codes[rows].double()
+    ratio = stored / index.table.codes.scales[rows].double()[:, None]
+    assert ((ratio - codes).norm(dim=1) <= index.table.codes.error[0]).all()
+    assert (codes.norm(dim=1) <= index.table.codes.error[1]).all()
     assert ((ratio - codes).abs() <= 0.51).all()
     return rows
 
@@ -63,16 +64,16 @@ def test_codes_follow_every_update(metric, dtype, device):
 def test_casts_and_copies_keep_codes_that_are_true(device):
     index = made(device, dtype="float32")
     half = copy.deepcopy(index).half()
-    assert half.scales.dtype == half.error.dtype == torch.float32
+    assert half.table.codes.scales.dtype == half.table.codes.error.dtype == torch.float32
     assert_codes_bound(half)
-    assert not torch.equal(half.scales, index.scales)  # of the rounded vectors
+    assert not torch.equal(half.table.codes.scales, index.table.codes.scales)  # of the rounded vectors
     assert half.half() is half
     assert_codes_bound(half)
     loaded = Index(D, 150, "float32", device=device, codes="int8")
     loaded.load_state_dict(index.state_dict())
-    assert torch.equal(loaded.codes, index.codes)
-    assert torch.equal(loaded.error, index.error)
-    assert isinstance(coded.items(loaded, 100), tigon.CodedItems)
+    assert torch.equal(loaded.table.codes.codes, index.table.codes.codes)
+    assert torch.equal(loaded.table.codes.error, index.table.codes.error)
+    assert isinstance(loaded.table.items(), tigon.CodedItems)
     assert_same_hits(loaded, index, device)
 
 
@@ -85,47 +86,47 @@ def test_codes_are_saved_and_a_journal_brings_them_back(gaps, tmp_path):
     index.save(tmp_path)
     rows = assert_codes_bound(index)
     loaded = Index.load(tmp_path)
-    assert loaded.coding == "int8"
-    assert torch.equal(loaded.codes[: len(rows)], index.codes[rows])
-    assert torch.equal(loaded.scales[: len(rows)], index.scales[rows])
-    assert torch.equal(loaded.error, index.error)
+    assert loaded.table.format.codes == "int8"
+    assert torch.equal(loaded.table.codes.codes[: len(rows)], index.table.codes.codes[rows])
+    assert torch.equal(loaded.table.codes.scales[: len(rows)], index.table.codes.scales[rows])
+    assert torch.equal(loaded.table.codes.error, index.table.codes.error)
     with_journal = Index.open(tmp_path)
     with_journal.upsert([7, 1000], 100 * torch.eye(D)[:2])  # a larger error than that of the snapshot
     with_journal.close()
     replayed = Index.load(tmp_path)
-    assert torch.equal(replayed.codes, with_journal.codes)
-    assert torch.equal(replayed.error, with_journal.error)
+    assert torch.equal(replayed.table.codes.codes, with_journal.table.codes.codes)
+    assert torch.equal(replayed.table.codes.error, with_journal.table.codes.error)
     assert_codes_bound(replayed)
 
 
 def test_over_a_parameter_codes_that_may_be_old_are_not_read(device):
     weight = torch.nn.Parameter(vectors(60).to(device))
     index = Index.over(weight, codes="int8")
-    assert isinstance(coded.items(index, 60), tigon.CodedItems)
+    assert isinstance(index.table.items(), tigon.CodedItems)
     with torch.no_grad():
         weight.mul_(-3)
-    assert isinstance(coded.items(index, 60), torch.Tensor)
-    assert isinstance(coded.items(copy.deepcopy(index), 60), torch.Tensor)
+    assert isinstance(index.table.items(), torch.Tensor)
+    assert isinstance(copy.deepcopy(index).table.items(), torch.Tensor)
     assert_same_hits(index, Index.over(weight), device)
     index.refresh()
-    assert isinstance(coded.items(index, 60), tigon.CodedItems)
+    assert isinstance(index.table.items(), tigon.CodedItems)
     assert_codes_bound(index)
     index.load_state_dict(index.state_dict())  # of any weights
-    assert isinstance(coded.items(index, 60), torch.Tensor)
+    assert isinstance(index.table.items(), torch.Tensor)
     weight.data = weight.data.clone()
     index.refresh()
     index.double()
-    assert index.scales.dtype == torch.float32
-    assert isinstance(coded.items(index, 60), torch.Tensor)
+    assert index.table.codes.scales.dtype == torch.float32
+    assert isinstance(index.table.items(), torch.Tensor)
 
 
 def test_large_parameters_are_encoded_in_pieces(monkeypatch):
     weight = torch.nn.Parameter(vectors(60))
     whole = Index.over(weight, codes="int8")
-    monkeypatch.setattr(coded, "PIECE", 7 * 4 * D)
+    monkeypatch.setattr(codes_module, "PIECE", 7 * 4 * D)
     pieces = Index.over(weight, codes="int8")
     for name in ("codes", "scales", "error"):
-        assert torch.equal(getattr(pieces, name), getattr(whole, name))
+        assert torch.equal(getattr(pieces.table.codes, name), getattr(whole.table.codes, name))
 
 
 def test_explain_says_when_codes_are_read(monkeypatch):
@@ -138,7 +139,7 @@ def test_explain_says_when_codes_are_read(monkeypatch):
 
 def test_kernels_find_the_same_with_codes(monkeypatch, device, triton_backend):
     monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
-    launches_coded._plan_of.cache_clear()
+    launches_coded._plan_scan.cache_clear()
     index, plain = (made(device, "l2", codes=codes, count=70) for codes in ("int8", None))
     for each in (index, plain):
         each.delete([3, 50])
@@ -146,7 +147,7 @@ def test_kernels_find_the_same_with_codes(monkeypatch, device, triton_backend):
     got, want = index.search(query, k=4), plain.search(query, k=4)
     assert torch.equal(got.ids, want.ids)
     assert torch.equal(got.scores, want.scores)
-    launches_coded._plan_of.cache_clear()
+    launches_coded._plan_scan.cache_clear()
 
 
 def test_plan_memory_counts_codes():

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tigon.retrieve import Category, Index, Number, Schema, col, gathering, updates, writing
+from tigon.retrieve import Category, Index, Number, Schema, col
+from tigon.retrieve.index import scheduler, table, update_queue
+from tigon.retrieve.index.writer import ItemWriter
 
 SCHEMA = Schema(version=Number(), parity=Category())
 
@@ -65,13 +67,13 @@ def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
     assert not failed, failed
     assert len(seen) > 3, "the writer wrote nothing while searches ran"
     assert len(index) == items
-    assert len(index.kept) > 2
+    assert len(index.table.cache) > 2
 
 
 def test_a_call_of_several_pieces_becomes_visible_at_once(monkeypatch, device):
     """Every search finds all items in one version, although a call is written piece by piece."""
     dim, items = 16, 300
-    monkeypatch.setattr(writing, "PIECE", 7 * dim * 4)
+    monkeypatch.setattr(table, "PIECE", 7 * dim * 4)
     index = Index(dim, items, "float32", device=device)
     index.upsert(np.arange(items), torch.full((items, dim), 1.0, device=device))
     failed, stop = [], threading.Event()
@@ -100,27 +102,7 @@ def test_a_call_of_several_pieces_becomes_visible_at_once(monkeypatch, device):
         stop.set()
         thread.join()
     assert not failed, failed
-    assert index.counts.items == items
-
-
-def test_rows_come_back_from_live_bits():
-    rng = np.random.default_rng(0)
-    rows = updates.Rows(100)
-    known = set()
-    for _ in range(50):
-        shown = rows.allocate(int(rng.integers(0, min(10, rows.available() + 1))))
-        hidden = np.array(sorted(known)[: int(rng.integers(0, 12))], dtype=np.int64)
-        places, bits = rows.mark(shown, hidden)
-        rows.show(shown, hidden)
-        known = (known | set(shown.tolist())) - set(hidden.tolist())
-        assert rows.count == len(known)
-        assert set(np.flatnonzero(rows.there()).tolist()) == known
-        assert set(places.tolist()) == {int(r) // 32 for r in (*shown, *hidden)}
-        assert (rows.live[places].view(np.int32) == bits).all()
-        again = updates.Rows.of(rows.live.view(np.int32), 100)
-        assert (again.count, set(np.flatnonzero(again.there()).tolist())) == (len(known), known)
-        assert again.available() == rows.available() == 100 - len(known)
-        assert not set(rows.free.tolist()) & known
+    assert index.table.attributes.counts.items == items
 
 
 class Together:
@@ -128,7 +110,7 @@ class Together:
 
     def __init__(self, index):
         self.index, self.threads, self.errors = index, [], {}
-        index.turns.writing.acquire()
+        index.table.scheduler.update_lock.acquire()
 
     def upsert(self, *arguments):
         number = len(self.threads)
@@ -141,28 +123,28 @@ class Together:
 
         self.threads.append(threading.Thread(target=call))
         self.threads[-1].start()
-        while len(self.index.waiting.calls) <= number:
+        while len(self.index.pending.updates) <= number:
             time.sleep(1e-4)
 
     def made(self):
         """What each call raised, by its number."""
-        self.index.turns.writing.release()
+        self.index.table.scheduler.update_lock.release()
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
-        assert not self.index.waiting.calls
+        assert not self.index.pending.updates
         return self.errors
 
 
 def counted(monkeypatch):
     """How many calls are written at once, as they are."""
-    written, write = [], writing.write
+    written, write = [], ItemWriter.write
 
-    def seen(index, items):
+    def seen(writer, items):
         written.append(len(items.ids))
-        write(index, items)
+        write(writer, items)
 
-    monkeypatch.setattr(writing, "write", seen)
+    monkeypatch.setattr(ItemWriter, "write", seen)
     return written
 
 
@@ -229,7 +211,7 @@ def test_columns_of_two_types_are_not_joined(columns, monkeypatch):
 
 
 def test_many_calls_are_made_in_parts(monkeypatch):
-    monkeypatch.setattr(gathering, "MOST", 5)
+    monkeypatch.setattr(update_queue, "MOST", 5)
     index = Index(2, 50)
     written, together = counted(monkeypatch), Together(index)
     for start in (0, 2, 4, 6, 20):
@@ -241,14 +223,14 @@ def test_many_calls_are_made_in_parts(monkeypatch):
 
 def test_a_call_that_was_interrupted_leaves_the_others_to_their_threads(monkeypatch):
     index = Index(2, 50)
-    together, write = Together(index), writing.write
+    together, write = Together(index), ItemWriter.write
 
-    def interrupted(index, items):
-        monkeypatch.setattr(writing, "write", write)
+    def interrupted(writer, items):
+        monkeypatch.setattr(ItemWriter, "write", write)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(writing, "write", interrupted)
+    monkeypatch.setattr(ItemWriter, "write", interrupted)
     for i in range(4):
         together.upsert([i, 9], torch.full((2, 2), float(i)))
     assert not together.made()
@@ -313,25 +295,25 @@ def test_threads_that_write_at_random_leave_what_each_wrote_last(journal, tmp_pa
 
 def test_an_update_waits_for_a_search_between_its_steps(monkeypatch):
     """It does no step while a search is under way on the host, and goes on after its patience."""
-    monkeypatch.setattr(updates, "STEP", 0.0)
-    monkeypatch.setattr(updates, "PATIENCE", 30.0)
+    monkeypatch.setattr(scheduler, "STEP", 0.0)
+    monkeypatch.setattr(scheduler, "PATIENCE", 30.0)
     index = Index(2, 50, schema=SCHEMA)
-    steps, give_way = [], index.turns.give_way
-    monkeypatch.setattr(index.turns, "give_way", lambda: (steps.append(0), give_way()))
+    steps, give_way = [], index.table.scheduler.yield_to_searches
+    monkeypatch.setattr(index.table.scheduler, "yield_to_searches", lambda: (steps.append(0), give_way()))
     items = [0, 1], torch.ones(2, 2), {"version": [1, 2], "parity": ["even", "odd"]}
     index.upsert(*items)
     alone = len(steps)
     assert alone >= 4
     thread = threading.Thread(target=index.upsert, args=items)
-    with index.turns.asking():
+    with index.table.scheduler.read_lock():
         thread.start()
         time.sleep(0.1)
         assert len(steps) == alone + 1
     thread.join(10)
     assert len(steps) > alone + 1
-    monkeypatch.setattr(updates, "PATIENCE", 1e-3)
+    monkeypatch.setattr(scheduler, "PATIENCE", 1e-3)
     thread = threading.Thread(target=index.upsert, args=items)
-    with index.turns.asking():
+    with index.table.scheduler.read_lock():
         thread.start()
         thread.join(10)
         assert not thread.is_alive()
@@ -339,29 +321,14 @@ def test_an_update_waits_for_a_search_between_its_steps(monkeypatch):
 
 def test_an_update_without_searches_does_not_pause(monkeypatch):
     index = Index(2, 50)
-    monkeypatch.setattr(updates, "STEP", 0.0)
-    monkeypatch.setattr(updates.time, "sleep", lambda _: pytest.fail("paused"))
+    monkeypatch.setattr(scheduler, "STEP", 0.0)
+    monkeypatch.setattr(scheduler.time, "sleep", lambda _: pytest.fail("paused"))
     index.upsert([0], torch.ones(1, 2))
     index.search(torch.ones(2), k=1)
     with pytest.raises(pytest.fail.Exception, match="paused"):
         index.upsert([0], torch.ones(1, 2))
-    monkeypatch.setattr(updates, "LATELY", 0.0)
+    monkeypatch.setattr(scheduler, "RECENT", 0.0)
     index.upsert([0], torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("n", [1, 2, 5, 256])  # odd numbers end beside a multiple of 16 bytes
-def test_arrays_and_vectors_arrive_together(n, dtype, device):
-    rows, words = np.arange(n), np.arange(3 * n).reshape(3, n) << 40
-    given = [rows[:0], rows, words, rows[: n // 2]]
-    vectors = torch.randn(n, 7).to(dtype)
-    for own in (vectors, vectors.to(device)):
-        *parts, arrived = writing.sent_together(given, device, own)
-        assert [part.tolist() for part in parts] == [array.tolist() for array in given]
-        assert (arrived.view(torch.uint8).cpu() == vectors.view(torch.uint8)).all()
-        assert all(part.device.type == device.type for part in (*parts, arrived))
-        if device.type == "cuda":
-            assert all(part.data_ptr() % 16 == 0 for part in (*parts, arrived) if part.numel())
 
 
 def test_the_share_of_a_filter_follows_updates():

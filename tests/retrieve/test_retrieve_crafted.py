@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tigon.retrieve import Category, Index, Links, Number, Retriever, Schema, Tags, disk
-from tigon.retrieve.manifest import read_manifest, write_manifest
+from tigon.retrieve import Category, Index, Links, Number, Retriever, Schema, Tags
+from tigon.retrieve.index.snapshot_manifest import read_manifest, write_manifest
+from tigon.retrieve.storage import disk
 
 D, N = 4, 5
 
@@ -28,7 +29,7 @@ def written(folder, change=lambda content: content, tensors=None):
     content = read_manifest("test", snapshot)
     if tensors is not None:
         save_file(tensors, snapshot / "items.safetensors")
-        content["files"] = {"items.safetensors": disk.digest_of(snapshot / "items.safetensors")}
+        content["files"] = {"items.safetensors": disk.compute_digest(snapshot / "items.safetensors")}
     content = change(content)
     (snapshot / "manifest.json").unlink()
     write_manifest(snapshot, content)
@@ -101,7 +102,7 @@ def test_items_that_are_not_of_the_index_are_refused(folder):
     for content in (b"", b"x", b"\x02" + bytes(7) + b"{}", bytes(8), b"\xff" * 8):
         path = folder / "snapshot-000001" / "items.safetensors"
         path.write_bytes(content)
-        written(folder, lambda known, path=path: {**known, "files": {path.name: disk.digest_of(path)}})
+        written(folder, lambda known, path=path: {**known, "files": {path.name: disk.compute_digest(path)}})
         with pytest.raises(ValueError, match=r"^Index.load: .* is damaged: "):
             Index.load(folder)
 
@@ -114,12 +115,12 @@ def test_files_of_shards_must_hold_each_item_once(folder):
         if "id_ends" not in good:
             shard["item_ids"] = good["item_ids"][part]
         save_file(shard, folder / "snapshot-000001" / "items-0.safetensors")
-        files = {"items-0.safetensors": disk.digest_of(folder / "snapshot-000001" / "items-0.safetensors")}
+        files = {"items-0.safetensors": disk.compute_digest(folder / "snapshot-000001" / "items-0.safetensors")}
         written(folder, lambda content, files=files: {**content, "shards": 1, "files": files})
         assert len(Index.load(folder)) == N
     for part in (places * 0, places - 1, places + 1, places[:3]):
         save_file({**good, "places": part}, folder / "snapshot-000001" / "items-0.safetensors")
-        files = {"items-0.safetensors": disk.digest_of(folder / "snapshot-000001" / "items-0.safetensors")}
+        files = {"items-0.safetensors": disk.compute_digest(folder / "snapshot-000001" / "items-0.safetensors")}
         written(folder, lambda content, files=files: {**content, "shards": 1, "files": files})
         with pytest.raises(ValueError, match=r"^Index.load: .* is damaged: "):
             Index.load(folder)

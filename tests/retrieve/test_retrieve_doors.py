@@ -55,13 +55,13 @@ def made(strings=True):
 )
 def test_text_that_cannot_be_written_is_refused_before_anything_changes(ids, columns, sentence, tmp_path):
     for index in (made(), Index(D, 20, schema=made().schema)):
-        before, length, kind = index.schema.to_json(), len(index), index.ids and index.ids.kind
+        before = index.schema.to_json(), len(index), getattr(index.table.directory.ids, "kind", None)
         given = {name: columns.get(name, values) for name, values in table(2, price=[2.0], country=["new"]).items()}
         with pytest.raises(ValueError, match=sentence):
             index.upsert(ids, torch.ones(2, D), given)
-        assert (index.schema.to_json(), len(index), index.ids and index.ids.kind) == (before, length, kind)
+        assert (index.schema.to_json(), len(index), getattr(index.table.directory.ids, "kind", None)) == before
         index.save(tmp_path / "a")
-        assert len(Index.load(tmp_path / "a")) == length
+        assert len(Index.load(tmp_path / "a")) == len(index)
 
 
 def test_bytes_of_arrow_that_are_not_utf8_are_refused():
@@ -207,7 +207,7 @@ def test_integers_of_numpy_and_torch_are_integers(kind, tmp_path):
     assert index.search(torch.ones(1, D), kind(2)).ids.shape == (1, 2)
     assert index.search(torch.ones(2, D), [kind(2), kind(1)]).ids.shape == (2, 2)
     index.grow(kind(30))
-    index.keep_filters(kind(0))
+    index.limit_filter_cache(kind(0))
     index.warmup(kind(2), [kind(1)])
     index.save(tmp_path)
     assert Index.load(tmp_path).capacity == 30
@@ -270,7 +270,7 @@ def test_whatever_is_taken_is_saved_and_read_back(value, tmp_path):
             index.save(tmp_path)
             again = Index.load(tmp_path)
             assert (len(again), again.schema) == (1, index.schema)
-            assert torch.equal(again.attributes[:, :1], index.attributes[:, :1])
+            assert torch.equal(again.table.words[:, :1], index.table.words[:, :1])
             assert ids[0] in again
 
 
@@ -415,7 +415,7 @@ def test_copies_beside_updates_and_searches_are_of_one_moment():
             wrong.append(error)
 
     def write(n):
-        with index.turns.writing:
+        with index.table.scheduler.update_lock:
             index.upsert([f"{n + 1}a", f"{n + 1}b"], torch.full((2, D), float(n % 100)), {"n": [n % 100] * 2})
             index.delete([f"{n}a", f"{n}b"])
 
@@ -433,8 +433,8 @@ def test_copies_beside_updates_and_searches_are_of_one_moment():
                 number = int(hits.ids[0, 0][:-1])
                 assert sorted(hits.ids[0]) == [f"{number}a", f"{number}b"]
                 assert hits.scores[0].tolist() == [D * ((number - 1) % 100 if number else 1)] * 2
-                assert copied.counts.items == 2
-                assert copied.counts.schema is copied.schema
+                assert copied.table.attributes.counts.items == 2
+                assert copied.table.attributes.counts.schema is copied.schema
     finally:
         stop.set()
         for thread in threads:

@@ -30,13 +30,6 @@ def test_a_table_of_keys_against_a_dict(few, colliding, monkeypatch):
     assert table.get(np.array(sorted(known))).tolist() == [known[k] for k in sorted(known)]
 
 
-def test_the_last_of_equal_ids():
-    assert ids.last_of_each(np.array([5, 3, 5, 1, 3])).tolist() == [2, 3, 4]
-    assert ids.last_of_each(np.array([5, 3, 4])).tolist() == [0, 1, 2]
-    assert ids.last_of_each(np.zeros(0, dtype=np.int64)).tolist() == []
-    assert ids.last_of_each(["b", "a", "b"]).tolist() == [1, 2]
-
-
 def test_texts_of_keys_are_cut_as_they_are_shown():
     known = ids.StringIds()
     texts = ["", "a", "äö", "a longer one", "b"]
@@ -48,4 +41,4 @@ def test_texts_of_keys_are_cut_as_they_are_shown():
         [None if n < 0 else whole[end - n : end].decode() for n, end in zip(*row, strict=True)]
         for row in zip(lengths.tolist(), ends.tolist(), strict=True)
     ]
-    assert cut == known.shown(asked).tolist() == [["a longer one", None, ""], ["b", "äö", "äö"]]
+    assert cut == known.to_ids(asked).tolist() == [["a longer one", None, ""], ["b", "äö", "äö"]]

@@ -9,8 +9,12 @@ import torch
 from numerics import unit_roundoff
 
 from tigon import retrieve, use_backend
-from tigon.retrieve import Category, Index, Number, Schema, Tags, col, searching, updates, writing
+from tigon.retrieve import Category, Index, Number, Schema, Tags, col
 from tigon.retrieve import ids as ids_module
+from tigon.retrieve.filters import attributes
+from tigon.retrieve.index import rows as rows_module
+from tigon.retrieve.index import search
+from tigon.retrieve.index import table as table_module
 
 D = 24
 
@@ -118,14 +122,14 @@ def test_a_k_and_a_filter_for_each_query(device, named):
 
 def test_equal_filters_are_one_object(device, named):
     index = made(device, named)
-    one, other = (searching.compiled(index, col("price") <= 30) for _ in range(2))
+    one, other = (index.table.attributes.compile(col("price") <= 30) for _ in range(2))
     assert one is other
-    assert searching.compiled(index, "price <= 30").filter == one.filter
+    assert index.table.attributes.compile("price <= 30").filter == one.filter
     index.upsert(named([1]), vectors(1), {"country": ["new"], "tags": [[]], "price": [1]})
-    assert searching.compiled(index, col("country") == "new").clauses != [((), ())]
-    for i in range(searching.KEPT + 10):
-        searching.compiled(index, col("price") <= i)
-    assert len(index.filters) == searching.KEPT
+    assert index.table.attributes.compile(col("country") == "new").clauses != [((), ())]
+    for i in range(attributes.MOST_FILTERS + 10):
+        index.table.attributes.compile(col("price") <= i)
+    assert len(index.table.attributes._filters) == attributes.MOST_FILTERS
 
 
 def test_an_empty_index_an_empty_batch_and_nothing_that_passes(device, named):
@@ -148,7 +152,7 @@ def test_out_of_memory_a_search_is_done_in_halves_once(device, named, monkeypatc
     index = made(device, named)
     q = vectors(7, seed=3).to(device)
     whole = index.search(q, k=5, where=[None, "price < 20"] * 3 + [None])
-    real, sizes = searching.filtered_topk, []
+    real, sizes = search.filtered_topk, []
 
     def small(query, *args, **kwargs):
         sizes.append(len(query))
@@ -156,7 +160,7 @@ def test_out_of_memory_a_search_is_done_in_halves_once(device, named, monkeypatc
             raise torch.OutOfMemoryError("out of memory")
         return real(query, *args, **kwargs)
 
-    monkeypatch.setattr(searching, "filtered_topk", small)
+    monkeypatch.setattr(search, "filtered_topk", small)
     small.most = 4
     halves = index.search(q, k=5, where=[None, "price < 20"] * 3 + [None])
     assert sizes == [7, 3, 4]
@@ -174,14 +178,14 @@ def test_out_of_memory_a_search_is_done_in_halves_once(device, named, monkeypatc
 
 def test_out_of_memory_grow_leaves_the_index_as_it_was(device, named, monkeypatch):
     index = made(device, named)
-    before, real = contents(index), writing._grown
+    before, real = contents(index), table_module._extend
 
     def small(index, name, total):
         if name == "item_ids":
             raise torch.OutOfMemoryError("out of memory")
         return real(index, name, total)
 
-    monkeypatch.setattr(writing, "_grown", small)
+    monkeypatch.setattr(table_module, "_extend", small)
     with pytest.raises(torch.OutOfMemoryError, match=r"Index.grow: 400 items take .* KiB on the device.*as it was"):
         index.grow(400)
     assert (index.capacity, contents(index)) == (150, before)
@@ -256,7 +260,7 @@ def test_of_equal_ids_the_last_counts(device, named):
 
 
 def test_items_are_replaced_in_a_full_index_in_pieces(device, named, monkeypatch):
-    monkeypatch.setattr(updates, "SPARE", 3)
+    monkeypatch.setattr(rows_module, "SPARE", 3)
     index = Index(D, 1000, device=device)
     assert index.embeddings.shape[0] == 1003
     index.upsert(named(range(1000)), vectors(1000))
@@ -381,9 +385,9 @@ def test_state_dict_to_and_deepcopy_keep_the_items(device, named):
         again.upsert(named([5, 200]), vectors(2), table([5, 200]))
         assert len(again) == 100
         assert "country" in str(again)
-    assert other.bias.dtype == torch.float32
+    assert other.table.bias.dtype == torch.float32
     narrow = copy.deepcopy(other).to(torch.bfloat16)
-    assert (narrow.dtype, narrow.bias.dtype) == (torch.bfloat16, torch.float32)
+    assert (narrow.dtype, narrow.table.bias.dtype) == (torch.bfloat16, torch.float32)
     with pytest.raises(ValueError, match="the state is of an index with Schema"):
         Index(D, 150, metric="l2", schema=Schema(a=Number()), device=device).load_state_dict(
             index.state_dict(), strict=False
@@ -428,13 +432,13 @@ def test_the_counts_follow_the_items(device, named):
     index = made(device, named)
     index.upsert(named(range(50)), vectors(50), table(range(50), version=1))
     index.delete(named(range(90, 100)))
-    index.counts.settle(wait=True)
+    index.table.attributes.counts.settle(wait=True)
     fresh = copy.deepcopy(index)
-    fresh._restart()
-    assert fresh.counts.items == index.counts.items == 90
-    assert fresh.counts.missing == index.counts.missing
-    for name, bins in fresh.counts.bins.items():
-        assert (np.trim_zeros(bins, "b") == np.trim_zeros(index.counts.bins[name], "b")).all()
+    fresh.table.restart()
+    assert fresh.table.attributes.counts.items == index.table.attributes.counts.items == 90
+    assert fresh.table.attributes.counts.missing == index.table.attributes.counts.missing
+    for name, bins in fresh.table.attributes.counts.bins.items():
+        assert (np.trim_zeros(bins, "b") == np.trim_zeros(index.table.attributes.counts.bins[name], "b")).all()
 
 
 def test_explain_says_what_passes(device, named):
@@ -468,19 +472,6 @@ def test_plan_memory_is_what_the_buffers_take():
 
 
 # ----------------------------------------------------------------------------------------------------------------- ids
-
-
-def test_the_table_of_ids_against_a_dict():
-    rng = np.random.default_rng(0)
-    table, known = ids_module.IntTable(), {}
-    for _ in range(60):
-        keys = np.unique(rng.choice([rng.integers(-50, 50, 40), rng.integers(-(2**63), 2**63 - 1, 40)]))
-        values = rng.integers(-1, 1000, len(keys))
-        table.set(keys, values)
-        known.update(zip(keys.tolist(), values.tolist(), strict=True))
-        asked = np.concatenate([keys, rng.integers(-60, 60, 50), np.array(list(known))])
-        assert table.get(asked).tolist() == [known.get(k, -1) for k in asked.tolist()]
-    assert 10 * table.used <= 7 * len(table.values)
 
 
 def test_strings_whose_hashes_collide_are_told_apart(monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tigon import retrieve
-from tigon.retrieve import logistic
-from tigon.retrieve.links import Links
+from tigon.retrieve.links import logistic
+from tigon.retrieve.links.links import LinkOptions, Links
 
 PLANTED = {
     ("occupation", "nurse", "tags", "ward"): 2.5, ("occupation", "pilot", "tags", "night"): 2.0,
@@ -16,8 +16,12 @@ PLANTED = {
 }  # fmt: skip
 QUERIES = retrieve.Schema(occupation=retrieve.Category(), hobbies=retrieve.Tags(3))
 ITEMS = retrieve.Schema(tags=retrieve.Tags(6), kind=retrieve.Category(), price=retrieve.Number())
-OPTIONS = {"query_schema": QUERIES, "item_schema": ITEMS, "query_id": "id", "item_id": "id", "l1": 2e-3}
+COLUMNS = {"query_schema": QUERIES, "item_schema": ITEMS, "query_id": "id", "item_id": "id"}
 LABELS = ["ward", "night", "new", "remote", "team", "lead"]
+
+
+def fit(queries, items, pairs, *, columns=COLUMNS, **options):
+    return Links.fit(queries, items, pairs, **columns, options=LinkOptions(**{"l1": 2e-3} | options))
 
 
 def drawn(rng, values, most):
@@ -49,7 +53,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def links(data):
-    return Links.fit(*data, **OPTIONS)
+    return fit(*data)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def few(data):
 
 @pytest.fixture(scope="module")
 def links_of_few(few):
-    return Links.fit(*few, **OPTIONS)
+    return fit(*few)
 
 
 def test_planted_edges_are_recovered(links):
@@ -78,9 +82,9 @@ def test_planted_edges_are_recovered(links):
 
 
 def test_a_larger_penalty_keeps_fewer_edges(few, links_of_few):
-    assert len(links_of_few) > len(Links.fit(*few, **OPTIONS | {"l1": 1e-2})) > 0
-    assert len(Links.fit(*few, **OPTIONS | {"l1": 1.0})) == 0
-    every = Links.fit(*few, **OPTIONS | {"l1": 0})
+    assert len(links_of_few) > len(fit(*few, l1=1e-2)) > 0
+    assert len(fit(*few, l1=1.0)) == 0
+    every = fit(*few, l1=0)
     assert len(every) == 63
 
 
@@ -124,11 +128,11 @@ def test_examples_without_attributes(data):
 
 def test_too_few_steps_warn(data):
     with pytest.warns(UserWarning, match=r"Links.fit: 2 steps did not suffice"):
-        Links.fit(*data, **OPTIONS, steps=2)
+        fit(*data, steps=2)
 
 
 def test_the_same_seed_gives_the_same_bits(few, links_of_few):
-    again, other = (Links.fit(*few, **OPTIONS, seed=seed) for seed in (0, 1))
+    again, other = (fit(*few, seed=seed) for seed in (0, 1))
     assert again.edges(None).equals(links_of_few.edges(None))
     assert again.bias == links_of_few.bias
     assert not other.edges(None).equals(links_of_few.edges(None))
@@ -141,17 +145,17 @@ def test_pairs_of_any_kind(few, links_of_few):
     queries, items, pairs = few
     q, i = zip(*pairs, strict=True)
     for given in (pandas.DataFrame({"q": q, "i": i}), pyarrow.table({"a": q, "b": i}), {"x": list(q), "y": list(i)}):
-        found = Links.fit(pyarrow.table(queries), pandas.DataFrame(items), given, **OPTIONS)
+        found = fit(pyarrow.table(queries), pandas.DataFrame(items), given)
         assert found.edges(None).equals(links_of_few.edges(None))
     rows = np.array([(a // 3, int(b[1:])) for a, b in pairs])
-    by_rows = Links.fit(queries, items, rows, **OPTIONS | {"query_id": None, "item_id": None})
+    by_rows = fit(queries, items, rows, columns=COLUMNS | {"query_id": None, "item_id": None})
     assert by_rows.edges(None).equals(links_of_few.edges(None))
 
 
 def test_explanations_sum_to_what_a_search_adds(data, links):
     queries, items, _ = data
     some = {name: queries[name][:50] for name in ("occupation", "hobbies")}
-    found = links.of(some)
+    found = links.weigh(some)
     assert found.weights.dtype == torch.float32
     assert found.weights.shape == (50, len(found.values))
     for q in range(50):
@@ -171,10 +175,10 @@ def test_explanations_sum_to_what_a_search_adds(data, links):
 
 def test_a_query_has_the_same_bits_in_any_batch(data, links, monkeypatch):
     queries, _, _ = data
-    many = links.of({name: queries[name][:30] for name in ("occupation", "hobbies")})
-    monkeypatch.setattr("tigon.retrieve.links.FEW", 0)
+    many = links.weigh({name: queries[name][:30] for name in ("occupation", "hobbies")})
+    monkeypatch.setattr("tigon.retrieve.links.links.FEW", 0)
     for q in range(30):
-        one = links.of({name: queries[name][q : q + 1] for name in ("occupation", "hobbies")})
+        one = links.weigh({name: queries[name][q : q + 1] for name in ("occupation", "hobbies")})
         assert len(one.values) <= len(many.values)
         place = {value: n for n, value in enumerate(many.values)}
         wanted = torch.zeros(len(many.values))
@@ -205,8 +209,8 @@ def test_files(links, tmp_path):
     assert loaded.edges(None).equals(links.edges(None))
     assert loaded.bias == links.bias
     queries = {"occupation": ["nurse", "pilot"], "hobbies": [["chess"], []]}
-    assert torch.equal(loaded.of(queries).weights, links.of(queries).weights)
-    assert loaded.of(queries).values == links.of(queries).values
+    assert torch.equal(loaded.weigh(queries).weights, links.weigh(queries).weights)
+    assert loaded.weigh(queries).values == links.weigh(queries).values
     safetensors = pytest.importorskip("safetensors.numpy")
     assert set(safetensors.load_file(path)) == {"about", "query", "item", "weight"}
 
@@ -219,7 +223,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(links, tmp_path, monkeypatch)
     def full(file, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tigon.retrieve.disk.write", full)
+    monkeypatch.setattr("tigon.retrieve.storage.disk.write", full)
     with pytest.raises(OSError, match="No space"):
         links.save(path)
     assert path.read_bytes() == before
@@ -261,8 +265,6 @@ PLAIN = {"query_schema": retrieve.Schema(a=retrieve.Category()), "item_schema": 
         ({"query_schema": PLAIN}, r"query_schema must be a retrieve.Schema, got dict"),
         ({"query_schema": retrieve.Schema(a=retrieve.Number())}, r"columns of query_schema must be .* 'a', a Number"),
         ({"item_schema": retrieve.Schema(b=retrieve.Number())}, r"item_schema must have a column of kind Category or"),
-        ({"l1": -1}, r"l1 must be a number from 0, got -1"),
-        ({"negatives": 0}, r"negatives must be a positive integer, got 0"),
         ({"pairs": [(0, 0), (0, 1)]}, r"pairs must leave pairs that are not confirmed, got each query with every item"),
     ],
 )  # fmt: skip
@@ -273,8 +275,15 @@ def test_what_is_refused(change, message):
         Links.fit(*tables, **given)
 
 
+def test_options_that_are_refused():
+    with pytest.raises(ValueError, match=r"^LinkOptions: l1 must be a number from 0, got -1"):
+        LinkOptions(l1=-1)
+    with pytest.raises(ValueError, match=r"^LinkOptions: negatives must be a positive integer, got 0"):
+        LinkOptions(negatives=0)
+
+
 def test_columns_that_are_wanting(links):
-    for call in (links.of, links.filter):
+    for call in (links.weigh, links.filter):
         with pytest.raises(ValueError, match=r"queries must have the column 'hobbies', a Tags; there is 'hobby'\.$"):
             call({"occupation": ["nurse"], "hobby": [[]]})
     with pytest.raises(ValueError, match=r"Links.explain: attributes of queries must be a dict .* got str"):

@@ -11,7 +11,7 @@ import torch
 
 from tigon import retrieve
 from tigon.retrieve import col
-from tigon.retrieve.sides import Side
+from tigon.retrieve.links.encoder import AttributeEncoder
 
 TAGS = [f"t{n}" for n in range(70)]
 SCHEMA = retrieve.Schema(tags=retrieve.Tags(80), kind=retrieve.Category(20), price=retrieve.Number())
@@ -21,9 +21,11 @@ N = 300
 def edges(most=70, whole=False):
     """Links with weights that sums keep, from three attributes to every value."""
     rng = np.random.default_rng(1)
-    queries = Side("queries", {"job": "Category", "hobbies": "Tags"}, [("job", "a"), ("job", "b"), ("hobbies", "x")])
+    queries = AttributeEncoder(
+        "queries", {"job": "Category", "hobbies": "Tags"}, [("job", "a"), ("job", "b"), ("hobbies", "x")]
+    )
     values = [*(("tags", tag) for tag in TAGS[:most]), *(("kind", n) for n in range(9)), ("tags", "never")]
-    items = Side("items", {"tags": "Tags", "kind": "Category"}, values)
+    items = AttributeEncoder("items", {"tags": "Tags", "kind": "Category"}, values)
     query, item = np.meshgrid(np.arange(3), np.arange(len(values)), indexing="ij")
     weight = rng.integers(-9, 10, query.size) / (1 if whole else 7)
     kept = rng.random(query.size) < 0.7
@@ -84,14 +86,14 @@ def test_scores_are_those_of_vectors_and_links(metric, alpha, whole, backend, de
     dot = QUERY.double() @ vectors.double().t()
     if metric == "l2":
         dot = 2 * dot - vectors.double().square().sum(1) - QUERY.double().square().sum(1, keepdim=True)
-    hits = index.search(QUERY, k=20, links=links.of(QUERIES), alpha=alpha)
+    hits = index.search(QUERY, k=20, links=links.weigh(QUERIES), alpha=alpha)
     scores, ids = best(alpha * dot + weights, 20)
     assert torch.equal(hits.scores.double().cpu(), scores)
     assert torch.equal(hits.ids.cpu(), ids)
     where = [col("price") < 0.5, None, "kind in (1, 2)", "tags has 't3'"]
     index.search(QUERY, k=5, where=where)
     for _ in range(2):  # by attributes, then by bits that are kept
-        found = index.search(QUERY, k=5, where=where, links=links.of(QUERIES), alpha=alpha)
+        found = index.search(QUERY, k=5, where=where, links=links.weigh(QUERIES), alpha=alpha)
         masked = (alpha * dot + weights).clone()
         for b, passes in enumerate(
             (np.float32(table["price"]) < 0.5, np.ones(N, bool), np.isin(np.array(table["kind"], float), [1, 2]),
@@ -107,19 +109,19 @@ def test_scores_are_those_of_vectors_and_links(metric, alpha, whole, backend, de
 def test_codes_are_not_read(codes, whole, backend, device):
     links, vectors, _, weights = whole
     index = made(codes=codes, device=device)[0]
-    hits = index.search(QUERY, k=9, links=links.of(QUERIES))
+    hits = index.search(QUERY, k=9, links=links.weigh(QUERIES))
     scores, ids = best(QUERY.double() @ vectors.double().t() + weights, 9)
     assert torch.equal(hits.scores.double().cpu(), scores)
     assert torch.equal(hits.ids.cpu(), ids)
     assert hits.exact.all()
-    said = str(index.explain(k=9, queries=4, links=links.of(QUERIES)))
+    said = str(index.explain(k=9, queries=4, links=links.weigh(QUERIES)))
     assert f"are added in the scan; codes '{codes}' are not read, all that pass are scored" in said
     assert "int8 codes of" not in said
 
 
 def test_an_explanation_of_the_plan_counts_the_words():
     index = made()[0]
-    links = edges().of(QUERIES)
+    links = edges().weigh(QUERIES)
     with_links, without = index.explain(queries=4, links=links), index.explain(queries=4)
     # 70 tags take two words, of which one has the category as well; a value that no item has is none of them.
     count = len(links.values) - (("tags", "never") in links.values)
@@ -137,7 +139,7 @@ def test_parts_add_up_to_the_score(metric):
     g = torch.Generator().manual_seed(0)
     query = torch.randn(4, 8, generator=g)
     hits = index.search(
-        query, k=[30, 3, 1, 30], where=[None, None, "price < 0", None], links=links.of(QUERIES), alpha=alpha
+        query, k=[30, 3, 1, 30], where=[None, None, "price < 0", None], links=links.weigh(QUERIES), alpha=alpha
     )
     index.upsert(np.arange(N) + 1000, vectors, {**table, "tags": [[]] * N})  # explained is what was searched
     explained = hits.explain()
@@ -171,10 +173,10 @@ def test_a_query_alone_has_the_bits_of_the_batch(triton_backend, monkeypatch, de
     index, links = made(device=device)[0], edges()
     g = torch.Generator().manual_seed(2)
     query = torch.randn(4, 8, generator=g).to(device)
-    many = index.search(query, k=7, links=links.of(QUERIES))
-    monkeypatch.setattr("tigon.retrieve.links.FEW", 0)  # only the values of the query itself
+    many = index.search(query, k=7, links=links.weigh(QUERIES))
+    monkeypatch.setattr("tigon.retrieve.links.links.FEW", 0)  # only the values of the query itself
     for b in range(4):
-        alone = links.of({name: QUERIES[name][b : b + 1] for name in QUERIES})
+        alone = links.weigh({name: QUERIES[name][b : b + 1] for name in QUERIES})
         one = index.search(query[b], k=7, links=alone)
         assert torch.equal(one.scores[0], many.scores[b])
         assert torch.equal(one.ids[0], many.ids[b])
@@ -184,7 +186,7 @@ def test_values_that_come_later(whole):
     """Links to a value that no item has count from the moment an item has it; a loaded state begins anew."""
     links = edges(whole=True)
     index = made()[0]
-    of = links.of({"job": ["a"], "hobbies": [["x"]]})
+    of = links.weigh({"job": ["a"], "hobbies": [["x"]]})
     (never,) = [w for w, value in zip(of.weights[0].tolist(), of.values, strict=True) if value == ("tags", "never")]
     assert never
     index.search(QUERY[:1], k=1, links=of)
@@ -201,14 +203,14 @@ def test_values_that_come_later(whole):
 def test_links_to_values_that_no_item_has():
     index, links = made()[0], edges(0)
     links._weight[:] = 0
-    plain, hits = index.search(QUERY, k=5), index.search(QUERY, k=5, links=links.of(QUERIES))
+    plain, hits = index.search(QUERY, k=5), index.search(QUERY, k=5, links=links.weigh(QUERIES))
     assert torch.equal(plain.scores, hits.scores)
     none = retrieve.Index(8, 4, schema=SCHEMA)
     none.upsert([1], torch.ones(1, 8), {"tags": [[]], "kind": [None], "price": [1.0]})
-    hits = none.search(torch.ones(4, 8), k=1, links=edges().of(QUERIES), alpha=2)
+    hits = none.search(torch.ones(4, 8), k=1, links=edges().weigh(QUERIES), alpha=2)
     assert hits.scores[:, 0].tolist() == [16.0] * 4
     assert [part.edges for parts in hits.explain() for part in parts] == [[]] * 4
-    empty = retrieve.Index(8, 4, schema=SCHEMA).search(QUERY, k=2, links=edges().of(QUERIES))
+    empty = retrieve.Index(8, 4, schema=SCHEMA).search(QUERY, k=2, links=edges().weigh(QUERIES))
     assert (empty.ids == -1).all()
     assert empty.explain() == [[]] * 4
 
@@ -216,16 +218,16 @@ def test_links_to_values_that_no_item_has():
 def test_out_of_memory_halves_the_batch(whole, monkeypatch):
     links, *_ = whole
     index = made()[0]
-    want = index.search(QUERY, k=5, links=links.of(QUERIES))
-    search = retrieve.searching.filtered_topk
+    want = index.search(QUERY, k=5, links=links.weigh(QUERIES))
+    search = retrieve.index.search.filtered_topk
 
     def small(query, *args, **options):
         if len(query) > 2:
             raise torch.OutOfMemoryError
         return search(query, *args, **options)
 
-    monkeypatch.setattr("tigon.retrieve.searching.filtered_topk", small)
-    hits = index.search(QUERY, k=5, links=links.of(QUERIES))
+    monkeypatch.setattr("tigon.retrieve.index.search.filtered_topk", small)
+    hits = index.search(QUERY, k=5, links=links.weigh(QUERIES))
     assert torch.equal(hits.scores, want.scores)
     assert torch.equal(hits.ids, want.ids)
 
@@ -235,7 +237,7 @@ def test_out_of_memory_halves_the_batch(whole, monkeypatch):
     [
         ({"alpha": 2.0}, r"alpha must be 1 without links, beside which it weighs vectors, got 2.0"),
         ({"alpha": float("nan"), "links": "of"}, r"alpha must be a finite number, got nan"),
-        ({"links": "itself"}, r"links must be what Links.of\(queries\) returns, got Links"),
+        ({"links": "itself"}, r"links must be what Links.weigh\(queries\) returns, got Links"),
         ({"links": "short"}, r"links must be of 4 queries, as query is, got 1"),
         ({"links": "other"}, r"links lead to a column 'labels' of items; did you mean 'tags', a Tags"),
         ({"links": "number"}, r"links lead to values of 'price', which is a Number of the index"),
@@ -243,14 +245,14 @@ def test_out_of_memory_halves_the_batch(whole, monkeypatch):
 )
 def test_what_is_refused(given, message):
     index, links = made()[0], edges()
-    to = {name: Side("items", {name: "Category"}, [(name, 1)]) for name in ("labels", "price")}
+    to = {name: AttributeEncoder("items", {name: "Category"}, [(name, 1)]) for name in ("labels", "price")}
     one = np.zeros(1, dtype=np.int64)
     others = {
         name: retrieve.Links(links.queries, side, one, one, np.ones(1, np.float32), 0.0) for name, side in to.items()
     }
     known = {
-        "of": links.of(QUERIES), "itself": links, "short": links.of({"job": ["a"], "hobbies": [[]]}),
-        "other": others["labels"].of(QUERIES), "number": others["price"].of(QUERIES),
+        "of": links.weigh(QUERIES), "itself": links, "short": links.weigh({"job": ["a"], "hobbies": [[]]}),
+        "other": others["labels"].weigh(QUERIES), "number": others["price"].weigh(QUERIES),
     }  # fmt: skip
     given = {name: known.get(value, value) if name == "links" else value for name, value in given.items()}
     with pytest.raises(ValueError, match=f"^Index.search: {message}"):

@@ -123,15 +123,15 @@ def test_what_is_allowed_is_what_passes(tested, monkeypatch):
 
     for rows in (shared, own):
         lines = rows.expand(B, -1).tolist()
-        found = negatives.allowed(index, WHERES, rows.int())
+        found = negatives.find_allowed(index, WHERES, rows.int())
         want = [[slowly(where, row) for row in line] for where, line in zip(WHERES, lines, strict=True)]
         assert found.tolist() == want
         assert 0 < found.sum() < 0.6 * found.numel()
         for where in ("group == 0", None):
-            found = negatives.allowed(index, where, rows)
+            found = negatives.find_allowed(index, where, rows)
             assert found.shape == rows.shape
             assert found.expand(B, -1).tolist() == [[slowly(where, row) for row in line] for line in lines]
-        assert negatives.allowed(index, [None] * B, rows).tolist() == [
+        assert negatives.find_allowed(index, [None] * B, rows).tolist() == [
             [slowly(None, row) for row in line] for line in lines
         ]
 
@@ -140,14 +140,14 @@ def test_losses_among_what_a_query_could_have_been_shown():
     """The masks of rules: the loss of all negatives at once is that of each query among its own."""
     index, x, q = made()
     row, drawn = torch.tensor([0, 5, 3, 9, 4, 8, 2]), torch.randint(0, N, (30,))
-    rules = retrieve.Negatives(row, allowed=negatives.allowed(index, WHERES, row))
+    rules = retrieve.Negatives(row, allowed=negatives.find_allowed(index, WHERES, row))
     scores = q @ x[row].T
     total = 0.0
     for b in range(B):
         others = [j for j in range(B) if j != b and passes(WHERES[b], int(row[j]))]
         total += torch.logsumexp(scores[b, [b, *others]], 0) - scores[b, b]
     torch.testing.assert_close(retrieve.in_batch_softmax(q, x[row], rules), total / B)
-    mask = negatives.allowed(index, WHERES, drawn)
+    mask = negatives.find_allowed(index, WHERES, drawn)
     shared = retrieve.sampled_softmax(q, x, row, retrieve.Negatives(drawn, allowed=mask), torch.zeros(N))
     alone = retrieve.sampled_softmax(q, x, row, drawn.expand(B, -1).masked_fill(~mask, -1))
     torch.testing.assert_close(shared, alone)
@@ -175,9 +175,9 @@ def test_what_they_refuse():
         (lambda: negatives.mine(index, q, (one, one, one), 3), r"a tuple must be \(queries, ids\), got 3 values"),
         (lambda: negatives.mine(index, q, (one, one[:3]), 3), r"two vectors of as many.*and \(3,\)"),
         (lambda: negatives.mine(index, q, (one + 7, one), 3), "positives must be of queries from 0 to 6, got 7"),
-        (lambda: negatives.allowed(q, None, one), "index must be an Index, got Tensor"),
-        (lambda: negatives.allowed(index, WHERES, one.view(1, B)), r"rows must be \(K,\) or \(7, K\) integers, got"),
-        (lambda: negatives.allowed(index, None, q), r"rows must be \(K,\) or \(B, K\) integers, got \(7, 8\)"),
+        (lambda: negatives.find_allowed(q, None, one), "index must be an Index, got Tensor"),
+        (lambda: negatives.find_allowed(index, WHERES, one.view(1, B)), r"rows must be \(K,\) or \(7, K\) integers"),
+        (lambda: negatives.find_allowed(index, None, q), r"rows must be \(K,\) or \(B, K\) integers, got \(7, 8\)"),
     ):
-        with pytest.raises(ValueError, match=f"negatives\\.(mine|allowed): .*{words}"):
+        with pytest.raises(ValueError, match=f"negatives\\.(mine|find_allowed): .*{words}"):
             call()

@@ -14,9 +14,11 @@ import time
 import pytest
 import torch
 
-from tigon.retrieve import Batcher, Index, disk, folder_lock, storage
-from tigon.retrieve import journal as journal_module
-from tigon.retrieve.folder_lock import LOCK
+from tigon.retrieve import Batcher, Index
+from tigon.retrieve.index import snapshot
+from tigon.retrieve.storage import disk, folder_lock
+from tigon.retrieve.storage import journal as journal_module
+from tigon.retrieve.storage.folder_lock import LOCK
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 D = 4
@@ -143,7 +145,7 @@ def test_a_folder_that_cannot_be_written_is_opened_without_a_journal(tmp_path, m
     def refused(name, folder):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(storage, "FolderLock", refused)
+    monkeypatch.setattr(snapshot, "FolderLock", refused)
     assert ids_in(Index.open(tmp_path, journal=False)) == {"1"}
     with pytest.raises(PermissionError):
         Index.open(tmp_path)
@@ -282,11 +284,11 @@ def test_children_forked_beside_searches_and_updates_do_not_hang():
 
 
 def test_a_child_forked_within_a_long_update_searches_only(monkeypatch):
-    monkeypatch.setattr("tigon.retrieve.updates.FORK", 0.05)
+    monkeypatch.setattr("tigon.retrieve.index.scheduler.FORK", 0.05)
     index, go, begun = made(["1"]), threading.Event(), threading.Event()
 
     def write():
-        with index.turns.writing:
+        with index.table.scheduler.update_lock:
             begun.set()
             go.wait(30)
 
@@ -330,7 +332,7 @@ def test_readers_beside_a_process_that_saves_without_pause_see_whole_snapshots(t
             found = ids_in(Index.load(folder))
             assert found
             assert found <= {"0", "1"}
-            numbers.add(storage.newest("test", folder).name)
+            numbers.add(snapshot.find_newest("test", folder).name)
             if time.monotonic() - began > 4:
                 break
         assert len(numbers) > 3
@@ -363,10 +365,10 @@ def test_a_snapshot_that_vanishes_while_it_is_read_is_looked_for_again(tmp_path,
             return replaced
 
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "read_manifest", step(storage.read_manifest))
-            patch.setattr(storage, "check_files", step(storage.check_files))
-            patch.setattr(storage, "fill", step(storage.fill))
-            patch.setattr(storage, "replay", step(storage.replay))
+            patch.setattr(snapshot, "read_manifest", step(snapshot.read_manifest))
+            patch.setattr(snapshot, "check_files", step(snapshot.check_files))
+            patch.setattr(snapshot, "fill", step(snapshot.fill))
+            patch.setattr(snapshot, "replay", step(snapshot.replay))
             assert ids_in(Index.load(folder)) == {"1", "2"}
         assert count > 4
         opened.close()
@@ -374,14 +376,14 @@ def test_a_snapshot_that_vanishes_while_it_is_read_is_looked_for_again(tmp_path,
 
 def test_a_folder_that_is_always_replaced_gets_a_sentence(tmp_path, monkeypatch):
     made(["1"]).save(tmp_path)
-    opened, real = Index.open(tmp_path), storage.fill
+    opened, real = Index.open(tmp_path), snapshot.fill
 
     def fill(*args):
         opened.save(tmp_path)
         return real(*args)
 
-    monkeypatch.setattr(storage, "fill", fill)
-    monkeypatch.setattr(storage, "TRIES", 5)
+    monkeypatch.setattr(snapshot, "fill", fill)
+    monkeypatch.setattr(snapshot, "TRIES", 5)
     with pytest.raises(ValueError, match="was saved 5 times, each time before it was read: load it again"):
         Index.load(tmp_path)
     opened.close()
@@ -442,7 +444,7 @@ def test_what_others_put_into_the_folder_stays(tmp_path):
     assert {"snapshot-000007", "snapshot-000009", "notes", "snapshot-000020.partial"} < mine
     assert len(mine) == 5  # that of the first snapshot, which has another name now
     assert (tmp_path / "snapshot-000030").read_text() == "a file"
-    assert [path.name for path in storage.snapshots(tmp_path)][-1] == "snapshot-000032"
+    assert [path.name for path in snapshot.list_snapshots(tmp_path)][-1] == "snapshot-000032"
 
 
 # ------------------------------------------------------------------------------------------------------------ journals
@@ -470,8 +472,8 @@ def test_the_journal_of_another_snapshot_is_refused(tmp_path, repair):
 
 
 def record(kind, tensors):
-    body = b"".join(disk.safetensors(tensors))
-    return journal_module.head(kind, body) + body
+    body = b"".join(disk.serialize(tensors))
+    return journal_module.make_head(kind, body) + body
 
 
 def test_records_that_do_not_fit_the_index_are_refused(tmp_path):

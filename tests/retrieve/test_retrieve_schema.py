@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tigon.retrieve import Category, Number, Schema, Tags, Timestamp
-from tigon.retrieve.schema import named_rows
+from tigon.retrieve.filters.schema import name_rows
 
 DAY, EPOCH = datetime.datetime(2026, 1, 31), datetime.datetime(1970, 1, 1)
 TABLE = {
@@ -65,12 +65,12 @@ def as_arrays():
 
 def facts(made, encoded):
     """What the words say, whatever numbers the values of vocabularies were given."""
-    made.take(encoded.growth)
-    countries = [None if c == 0 else made["country"].values[c - 1] for c in made.codes_of("country", encoded.words)]
+    made.grow_vocabularies(encoded.growth)
+    countries = [None if c == 0 else made["country"].values[c - 1] for c in made.decode("country", encoded.words)]
     (place,) = made.places["tags"]
     bits = (encoded.words[place.word] & place.mask) >> place.shift
     tags = [{t for i, t in enumerate(made["tags"].values) if b >> i & 1} for b in bits]
-    return countries, tags, [made.codes_of(name, encoded.words).tolist() for name in ("price", "posted", "size")]
+    return countries, tags, [made.decode(name, encoded.words).tolist() for name in ("price", "posted", "size")]
 
 
 @pytest.mark.parametrize("kind", [as_arrays, as_arrow, as_pandas, as_polars])
@@ -227,7 +227,7 @@ def test_a_table_that_does_not_fit_gets_a_sentence_and_changes_nothing(change, s
     before = made.to_json()
     table = {name: values for name, values in {**GOOD, **change}.items() if values is not None}
     with pytest.raises(ValueError, match=sentence):
-        made.encode(table, named_rows([11, 22]), 2)
+        made.encode(table, name_rows([11, 22]), 2)
     assert made.to_json() == before
 
 
@@ -260,12 +260,12 @@ def test_vocabularies_grow_when_what_was_encoded_is_taken():
     first = made.encode(GOOD)
     assert first.growth == {"country": ["us", "ca"], "tags": ["a"]}
     assert made["country"].values == []
-    made.take(first.growth)
+    made.grow_vocabularies(first.growth)
     version = made.version
     second = made.encode({**GOOD, "country": ["ca", "de"]})
     assert second.growth == {"country": ["de"]}
-    assert made.codes_of("country", second.words).tolist() == [2, 3]
-    made.take(second.growth)
+    assert made.decode("country", second.words).tolist() == [2, 3]
+    made.grow_vocabularies(second.growth)
     assert made.version > version
     assert made.encode({**GOOD, "country": ["ca", "de"]}).growth == {}
 
@@ -273,7 +273,7 @@ def test_vocabularies_grow_when_what_was_encoded_is_taken():
 def test_bits_of_tags_reach_over_words():
     made = Schema(t=Tags(130))
     encoded = made.encode({"t": [[i] for i in range(130)] + [list(range(130))]})
-    made.take(encoded.growth)
+    made.grow_vocabularies(encoded.growth)
     unpacked = [
         [(int(encoded.words[p.word, row]) >> (p.shift + i)) & 1 for p in made.places["t"] for i in range(p.bits)]
         for row in range(131)

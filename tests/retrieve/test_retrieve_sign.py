@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tigon.ops.filtered_topk import sign
-from tigon.retrieve import Category, Index, Schema, coded, plan_memory
+from tigon.retrieve import Category, Index, Schema, plan_memory
 
 D = 24
 
@@ -23,11 +23,12 @@ def made(device, metric="ip", count=200, **options):
 
 
 def assert_codes_are_of_the_vectors(index):
-    rows = torch.from_numpy(index.rows.there().nonzero()[0]).to(index.device)
-    want = sign.signs_reference(index.embeddings[rows], index.projection, scaled=True)
-    assert torch.equal(index.codes[rows], want.codes)
-    assert (index.scales is None) == (index.metric == "cosine")
-    assert index.scales is None or torch.equal(index.scales[rows], want.scales)
+    rows = torch.from_numpy(index.table.rows.live_mask().nonzero()[0]).to(index.device)
+    codes = index.table.codes
+    want = sign.signs_reference(index.embeddings[rows], codes.projection, scaled=True)
+    assert torch.equal(codes.codes[rows], want.codes)
+    assert (codes.scales is None) == (index.metric == "cosine")
+    assert codes.scales is None or torch.equal(codes.scales[rows], want.scales)
     return rows
 
 
@@ -79,7 +80,7 @@ def test_small_searches_stay_exact(device):
 def test_casts_and_copies_keep_codes_that_are_true(device):
     index = made(device)
     wide = copy.deepcopy(index).float()
-    assert wide.scales.dtype == torch.bfloat16
+    assert wide.table.codes.scales.dtype == torch.bfloat16
     assert_codes_are_of_the_vectors(wide)
     loaded = Index(D, 400, device=device, codes="sign", bits=128)
     loaded.load_state_dict(index.state_dict())
@@ -88,7 +89,7 @@ def test_casts_and_copies_keep_codes_that_are_true(device):
     over = Index.over(weight, codes="sign", bits=64)
     with torch.no_grad():
         weight.mul_(-3)
-    assert isinstance(coded.items(over, 60), torch.Tensor)
+    assert isinstance(over.table.items(), torch.Tensor)
     over.refresh()
     assert_codes_are_of_the_vectors(over)
 
@@ -100,7 +101,7 @@ def test_codes_are_saved(metric, tmp_path):
     index.delete([5, 6])
     index.save(tmp_path)
     loaded = Index.load(tmp_path)
-    assert (loaded.coding, loaded.bits) == ("sign", 128)
+    assert (loaded.table.format.codes, loaded.table.format.bits) == ("sign", 128)
     assert len(assert_codes_are_of_the_vectors(loaded)) == 198
 
 

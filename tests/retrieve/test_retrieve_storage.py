@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tigon.retrieve import Category, Index, Number, Retriever, Schema, Tags, disk, storage
-from tigon.retrieve import journal as journal_module
-from tigon.retrieve.folder_lock import LOCK
-from tigon.retrieve.manifest import read_manifest
+from tigon.retrieve import Category, Index, Number, Retriever, Schema, Tags
+from tigon.retrieve.index import snapshot
+from tigon.retrieve.index.snapshot_manifest import read_manifest
+from tigon.retrieve.storage import disk
+from tigon.retrieve.storage import journal as journal_module
+from tigon.retrieve.storage.folder_lock import LOCK
 
 D = 8
 STEPS = ("write", "flush", "flush_folder", "rename", "truncate", "remove")
@@ -58,17 +60,17 @@ def listed(folder):
 
 def contents(index):
     """Every item: its vector's first component and its attributes."""
-    rows = np.flatnonzero(index.rows.there())
+    rows = np.flatnonzero(index.table.rows.live_mask())
     assert len(rows) == len(index)
-    ids = index.ids.shown(index.item_ids.numpy()[rows]).tolist() if len(rows) else []
-    words = index.attributes.numpy()[:, rows]
+    ids = index.table.directory.ids.to_ids(index.table.item_ids.numpy()[rows]).tolist() if len(rows) else []
+    words = index.table.words.numpy()[:, rows]
     found = {}
     for i, id in enumerate(ids):
-        code = int(index.schema.codes_of("country", words[:, i : i + 1])[0])
-        price = int(index.schema.codes_of("price", words[:, i : i + 1])[0])
+        code = int(index.schema.decode("country", words[:, i : i + 1])[0])
+        price = int(index.schema.decode("price", words[:, i : i + 1])[0])
         country = index.schema["country"].values[code - 1]
         found[id] = (float(index.embeddings[rows[i], 0]), country, price)
-        assert index.ids.find([id])[1].tolist() == [rows[i]]
+        assert index.table.directory.ids.find([id])[1].tolist() == [rows[i]]
     return found
 
 
@@ -110,9 +112,7 @@ def test_large_items_are_written_and_read_in_pieces(tmp_path, monkeypatch):
     index.save(tmp_path / "a")
     again = Index.load(tmp_path / "a")
     assert contents(again) == contents(index)
-    assert torch.equal(
-        again.bias[:18], index.bias[index.live_rows()] if hasattr(index, "live_rows") else again.bias[:18]
-    )
+    assert torch.equal(again.table.bias[:18], index.table.bias[torch.from_numpy(index.table.rows.live_mask())])
     assert again.search(torch.ones(1, D), k=3).scores.tolist() == index.search(torch.ones(1, D), k=3).scores.tolist()
 
 
@@ -141,7 +141,7 @@ def test_a_journal_brings_back_every_update(tmp_path, strings):
     assert again.capacity == 60
     again.save(tmp_path / "a")
     folder = tmp_path / "a" / "snapshot-000002"
-    assert [kind for kind, _, _ in journal_module.updates(folder / "journal", snapshot_id(folder))] == ["snapshot"]
+    assert [kind for kind, _, _ in journal_module.read_records(folder / "journal", snapshot_id(folder))] == ["snapshot"]
     again.delete(name([2]))
     again.save(tmp_path / "b")  # elsewhere: the journal stays where it is
     again.delete(name([5]))
@@ -158,7 +158,7 @@ def test_a_refused_update_is_not_in_the_journal(tmp_path):
     with pytest.raises(ValueError, match="do not fit"):
         index.upsert(range(100, 200), vectors(range(100)), table(range(100)))
     assert [
-        kind for kind, _, _ in journal_module.updates(index.journal.path, snapshot_id(index.journal.path.parent))
+        kind for kind, _, _ in journal_module.read_records(index.journal.path, snapshot_id(index.journal.path.parent))
     ] == ["snapshot"]
 
 
@@ -242,7 +242,7 @@ def test_a_kill_at_any_step_of_the_first_save_leaves_no_index_or_the_whole(tmp_p
     index, seen = made(list), []
 
     def check():
-        whole = bool(storage.snapshots(tmp_path / "a"))
+        whole = bool(snapshot.list_snapshots(tmp_path / "a"))
         seen.append(whole)
         if whole:
             assert contents(Index.load(tmp_path / "a")) == contents(index)
@@ -436,7 +436,7 @@ def test_flipped_bits_of_a_journal_are_found_and_repair_keeps_what_is_before(tmp
     for at in range(len(good)):
         flip(path, at, 1 << at % 8)
         with pytest.raises(ValueError, match=r"record \d of the journal .* is damaged, at byte"):
-            journal_module.whole(path, known)
+            journal_module.measure(path, known)
         flip(path, at, 1 << at % 8)
     flip(path, ends[1] + 40)
     with pytest.raises(ValueError, match=r"record 3 of the journal .*repair=True"):

@@ -10,7 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tigon.retrieve import Category, Index, Number, Schema, Tags, col, disk, updates
+from tigon.retrieve import Category, Index, Number, Schema, Tags, col
+from tigon.retrieve.index import rows as rows_module
+from tigon.retrieve.storage import disk
 
 D = 4
 IDS = st.lists(st.integers(0, 25), min_size=1, max_size=12)
@@ -23,7 +25,7 @@ class Items(RuleBasedStateMachine):
     @initialize(strings=st.booleans(), spare=st.integers(1, 5), metric=st.sampled_from(["ip", "l2"]))
     def begin(self, strings, spare, metric):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(updates, "SPARE", spare)
+        self.patch.setattr(rows_module, "SPARE", spare)
         for name in ("flush", "flush_folder"):  # takes most of the time, and nobody is killed here
             self.patch.setattr(disk, name, lambda *args: None)
         self.folder = Path(tempfile.mkdtemp())

@@ -14,10 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tables_made import as_expression, as_text, expressions, tables, truth
 
-from tigon.retrieve import Category, Expression, Index, Number, Schema, Tags, Timestamp, col, counts, parse, searching
-from tigon.retrieve.clauses import clauses_of, row_filter
-from tigon.retrieve.columns import common, is_within, joined
-from tigon.retrieve.counts import Counts
+from tigon.retrieve import Category, Expression, Index, Number, Schema, Tags, Timestamp, col, parse
+from tigon.retrieve.filters import attributes, value_counts
+from tigon.retrieve.filters.clauses import build_row_filter, compile_clauses
+from tigon.retrieve.filters.columns import intersect, is_within, unite
+from tigon.retrieve.filters.value_counts import ValueCounts
 
 SCHEMA = Schema(
     country=Category(),
@@ -30,7 +31,7 @@ SCHEMA = Schema(
 
 
 def passing(expression, schema, words):
-    found = row_filter(clauses_of(expression, schema), schema)
+    found = build_row_filter(compile_clauses(expression, schema), schema)
     return found.mask(torch.from_numpy(words)).tolist()
 
 
@@ -40,7 +41,7 @@ def test_a_filter_passes_what_the_expression_is_true_for(data):
     schema, kinds, table = data.draw(tables())
     tree = data.draw(expressions(kinds))
     encoded = schema.encode(table)
-    schema.take(encoded.growth)
+    schema.grow_vocabularies(encoded.growth)
     expression = as_expression(tree)
     try:
         found = passing(expression, schema, encoded.words)
@@ -144,7 +145,7 @@ def test_any_text_is_an_expression_or_gets_a_sentence(text):
 )
 def test_a_filter_that_does_not_fit_the_schema_gets_a_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
-        clauses_of(make(), SCHEMA)
+        compile_clauses(make(), SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -165,26 +166,26 @@ def test_a_mistake_in_python_gets_a_sentence(make, kind, sentence):
 
 
 def test_a_value_that_no_item_has_passes_nothing_or_is_an_error():
-    assert clauses_of(col("country") == "zz", SCHEMA) == [((), ())]
-    assert clauses_of(col("tags").has("zz"), SCHEMA) == [((), ())]
-    assert clauses_of(~col("tags").has("zz"), SCHEMA) == []
+    assert compile_clauses(col("country") == "zz", SCHEMA) == [((), ())]
+    assert compile_clauses(col("tags").has("zz"), SCHEMA) == [((), ())]
+    assert compile_clauses(~col("tags").has("zz"), SCHEMA) == []
     for expression in (col("country") == "zz", col("tags").has("zz"), col("country").is_in(["zz"])):
         with pytest.raises(ValueError, match=r"no item has the value 'zz' \(strict=True\)"):
-            clauses_of(expression, SCHEMA, strict=True)
+            compile_clauses(expression, SCHEMA, strict=True)
 
 
 def test_conditions_on_one_column_are_one_test():
-    both = clauses_of((col("price") > 3) & (col("price") <= 5) & (col("price") != 9), SCHEMA)
+    both = compile_clauses((col("price") > 3) & (col("price") <= 5) & (col("price") != 9), SCHEMA)
     assert len(both) == 1
-    assert len(row_filter(both, SCHEMA).clauses[0]) == 1
+    assert len(build_row_filter(both, SCHEMA).clauses[0]) == 1
     schema = Schema(tags=Tags(3, ["a", "b", "c"]))
-    assert len(clauses_of(col("tags").has("a") & col("tags").has("b"), schema)) == 1
-    assert len(clauses_of(~col("tags").has("a") & ~col("tags").has("b"), schema)) == 1
-    assert clauses_of(col("tags").has("a") & ~col("tags").has("a"), schema) == [((), ())]
-    assert clauses_of(col("tags").has("a") | ~col("tags").has("a"), schema) == []
-    assert clauses_of(col("price").is_null() | ~col("price").is_null(), SCHEMA) == []
+    assert len(compile_clauses(col("tags").has("a") & col("tags").has("b"), schema)) == 1
+    assert len(compile_clauses(~col("tags").has("a") & ~col("tags").has("b"), schema)) == 1
+    assert compile_clauses(col("tags").has("a") & ~col("tags").has("a"), schema) == [((), ())]
+    assert compile_clauses(col("tags").has("a") | ~col("tags").has("a"), schema) == []
+    assert compile_clauses(col("price").is_null() | ~col("price").is_null(), SCHEMA) == []
     implied = (col("price") < 3) & ((col("price") < 5) | (col("country") == "us"))
-    assert len(clauses_of(implied, SCHEMA)) == 1
+    assert len(compile_clauses(implied, SCHEMA)) == 1
 
 
 def test_a_large_is_in_becomes_ranges_or_a_bitmap():
@@ -192,13 +193,13 @@ def test_a_large_is_in_becomes_ranges_or_a_bitmap():
     shops = np.arange(1001) - 1
     words = schema.encode({"shop": [None, *range(1000)], "country": ["us", *["ca"] * 1000]}).words
     for wanted, tests in ((list(range(10, 500)), 1), (list(range(0, 32, 2)), 16), (list(range(0, 900, 2)), 1)):
-        found = row_filter(clauses_of(col("shop").is_in(wanted), schema), schema)
+        found = build_row_filter(compile_clauses(col("shop").is_in(wanted), schema), schema)
         assert [len(clause) for clause in found.clauses] == [tests]
         assert found.mask(torch.from_numpy(words)).tolist() == np.isin(shops, wanted).tolist()
-        turned = row_filter(clauses_of(~col("shop").is_in(wanted), schema), schema)
+        turned = build_row_filter(compile_clauses(~col("shop").is_in(wanted), schema), schema)
         expected = ~np.isin(shops, wanted) & (shops >= 0)
         assert turned.mask(torch.from_numpy(words)).tolist() == expected.tolist()
-        either = row_filter(clauses_of(col("shop").is_in(wanted) | (col("country") == "us"), schema), schema)
+        either = build_row_filter(compile_clauses(col("shop").is_in(wanted) | (col("country") == "us"), schema), schema)
         assert either.mask(torch.from_numpy(words)).tolist() == (np.isin(shops, wanted) | (shops < 0)).tolist()
 
 
@@ -209,21 +210,21 @@ def test_too_many_clauses_name_the_part_to_simplify():
     for name in names[1:18]:
         both = both & (col(name) == 1)
     with pytest.raises(ValueError, match="becomes 18 clauses that must all hold, more than 16"):
-        clauses_of(both, schema)
+        compile_clauses(both, schema)
     pairs = (col("c0") == 1) & (col("c1") == 1)
     for i in range(2, 40, 2):
         pairs = pairs | ((col(names[i]) == 1) & (col(names[i + 1]) == 1))
     with pytest.raises(ValueError, match="Simplify 'c0 == 1 and c1 == 1 or c2 == 1 and c3 == 1") as raised:
-        clauses_of((col("c5") == 0) & pairs, schema)
+        compile_clauses((col("c5") == 0) & pairs, schema)
     assert len(str(raised.value)) < 500
     many = col("c0") == 1
     for name in names[1:20]:
         many = many | (col(name) == 1)
     with pytest.raises(ValueError, match="a part needs 20 tests, more than 16: simplify the conditions on c0, c1"):
-        row_filter(clauses_of(many, schema), schema)
+        build_row_filter(compile_clauses(many, schema), schema)
     number = Schema(price=Number())
     with pytest.raises(ValueError, match="'price' has 17 ranges of values"):
-        row_filter(clauses_of(col("price").is_in([3**i / 4 for i in range(17)]), number), number)
+        build_row_filter(compile_clauses(col("price").is_in([3**i / 4 for i in range(17)]), number), number)
 
 
 def test_the_estimated_share_follows_the_counts():
@@ -239,8 +240,8 @@ def test_the_estimated_share_follows_the_counts():
     }
     encoded = SCHEMA.encode(table)
     schema = Schema.from_json(SCHEMA.to_json())
-    schema.take(encoded.growth)
-    counts = Counts(schema)
+    schema.grow_vocabularies(encoded.growth)
+    counts = ValueCounts(schema)
     counts.add(encoded.words)
     for expression in (
         col("country") == "us", ~(col("country") == "us"), col("country").is_null(), col("tags").has("a"),
@@ -248,7 +249,7 @@ def test_the_estimated_share_follows_the_counts():
         col("posted").between("2026-02-01", "2026-03-01"), col("shop").is_in(range(100)), col("country") == "zz",
         (col("country") == "us") & (col("price") > 10), (col("country") == "us") | (col("price") > 10),
     ):  # fmt: skip
-        share = counts.share(clauses_of(expression, schema))
+        share = counts.estimate_share(compile_clauses(expression, schema))
         true = np.mean(passing(expression, schema, encoded.words))
         assert abs(share - true) <= 0.02, (str(expression), share, true)
     before = {name: bins.copy() for name, bins in counts.bins.items()}
@@ -275,8 +276,8 @@ def ranges(codes):
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)))
 def test_ranges_are_merged_as_sets_are(one, other):
-    assert common(ranges(one), ranges(other)) == ranges(one & other)
-    assert joined(ranges(one), ranges(other)) == ranges(one | other)
+    assert intersect(ranges(one), ranges(other)) == ranges(one & other)
+    assert unite(ranges(one), ranges(other)) == ranges(one | other)
     assert is_within(ranges(one), ranges(other)) == (one <= other)
 
 
@@ -310,7 +311,7 @@ def test_a_filter_takes_seconds_at_most(case):
     begun = time.thread_time()
     found = None
     with contextlib.suppress(ValueError):
-        found = row_filter(clauses_of(parse(COSTLY[case]), schema), schema)
+        found = build_row_filter(compile_clauses(parse(COSTLY[case]), schema), schema)
     literals = [literal for clause in found.clauses for literal in clause] if found else []
     assert sum(len(literal.codes or ()) for literal in literals) <= 2**16
     assert time.thread_time() - begun < 6
@@ -367,26 +368,26 @@ def test_values_that_nothing_can_hold_get_a_sentence():
 def test_filters_that_are_kept_take_little_memory(monkeypatch):
     index = Index(4, 10, schema=Schema(n=Number(0, 4_000_000, step=1)))
     index.upsert(["a"], torch.ones(1, 4), {"n": [1]})
-    monkeypatch.setattr(searching, "KEPT_BYTES", 4 << 20)
+    monkeypatch.setattr(attributes, "MOST_FILTER_BYTES", 4 << 20)
     for i in range(12):
         index.search(torch.ones(1, 4), 1, every_other(1_000_000 * i % 3_000_000 + i, 1_000_000 * i % 3_000_000 + 3000))
-    assert 1 < len(index.filters) < 12
-    assert sum(compiled.bytes for compiled in index.filters.values()) <= 4 << 20
-    assert all(isinstance(seen, int) for seen in index.kept._seen)
-    first = weakref.ref(next(iter(index.filters.values())).filter)
-    monkeypatch.setattr(searching, "KEPT_BYTES", 0)
+    assert 1 < len(index.table.attributes._filters) < 12
+    assert sum(compiled.bytes for compiled in index.table.attributes._filters.values()) <= 4 << 20
+    assert all(isinstance(seen, int) for seen in index.table.cache._seen)
+    first = weakref.ref(next(iter(index.table.attributes._filters.values())).filter)
+    monkeypatch.setattr(attributes, "MOST_FILTER_BYTES", 0)
     gc.disable()  # a cycle would wait for the collector, which counts objects, not bytes
     try:
         index.search(torch.ones(1, 4), 1, "n == 1")
-        assert len(index.filters) == 1
+        assert len(index.table.attributes._filters) == 1
         assert first() is None
     finally:
         gc.enable()
 
 
 def test_large_filters_that_are_evicted_leave_no_memory(monkeypatch):
-    monkeypatch.setattr(searching, "KEPT_BYTES", 1 << 20)
-    monkeypatch.setattr(counts, "MAX_RANGES", 3000)
+    monkeypatch.setattr(attributes, "MOST_FILTER_BYTES", 1 << 20)
+    monkeypatch.setattr(value_counts, "MAX_RANGES", 3000)
     index = Index(4, 8, "float32", schema=Schema(large=Number(0, 4_000_000, step=1)))
     index.upsert([0], torch.ones(1, 4), {"large": [0]})
 

@@ -35,7 +35,8 @@ from serving import (
     waiting_queries,
 )
 
-from tigon.retrieve import Index, searching
+from tigon.retrieve import Index
+from tigon.retrieve.filters import attributes
 from tigon.retrieve.server import frames, requests, run, worker, worker_pool
 from tigon.retrieve.server.service import Limits, Service
 
@@ -255,7 +256,7 @@ def test_what_a_worker_knows_of_the_operator_is_so():
     from tigon.ops.filtered_topk import MOST
 
     assert requests.MAX_K == MOST
-    assert searching.KEPT >= requests.MAX_FILTERS
+    assert attributes.MOST_FILTERS >= requests.MAX_FILTERS
 
 
 def test_a_worker_has_no_torch():

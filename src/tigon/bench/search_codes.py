@@ -21,8 +21,8 @@ from tigon.bench.runner import Ceilings, Settings, free, one_line, peak_mib, tim
 from tigon.bench.search import CHECKED, CHECKED_ROWS, Items, SearchRow, expected, milliseconds_of_graph
 from tigon.ops.filtered_topk import CodedItems, encode_items, filtered_topk
 from tigon.ops.filtered_topk.coded import _coded_topk
-from tigon.ops.filtered_topk.plan import CODED_TERMS, coded_plan_of
-from tigon.ops.filtered_topk.sign import candidates_of, pays, projection_of
+from tigon.ops.filtered_topk.plan import CODED_TERMS, plan_coded_scan
+from tigon.ops.filtered_topk.sign import count_candidates, make_projection, pays
 from tigon.runtime import device as facts
 from tigon.runtime import use_triton
 
@@ -164,7 +164,7 @@ def _searches(
     del coded
     for bits, candidates in signs:
         made = encode_items(vectors, "sign", bits=bits)._replace(candidates=candidates)
-        many = candidates_of(k, candidates)
+        many = count_candidates(k, candidates)
         recall = _recall(_by_signs(asked[:RECALLED], made, k)[1], exact)
         for count in counts:
             by = f"tigon, {bits} signs"
@@ -211,7 +211,7 @@ def _reads(query: Tensor, vectors: Tensor, k: int) -> bool:
         return False
     two = query.dtype != vectors.dtype and vectors.element_size() == 2
     (B, D), N, room = query.shape, len(vectors), facts.shared_memory(query.device)
-    return coded_plan_of(B, k, D, N, vectors.dtype, two_terms=two, room=room) is not None
+    return plan_coded_scan(B, k, D, N, vectors.dtype, two_terms=two, room=room) is not None
 
 
 def certified(asked: Tensor, coded: CodedItems, k: int, count: int) -> float:
@@ -242,12 +242,12 @@ def _signs_alone(bench: Bench, items: int, k: int) -> Iterator[CodedRow]:
     draw = torch.Generator(device).manual_seed(3)
     query, row_of = torch.randn(2, 1, bench.dim, device=device, generator=draw)
     query = query.to(bench.query_dtype)
-    projection = projection_of(bench.dim, MANY_BITS, 0).to(device)
+    projection = make_projection(bench.dim, MANY_BITS, 0).to(device)
     codes = torch.empty(count, MANY_BITS // 32, dtype=torch.int32, device=device)
     codes.random_(-(2**31), 2**31, generator=draw)
     rows = row_of.to(bench.dtype).expand(count, -1)
     made = CodedItems(rows, codes, None, None, None, projection)
-    many = candidates_of(k, None)
+    many = count_candidates(k, None)
     row = bench.row(
         count, 1, k, f"tigon, {MANY_BITS} signs", count * MANY_BITS / 8, vectors="one", codes="sign", bits=MANY_BITS,
         candidates=many, note="signs drawn at random, one vector for all rows (stride 0)",

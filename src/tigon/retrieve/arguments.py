@@ -49,7 +49,7 @@ def as_number(value: Any) -> float | None:
 
 
 def as_list(values: Any) -> list[Any] | None:
-    """A list, an array or another collection as a list; None for text, a mapping, and what has no elements."""
+    """A list, an array or another collection as a list; None for text, a mapping, and values without elements."""
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
         return None
     try:
@@ -67,7 +67,10 @@ def require_tensors(name: str, **arguments: Any) -> None:
 
 
 def read_path(name: str, argument: str, path: Any) -> Path:
-    """Raise a ValueError for what is no path of a file or folder."""
+    """A path argument.
+
+    Raises: ValueError for a value that is no path.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{name}: {argument} must be a path, got {describe(path)}.")
     return Path(path)

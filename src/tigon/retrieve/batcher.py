@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk import MOST as MOST_K
-from tigon.retrieve import searching
 from tigon.retrieve.arguments import as_number, read_int
 from tigon.retrieve.batch_queue import BatchQueue, Overloaded, PendingSearch
+from tigon.retrieve.filters.expressions import Where
 from tigon.retrieve.fork import Forkable
-from tigon.retrieve.hits import Hits
-from tigon.retrieve.index import Index, Where
+from tigon.retrieve.index.hits import Hits
+from tigon.retrieve.index.index import Index
+from tigon.retrieve.index.request import broadcast_filters, parse_k, parse_query, unique_filters
 from tigon.tables.values import shorten
 
 __all__ = ["Batcher", "Overloaded", "run_batch"]
@@ -195,17 +195,15 @@ def _parse_search(index: Index, query: Any, k: Any, where: Any, strict: bool, ma
 
     Raises: ValueError as `Index.search`.
     """
-    q = searching.query_of(index, query).cpu()
+    q = parse_query(query, index.dim).cpu()
     count = len(q)
     if count > max_batch:
         raise ValueError(f"Batcher.search: query must be at most {max_batch:,} queries (max_batch), got {count:,}.")
-    most, ks = searching.ks_of(k, count)
-    if not 1 <= most <= MOST_K:
-        raise ValueError(f"Batcher.search: k must be from 1 to {MOST_K:,}, got {k!r}.")
+    most, ks = parse_k(k, count, "Batcher.search")
     is_one = where is None or not isinstance(where, (list, tuple))
-    wheres = [where] * count if is_one else list(searching.wheres_of(where, count))
-    for each in [where] if is_one else searching.distinct(wheres).values():
-        searching.compiled(index, each, strict)
+    wheres = [where] * count if is_one else list(broadcast_filters(where, count))
+    for each in [where] if is_one else unique_filters(wheres).values():
+        index.table.attributes.compile(each, strict)
     return PendingSearch(q, [most] * count if ks is None else list(ks), wheres, Future())
 
 

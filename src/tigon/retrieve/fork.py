@@ -1,4 +1,4 @@
-"""What a forked child does with objects whose locks other threads held: those threads are not in the child."""
+"""Objects with locks in forked children, which lack the other threads of their parent."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class IntTable:
         """The number of each key, −1 where there is none."""
         slots = self._find(keys)
         self._last = keys, slots
-        found: Ints = np.where(slots >= 0, self.values[slots], GONE).astype(np.int64)
-        return found
+        result: Ints = np.where(slots >= 0, self.values[slots], GONE).astype(np.int64)
+        return result
 
     def set(self, keys: Ints, values: Ints) -> None:
         """Give keys, each of which stands there once, their numbers. −1 takes a key out."""
@@ -77,7 +77,7 @@ class IntTable:
 
     def _find(self, keys: Ints) -> Ints:
         """The slot of each key, −1 where it has none."""
-        found = np.full(len(keys), -1, dtype=np.int64)
+        result = np.full(len(keys), -1, dtype=np.int64)
         slots, left = self._start(keys), np.arange(len(keys))
         while len(left):
             window = WINDOW if len(left) <= FEW else WINDOW[:1]
@@ -87,12 +87,12 @@ class IntTable:
             first = np.arange(len(left)), ends.argmax(1)
             ended = ends[first]
             hit = ended & ~empty[first]
-            found[left[hit]] = here[first][hit]
+            result[left[hit]] = here[first][hit]
             if ended.all():
                 break
             more = ~ended
             left, keys, slots = left[more], keys[more], slots[more] + len(window)
-        return found
+        return result
 
     def _insert(self, keys: Ints, values: npt.NDArray[Any]) -> None:
         self.used += len(keys)
@@ -138,7 +138,7 @@ class IntIds:
         """Let items be found at rows; −1 takes them out."""
         self.table.set(keys, rows)
 
-    def shown(self, keys: Ints) -> npt.NDArray[Any]:
+    def to_ids(self, keys: Ints) -> npt.NDArray[Any]:
         """The ids of keys."""
         return keys
 
@@ -181,7 +181,7 @@ class StringIds:
         start = self.ends[key - 1] if key else 0
         return self.blob[start : self.ends[key]].decode()
 
-    def _known(self, ids: list[str]) -> tuple[Ints, Ints]:
+    def _look_up(self, ids: list[str]) -> tuple[Ints, Ints]:
         """Numbers of strings, −1 where they have none, and their hashes."""
         hashes = np.fromiter(map(self._hash, ids), dtype=np.int64, count=len(ids))
         keys = self.by_hash.get(hashes)
@@ -196,7 +196,7 @@ class StringIds:
 
     def keys(self, ids: Any) -> Ints:
         """The number of each id, all different; new ones for those that have none."""
-        keys, hashes = self._known(ids)
+        keys, hashes = self._look_up(ids)
         new = np.flatnonzero(keys < 0)
         encoded = [ids[i].encode() for i in new]
         first = self.count
@@ -228,17 +228,17 @@ class StringIds:
             self.ends, self.rows = ends, rows
 
     def find(self, ids: Any) -> tuple[Ints, Ints]:
-        keys, _ = self._known(ids)
+        keys, _ = self._look_up(ids)
         return keys, np.where(keys >= 0, self.rows[keys], GONE).astype(np.int64)
 
     def place(self, keys: Ints, rows: Ints) -> None:
         self.rows[keys] = rows
 
-    def shown(self, keys: Ints) -> npt.NDArray[Any]:
-        found = np.empty(keys.shape, dtype=object)
+    def to_ids(self, keys: Ints) -> npt.NDArray[Any]:
+        result = np.empty(keys.shape, dtype=object)
         for place, key in np.ndenumerate(keys):
-            found[place] = self.text(int(key)) if key >= 0 else None
-        return found
+            result[place] = self.text(int(key)) if key >= 0 else None
+        return result
 
     def cut(self, keys: Ints) -> tuple[Ints, bytes]:
         """The lengths of the texts of keys, −1 where there is none, and the texts one after another."""
@@ -257,6 +257,13 @@ class StringIds:
 
 Ids = IntIds | StringIds
 KINDS: dict[str, type[IntIds] | type[StringIds]] = {"int64": IntIds, "str": StringIds}
+
+
+def join_texts(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts one after another as bytes, (n,) uint8, and where each text ends, int64."""
+    encoded = [text.encode() for text in texts]
+    blob, ends = b"".join(encoded), np.cumsum([len(text) for text in encoded], dtype=np.int64)
+    return torch.frombuffer(bytearray(blob) or bytearray(1), dtype=torch.uint8)[: len(blob)], torch.from_numpy(ends)
 
 
 def split_texts(blob: bytes, ends: Ints) -> list[str]:

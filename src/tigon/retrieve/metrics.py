@@ -10,7 +10,7 @@ recommenders are compared: never against sampled items. `ranking` is the same fo
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from tigon.ops.filtered_topk import RowBits, filtered_topk
 from tigon.retrieve.arguments import as_int, as_list, read_int, require_tensors
+from tigon.retrieve.index.index import Index
 from tigon.runtime import check_tensors
 from tigon.tables.values import describe, shorten
-
-if TYPE_CHECKING:
-    from tigon.retrieve.index import Index
 
 Ranked = npt.NDArray[Any]
 
@@ -36,7 +34,7 @@ def recall(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
     Returns: 0 to 1; NaN if no query has a right item.
     Raises: ValueError if right has another length.
     """
-    hit, many = _hits(ids, right)
+    hit, many = _match(ids, right)
     return _mean(hit.sum(1), np.minimum(many, hit.shape[1]))
 
 
@@ -48,7 +46,7 @@ def ndcg(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
     Returns: 0 to 1; NaN if no query has a right item.
     Raises: ValueError if right has another length.
     """
-    hit, many = _hits(ids, right)
+    hit, many = _match(ids, right)
     discount = 1 / np.log2(np.arange(2, hit.shape[1] + 2))
     best = np.concatenate([[0.0], discount.cumsum()])
     return _mean(hit @ discount, best[np.minimum(many, hit.shape[1])])
@@ -62,7 +60,7 @@ def mrr(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
     Returns: 0 to 1; NaN if no query has a right item.
     Raises: ValueError if right has another length.
     """
-    hit, many = _hits(ids, right)
+    hit, many = _match(ids, right)
     first = np.where(hit.any(1), 1 / (hit.argmax(1) + 1), 0.0) if hit.shape[1] else np.zeros(len(hit))
     return _mean(first, (many > 0).astype(float))
 
@@ -90,11 +88,11 @@ def evaluate(
         items: (N, D), or an `Index` whose ids are integers.
         right: (P, 2) integers, pairs of a query's row and an item's row, or id for an `Index`. Pairs that come again
             count once; queries without any are not searched, and are in no mean.
-        exclude: (E, 2), pairs of what is not ranked for a query, such as its training items. The search passes over
+        exclude: (E, 2), pairs that are not ranked for a query, such as its training items. The search passes over
             them, so the rest is ranked exactly, however many they are.
         k: cut-offs, up to 2048.
         batch_size: queries of one search; a bit is needed for each of them and each item.
-    Returns: what `ranking` returns.
+    Returns: as `ranking`.
     Raises: ValueError for shapes, dtypes, devices and rows that do not fit.
     """
     name = "metrics.evaluate"
@@ -119,16 +117,16 @@ def evaluate(
         for argument, pairs in (("right", right), ("exclude", out)):
             _check_rows(name, argument, pairs, len(table))
     else:
-        right, out = _rows_of(name, items, right), _rows_of(name, items, out)
+        right, out = _find_rows(name, items, right), _find_rows(name, items, out)
         out = out[out[:, 1] < len(table)]
     asked = right[:, 0].unique()
     bounds = torch.searchsorted(out[:, 0].contiguous(), torch.stack((asked, asked + 1)))
-    found = []
+    pieces = []
     for start in range(0, len(asked), batch_size):
         part = slice(start, start + batch_size)
-        bits = _passing(out, bounds[:, part], len(table))
-        found.append(_best(query[asked[part]].detach(), items, max(cuts), bits))
-    rows = torch.cat(found) if found else torch.zeros(0, max(cuts), dtype=torch.int64, device=query.device)
+        bits = pack_passing_bits(out, bounds[:, part], len(table))
+        pieces.append(_rank(query[asked[part]].detach(), items, max(cuts), bits))
+    rows = torch.cat(pieces) if pieces else torch.zeros(0, max(cuts), dtype=torch.int64, device=query.device)
     # The queries that are asked are numbered anew, as `rows` has them.
     place = torch.stack((torch.searchsorted(asked, right[:, 0].contiguous()), right[:, 1]), 1)
     return ranking(rows, place, cuts, len(table) if isinstance(items, Tensor) else len(items))
@@ -166,7 +164,7 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
     hit = keys[place] == asked if len(keys) else torch.zeros_like(rows, dtype=torch.bool)
     discount = 1 / torch.arange(2, rows.shape[1] + 2, dtype=torch.float64, device=rows.device).log2()
     most = torch.cat((discount.new_zeros(1), discount.cumsum(0)))
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for cut in cuts:
         at = hit[:, :cut].double()
         first = (at / torch.arange(1, cut + 1, dtype=torch.float64, device=rows.device)).amax(1)
@@ -176,10 +174,10 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
             "mrr": first,
             "hit_rate": at.amax(1),
         }
-        found |= {f"{metric}@{cut}": float(value[counted].mean()) for metric, value in values.items()}
+        results |= {f"{metric}@{cut}": float(value[counted].mean()) for metric, value in values.items()}
         shown = rows[counted, :cut]
-        found[f"coverage@{cut}"] = len(shown[shown >= 0].unique()) / max(items, 1) if len(shown) else float("nan")
-    return found
+        results[f"coverage@{cut}"] = len(shown[shown >= 0].unique()) / max(items, 1) if len(shown) else float("nan")
+    return results
 
 
 def _cuts(name: str, k: int | Sequence[int], most: int = 2048) -> list[int]:
@@ -214,18 +212,19 @@ def _check_rows(name: str, argument: str, pairs: Tensor, items: int) -> None:
         )
 
 
-def _rows_of(name: str, index: Index, pairs: Tensor) -> Tensor:
+def _find_rows(name: str, index: Index, pairs: Tensor) -> Tensor:
     """Pairs with rows in place of ids; for ids that are not there numbers beyond all rows, each another."""
-    if index.ids is not None and index.ids.kind != "int64":
+    ids = index.table.directory.ids
+    if ids is not None and ids.kind != "int64":
         raise ValueError(f"{name}: the index must have integers for ids, got strings: pass index.embeddings.")
     rows = torch.full_like(pairs[:, 1], -1)
-    if index.ids is not None and len(pairs):
-        rows = torch.from_numpy(np.asarray(index.ids.find(pairs[:, 1].cpu().numpy())[1])).to(rows)
+    if ids is not None and len(pairs):
+        rows = torch.from_numpy(np.asarray(ids.find(pairs[:, 1].cpu().numpy())[1])).to(rows)
     beyond = len(index.embeddings) + torch.arange(len(rows), device=rows.device)
     return torch.stack((pairs[:, 0], torch.where(rows < 0, beyond, rows)), 1)
 
 
-def _passing(out: Tensor, bounds: Tensor, items: int) -> RowBits | None:
+def pack_passing_bits(out: Tensor, bounds: Tensor, items: int) -> RowBits | None:
     """A bit for each query and item: whether it is ranked. bounds: (2, B), where a query's pairs are in `out`."""
     counts = bounds[1] - bounds[0]
     if not int(counts.sum()):
@@ -240,16 +239,14 @@ def _passing(out: Tensor, bounds: Tensor, items: int) -> RowBits | None:
     return RowBits((~hidden).to(torch.int32).view(B, words), torch.arange(B, dtype=torch.int32, device=out.device))
 
 
-def _best(query: Tensor, items: Tensor | Index, k: int, bits: RowBits | None) -> Tensor:
+def _rank(query: Tensor, items: Tensor | Index, k: int, bits: RowBits | None) -> Tensor:
     """(B, k) rows."""
     if isinstance(items, Tensor):
         return filtered_topk(query, items.detach(), k, where=bits)[1]
-    from tigon.retrieve import searching
-
-    return searching.rows_of_bits(items, query, k, bits)
+    return items.searcher.rank_rows(items.parse(query, k), bits)
 
 
-def _hits(ids: Ranked, right: Sequence[Collection[Any]]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+def _match(ids: Ranked, right: Sequence[Collection[Any]]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
     """Whether each item is right, (queries, k), and how many right ones each query has."""
     ids, rights = _read_ranked("ids", ids), as_list(right)
     if rights is None or any(isinstance(one, (str, bytes)) or not hasattr(one, "__iter__") for one in rights):
@@ -271,6 +268,6 @@ def _read_ranked(argument: str, ids: Any) -> Ranked:
     return ids
 
 
-def _mean(found: npt.NDArray[Any], best: npt.NDArray[Any]) -> float:
+def _mean(gains: npt.NDArray[Any], best: npt.NDArray[Any]) -> float:
     counted = best > 0
-    return float((found[counted] / best[counted]).mean()) if counted.any() else float("nan")
+    return float((gains[counted] / best[counted]).mean()) if counted.any() else float("nan")

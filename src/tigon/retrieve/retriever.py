@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from tigon.files import DamagedFileError, compute_sha256, load_state, read_json, read_tensors
-from tigon.retrieve import disk, searching
 from tigon.retrieve.arguments import as_int, read_path
-from tigon.retrieve.folder_lock import FolderLock
-from tigon.retrieve.hits import Hits
-from tigon.retrieve.index import Index
-from tigon.retrieve.sharded import ShardedIndex
+from tigon.retrieve.index.hits import Hits
+from tigon.retrieve.index.index import Index
+from tigon.retrieve.index.request import broadcast_filters
+from tigon.retrieve.index.sharded import ShardedIndex
+from tigon.retrieve.storage import disk
+from tigon.retrieve.storage.folder_lock import FolderLock
+from tigon.retrieve.transfer import gather_rows
 from tigon.tables.values import shorten
 
 FORMAT = 2
@@ -54,18 +56,18 @@ class Retriever(nn.Module):
         """The vectors of queries, with gradients if the encoder gives them.
 
         Args:
-            queries: what the encoder takes.
+            queries: the encoder's input.
 
         Returns: (B, dim) or (B, M, dim) floats.
         Raises: ValueError if the encoder returns another shape, or another width than the index's.
         """
         encode = getattr(self.encoder, "encode", None)
-        found = encode(queries) if callable(encode) else self.encoder(queries)
+        output = encode(queries) if callable(encode) else self.encoder(queries)
         try:
-            q = found if isinstance(found, Tensor) else torch.as_tensor(found)
+            q = output if isinstance(output, Tensor) else torch.as_tensor(output)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
-                f"Retriever: encoder must return a tensor or an array, got {type(found).__name__}."
+                f"Retriever: encoder must return a tensor or an array, got {type(output).__name__}."
             ) from None
         dim = self.index.dim
         if q.dim() not in (2, 3) or q.shape[-1] != dim or (q.dim() == 3 and not q.shape[1]):
@@ -95,7 +97,7 @@ class Retriever(nn.Module):
         """The best items for each query.
 
         Args:
-            queries: what the encoder takes.
+            queries: the encoder's input.
             k, where: as in `Index.search`.
             combine: for several vectors a query: "max", the k items with the largest score of any of its vectors,
                 exactly; "union", the k best of each vector, up to M · k items. An item's score is then the best of the
@@ -128,34 +130,28 @@ class Retriever(nn.Module):
         B, M = len(q), q.shape[1] if q.dim() == 3 else 1
         taken, width, signs = k, M * k if combine == "union" else k, candidates
         if rerank is not None:
-            taken, width, signs = _taken(k, candidates), k, None
+            taken, width, signs = _parse_candidates(k, candidates), k, None
 
         def finish(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-            scores, rows = _united(scores.reshape(B, M * taken), rows.reshape(B, M * taken))
+            scores, rows = _merge_rows(scores.reshape(B, M * taken), rows.reshape(B, M * taken))
             if rerank is not None:
-                scores = _reranked(rerank, q.to(self.index.device), self._vectors(rows), scores, rows)
+                scores = _rerank(rerank, q.to(self.index.device), self._gather_vectors(rows), scores, rows)
             order = scores.argsort(dim=1, descending=True, stable=True)[:, :width]  # rows ascend: ties go by row
             return scores.gather(1, order), rows.gather(1, order)
 
-        links = options.pop("links", None)
         if M > 1:
-            if where is not None and isinstance(where, (list, tuple)):
-                where = [one for one in searching.wheres_of(where, B) for _ in range(M)]
-            if links is not None:
-                links = links._replace(weights=links.weights.repeat_interleave(M, 0))
-        strict, alpha = options.pop("strict", False), options.pop("alpha", 1.0)
-        if options:
-            raise TypeError(f"Retriever.search: unknown options {', '.join(options)}.")
-        flat = q.reshape(B * M, q.shape[-1])
-        return self.index._found(flat, taken, where, strict, signs, links, alpha, finish)
+            if isinstance(where, (list, tuple)):
+                where = [one for one in broadcast_filters(where, B) for _ in range(M)]
+            if (links := options.get("links")) is not None:
+                options["links"] = links._replace(weights=links.weights.repeat_interleave(M, 0))
+        if signs is not None:
+            options["candidates"] = signs
+        return self.index.run(self.index.parse(q.reshape(B * M, q.shape[-1]), taken, where, **options), finish)
 
-    def _vectors(self, rows: Tensor) -> Tensor:
+    def _gather_vectors(self, rows: Tensor) -> Tensor:
         if isinstance(self.index, ShardedIndex):
-            return self.index.vectors_at(rows)
-        items, at = self.index.embeddings, rows.clamp(min=0)
-        if items.dtype.itemsize == 1:  # torch indexes no float8
-            return items.view(torch.uint8)[at].view(items.dtype)
-        return items[at]
+            return self.index.gather_vectors(rows)
+        return gather_rows(self.index.embeddings, rows.clamp(min=0))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the index, and the encoder's state if it is a module, to a folder. Nothing is pickled.
@@ -192,7 +188,7 @@ class Retriever(nn.Module):
 
     def _save_encoder(self, folder: Path) -> dict[str, str]:
         """Write the encoder's state to a file that is named by its checksum: none is overwritten that `config.json`
-        names. Returns what `config.json` says of the file."""
+        names. Returns the entry of `config.json` for the file."""
         from safetensors.torch import save_file
 
         # Clones: tied weights share storage, which the format has no word for.
@@ -221,7 +217,7 @@ class Retriever(nn.Module):
         Raises: ValueError if the folder holds no retriever, if encoder is not given, or if the weights do not fit.
         """
         folder = read_path("Retriever.from_pretrained", "folder", folder)
-        fill(folder, encoder)
+        load_encoder(folder, encoder)
         if device is not None and isinstance(encoder, nn.Module):
             encoder.to(device)
         return cls(encoder, Index.load(folder / INDEX, device))
@@ -232,7 +228,7 @@ def is_retriever(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and (folder / INDEX).is_dir()
 
 
-def fill(folder: Path, encoder: Any) -> None:
+def load_encoder(folder: Path, encoder: Any) -> None:
     """Give an encoder the weights of a folder that `save_pretrained` wrote, if it is a module.
 
     Raises: ValueError as `Retriever.from_pretrained`.
@@ -264,7 +260,7 @@ def fill(folder: Path, encoder: Any) -> None:
         raise ValueError(f"Retriever.from_pretrained: encoder does not fit what was saved: {error}") from None
 
 
-def _taken(k: int, candidates: Any) -> int:
+def _parse_candidates(k: int, candidates: Any) -> int:
     if candidates is None:
         return min(max(4 * k, 100), MOST)
     number = as_int(candidates)
@@ -276,7 +272,7 @@ def _taken(k: int, candidates: Any) -> int:
     return number
 
 
-def _united(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _merge_rows(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(B, n) each, rows ascending: of equal rows the best score, and −inf and −1 in the others' places."""
     order = scores.argsort(dim=1, descending=True, stable=True)
     scores, rows = scores.gather(1, order), rows.gather(1, order)
@@ -287,11 +283,11 @@ def _united(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return scores.masked_fill(again, -torch.inf), rows.masked_fill(again, -1)
 
 
-def _reranked(rerank: Rerank, q: Tensor, vectors: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
+def _rerank(rerank: Rerank, q: Tensor, vectors: Tensor, scores: Tensor, rows: Tensor) -> Tensor:
     there = rows >= 0
-    found = rerank(q, vectors)
-    if not isinstance(found, Tensor) or found.shape != rows.shape or not found.is_floating_point():
-        got = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    reranked = rerank(q, vectors)
+    if not isinstance(reranked, Tensor) or reranked.shape != rows.shape or not reranked.is_floating_point():
+        got = f"{tuple(reranked.shape)} {reranked.dtype}" if isinstance(reranked, Tensor) else type(reranked).__name__
         raise ValueError(f"Retriever.search: rerank must return float scores {tuple(rows.shape)}, got {got}.")
-    found = found.to(scores)
-    return torch.where(there & ~found.isnan(), found, -torch.inf)
+    reranked = reranked.to(scores)
+    return torch.where(there & ~reranked.isnan(), reranked, -torch.inf)

@@ -79,7 +79,7 @@ def build(
     from tigon.cli.retrieve.files import IDS, Source, named, sentences, vector_column
     from tigon.cli.screen import screen
     from tigon.retrieve import Index, Schema
-    from tigon.retrieve.folder_lock import check_free
+    from tigon.retrieve.storage.folder_lock import check_free
 
     with sentences(NAME):
         check_free(NAME, output)
@@ -142,7 +142,7 @@ def build(
 
 def _is_index(folder: Path) -> bool:
     """Whether `Index.save` has written into a folder; it leaves what else is there."""
-    from tigon.retrieve.folder_lock import LOCK
+    from tigon.retrieve.storage.folder_lock import LOCK
 
     # A save that found no room leaves nothing but its lock.
     return (folder / LOCK).is_file() or any(folder.glob("snapshot-*"))

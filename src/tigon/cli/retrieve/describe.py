@@ -43,7 +43,7 @@ def _column(found: Source, name: str, kind: Any) -> Any:
     import pyarrow.types as types
 
     from tigon.retrieve import Category, Number, Tags
-    from tigon.retrieve.schema import RESERVED
+    from tigon.retrieve.filters.schema import RESERVED
 
     if not name.isidentifier() or name.lower() in RESERVED:
         return "its name is a word of filters" if name.isidentifier() else "its name is no identifier"

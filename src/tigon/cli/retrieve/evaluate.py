@@ -89,7 +89,7 @@ def _exhaustive(index: Any, queries: Any, k: int, where: str | None) -> Any:
 
     with use_backend("torch"):
         # With codes "sign" a search may score some items alone.
-        every = 0 if index.coding == "sign" else None
+        every = 0 if index.table.format.codes == "sign" else None
         return ids_of(index.search(queries, k, where, candidates=every))
 
 

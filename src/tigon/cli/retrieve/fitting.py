@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tigon.cli.problem import Problem
 from tigon.ops.embedding import embedding
 from tigon.retrieve import Index, Negatives, in_batch_softmax, item_softmax, metrics, negatives, sampled_softmax
-from tigon.retrieve.towers import TwoTowers
+from tigon.retrieve.training.towers import TwoTowers
 
 LOSSES = ("item_softmax", "in_batch", "in_batch_logq", "sampled", "hard")
 PRECISIONS = ("auto", "bf16", "fp32")

@@ -67,7 +67,8 @@ def query(command: str, index: Index, text: str | None, file: Path | None, like:
 
 
 def _of_item(command: str, index: Index, like: str) -> Any:
-    kind = None if index.ids is None else index.ids.kind
+    ids = index.table.directory.ids
+    kind = None if ids is None else ids.kind
     wanted: Any = like
     if kind == "int64":
         try:
@@ -75,7 +76,7 @@ def _of_item(command: str, index: Index, like: str) -> Any:
         except ValueError:
             raise Problem(f"{command}: --like must be an id of the index, which are integers, got {like!r}") from None
     is_too_large = isinstance(wanted, int) and not -(2**63) <= wanted < 2**63
-    if index.ids is None or is_too_large or wanted not in index:
+    if ids is None or is_too_large or wanted not in index:
         raise Problem(f"{command}: --like must be an id of the index, got {like}")
-    row = int(index.ids.find([wanted])[1][0])
+    row = int(ids.find([wanted])[1][0])
     return index.embeddings[row : row + 1].float()

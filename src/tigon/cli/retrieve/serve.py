@@ -163,10 +163,10 @@ def _load_encoder(name: str, device: Any, retriever: Path | None) -> Any:
         got = type(model).__name__
         raise Problem(f"{NAME}: --encoder {name} must give a module, a function or what has encode, got {got}")
     if retriever is not None:
-        from tigon.retrieve.retriever import fill
+        from tigon.retrieve.retriever import load_encoder
 
         try:
-            fill(retriever, model)
+            load_encoder(retriever, model)
         except (OSError, ValueError) as error:
             reason = one_line(error).removeprefix("Retriever.from_pretrained: ")
             raise Problem(f"{NAME}: --encoder {name}: {reason}") from error

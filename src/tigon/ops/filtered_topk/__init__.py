@@ -19,11 +19,11 @@ from torch import Tensor
 from tigon.ops.filtered_topk.bits import RowBits
 from tigon.ops.filtered_topk.coded import _coded_topk
 from tigon.ops.filtered_topk.codes import CodedItems, encode_items
-from tigon.ops.filtered_topk.filters import RowFilter, tables_of
+from tigon.ops.filtered_topk.filters import RowFilter, stack_tables
 from tigon.ops.filtered_topk.launches import _filtered_topk
-from tigon.ops.filtered_topk.plan import kind_of
+from tigon.ops.filtered_topk.plan import choose_kind
 from tigon.ops.filtered_topk.reference import filtered_topk_reference
-from tigon.ops.filtered_topk.signed import by_signs, check_signs, sign_topk
+from tigon.ops.filtered_topk.signed import check_signs, sign_topk, uses_signs
 from tigon.ops.filtered_topk.tags import RowTags
 from tigon.runtime import check_tensors, use_triton
 
@@ -100,8 +100,8 @@ def filtered_topk(
     _check_rows(query, items, attributes, live, bias)
     if _check_tags(query, attributes, tags, tag_weights, plan):
         coded = None
-    where = _checked_filters(query, items.shape[0], attributes, where, plan)
-    if by_signs(query, coded, where, plan, share) and coded is not None:
+    where = _check_filters(query, items.shape[0], attributes, where, plan)
+    if uses_signs(query, coded, where, plan, share) and coded is not None:
         return sign_topk(query, coded, k, attributes, where, live, bias)
     # use_triton asks for floats of DTYPES; of fp8 the kernels read the bytes.
     if not use_triton(query, None if items.dtype == torch.float8_e4m3fn else items, bias):
@@ -111,14 +111,14 @@ def filtered_topk(
         )  # fmt: skip
     words = attributes
     if isinstance(where, RowBits):
-        kind = kind_of(where.filters if where.which is None else 2, share, plan)
+        kind = choose_kind(where.filters if where.which is None else 2, share, plan)
         which, starts = (where.which, where.beginnings()) if kind == "bitmaps" else (None, None)
         if kind == "bitmaps" and which is None:
             which = query.new_zeros(query.shape[0], dtype=torch.int32)
         given: tuple[Any, ...] = None, starts, where.bits, which, where.filters, live, bias, kind
     else:
-        kind = kind_of(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
-        filters, tables = tables_of(where, kind, query.device, query.shape[0])
+        kind = choose_kind(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
+        filters, tables = stack_tables(where, kind, query.device, query.shape[0])
         given = attributes, *tables, filters, live, bias, kind
     if coded is not None and coded.scales is not None and coded.error is not None:  # 8-bit codes, no signs
         return _coded_topk(query, items, coded.codes, coded.scales, coded.error, k, *given, share)[:2]
@@ -234,14 +234,12 @@ def _check_codes(coded: CodedItems, k: int) -> None:
             )
 
 
-def _checked_filters(
-    query: Tensor, rows: int, attributes: Tensor | None, where: Where | None, plan: str
-) -> Where | None:
+def _check_filters(query: Tensor, rows: int, attributes: Tensor | None, where: Where | None, plan: str) -> Where | None:
     """The filter of all queries, or a list of one for each; None where all rows pass."""
     if where is None:
         return None
     if isinstance(where, RowBits):
-        return _checked_bits(query, rows, where, plan)
+        return _check_bits(query, rows, where, plan)
     if isinstance(where, RowFilter):
         given: Sequence[RowFilter | None] = [where]
     else:
@@ -278,7 +276,7 @@ def _checked_filters(
     return given
 
 
-def _checked_bits(query: Tensor, rows: int, where: RowBits, plan: str) -> RowBits:
+def _check_bits(query: Tensor, rows: int, where: RowBits, plan: str) -> RowBits:
     check_tensors("filtered_topk", bits=where.bits, which=where.which, starts=where.starts)
     bits, words, B = where.bits, (rows + 31) // 32, query.shape[0]
     if bits.dim() != 2 or bits.shape[1] != words or not len(bits) or bits.dtype != torch.int32:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk.compact import holds
-from tigon.ops.filtered_topk.filters import RowFilter, tables_of
+from tigon.ops.filtered_topk.filters import RowFilter, stack_tables
 from tigon.runtime import Plan as Launch
 from tigon.runtime import cdiv, do_not_specialize, jit, launch, tl, use_triton
 
@@ -19,7 +19,7 @@ BLOCK, WARPS = 8, 4
 
 
 class RowBits(NamedTuple):
-    """Which rows pass filters, as bits: what `RowFilter.bits` made of each filter, in place of the filters themselves.
+    """Which rows pass filters, as bits, in place of the filters themselves. `RowBits.from_filters` makes them.
 
     Args:
         bits: (F, ⌈N/32⌉) int32. Bit r % 32 of number r // 32 says whether row r passes.
@@ -30,6 +30,20 @@ class RowBits(NamedTuple):
     bits: Tensor
     which: Tensor | None = None
     starts: Tensor | None = None
+
+    @classmethod
+    def from_filters(
+        cls, filters: Sequence[RowFilter], attributes: Tensor, which: Tensor | None = None
+    ) -> RowBits:  # fmt: skip
+        """Test rows by filters.
+
+        Args:
+            filters: F of them. attributes: (W, N) int64. which: (B,) int32, the filter of each query.
+        """
+        words = cdiv(attributes.shape[1], 32)
+        bits = attributes.new_empty((len(filters), words), dtype=torch.int32)
+        write_bits(filters, attributes, bits, torch.arange(len(filters), device=attributes.device) * words)
+        return cls(bits, which)
 
     @property
     def filters(self) -> int:
@@ -57,7 +71,7 @@ class RowBits(NamedTuple):
         return rows[0] if self.which is None else rows[self.which.long()]
 
 
-def packed(mask: Tensor) -> Tensor:
+def pack_bits(mask: Tensor) -> Tensor:
     """(N,) bool as (⌈N/32⌉,) int32."""
     short = -len(mask) % 32
     if mask.device.type == "cpu":
@@ -90,9 +104,9 @@ def write_bits(
         tested, memory = attributes[:, rows], _flat(bits)
         places = torch.arange(count, device=bits.device) if words is None else words
         for row_filter, start in zip(filters, starts.tolist(), strict=True):
-            memory[start + places] = packed(row_filter.mask(tested))
+            memory[start + places] = pack_bits(row_filter.mask(tested))
         return
-    _, (table, bitmaps, _) = tables_of(list(filters), "bitmaps", attributes.device, len(filters))
+    _, (table, bitmaps, _) = stack_tables(list(filters), "bitmaps", attributes.device, len(filters))
     assert table is not None
     attributes = attributes if attributes.stride(-1) == 1 or N == 1 else attributes.contiguous()
 

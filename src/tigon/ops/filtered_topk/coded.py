@@ -11,26 +11,26 @@ from tigon.ops.filtered_topk.bounds import _bounds_kernel, _encode_query_kernel
 from tigon.ops.filtered_topk.launches import (
     LISTING,
     Rows,
-    _descended,
+    _descend,
     _filtered_topk,
     _key,
     _launch_scan,
     _nodes,
     _number,
-    _rescored,
+    _rescore,
     _rows,
     _terms,
     _unit,
     _unit_stride,
     _warps,
 )
-from tigon.ops.filtered_topk.plan import Plan, coded_plan_of
+from tigon.ops.filtered_topk.plan import Plan, plan_coded_scan
 from tigon.ops.filtered_topk.select import _choose_among_groups_kernel
 from tigon.runtime import Plan as Launch
 from tigon.runtime import cdiv, launch, launcher, next_power_of_2
 from tigon.runtime import device as facts
 
-_plan_of = functools.lru_cache(1024)(coded_plan_of)
+_plan_scan = functools.lru_cache(1024)(plan_coded_scan)
 
 
 def _coded_topk_fake(
@@ -64,7 +64,7 @@ def _coded_topk(
     two_terms = query.dtype != items.dtype and items.dtype in (torch.float16, torch.bfloat16)
     plan = None
     if B and N:
-        plan = _plan_of(
+        plan = _plan_scan(
             B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
             share=share, two_terms=two_terms, room=facts.shared_memory(query.device),
         )  # fmt: skip
@@ -112,10 +112,10 @@ def _search(
     _launch_bounds(query, coded, rows, plan, maxima, unknown, key)
     # A list that the bounds' scan has made is there for the scan of rows.
     listed = rows if rows.listing is None else rows._replace(listing=None)
-    _best_of(query, items, listed, plan, maxima, (unknown, certain), (scores, found), key)
+    _choose_best(query, items, listed, plan, maxima, (unknown, certain), (scores, found), key)
     again = *key, 1
     _launch_scan(terms, items, listed, filters, then, maxima, again, certain)
-    _best_of(query, items, listed, then, maxima, (certain, other), (scores, found), again)
+    _choose_best(query, items, listed, then, maxima, (certain, other), (scores, found), again)
 
 
 def _launch_bounds(
@@ -150,7 +150,7 @@ def _launch_bounds(
     launch(_bounds_kernel, key, tensors, plan_scan)
 
 
-def _best_of(
+def _choose_best(
     query: Tensor, items: Tensor, rows: Rows, plan: Plan, maxima: Tensor, flags: tuple[Tensor, Tensor],
     out: tuple[Tensor, Tensor], key: tuple[int, ...],
 ) -> None:  # fmt: skip
@@ -158,9 +158,9 @@ def _best_of(
     becomes whether no other row can be among them."""
     (known, certain), (scores, found) = flags, out
     B, k, sizes, K = query.shape[0], scores.shape[1], plan.sizes, plan.groups
-    picks = _descended(maxima, rows, items.shape[0], plan, key, known)
+    picks = _descend(maxima, rows, items.shape[0], plan, key, known)
     best = query.new_empty((B, K), dtype=torch.float32)
-    candidates, of_rows = _rescored(query, items, rows, picks, plan, key, known, best)
+    candidates, of_rows = _rescore(query, items, rows, picks, plan, key, known, best)
     groups, room = (query.new_empty((B, next_power_of_2(k)), dtype=torch.int32) for _ in range(2))
 
     def plan_choose() -> Launch:

@@ -80,8 +80,8 @@ def encode_items(rows: Tensor, codes: Codes = "int8", *, bits: int = 512, seed: 
         raise ValueError(f"encode_items: codes must be one of {', '.join(map(repr, get_args(Codes)))}, got {codes!r}.")
     if codes == "sign":
         sign.check_bits("encode_items", bits)
-        projection = sign.projection_of(rows.shape[1], bits, seed).to(rows.device)
-        made = signs_of(rows.detach(), projection, scaled=True)
+        projection = sign.make_projection(rows.shape[1], bits, seed).to(rows.device)
+        made = encode_signs(rows.detach(), projection, scaled=True)
         return CodedItems(rows, made.codes, made.scales, None, None, projection)
     N, D = rows.shape
     whole = rows.new_empty((N, D), dtype=torch.int8)
@@ -95,7 +95,7 @@ def encode_items(rows: Tensor, codes: Codes = "int8", *, bits: int = 512, seed: 
     return CodedItems(rows, whole, scales, error)
 
 
-def signs_of(rows: Tensor, projection: Tensor, *, scaled: bool) -> sign.Signs:
+def encode_signs(rows: Tensor, projection: Tensor, *, scaled: bool) -> sign.Signs:
     """The signs of rows, and their norms where they are scaled."""
     # use_triton asks for floats of DTYPES; of fp8 the kernel reads the bytes.
     one_byte = rows.dtype == torch.float8_e4m3fn

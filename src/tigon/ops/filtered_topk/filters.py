@@ -70,7 +70,7 @@ class RowFilter:
     Literal: ClassVar[type[Literal]] = Literal
 
     def __init__(self, clauses: Clauses, *, device: torch.device | str | int | None = None) -> None:
-        self.clauses = _checked(clauses)
+        self.clauses = _check_clauses(clauses)
         self.words = max((literal.word + 1 for clause in self.clauses for literal in clause), default=0)
         rows, bitmaps = _rows(self.clauses)
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -96,7 +96,7 @@ class RowFilter:
         if found is None:
             found = object.__new__(RowFilter)
             found.clauses, found.words, found._hash = self.clauses, self.words, self._hash
-            found.table, found.bitmaps = _copied(self.table, device), _copied(self.bitmaps, device)
+            found.table, found.bitmaps = _copy_to(self.table, device), _copy_to(self.bitmaps, device)
             found.device, found._moved = device, {}
             self._moved[device] = found
         return found
@@ -113,17 +113,6 @@ class RowFilter:
                 some = some | _holds(literal, attributes[literal.word])
             passing = passing & some
         return passing
-
-    def bits(self, attributes: Tensor) -> Tensor:
-        """(⌈N/32⌉,) int32, which rows pass: bit r % 32 of number r // 32 is row r's. For `tigon.RowBits`.
-
-        attributes: (W, N) int64.
-        """
-        from tigon.ops.filtered_topk.bits import write_bits
-
-        made = attributes.new_empty((1, (attributes.shape[1] + 31) // 32), dtype=torch.int32)
-        write_bits([self], attributes, made, attributes.new_zeros(1))
-        return made[0]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowFilter):
@@ -156,7 +145,7 @@ def _lowest_bit(mask: int) -> int:
     return (mask & -mask).bit_length() - 1 if mask else 0
 
 
-def _checked(clauses: Any) -> tuple[tuple[Literal, ...], ...]:
+def _check_clauses(clauses: Any) -> tuple[tuple[Literal, ...], ...]:
     if isinstance(clauses, (str, Tensor, Literal)) or not isinstance(clauses, Sequence):
         raise ValueError(
             f"RowFilter: clauses must be a sequence of sequences of RowFilter.Literal, got {type(clauses).__name__}."
@@ -170,11 +159,11 @@ def _checked(clauses: Any) -> tuple[tuple[Literal, ...], ...]:
             raise ValueError(f"RowFilter: {name} must be a sequence of RowFilter.Literal, got {type(clause).__name__}.")
         if len(clause) > MOST_LITERALS:
             raise ValueError(f"RowFilter: {name} must have at most {MOST_LITERALS} literals, got {len(clause)}.")
-        found.append(tuple(_checked_literal(f"{name}[{j}]", literal) for j, literal in enumerate(clause)))
+        found.append(tuple(_check_literal(f"{name}[{j}]", literal) for j, literal in enumerate(clause)))
     return tuple(found)
 
 
-def _checked_literal(name: str, literal: Any) -> Literal:
+def _check_literal(name: str, literal: Any) -> Literal:
     if not isinstance(literal, Literal):
         raise ValueError(f"RowFilter: {name} must be a RowFilter.Literal, got {type(literal).__name__}.")
     for field in ("word", "mask", "low", "high"):
@@ -239,7 +228,7 @@ def _bitmap(codes: Sequence[int]) -> Tensor:
     return (bits << torch.arange(32, device="cpu")).sum(1).to(torch.int32)
 
 
-def _copied(t: Tensor, device: torch.device) -> Tensor:
+def _copy_to(t: Tensor, device: torch.device) -> Tensor:
     """On the device, without a wait: a copy from pageable memory would wait for all that the stream has to do."""
     if device.type != "cuda" or t.device.type != "cpu" or torch.compiler.is_compiling():
         return t.to(device)
@@ -253,7 +242,7 @@ _STACKED_KEPT, _STACKED_BYTES = 64, 64 << 20
 EVERY = RowFilter([])
 
 
-def tables_of(
+def stack_tables(
     where: RowFilter | Sequence[RowFilter | None] | None, kind: str, device: torch.device, B: int
 ) -> tuple[int, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """How many distinct filters there are; their table, their bitmaps, and (B,) int32 which of them a query has."""
@@ -296,5 +285,5 @@ def _stack(where: Sequence[RowFilter | None], device: torch.device) -> tuple[Any
         which.append(at)
     tables, bits = zip(*(_tensors(f, device) for f in distinct), strict=True)
     table, bitmaps = torch.cat(tables), torch.cat(bits)
-    of_query = _copied(torch.tensor(which, dtype=torch.int32, device="cpu"), device)
+    of_query = _copy_to(torch.tensor(which, dtype=torch.int32, device="cpu"), device)
     return len(distinct), (table, bitmaps, of_query), tuple(where)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.filtered_topk.compact import _list_bits_kernel, _list_kernel, _words_kernel
-from tigon.ops.filtered_topk.plan import KEYS, Plan, plan_of, tag_steps
+from tigon.ops.filtered_topk.plan import KEYS, Plan, plan_scan, tag_steps
 from tigon.ops.filtered_topk.rescore import _rescore_kernel
 from tigon.ops.filtered_topk.scan import _scan_kernel, _split_kernel
 from tigon.ops.filtered_topk.select import _choose_kernel, _fold_kernel, _pick_kernel
@@ -29,7 +29,7 @@ LISTING = 1024
 
 
 # A search of the same sizes as one before is not planned again: that takes as long as two launches.
-_plan_of = functools.lru_cache(1024)(plan_of)
+_plan_scan = functools.lru_cache(1024)(plan_scan)
 _numbers = itertools.count()
 
 
@@ -91,8 +91,8 @@ def _filtered_topk(
     bias = None if bias is None else _unit_stride(bias)
     live = None if live is None else live.contiguous()
     high, low, scale = _terms(query, items)
-    tagged = None if words is None or tags is None or weights is None else _tagged(words, tags, weights, width)
-    plan = _plan_of(
+    tagged = None if words is None or tags is None or weights is None else _prepare_tags(words, tags, weights, width)
+    plan = _plan_scan(
         B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
         two_terms=low is not None, room=facts.shared_memory(query.device), width=width,
         steps=0 if tags is None else tags.shape[1] // width, many=facts.has_copy_engine(query.device),
@@ -104,7 +104,7 @@ def _filtered_topk(
     given = given if tagged is None else given._replace(tagged=tagged)
     stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
     if plan.pieces == 1:
-        picks = _picked((high, low, scale), stored, given, filters, plan, (number, B))
+        picks = _pick((high, low, scale), stored, given, filters, plan, (number, B))
         _best(query, stored, given, picks, plan, scores, rows, (number, B))
         return scores, rows
     for start in range(0, B, size):
@@ -113,7 +113,7 @@ def _filtered_topk(
         part = part if tagged is None else part._replace(tagged=tagged.part(at))
         terms = high[at], None if low is None else low[at], None if scale is None else scale[at]
         key = number, len(terms[0])
-        picks = _picked(terms, stored, part, filters, plan, key)
+        picks = _pick(terms, stored, part, filters, plan, key)
         _best(query[at], stored, part, picks, plan, scores[at], rows[at], key)
     return scores, rows
 
@@ -146,7 +146,7 @@ def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
     return high, low, scale
 
 
-def _tagged(words: Tensor, tags: Tensor, weights: Tensor, width: int) -> Tagged:
+def _prepare_tags(words: Tensor, tags: Tensor, weights: Tensor, width: int) -> Tagged:
     """The weights of tags in two terms of fp16 as well: together they leave out 2⁻²² of each."""
     B, C = weights.shape
     words, weights = _unit_stride(words), weights.contiguous()
@@ -214,7 +214,7 @@ def _nodes(N: int, plan: Plan) -> tuple[list[int], list[int]]:
     return counts, [sum(counts[level + 1 :]) for level in range(len(counts))]
 
 
-def _picked(
+def _pick(
     terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan,
     key: tuple[int, int],
 ) -> Tensor:  # fmt: skip
@@ -222,7 +222,7 @@ def _picked(
     B, N = terms[0].shape[0], items.shape[0]
     maxima = terms[0].new_empty((sum(_nodes(N, plan)[0]), B), dtype=torch.float32)
     _launch_scan(terms, items, rows, filters, plan, maxima, key)
-    return _descended(maxima, rows, N, plan, key)
+    return _descend(maxima, rows, N, plan, key)
 
 
 def _launch_scan(
@@ -260,7 +260,7 @@ def _launch_scan(
     launch(_scan_kernel, key, tensors, plan_scan)
 
 
-def _descended(
+def _descend(
     maxima: Tensor, rows: Rows, N: int, plan: Plan, key: tuple[Any, ...], certified: Tensor | None = None
 ) -> Tensor:
     """(B, places) int32, the groups with the largest maxima; nothing is written for a query that is certified."""
@@ -311,7 +311,7 @@ def _best(
     """The picked groups' exact scores, and the k best of them, into scores and found."""
     B, k, sizes = query.shape[0], scores.shape[1], plan.sizes
     K, G = plan.groups, plan.sizes.group
-    candidates, of_rows = _rescored(query, items, rows, picks, plan, key)
+    candidates, of_rows = _rescore(query, items, rows, picks, plan, key)
     if sizes.places * G > KEYS:
         _choose_by_sorting(candidates, of_rows, scores, found)
         return
@@ -327,7 +327,7 @@ def _best(
     launch(_choose_kernel, key, chosen, plan_choose)
 
 
-def _rescored(
+def _rescore(
     query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, key: tuple[Any, ...],
     certified: Tensor | None = None, best: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip

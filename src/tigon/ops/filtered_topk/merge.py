@@ -26,7 +26,7 @@ LAST = 0x7FFFFFFF
 Merged = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def packed_answer(scores: Tensor, rows: Tensor, ids: Tensor, words: Tensor | None, device: int, devices: int) -> Tensor:
+def pack_answer(scores: Tensor, rows: Tensor, ids: Tensor, words: Tensor | None, device: int, devices: int) -> Tensor:
     """A device's answer as it travels: (2 + W, B, k) int64.
 
     Args:
@@ -56,7 +56,7 @@ def packed_answer(scores: Tensor, rows: Tensor, ids: Tensor, words: Tensor | Non
     return packed
 
 
-def merged_answers(packed: Tensor) -> Merged:
+def merge_answers(packed: Tensor) -> Merged:
     """(devices, 2 + W, B, k), what each has packed → scores (B, k), rows of the whole, ids, and words (W, B, k)."""
     devices, columns, B, k = packed.shape
     scores = packed.new_empty((B, k), dtype=torch.float32)

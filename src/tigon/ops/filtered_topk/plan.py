@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `plan_of` decides.
+    """What `plan_scan` decides.
 
     Attributes:
         kind: "dense": all rows are read. "compact": those that pass, by a list. "bitmaps": all, with a filter for each
@@ -90,7 +90,7 @@ class Plan(NamedTuple):
         )
 
 
-def sizes_of(k: int) -> Sizes:
+def choose_sizes(k: int) -> Sizes:
     """By k alone, so that the same query has the same bits of scores in any batch and plan.
 
     A program selects among the children of as many nodes as there are places. Small groups write many maxima, of large
@@ -104,7 +104,7 @@ def sizes_of(k: int) -> Sizes:
     return Sizes(16, 128, 2048 if places <= 1024 else 1024, places)
 
 
-def levels_of(N: int, sizes: Sizes) -> tuple[int, ...]:
+def list_levels(N: int, sizes: Sizes) -> tuple[int, ...]:
     """Rows of a node of each level, from the top: one program reads a whole top level."""
     levels = [sizes.group, *([sizes.middle] if sizes.middle else []), sizes.strip]
     while cdiv(N, levels[-1]) > KEYS:
@@ -141,7 +141,7 @@ def tag_steps(columns: int, width: int) -> int:
     return steps if steps <= 2 else 0
 
 
-def tile_of(
+def choose_tile(
     B: int, D: int, dtype: torch.dtype, kind: str, *, two_terms: bool = False, room: int = ROOM, width: int = 0,
     steps: int = 0, many: bool = True,
 ) -> Tile:  # fmt: skip
@@ -163,9 +163,9 @@ def tile_of(
         tile = _with_tags(tile, dtype, steps, two_terms, many)
     tile = tile._replace(depth=max(16, min(tile.depth, next_power_of_2(D))))
     size = 4 if dtype == torch.float32 else 2
-    while tile.stages > 1 and _shared(tile, D, size, two_terms, width, steps) > room:
+    while tile.stages > 1 and _shared_bytes(tile, D, size, two_terms, width, steps) > room:
         tile = tile._replace(stages=tile.stages - 1)
-    while tile.queries > 16 and _shared(tile, D, size, two_terms, width, steps) > room:
+    while tile.queries > 16 and _shared_bytes(tile, D, size, two_terms, width, steps) > room:
         tile = tile._replace(queries=tile.queries // 2)
     return tile
 
@@ -181,18 +181,18 @@ def _with_tags(tile: Tile, dtype: torch.dtype, steps: int, two_terms: bool, many
     return tile
 
 
-def _shared(tile: Tile, D: int, size: int, two_terms: bool, width: int = 0, steps: int = 0) -> int:
+def _shared_bytes(tile: Tile, D: int, size: int, two_terms: bool, width: int = 0, steps: int = 0) -> int:
     """Bytes of shared memory: queries stay where one step is the whole sum, and else move as rows do."""
     if width:  # two terms of the weights, and the tags of the rows
         tags = 2 * width * (2 * tile.queries * min(steps, 2) + tile.rows * min(steps, 2))
-        return tags + _shared(tile, D, size, two_terms)
+        return tags + _shared_bytes(tile, D, size, two_terms)
     queries = tile.queries * (2 if two_terms else 1)
     if tile.depth >= D:
         return size * tile.depth * (queries + tile.stages * tile.rows) + 4096
     return size * tile.depth * tile.stages * (queries + tile.rows) + 4096
 
 
-def kind_of(filters: int, share: float | None, kind: str = "auto") -> str:
+def choose_kind(filters: int, share: float | None, kind: str = "auto") -> str:
     """Which rows are read, by the bytes of a row: of D numbers, where a listed row costs `GATHERED` times as much."""
     if kind != "auto":
         return kind
@@ -201,7 +201,7 @@ def kind_of(filters: int, share: float | None, kind: str = "auto") -> str:
     return "compact" if filters and (share is None or share * GATHERED < 1) else "dense"
 
 
-def plan_of(
+def plan_scan(
     B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
     live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False,
     room: int = ROOM, kept: bool = False, width: int = 0, steps: int = 0, many: bool = True,
@@ -214,10 +214,10 @@ def plan_of(
         words: attribute words that the filters read. kept: whether their bits are read instead.
         share: of the rows that pass; None where nobody knows: half of them are counted.
         live, bias: whether there are any.
-        kind: "auto", or the plan that is asked for. two_terms, room, width, steps, many: see `tile_of`.
+        kind: "auto", or the plan that is asked for. two_terms, room, width, steps, many: see `choose_tile`.
     """
-    kind, sizes = kind_of(filters, share, kind), sizes_of(k)
-    levels = levels_of(N, sizes)
+    kind, sizes = choose_kind(filters, share, kind), choose_sizes(k)
+    levels = list_levels(N, sizes)
     strips = cdiv(N, sizes.strip)
     groups = min(k + SPARE, sizes.places, strips * (sizes.strip // sizes.group))
     size = torch.empty((), dtype=dtype).element_size()
@@ -233,7 +233,7 @@ def plan_of(
     one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
     one += 8 * groups * sizes.group
     pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
-    tile = tile_of(
+    tile = choose_tile(
         cdiv(B, max(pieces, 1)), D, dtype, kind, two_terms=two_terms, room=room, width=width, steps=steps, many=many
     )  # fmt: skip
     # Of tags a word for each step, and two terms of the weights.
@@ -260,28 +260,28 @@ TILES_INT8 = {
 TILES_INT8_WIDE = {16: Tile(16, 128, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 
 
-def coded_sizes_of(k: int) -> Sizes:
-    """As `sizes_of`, with more places. Groups are the same, so that their exact scores are the same bits."""
-    sizes = sizes_of(k)
+def choose_coded_sizes(k: int) -> Sizes:
+    """As `choose_sizes`, with more places. Groups are the same, so that their exact scores are the same bits."""
+    sizes = choose_sizes(k)
     if sizes.group == 16:
         return Sizes(16, 128, 1024, 2048)
     return Sizes(sizes.group, 8 * sizes.group, sizes.strip, max(128, next_power_of_2(CODED_GROUPS * k)))
 
 
-def coded_plan_of(
+def plan_coded_scan(
     B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
     live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False, room: int = ROOM,
     kept: bool = False,
 ) -> Plan | None:  # fmt: skip
-    """The plan of a search with 8-bit codes, arguments as of `plan_of`; None where it would move more bytes."""
-    plain = plan_of(
+    """The plan of a search with 8-bit codes, arguments as of `plan_scan`; None where it would move more bytes."""
+    plain = plan_scan(
         B, k, D, N, dtype, filters=filters, words=words, share=share, live=live, bias=bias, kind=kind,
         two_terms=two_terms, room=room, kept=kept,
     )  # fmt: skip
     if plain.kind not in ("dense", "compact") or B > CODED_QUERIES or k > CODED_MOST or D > 1 << 16:
         return None
-    sizes = coded_sizes_of(k)
-    levels = levels_of(N, sizes)
+    sizes = choose_coded_sizes(k)
+    levels = list_levels(N, sizes)
     strips = cdiv(N, sizes.strip)
     there = strips * (sizes.strip // sizes.group)
     groups = min(sizes.places, there)
@@ -301,11 +301,11 @@ def coded_plan_of(
         tile = TILES_INT8[next(n for n in TILES_INT8 if n >= b)][plain.kind == "compact"]
     tile = tile._replace(depth=max(32, min(tile.depth, next_power_of_2(D))), rows=min(tile.rows, sizes.middle))
     terms = 2 if b <= CODED_TERMS else 1
-    while tile.stages > 1 and _shared(tile, D, 1, terms == 2) > room:
+    while tile.stages > 1 and _shared_bytes(tile, D, 1, terms == 2) > room:
         tile = tile._replace(stages=tile.stages - 1)
     then = plain._replace(
         sizes=sizes, levels=levels, groups=min(k + SPARE, groups), pieces=pieces,
-        tile=tile_of(b, D, dtype, plain.kind, two_terms=two_terms, room=room),
+        tile=choose_tile(b, D, dtype, plain.kind, two_terms=two_terms, room=room),
     )  # fmt: skip
     then = then._replace(tile=then.tile._replace(rows=min(then.tile.rows, sizes.middle)))
     return plain._replace(

@@ -27,13 +27,13 @@ def filtered_topk_reference(
     scores = torch.full((B, k), -torch.inf, dtype=wide, device=query.device)
     rows = torch.full((B, k), -1, dtype=torch.int64, device=query.device)
 
-    def merged(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def merge(start: int, stop: int) -> tuple[Tensor, Tensor]:
         s = q @ items[start:stop].to(wide).t()
         if bias is not None:
             s = s + bias[start:stop].to(wide)
         if tags is not None and tag_weights is not None and attributes is not None and len(tags):
             s = s + tag_weights.to(wide) @ tags.has(attributes[:, start:stop]).to(wide)
-        hidden = _hidden(attributes, where, live, start, stop)
+        hidden = _hide(attributes, where, live, start, stop)
         if hidden is not None:
             s = s.masked_fill(hidden, -torch.inf)
         if looks:
@@ -48,11 +48,11 @@ def filtered_topk_reference(
     # A graph that is recorded looks at no score, and a GPU would wait.
     looks = query.device.type == "cpu" and not is_traced(query)
     if is_traced(query):  # a graph that is recorded holds for every N: all rows at once
-        scores, rows = merged(0, N)
+        scores, rows = merge(0, N)
     else:
         size = max(k, SCORES // max(B, 1))
         for start in range(0, N, size):
-            scores, rows = merged(start, min(start + size, N))
+            scores, rows = merge(start, min(start + size, N))
     return scores, rows.masked_fill(scores == -torch.inf, -1)
 
 
@@ -90,7 +90,7 @@ def _order(s: Tensor, k: int) -> Tensor:
     return torch.topk((ordered << 32) | lacking, k, dim=1).indices
 
 
-def _hidden(
+def _hide(
     attributes: Tensor | None, where: RowFilter | Sequence[RowFilter | None] | RowBits | None, live: Tensor | None,
     start: int, stop: int,
 ) -> Tensor | None:  # fmt: skip

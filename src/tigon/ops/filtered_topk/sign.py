@@ -55,29 +55,29 @@ def check_bits(name: str, bits: int) -> None:
         raise ValueError(f"{name}: bits must be one of {', '.join(map(str, BITS))}, got {bits!r}.")
 
 
-def bins_of(D: int, bits: int) -> int:
+def count_bins(D: int, bits: int) -> int:
     """Projections of one permutation of D numbers."""
     return bits if bits <= D else max(1, D // TERMS)
 
 
 @functools.lru_cache(64)
-def projection_of(D: int, bits: int, seed: int) -> Tensor:
+def make_projection(D: int, bits: int, seed: int) -> Tensor:
     """(terms, bits) int32: which number of a row, times 2, and 1 more where its sign changes; −1 for none.
 
     By whole numbers alone, so that a seed means the same projection in every version of PyTorch and everywhere.
     """
-    bins = bins_of(D, bits)
+    bins = count_bins(D, bits)
     terms, times = cdiv(D, bins), cdiv(bits, bins)
     at = torch.arange(times * D, dtype=torch.int64, device="cpu").view(times, D)
-    number = _mixed(at + _mixed(torch.full_like(at, seed)))
+    number = _mix(at + _mix(torch.full_like(at, seed)))
     order = number.argsort(dim=1, stable=True)
-    value = 2 * order + (_mixed(number) & 1)
+    value = 2 * order + (_mix(number) & 1)
     value = torch.nn.functional.pad(value, (0, terms * bins - D), value=-1)
     # The t-th number of bin b is number t · bins + b of the permutation: bins differ by at most one number.
     return value.view(times, terms, bins).transpose(0, 1).reshape(terms, times * bins)[:, :bits].int().contiguous()
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """32 bits that depend on all of x's lowest 32, as MurmurHash3 ends. The products fit 64 bits."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
@@ -85,12 +85,12 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def factor_of(D: int, bits: int) -> float:
+def compute_factor(D: int, bits: int) -> float:
     """What makes a sum of signs times projections an inner product, of rows whose norm is 1."""
-    return math.sqrt(math.pi / 2 * bins_of(D, bits)) / bits
+    return math.sqrt(math.pi / 2 * count_bins(D, bits)) / bits
 
 
-def candidates_of(k: int, candidates: int | None) -> int:
+def count_candidates(k: int, candidates: int | None) -> int:
     """How many groups are picked: of the candidates a query asks for each may lie in another."""
     return max(LEAST_CANDIDATES, CANDIDATES * k) if candidates is None else candidates
 
@@ -113,7 +113,7 @@ def pays(B: int, items: Tensor, bits: int, scaled: bool, share: float | None) ->
 def signs_reference(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = False) -> Signs:
     """Signs of rows, or of queries: the specification of the kernel, to the last bit.
 
-    rows: (n, D). projection: as `projection_of` makes it. scaled: with the rows' norms.
+    rows: (n, D). projection: as `make_projection` makes it. scaled: with the rows' norms.
     """
     bits = projection.shape[1]
     size = max(1, SIGNS // bits)
@@ -136,7 +136,7 @@ def _signs(rows: Tensor, projection: Tensor, scaled: bool, query: bool) -> Signs
     large = u * (4 * bits) >= 5 * u.sum(1, keepdim=True)
     v = torch.where(large, 3, 1)
     step = (u * v).sum(1).float() / (v * v).sum(1).float()
-    return Signs(codes, _words(large), step * factor_of(rows.shape[1], bits) * _power(exponent - 14))
+    return Signs(codes, _words(large), step * compute_factor(rows.shape[1], bits) * _power(exponent - 14))
 
 
 def _whole(size: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ def _words(bits: Tensor) -> Tensor:
     return (bits.view(bits.shape[0], -1, 32).long() << place).sum(2).int()
 
 
-def _unpacked(words: Tensor) -> Tensor:
+def _unpack_signs(words: Tensor) -> Tensor:
     """(n, bits) fp32 of 0 and 1."""
     place = torch.arange(32, device=words.device, dtype=torch.int32)
     return ((words[:, :, None] >> place) & 1).view(words.shape[0], -1).float()
@@ -170,9 +170,9 @@ def keys_reference(query: Signs, codes: Tensor, scales: Tensor | None, bias: Ten
     """(B, n) int64, the keys of the scan: the larger, the nearer a row is by its code."""
     assert query.more is not None
     assert query.scales is not None
-    levels = 1 + 2 * _unpacked(query.more)
+    levels = 1 + 2 * _unpack_signs(query.more)
     # Sums of whole numbers below 2²⁴: exact in any order.
-    w = ((2 * _unpacked(query.codes) - 1) * levels) @ (2 * _unpacked(codes) - 1).t()
+    w = ((2 * _unpack_signs(query.codes) - 1) * levels) @ (2 * _unpack_signs(codes) - 1).t()
     if scales is None and bias is None:
         return 4096 - ((levels.sum(1, keepdim=True) - w) / 2).long()
     s = w if scales is None else w * scales.float()
@@ -190,7 +190,7 @@ def sign_topk_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The k best of the rows in the groups whose best codes are best: what the kernels compute."""
     B, N = query.shape[0], items.shape[0]
-    G = group_of(codes)
+    G = choose_group(codes)
     strip = G * ARITY * ARITY
     strips = cdiv(N, strip)
     wide = torch.float64 if torch.float64 in (query.dtype, items.dtype) else torch.float32
@@ -243,6 +243,6 @@ def _passing(attributes: Tensor | None, where: RowFilter | RowBits, N: int) -> T
     return where.mask(attributes)
 
 
-def group_of(codes: Tensor) -> int:
+def choose_group(codes: Tensor) -> int:
     """Rows of a group."""
     return GROUP_BYTES // (4 * codes.shape[1])

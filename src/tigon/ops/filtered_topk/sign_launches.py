@@ -14,15 +14,15 @@ from tigon.ops.filtered_topk.launches import (
     LIST_WARPS,
     Rows,
     _best,
-    _descended,
+    _descend,
     _key,
     _nodes,
     _number,
     _unit,
     _unit_stride,
 )  # fmt: skip
-from tigon.ops.filtered_topk.plan import KEYS, WORKSPACE, Plan, Sizes, Tile, levels_of, sizes_of
-from tigon.ops.filtered_topk.sign import ARITY, Signs, factor_of
+from tigon.ops.filtered_topk.plan import KEYS, WORKSPACE, Plan, Sizes, Tile, choose_sizes, list_levels
+from tigon.ops.filtered_topk.sign import ARITY, Signs, compute_factor
 from tigon.ops.filtered_topk.sign_kernels import (
     _encode_kernel,
     _sign_rows_kernel,
@@ -63,7 +63,7 @@ def encode(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = Fals
 
     def plan() -> Launch:
         unit = _unit(rows)
-        sizes = rows.stride(0) // unit, factor_of(D, bits), D, terms, bits, next_power_of_2(D), unit
+        sizes = rows.stride(0) // unit, compute_factor(D, bits), D, terms, bits, next_power_of_2(D), unit
         return n, sizes, {"num_warps": 4, "enable_fp_fusion": False}
 
     key = n, rows.dtype, rows.stride(), D, terms, bits, scaled, query
@@ -72,15 +72,15 @@ def encode(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = Fals
 
 
 def _plan(B: int, N: int, W: int, k: int, candidates: int) -> SignPlan:
-    G = group_of_words(W)
+    G = choose_word_group(W)
     strip = G * ARITY * ARITY
     groups = cdiv(N, strip) * ARITY * ARITY
     picked = min(candidates, groups)
     places = next_power_of_2(picked)
     sizes = Sizes(G, G * ARITY, strip, min(places, MOST_PICKED))
-    tree = _empty_plan(picked, sizes, levels_of(N, sizes))
+    tree = _empty_plan(picked, sizes, list_levels(N, sizes))
     # The exact scores are computed by blocks of as many rows as in an exact search, so that their bits are the same.
-    block = sizes_of(k).group
+    block = choose_sizes(k).group
     blocks = cdiv(picked * G, block)
     room = next_power_of_2(blocks)
     exact = _empty_plan(blocks, Sizes(block, 0, room * block, room), ())
@@ -89,7 +89,7 @@ def _plan(B: int, N: int, W: int, k: int, candidates: int) -> SignPlan:
     return SignPlan(picked, tree, exact, 1 if B == 1 else 2 if B == 2 else 4, pieces)
 
 
-def group_of_words(W: int) -> int:
+def choose_word_group(W: int) -> int:
     return 512 // (4 * W)
 
 
@@ -97,7 +97,7 @@ def _empty_plan(groups: int, sizes: Sizes, levels: tuple[int, ...]) -> Plan:
     return Plan("codes", 0, 0, groups, sizes, levels, Tile(1, 1, 1, 4, 1), 1, 0)
 
 
-_plan_of = functools.lru_cache(1024)(_plan)
+_plan_scan = functools.lru_cache(1024)(_plan)
 
 
 def _sign_topk_fake(
@@ -127,23 +127,23 @@ def _sign_topk(
     attributes = None if attributes is None else _unit_stride(attributes)
     bias = None if bias is None else _unit_stride(bias)
     live = None if live is None else live.contiguous()
-    plan = _plan_of(B, N, codes.shape[1], k, candidates)
+    plan = _plan_scan(B, N, codes.shape[1], k, candidates)
     number = _number((plan, k, _key(query, items, codes, scales, attributes, table, bitmaps, live, bias)))
     stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
-    given = _listed(codes, attributes, table, bitmaps, live, bias, plan.tree, number)
+    given = _list_rows(codes, attributes, table, bitmaps, live, bias, plan.tree, number)
     size = cdiv(B, plan.pieces)
     for start in range(0, B, size):
         at = slice(start, start + size) if plan.pieces > 1 else slice(None)
         part = query[at]
         key = number, part.shape[0]
         asked = encode(part, projection, scaled=True, query=True)
-        picks = _picked(asked, codes, scales, given, plan, key)
-        rows, blocks = _rows_of(picks, given, N, plan, key)
+        picks = _pick(asked, codes, scales, given, plan, key)
+        rows, blocks = _make_rows(picks, given, N, plan, key)
         _best(part, stored, rows, blocks, plan.exact, scores[at], found[at], key)
     return scores, found
 
 
-def _listed(
+def _list_rows(
     codes: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None,
     bias: Tensor | None, tree: Plan, number: int,
 ) -> Rows:  # fmt: skip
@@ -169,7 +169,7 @@ def _listed(
     return Rows(listed, count, None, None, None, bias)
 
 
-def _picked(
+def _pick(
     asked: Signs, codes: Tensor, scales: Tensor | None, rows: Rows, plan: SignPlan, key: tuple[int, int]
 ) -> Tensor:
     """(B, places) int32, the groups of each query that hold the rows with the best codes, in order; then -1."""
@@ -186,11 +186,11 @@ def _picked(
     given = codes, scales, rows.bias, rows.listed, rows.counts, rows.live
     launch(_sign_scan_kernel, key, (asked.codes, asked.more, asked.scales, *given, maxima), plan_scan)
     if plan.picked > MOST_PICKED:
-        return _picked_by_sorting(maxima[: counts[-1]], rows.counts, N, plan)
-    return _descended(maxima, rows, N, tree, key)
+        return _pick_by_sorting(maxima[: counts[-1]], rows.counts, N, plan)
+    return _descend(maxima, rows, N, tree, key)
 
 
-def _picked_by_sorting(maxima: Tensor, count: Tensor | None, N: int, plan: SignPlan) -> Tensor:
+def _pick_by_sorting(maxima: Tensor, count: Tensor | None, N: int, plan: SignPlan) -> Tensor:
     """As the kernel, of more groups than one program selects."""
     sizes = plan.tree.sizes
     group = torch.arange(maxima.shape[0], device=maxima.device)
@@ -204,7 +204,7 @@ def _picked_by_sorting(maxima: Tensor, count: Tensor | None, N: int, plan: SignP
     return torch.where(there[picks], picks, -1).int()
 
 
-def _rows_of(picks: Tensor, rows: Rows, N: int, plan: SignPlan, key: tuple[int, int]) -> tuple[Rows, Tensor]:
+def _make_rows(picks: Tensor, rows: Rows, N: int, plan: SignPlan, key: tuple[int, int]) -> tuple[Rows, Tensor]:
     """The rows of the picked groups, a strip of a list for each query, and the list's blocks."""
     B, exact, G = picks.shape[0], plan.exact.sizes, plan.tree.sizes.group
     listed = picks.new_empty((B, exact.strip))

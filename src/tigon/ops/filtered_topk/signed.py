@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tigon.ops.filtered_topk.bits import RowBits
 from tigon.ops.filtered_topk.codes import CodedItems
-from tigon.ops.filtered_topk.filters import RowFilter, tables_of
-from tigon.ops.filtered_topk.sign import bins_of, candidates_of, check_bits, pays, sign_topk_reference
+from tigon.ops.filtered_topk.filters import RowFilter, stack_tables
+from tigon.ops.filtered_topk.sign import check_bits, count_bins, count_candidates, pays, sign_topk_reference
 from tigon.ops.filtered_topk.sign_launches import _sign_topk
 from tigon.runtime import cdiv, use_triton
 
@@ -26,7 +26,7 @@ def check_signs(coded: CodedItems, k: int) -> None:
     check_bits(f"{name}: projection of items", bits)
     wanted = {
         "codes": ((N, bits // 32), torch.int32), "scales": ((N,), torch.bfloat16),
-        "projection": ((cdiv(D, bins_of(D, bits)), bits), torch.int32),
+        "projection": ((cdiv(D, count_bins(D, bits)), bits), torch.int32),
     }  # fmt: skip
     for part, (shape, dtype) in wanted.items():
         t = getattr(coded, part)
@@ -43,7 +43,7 @@ def check_signs(coded: CodedItems, k: int) -> None:
         raise ValueError(f"{name}: candidates of items must be an int from k, {k}, to {MOST_CANDIDATES}, got {many!r}.")
 
 
-def by_signs(query: Tensor, coded: CodedItems | None, where: Where | None, plan: str, share: float | None) -> bool:
+def uses_signs(query: Tensor, coded: CodedItems | None, where: Where | None, plan: str, share: float | None) -> bool:
     """Whether a search reads signs. With a filter for each query it reads the rows, which cost as much for all."""
     signs = coded is not None and coded.projection is not None
     one = where is None or isinstance(where, RowFilter) or (isinstance(where, RowBits) and where.which is None)
@@ -67,7 +67,7 @@ def sign_topk(
     rows, codes, scales, projection = coded.rows, coded.codes, coded.scales, coded.projection
     assert projection is not None
     assert where is None or isinstance(where, (RowFilter, RowBits))
-    many = candidates_of(k, coded.candidates)
+    many = count_candidates(k, coded.candidates)
     if not use_triton(query, None if rows.dtype == torch.float8_e4m3fn else rows, bias):
         return sign_topk_reference(
             query, rows, codes, scales, projection, k, many, attributes=attributes, where=where, live=live, bias=bias
@@ -76,7 +76,7 @@ def sign_topk(
     if isinstance(where, RowBits):
         attributes, bitmaps = None, where.bits
     elif where is not None:
-        table, bitmaps, _ = tables_of(where, "compact", query.device, query.shape[0])[1]
+        table, bitmaps, _ = stack_tables(where, "compact", query.device, query.shape[0])[1]
     else:
         attributes = None
     return _sign_topk(query, rows, codes, scales, projection, k, many, attributes, table, bitmaps, live, bias)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.filtered_topk.filters import LARGEST, _copied
+from tigon.ops.filtered_topk.filters import LARGEST, _copy_to
 from tigon.runtime import jit, next_power_of_2, tl
 
 # Tests that a step of the scan multiplies at once, all of one word, and how many there may be.
@@ -42,7 +42,7 @@ class RowTags:
     Tag = Tag
 
     def __init__(self, tags: Sequence[Any], *, device: torch.device | str | int | None = None) -> None:
-        self.tags = _checked(tags)
+        self.tags = _check_tags(tags)
         self.words = max((tag.word + 1 for tag in self.tags), default=0)
         by_word: dict[int, list[int]] = {}
         for at in sorted(range(len(self.tags)), key=lambda at: self.tags[at][::2] + self.tags[at][1:2]):
@@ -58,10 +58,11 @@ class RowTags:
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).t().contiguous()
         self.places = torch.tensor(places, dtype=torch.int64, device="cpu")
         self.device = torch.device("cpu")
-        self._moved: dict[torch.device, RowTags] = {self.device: self}
+        # Without these tags themselves: a cycle would keep the tables until the garbage collector runs.
+        self._moved: dict[torch.device, RowTags] = {}
         if device is not None:
             moved = self.to(device)
-            self.table, self.places, self.device, self._moved = moved.table, moved.places, moved.device, moved._moved
+            self.table, self.places, self.device, self._moved = moved.table, moved.places, moved.device, {}
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -74,14 +75,16 @@ class RowTags:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        found = self._moved.get(device)
-        if found is None:
-            found = object.__new__(RowTags)
-            found.tags, found.words, found.width = self.tags, self.words, self.width
-            found.table, found.places = _copied(self.table, device), _copied(self.places, device)
-            found.device, found._moved = device, self._moved
-            self._moved[device] = found
-        return found
+        if device == self.device:
+            return self
+        moved = self._moved.get(device)
+        if moved is None:
+            moved = object.__new__(RowTags)
+            moved.tags, moved.words, moved.width = self.tags, self.words, self.width
+            moved.table, moved.places = _copy_to(self.table, device), _copy_to(self.places, device)
+            moved.device, moved._moved = device, {}
+            self._moved[device] = moved
+        return moved
 
     def has(self, attributes: Tensor) -> Tensor:
         """(T, N) bool, which tags rows have; the specification of the kernels.
@@ -92,7 +95,7 @@ class RowTags:
         return torch.stack(found) if found else attributes.new_zeros(0, attributes.shape[1], dtype=torch.bool)
 
 
-def _checked(tags: Any) -> tuple[Tag, ...]:
+def _check_tags(tags: Any) -> tuple[Tag, ...]:
     if isinstance(tags, (str, Tensor)) or not isinstance(tags, Sequence):
         raise ValueError(f"RowTags: tags must be a sequence of (word, mask, value), got {type(tags).__name__}.")
     if len(tags) > MOST_TAGS:

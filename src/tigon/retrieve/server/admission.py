@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 
 from tigon.retrieve.batch_queue import BatchQueue, PendingSearch
 from tigon.retrieve.batcher import run_batch
-from tigon.retrieve.hits import Hits
-from tigon.retrieve.index import Index
+from tigon.retrieve.index.hits import Hits
+from tigon.retrieve.index.index import Index
 from tigon.retrieve.server.app import RETRY
 from tigon.retrieve.server.bodies import SearchResult
 from tigon.retrieve.server.metrics import SearchMetrics

@@ -15,9 +15,8 @@ import torch
 from starlette.exceptions import HTTPException
 
 import tigon
-from tigon.retrieve import searching
 from tigon.retrieve.batch_queue import Overloaded
-from tigon.retrieve.index import Index
+from tigon.retrieve.index.index import Index
 from tigon.retrieve.server.admission import AdmissionQueue, AdmittedSearch
 from tigon.retrieve.server.app import RETRY, Application
 from tigon.retrieve.server.bodies import Array, SearchResult
@@ -53,7 +52,7 @@ class Service(Application):
         hosts: Sequence[str] | None = None,
     ) -> None:
         prefers_half = index.metric == "ip" and index.dtype in (torch.float16, torch.float8_e4m3fn)
-        info = IndexInfo(index.dim, prefers_half, index.fixed, encode is not None, path is not None)
+        info = IndexInfo(index.dim, prefers_half, index.table.is_over_parameter, encode is not None, path is not None)
         self.index = index
         self.index_backend = IndexBackend(index, path, encode, limits)
         super().__init__(self.index_backend, info, key, limits, hosts)
@@ -121,14 +120,14 @@ class IndexBackend:
     def find_new_filters(self, where: Collection[str | None], strict: bool) -> set[str]:
         """The filters that the index has not compiled."""
         distinct = {each for each in where if each is not None}
-        return {each for each in distinct if not searching.is_compiled(self.index, each, strict)}
+        return {each for each in distinct if not self.index.table.attributes.is_compiled(each, strict)}
 
     def compile_filters(self, where: Collection[str], strict: bool) -> dict[str | None, HTTPException]:
         """Compile filters. Returns the errors of those that do not fit the index."""
         errors: dict[str | None, HTTPException] = {}
         for each in where:
             try:
-                searching.compiled(self.index, each, strict)
+                self.index.table.attributes.compile(each, strict)
             except Exception as error:
                 errors[each] = to_http_exception(error)
         return errors

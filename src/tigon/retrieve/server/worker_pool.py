@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 
 import tigon
 from tigon.retrieve.batch_queue import Overloaded
-from tigon.retrieve.hits import Hits
 from tigon.retrieve.ids import StringIds
+from tigon.retrieve.index.hits import Hits
 from tigon.retrieve.server.admission import AdmittedSearch
 from tigon.retrieve.server.connections import freeze_garbage
 from tigon.retrieve.server.frames import FrameProtocol, decode_arrays, encode_arrays, join_table

@@ -1,0 +1,94 @@
+"""The attributes of an index's items: their schema, how often each value occurs, and filters compiled for them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from tigon.ops.filtered_topk import RowFilter, RowTags
+from tigon.retrieve.filters.clauses import Clauses, build_row_filter, compile_clauses
+from tigon.retrieve.filters.expressions import Expression
+from tigon.retrieve.filters.schema import Schema
+from tigon.retrieve.filters.text import parse
+from tigon.retrieve.filters.value_counts import ValueCounts
+from tigon.retrieve.fork import Forkable
+
+# Compiled filters that an index keeps, and about how many bytes of them.
+MOST_FILTERS, MOST_FILTER_BYTES = 1024, 64 << 20
+
+
+class CompiledFilter(NamedTuple):
+    """An expression as clauses of columns, and as the operator's filter; bytes: about how much memory both take."""
+
+    clauses: Clauses
+    filter: RowFilter
+    bytes: int
+
+
+class Attributes(Forkable):
+    """Schema, value counts and compiled filters. A copy begins with no compiled filters.
+
+    Attributes:
+        link_tags: the tags of sets of link values, which `links.resolve` fills under `lock`.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self.__setstate__({"schema": schema, "counts": ValueCounts(schema)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"schema": self.schema, "counts": self.counts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.schema: Schema = state["schema"]
+        self.counts: ValueCounts = state["counts"]
+        self.lock = threading.Lock()
+        self.link_tags: dict[Any, tuple[RowTags, list[int]]] = {}
+        self._filters: dict[tuple[str, bool, int], CompiledFilter] = {}
+        self.survive_forks()
+
+    def after_fork(self, is_child: bool) -> None:
+        if is_child:
+            self.lock = threading.Lock()
+
+    def compile(self, where: Any, strict: bool = False) -> CompiledFilter | None:
+        """Compile a filter, or look up a filter that was compiled lately; None where all items pass.
+
+        Args:
+            where: an expression, its text, or None.
+            strict: whether a value that no item has is an error.
+
+        Raises: ValueError if `where` is neither an expression nor its text, or does not fit the schema.
+        """
+        if where is None:
+            return None
+        if not isinstance(where, (str, Expression)):
+            got = type(where).__name__
+            raise ValueError(f"Index.search: where must be an expression of col(…) or its text, got {got}.")
+        try:
+            key = str(where), strict, self.schema.version
+            with self.lock:
+                compiled = self._filters.get(key)
+            if compiled is not None:
+                return compiled
+            clauses = compile_clauses(parse(where) if isinstance(where, str) else where, self.schema, strict)
+        except RecursionError:
+            raise ValueError("where: the expression nests too deeply: combine fewer parts.") from None
+        row_filter = build_row_filter(clauses, self.schema)
+        compiled = CompiledFilter(clauses, row_filter, _count_bytes(clauses, row_filter) + len(key[0]))
+        with self.lock:
+            self._filters[key] = compiled
+            size = sum(other.bytes for other in self._filters.values())
+            while len(self._filters) > MOST_FILTERS or (size > MOST_FILTER_BYTES and len(self._filters) > 1):
+                size -= self._filters.pop(next(iter(self._filters))).bytes
+        return compiled
+
+    def is_compiled(self, where: str, strict: bool) -> bool:
+        """Whether the cache holds a filter."""
+        return (where, strict, self.schema.version) in self._filters
+
+
+def _count_bytes(clauses: Clauses, row_filter: RowFilter) -> int:
+    """About how much memory a compiled filter takes: Python's tuples and integers beside the tensors."""
+    ranges = sum(len(ranges) for clause in clauses for _, ranges in clause.codes)
+    codes = sum(len(literal.codes or ()) for literals in row_filter.clauses for literal in literals)
+    return 128 * ranges + 40 * codes + row_filter.table.nbytes + row_filter.bitmaps.nbytes

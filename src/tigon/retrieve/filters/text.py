@@ -1,0 +1,183 @@
+"""Expressions as text: `country in ('us', 'ca') and not tags has 'spam' and price <= 30`.
+
+The text is never evaluated. A few words that Python lacks become operators that filters do not use, Python's `ast`
+reads the result, and a closed list of its nodes becomes an expression.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from typing import Any
+
+from tigon.files import is_encodable
+from tigon.retrieve.filters.expressions import And, ColumnReference, Comparison, Expression, Not, Or, Scalar, combine
+from tigon.tables.values import shorten
+
+# An operator each that binds closer than comparisons and `not`.
+WORDS = {"has": "@", "has_any": "//", "has_all": "%", "between": "<< ("}
+OPERATORS: dict[type[ast.operator], str] = {ast.MatMult: "has", ast.FloorDiv: "has_any", ast.Mod: "has_all"}
+COMPARISONS: dict[type[ast.cmpop], str] = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.In: "in",
+    ast.NotIn: "not in", ast.Is: "is", ast.IsNot: "is not",
+}  # fmt: skip
+TURNED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+LOWER = {"and", "or", "not", "in", "is", "null", "true", "false", *WORDS}
+PLAIN = {"(", ")", "[", "]", ",", "==", "!=", "<", "<=", ">", ">=", "=", "-", "+"}
+LONGEST = 100_000
+# Bits of an integer: Python does not print longer integers.
+LARGEST = 4096
+
+
+def parse(text: str) -> Expression:
+    """The expression of a text.
+
+    Comparisons are `==` (or `=`), `!=`, `<`, `<=`, `>`, `>=`, `in (…)`, `not in (…)`, `between 1 and 5`, `has 'tag'`,
+    `has_any (…)`, `has_all (…)`, `is null` and `is not null`, combined by `and`, `or`, `not` and parentheses.
+
+    Args:
+        text: the expression. Strings stand in quotes.
+
+    Raises: ValueError, naming the part of the text, if it is anything else.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"where: the text of an expression must be a string, got {type(text).__name__}.")
+    if len(text) > LONGEST:
+        raise ValueError(f"where: a text must have at most {LONGEST:,} characters, got {len(text):,}.")
+    if not is_encodable(text):
+        raise ValueError(f"where: a text must be one that UTF-8 can encode, got {shorten(text)}.")
+    if not text.strip():
+        raise ValueError("where: the text is empty; pass None to let all items through.")
+    try:
+        tree = ast.parse(_rewrite(text), mode="eval")
+        return _expression(tree.body)
+    except (SyntaxError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        said = error.msg if isinstance(error, SyntaxError) else str(error.args[0] if error.args else error)
+        shown = text if len(text) <= 200 else text[:199] + "…"
+        raise ValueError(
+            f"where: {shown!r} is no expression ({said}). One is: country in ('us', 'ca') and not tags has 'spam'."
+        ) from None
+
+
+def _rewrite(text: str) -> str:
+    """The text with the words of filters in Python's: on one line, since a line's end has no meaning here."""
+    words: list[str] = []
+    bounds = ""  # those of a between that are still to come
+    for token in tokenize.generate_tokens(io.StringIO(" ".join(text.split("\n")).strip()).readline):
+        word = token.string
+        if token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER):
+            continue
+        if token.type == tokenize.NAME:
+            word = word.lower() if word.lower() in LOWER else word
+            if word == "between":
+                bounds = "low, high"
+            elif word == "and" and bounds == "low, high":
+                bounds, word = "high", ","
+            words.append({"null": "None", "true": "True", "false": "False", **WORDS}.get(word, word))
+        elif word == "<>":  # one token from Python 3.12 on, two before
+            words.append("!=")
+        elif word == ">" and words[-1:] == ["<"]:
+            words[-1] = "!="
+        elif token.type == tokenize.OP and word in PLAIN:
+            words.append("==" if word == "=" else word)
+        elif token.type in (tokenize.NUMBER, tokenize.STRING):
+            words.append(word)
+            if bounds == "high":
+                bounds = ""
+                words.append(")")
+        else:
+            raise SyntaxError(f"{word!r} has no meaning here")
+    return " ".join(words)
+
+
+def _expression(node: ast.expr) -> Expression:
+    if isinstance(node, ast.BoolOp):
+        return combine(And if isinstance(node.op, ast.And) else Or, map(_expression, node.values))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return ~_expression(node.operand)
+    if isinstance(node, ast.Compare):
+        return _comparison(node)
+    if isinstance(node, ast.BinOp):
+        return _infix(node)
+    if isinstance(node, ast.Name):
+        raise SyntaxError(f"{node.id} alone is no condition: compare it")
+    raise SyntaxError(f"{_show(node)} is no condition")
+
+
+def _infix(node: ast.BinOp) -> Expression:
+    column = _column(node.left)
+    if isinstance(node.op, ast.LShift):
+        bounds = _values(node.right)
+        if len(bounds) != 2:
+            raise SyntaxError("between has two bounds")
+        return ColumnReference(column).between(*bounds)
+    operation = OPERATORS.get(type(node.op))
+    if operation is None:
+        raise SyntaxError(f"{_show(node)} is no condition")
+    if operation == "has":
+        return Comparison(column, operation, _value(node.right))
+    return Comparison(column, operation, _values(node.right))
+
+
+def _comparison(node: ast.Compare) -> Expression:
+    """A comparison or a chain of them, `3 <= price < 5`."""
+    sides = [node.left, *node.comparators]
+    links = zip(sides, node.ops, sides[1:], strict=False)
+    return combine(And, [_compare(left, COMPARISONS[type(operator)], right) for left, operator, right in links])
+
+
+def _compare(left: ast.expr, operation: str, right: ast.expr) -> Expression:
+    if operation in TURNED and isinstance(right, ast.Name) and not isinstance(left, ast.Name):
+        left, operation, right = right, TURNED[operation], left
+    column = _column(left)
+    if operation in ("is", "is not"):
+        if not (isinstance(right, ast.Constant) and right.value is None):
+            raise SyntaxError("is goes with null alone")
+        null = Comparison(column, "null")
+        return null if operation == "is" else Not(null)
+    if operation in ("in", "not in"):
+        among = Comparison(column, "in", _values(right))
+        return among if operation == "in" else Not(among)
+    return Comparison(column, operation, _value(right))
+
+
+def _column(node: ast.expr) -> str:
+    if not isinstance(node, ast.Name):
+        raise SyntaxError(f"{_show(node)} stands where a column's name is expected")
+    return node.id
+
+
+def _values(node: ast.expr) -> tuple[Scalar, ...]:
+    if not isinstance(node, (ast.Tuple, ast.List)):
+        return (_value(node),)  # ('us') is no tuple in Python
+    return tuple(_value(element) for element in node.elts)
+
+
+def _value(node: ast.expr) -> Scalar:
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        number = _value(node.operand)
+        if isinstance(number, str):
+            raise SyntaxError(f"{_show(node)} is no value")
+        return -number if isinstance(node.op, ast.USub) else number
+    if isinstance(node, ast.Constant):
+        value: Any = node.value
+        if value is None:
+            raise SyntaxError("nothing equals null: write is null or is not null")
+        if isinstance(value, bool):
+            return int(value)
+        if isinstance(value, int) and value.bit_length() > LARGEST:
+            raise SyntaxError(f"an integer has at most {LARGEST:,} bits, got {value.bit_length():,}")
+        if isinstance(value, (str, int, float)):
+            return value
+    if isinstance(node, ast.Name):
+        raise SyntaxError(f"{node.id} stands where a value is expected: strings stand in quotes, {node.id!r}")
+    raise SyntaxError(f"{_show(node)} is no value")
+
+
+def _show(node: ast.expr) -> str:
+    """A part as the user wrote it."""
+    source = ast.unparse(node)
+    for word, operator in WORDS.items():
+        source = source.replace(f" {operator.removesuffix(' (')} ", f" {word} ")
+    return source if len(source) <= 60 else source[:57] + "…"

@@ -1,0 +1,140 @@
+"""How often each value stands in an index, and from that the share of items that a filter lets through.
+
+The share decides between plans of a search, and is printed by `explain`; it never decides what is found. Columns are
+taken as independent of each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tigon.retrieve.filters.clauses import Clauses, TagTest
+from tigon.retrieve.filters.columns import Category, Ranges, Tags
+from tigon.retrieve.filters.schema import Schema
+from tigon.tables.values import Ints
+
+# Numbers and times are counted by the highest bits of their codes: for float32 sign, exponent and three more bits.
+BITS = 12
+# Filters whose shares are remembered, and the ranges of codes that these have together, some 16 MiB: the clauses of a
+# filter that is compiled no more are held here.
+REMEMBERED, MAX_RANGES = 1024, 1 << 17
+
+
+class ValueCounts:
+    """ValueCounts of the codes of each column, and of the bits of tags, over the items that are there."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.items = 0
+        self._later: list[tuple[Tensor, torch.cuda.Event]] = []
+        self.missing = dict.fromkeys(schema, 0)
+        self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
+        # Shares that were estimated since items last came or went, by the identity of their clauses: the clauses, the
+        # share, and the number of ranges.
+        self._shares: dict[int, tuple[Clauses, float, int]] = {}
+
+    def subtract_when_copied(self, words: Tensor, event: torch.cuda.Event) -> None:
+        """Count rows out once the event has happened, of which the words will be there then."""
+        self._later.append((words, event))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle(wait=True)  # events are not copied
+        return {**self.__dict__, "_shares": {}}
+
+    def settle(self, wait: bool = False) -> None:
+        """Count out the rows whose copies have arrived; with wait, all rows."""
+        while self._later and (wait or self._later[0][1].query()):
+            words, event = self._later.pop(0)
+            event.synchronize()
+            self.add(words.numpy(), sign=-1)
+
+    def add(self, words: Ints, sign: int = 1) -> None:
+        """Count rows of attribute words in, or with sign -1 out.
+
+        words: (W, rows).
+        """
+        self.items += sign * words.shape[1]
+        for name, column in self.schema.columns.items():
+            if isinstance(column, Tags):
+                counts = np.concatenate([_bits(words[p.word], p.shift, p.bits) for p in self.schema.places[name]])
+                any_tag = np.zeros(words.shape[1], dtype=bool)
+                for place in self.schema.places[name]:
+                    any_tag |= (words[place.word] & place.mask) != 0
+                self.missing[name] += sign * int((~any_tag).sum())
+            else:
+                codes = self.schema.decode(name, words)
+                codes = codes[codes > 0]
+                self.missing[name] += sign * (words.shape[1] - len(codes))
+                counts = np.bincount(codes >> self._dropped_bits(name))
+            if len(counts) > len(self.bins[name]):
+                grown = np.zeros(max(len(counts), 2 * len(self.bins[name])), dtype=np.int64)
+                grown[: len(self.bins[name])] = self.bins[name]
+                self.bins[name] = grown
+            self.bins[name][: len(counts)] += sign * counts
+        self._shares.clear()
+
+    def _dropped_bits(self, name: str) -> int:
+        """How many bits of a code its bin does not tell."""
+        column = self.schema[name]
+        return 0 if isinstance(column, Category) else max(0, column.bits - BITS)
+
+    def estimate_share(self, clauses: Clauses) -> float:
+        """The share of the items for which all clauses hold, estimated; 1 if there are no items."""
+        known = self._shares.get(id(clauses))
+        if known is not None and known[0] is clauses:
+            return known[1]
+        share = self._estimate(clauses)
+        ranges = sum(len(ranges) for clause in clauses for _, ranges in clause.codes)
+        held = sum(number for _, _, number in self._shares.values())
+        if len(self._shares) >= REMEMBERED or held + ranges > MAX_RANGES:
+            self._shares.clear()
+        self._shares[id(clauses)] = clauses, share, ranges
+        return share
+
+    def _estimate(self, clauses: Clauses) -> float:
+        passing = 1.0
+        for clause in clauses:
+            failing = 1.0
+            for name, ranges in clause.codes:
+                failing *= 1 - self._estimate_codes(name, ranges)
+            for tag in clause.tags:
+                failing *= 1 - self._estimate_tag(tag)
+            passing *= 1 - failing
+        return min(max(passing, 0.0), 1.0)
+
+    def _estimate_codes(self, name: str, ranges: Ranges) -> float:
+        dropped, bins = self._dropped_bits(name), self.bins[name]
+        total = 0.0
+        for low, high in ranges:
+            total += self.missing[name] if low == 0 else 0
+            low = max(low, 1)
+            first, last = low >> dropped, high >> dropped
+            total += float(bins[first : last + 1].sum())
+            # A bin that the range cuts counts in proportion.
+            for edge, inside in ((first, low - (first << dropped)), (last, ((last + 1) << dropped) - 1 - high)):
+                if edge < len(bins):
+                    total -= float(bins[edge]) * inside / (1 << dropped)
+        return min(total / self.items, 1.0) if self.items > 0 else 1.0
+
+    def _estimate_tag(self, tag: TagTest) -> float:
+        if self.items <= 0:
+            return 1.0
+        place = self.schema.places[tag.column][tag.place]
+        bins = self.bins[tag.column]
+        numbers = [place.start + i for i in range(place.bits) if tag.bits >> i & 1]
+        if len(numbers) == self.schema[tag.column].bits and tag.test == "any":
+            holds = 1 - self.missing[tag.column] / self.items
+        else:
+            shares = [float(bins[n]) / self.items if n < len(bins) else 0.0 for n in numbers]
+            holds = float(np.prod(shares)) if tag.test == "all" else 1 - float(np.prod([1 - s for s in shares]))
+        return 1 - holds if tag.negated else holds
+
+
+def _bits(word: Ints, shift: int, bits: int) -> Ints:
+    """How many rows have each bit."""
+    return np.array([int(((word >> (shift + i)) & 1).sum()) for i in range(bits)], dtype=np.int64)

@@ -1,0 +1,154 @@
+"""Attributes of queries or items as numbers: each value in each column has a number."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tigon.retrieve.filters.columns import Column, Tags
+from tigon.retrieve.ids import read_ids
+from tigon.tables.columns import columns_of
+from tigon.tables.values import BadValue, Ints, Value, read_categories, read_lists
+
+Attribute = tuple[str, Value]
+
+
+class EncodedAttributes(NamedTuple):
+    """The attributes of rows: row r has numbers[starts[r] : starts[r + 1]], ascending, each once."""
+
+    starts: Ints
+    numbers: Ints
+
+    def row(self, row: int) -> Ints:
+        return self.numbers[self.starts[row] : self.starts[row + 1]]
+
+    @property
+    def sizes(self) -> Ints:
+        return np.diff(self.starts)
+
+
+class AttributeEncoder:
+    """The Category and Tags columns of queries or items, and each column's values in the order in which they came."""
+
+    def __init__(self, who: str, kinds: Mapping[str, str], attributes: Iterable[Attribute] = ()) -> None:
+        self.who, self.kinds = who, dict(kinds)
+        self.attributes = [*attributes]
+        self.numbers = {attribute: i for i, attribute in enumerate(self.attributes)}
+
+    @classmethod
+    def from_columns(cls, who: str, columns: Mapping[str, Column]) -> AttributeEncoder:
+        return cls(who, {name: "Tags" if isinstance(column, Tags) else "Category" for name, column in columns.items()})
+
+    @classmethod
+    def from_json(cls, who: str, about: Any) -> AttributeEncoder:
+        """From a file of links: {"kinds": {"country": "Category"}, "attributes": [["country", "us"]]}.
+
+        Raises: ValueError for anything else.
+        """
+        known = about if isinstance(about, dict) else {}
+        kinds, attributes = known.get("kinds"), known.get("attributes", ())
+        if not isinstance(kinds, dict) or not kinds or not {*map(str, kinds.values())} <= {"Category", "Tags"}:
+            raise ValueError(f"no columns of {who}")
+        fits = isinstance(attributes, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is str and pair[0] in kinds
+            and type(pair[1]) in (str, int)
+            for pair in attributes
+        )  # fmt: skip
+        if not fits or len({(*pair,) for pair in attributes}) < len(attributes):
+            raise ValueError(f"no list of attributes of {who}")
+        return cls(who, kinds, ((name, value) for name, value in attributes))
+
+    def encode(self, name: str, table: Any, grow: bool = False) -> tuple[EncodedAttributes, dict[str, Any]]:
+        """Encode a table's rows. Unknown values are left out, unless `grow` adds them. Returns all columns as well.
+
+        Raises: ValueError if a column is wanting, or a value is of another kind.
+        """
+        columns, rows = columns_of("retrieve", table)
+        of_rows, of_numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for column, kind in self.kinds.items():
+            if column not in columns:
+                near = difflib.get_close_matches(column, columns, 1)
+                there = (
+                    f"there is {near[0]!r}" if near else f"there are {', '.join(map(repr, columns)) or 'no columns'}"
+                )
+                raise ValueError(f"{name}: the table of {self.who} must have the column {column!r}, a {kind}; {there}.")
+            try:
+                at, indices, values = _read(kind, columns[column])
+            except BadValue as error:
+                raise ValueError(
+                    f"{name}: column {column!r} ({kind}) of {self.who}, row {error.position}: {error}."
+                ) from None
+            numbers = np.array([self._number((column, value), grow) for value in values], dtype=np.int64)
+            numbers = numbers[indices] if len(values) else np.zeros(0, dtype=np.int64)
+            of_rows.append(at[numbers >= 0])
+            of_numbers.append(numbers[numbers >= 0])
+        # By row and then by number, each once.
+        wide = max(len(self.attributes), 1)
+        both = np.unique(np.concatenate(of_rows) * wide + np.concatenate(of_numbers))
+        starts = np.searchsorted(both // wide, np.arange(rows + 1))
+        return EncodedAttributes(starts.astype(np.int64), both % wide), columns
+
+    def _number(self, attribute: Attribute, grow: bool) -> int:
+        if grow and attribute not in self.numbers:
+            self.numbers[attribute] = len(self.attributes)
+            self.attributes.append(attribute)
+        return self.numbers.get(attribute, -1)
+
+    def encode_one(self, name: str, attributes: Any) -> Ints:
+        """The attribute numbers in one row, given as {"country": "us", "tags": ["new"]}."""
+        if not isinstance(attributes, Mapping):
+            raise ValueError(
+                f"{name}: attributes of {self.who} must be a dict with a value for each column, got "
+                f"{type(attributes).__name__}."
+            )
+        return self.encode(name, {column: [value] for column, value in attributes.items()})[0].numbers
+
+
+def _read(kind: str, column: Any) -> tuple[Ints, Ints, list[Value]]:
+    """Rows, which value each has, and the values."""
+    if kind == "Tags":
+        return read_lists(column)
+    indices, values = read_categories(column)
+    at = np.flatnonzero(indices >= 0)
+    return at, indices[at], values
+
+
+def find_rows(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str | None, count: int) -> Ints:
+    """The table rows that ids name: by the column with ids, or by row numbers.
+
+    Raises: ValueError if there is no such column, if it has an id twice, or if an id is not in the table.
+    """
+    wanted = np.asarray(read_ids(name, ids))
+    if id is None:
+        if wanted.dtype.kind == "U":
+            raise ValueError(f"{name}: pairs must name {who} by row numbers where no column of ids is given, got text.")
+        wrong = (wanted < 0) | (wanted >= count)
+        if wrong.any():
+            raise ValueError(f"{name}: pairs name {wanted[wrong][0]} of {who}, whose table has {count:,} rows.")
+        return wanted
+    if not isinstance(id, str) or id not in columns:
+        raise ValueError(f"{name}: the table of {who} must have the column {id!r} of ids.")
+    listed = np.asarray(read_ids(name, columns[id]))
+    if (listed.dtype.kind == "U") != (wanted.dtype.kind == "U") and len(listed):
+        kinds = (
+            ("text" if listed.dtype.kind == "U" else "integers"),
+            ("text" if wanted.dtype.kind == "U" else "integers"),
+        )
+        raise ValueError(f"{name}: ids of {who} are {kinds[0]} in the table and {kinds[1]} in pairs.")
+    order = np.argsort(listed, kind="stable")
+    ordered = listed[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        twice = ordered[1:][ordered[1:] == ordered[:-1]][0].item()
+        raise ValueError(
+            f"{name}: the column {id!r} of {who} must have each id once, but has {twice!r} more than once."
+        )
+    place = np.minimum(np.searchsorted(ordered, wanted), max(len(ordered) - 1, 0))
+    missing = ordered[place] != wanted if len(ordered) else np.ones(len(wanted), dtype=bool)
+    if missing.any():
+        raise ValueError(
+            f"{name}: pairs name {wanted[missing][0].item()!r}, which is not in the column {id!r} of {who}."
+        )
+    return order[place].astype(np.int64)

@@ -1,0 +1,194 @@
+"""A journal: updates of an index, appended to a file, each with a checksum.
+
+A record is written and on the disk before the update is made, so that an update which was answered is never lost. A
+record that a kill or a full disk left half written is cut off when the journal is opened; one that was whole and is
+damaged is an error. The first record names the snapshot that the updates follow.
+
+A record is a head of 24 bytes (mark, kind, size and checksum of the body, checksum of the head) and a body in the
+format of safetensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from tigon.retrieve.storage import disk
+
+MARK = b"TJ1\n"
+HEAD = struct.Struct("<4sIQI")  # mark, kind, size, checksum of the body; behind it the checksum of those
+SIZE = HEAD.size + 4
+KINDS = ("upsert", "delete", "grow", "snapshot")
+
+
+class Journal:
+    """The open journal of an index, which has the lock of the folder.
+
+    Args:
+        path: of the file, which is created if missing. Bytes behind the last whole record are cut off.
+        snapshot: the id of the snapshot that the updates follow.
+
+    Raises: ValueError if the file is damaged, or of another snapshot.
+    """
+
+    def __init__(self, path: Path, snapshot: str) -> None:
+        self.path, self.pid = path, os.getpid()
+        self.file: BinaryIO = open(path, "a+b", buffering=0)  # noqa: SIM115 - open as long as the index is
+        try:
+            self.size = measure(path, snapshot)
+            disk.truncate(self.file, self.size)
+            if not self.size:
+                body = snapshot.encode()
+                disk.write(self.file, make_head("snapshot", body) + body)
+                self.size = SIZE + len(body)
+            disk.flush(self.file)
+        except BaseException:
+            self.file.close()
+            raise
+        self.broken = False
+
+    def close(self) -> None:
+        self.file.close()
+
+    def append(self, kind: str, tensors: dict[str, Tensor]) -> None:
+        """Write a record, and wait until the record is on the disk.
+
+        Raises: OSError if the disk is full or the journal was removed; the journal is unchanged then. ValueError in a
+            fork of the process that opened the journal.
+        """
+        if self.broken:
+            raise OSError(
+                f"Index: the journal {self.path} could not be cut to its last whole record: open the index again."
+            )
+        if self.pid != os.getpid():
+            raise ValueError(
+                f"Index: the journal {self.path} is of process {self.pid}, of which this process is a fork: close() "
+                "the index here first; updates then stay in memory."
+            )
+        if not os.fstat(self.file.fileno()).st_nlink and not self.path.exists():
+            raise OSError(errno.ENOENT, f"Index: the journal {self.path} was removed: save the index to a folder again")
+        body = b"".join(disk.serialize(tensors))
+        try:
+            disk.write(self.file, make_head(kind, body))
+            disk.write(self.file, body)
+            disk.flush(self.file)
+        except OSError as error:
+            self._truncate()
+            raise OSError(
+                error.errno,
+                f"Index: the journal {self.path} took no record of {len(body):,} bytes ({error.strerror}); "
+                "the index is as it was",
+            ) from error
+        self.size += SIZE + len(body)
+
+    def _truncate(self) -> None:
+        """Cut off a record that was written in part."""
+        try:
+            disk.truncate(self.file, self.size)
+            disk.flush(self.file)
+        except OSError:
+            self.broken = True
+
+
+def make_head(kind: str, body: bytes) -> bytes:
+    first = HEAD.pack(MARK, KINDS.index(kind), len(body), _checksum(body))
+    return first + struct.pack("<I", zlib.crc32(first))
+
+
+def _checksum(body: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(body).digest()[:4], "little")
+
+
+def read_records(path: Path, snapshot: str) -> Iterator[tuple[str, bytes, int]]:
+    """Kind, body and end of each whole record of a journal; the first is that of the snapshot.
+
+    Raises: ValueError for a record that is damaged, and for the journal of another snapshot.
+    """
+    for number, (kind, body, end) in enumerate(_read_whole_records(path)):
+        if (kind == "snapshot") != (number == 0) or (number == 0 and body != snapshot.encode()):
+            raise ValueError(
+                f"Index: the journal {path} is not of the snapshot beside it: it was put there from another index, or "
+                "from another time. Put back the folder as a whole, or take the journal away to go without its updates."
+            )
+        yield kind, body, end
+
+
+def parse_record(body: bytes) -> dict[str, Tensor]:
+    """The tensors of a record.
+
+    Raises: ValueError if the record is not in the format of safetensors.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors: dict[str, Tensor] = load(body)
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"a record is not in the format of safetensors ({error})") from None
+    return tensors
+
+
+class _Damaged(ValueError):
+    """A record of a journal is damaged."""
+
+
+def _read_whole_records(path: Path) -> Iterator[tuple[str, bytes, int]]:
+    """Kind, body and end of each whole record."""
+    if not path.exists():
+        return
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        at = number = 0
+        while at + SIZE <= size:
+            first = file.read(SIZE)
+            mark, kind, length, checksum = HEAD.unpack(first[:-4])
+            if mark != MARK or struct.pack("<I", zlib.crc32(first[:-4])) != first[-4:] or kind >= len(KINDS):
+                if not any(first) and not any(piece.strip(b"\0") for piece in iter(lambda: file.read(disk.PIECE), b"")):
+                    return  # zeros to the end: a growing file after a power failure
+                raise _make_error(path, number, at, size)
+            if at + SIZE + length > size:
+                return
+            body = file.read(length)
+            if _checksum(body) != checksum:
+                raise _make_error(path, number, at, size)
+            at += SIZE + length
+            number += 1
+            yield KINDS[kind], body, at
+
+
+def measure(path: Path, snapshot: str) -> int:
+    """Bytes of the whole records."""
+    end = 0
+    for _, _, end in read_records(path, snapshot):  # noqa: B007
+        pass
+    return end
+
+
+def _make_error(path: Path, number: int, at: int, size: int) -> _Damaged:
+    return _Damaged(
+        f"Index: record {number + 1} of the journal {path} is damaged, at byte {at:,} of {size:,}. "
+        "Index.open(…, repair=True) keeps the records before it, and drops it and those behind it."
+    )
+
+
+def repair_journal(path: Path, snapshot: str) -> None:
+    """Cut a journal off before the first record that is damaged.
+
+    Raises: ValueError for the journal of another snapshot, which is not changed.
+    """
+    end = 0
+    try:
+        for _, _, end in read_records(path, snapshot):  # noqa: B007
+            pass
+    except _Damaged:
+        with open(path, "r+b", buffering=0) as file:
+            disk.truncate(file, end)
+            disk.flush(file)
