@@ -57,9 +57,7 @@ async def until(condition):
 
 
 def waiting_queries(service):
-    """Queries whose search has not begun."""
-    admission = service.index_backend.admission
-    return admission.queue.queries + admission.submitted
+    return service.index_backend.admission.count_waiting()
 
 
 def binary(query, **fields):

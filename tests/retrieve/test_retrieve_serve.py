@@ -404,12 +404,16 @@ def test_no_answer_names_a_file_of_the_server(tmp_path, monkeypatch, capsys):
     def full(*arguments, **options):
         raise OSError(28, f"Index: the journal {tmp_path}/index/snapshot-000001/journal took no record")
 
+    def forked(*arguments, **options):
+        raise ValueError(f"Index: the journal {index.journal.path} is of process 1")
+
     def damaged(*arguments, **options):
         raise ValueError(f"Index.save: {tmp_path}/index is damaged")
 
     async def test(client, service):
         for name, path, error, status in [
-            ("delete", "/delete", full, 507), ("save", "/snapshot", full, 507), ("save", "/snapshot", damaged, 507),
+            ("delete", "/delete", full, 507), ("delete", "/delete", forked, 507), ("save", "/snapshot", full, 507),
+            ("save", "/snapshot", damaged, 507),
         ]:  # fmt: skip
             monkeypatch.setattr(index, name, error)
             answer = await client.post(path, json={"ids": [1]})

@@ -120,8 +120,8 @@ def serve(
         opened.close()
         raise
     if retriever is not None and model is None:
-        reason = f"{retriever} holds an encoder's weights, but no code: --encoder module:factory gives it"
-        print(f"queries are vectors, since {reason}", file=sys.stderr)
+        cause = f"{retriever} holds an encoder's weights, but no code: --encoder module:factory gives it"
+        print(f"queries are vectors, since {cause}", file=sys.stderr)
     start = time.monotonic()
 
     def print_address(port: int) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -49,11 +51,8 @@ class AdmissionQueue:
     def __init__(self, index: Index, limits: Limits) -> None:
         self.index = index
         self.queue = BatchQueue(limits.max_batch, limits.wait, max(limits.max_queue, limits.max_batch))
-        self.metrics = SearchMetrics(
-            lambda: self.queue.queries + self.submitted, lambda: len(index), lambda: index.capacity
-        )
-        self.submitted = 0  # queries of batches that wait for the thread
-        self._batches = 0  # that run, or wait for the thread
+        self.metrics = SearchMetrics(self.count_waiting, lambda: len(index), lambda: index.capacity)
+        self._batches: deque[int] = deque()  # queries of the batch that runs, and of that which waits for the thread
         self._timer: asyncio.Handle | None = None
         self._timer_is_due = False
         self._closed = False
@@ -76,6 +75,10 @@ class AdmissionQueue:
         self.metrics.dropped.inc(before - self.queue.queries)
         return waits
 
+    def count_waiting(self) -> int:
+        """The number of queries whose search has not begun."""
+        return self.queue.queries + sum(islice(self._batches, 1, None))
+
     def close(self) -> None:
         """Take no more searches, and wait for those that the thread has."""
         self._closed = True
@@ -86,7 +89,7 @@ class AdmissionQueue:
 
         While a batch runs, only a full one is lined up behind it; other searches gather meanwhile.
         """
-        if self._batches > 1 or (self._batches and self.queue.queries < self.queue.max_batch):
+        if len(self._batches) > 1 or (self._batches and self.queue.queries < self.queue.max_batch):
             return
         delay = self.queue.delay(time.monotonic())
         if delay is None:
@@ -108,15 +111,13 @@ class AdmissionQueue:
             self.metrics.dropped.inc(dropped)
         loop = asyncio.get_running_loop()
         for searches in batch:
-            self._batches += 1
             count = sum(len(search.query) for search in searches)
-            self.submitted += count
+            self._batches.append(count)
             future = loop.run_in_executor(self._thread, self._run, searches, count)
             future.add_done_callback(partial(self._finish, searches))
         self._schedule()
 
     def _run(self, searches: list[Any], count: int) -> list[Any]:
-        self.submitted -= count
         start = time.monotonic()
         results = run_batch(self.index, searches)
         self.metrics.seconds.observe(time.monotonic() - start)
@@ -128,12 +129,14 @@ class AdmissionQueue:
         ]
 
     def _finish(self, searches: list[Any], future: asyncio.Future[list[Any]]) -> None:
-        self._batches -= 1
+        self._batches.popleft()
         self._schedule()  # first, so that the index searches while responses are written
-        for search, result in zip(searches, future.result(), strict=True):
+        error = future.exception()
+        results = future.result() if error is None else [error] * len(searches)
+        for search, result in zip(searches, results, strict=True):
             if search.future.done():
                 continue
-            if isinstance(result, Exception):
+            if isinstance(result, BaseException):
                 search.future.set_exception(result)
             else:
                 search.future.set_result(result)

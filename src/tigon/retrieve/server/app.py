@@ -199,9 +199,9 @@ class Application:
         not see the response."""
         limit = MAX_DISCARDED * self.limits.max_body
         headers = dict(scope["headers"])
-        if headers.get(b"expect") or int((headers.get(b"content-length") or b"0")[:20]) > limit:
-            return  # the client waits, or would send for too long
         size = scope.get("tigon.received", 0)
+        if (headers.get(b"expect") and not size) or int((headers.get(b"content-length") or b"0")[:20]) > limit:
+            return  # the client waits, or would send for too long
         while size <= limit and scope.get("tigon.more_body", True):
             message = await receive()
             if message["type"] == "http.disconnect" or not message.get("more_body", False):

@@ -86,7 +86,8 @@ class IndexBackend:
     """Answers requests that were checked, from an index. Arguments are those of `Service`."""
 
     def __init__(self, index: Index, path: Path | None, encode: Encode | None, limits: Limits) -> None:
-        self.index, self.path, self.encoder = index, path, encode
+        self.index, self.encoder = index, encode
+        self.path = None if path is None else path.absolute()
         self.admission = AdmissionQueue(index, limits)
         self._writers = ThreadPoolExecutor(WRITERS, "tigon.retrieve.server update")
         self._encoder = ThreadPoolExecutor(1, "tigon.retrieve.server encoder")
@@ -108,8 +109,8 @@ class IndexBackend:
     async def search(self, query: Array, k: list[int], where: list[str | None], strict: bool) -> SearchResult:
         new = self.find_new_filters(where, strict)
         errors = await self.compile_in_thread(new, strict) if is_long(new) else self.compile_filters(new, strict)
-        for error in errors.values():
-            raise error
+        if errors:
+            raise next(iter(errors.values()))
         future: asyncio.Future[SearchResult] = asyncio.get_running_loop().create_future()
         try:
             self.admission.add(AdmittedSearch(query, k, where, future))
@@ -166,33 +167,31 @@ class IndexBackend:
 
     async def upsert(self, ids: Any, vectors: Array | None, table: dict[str, list[Any]] | None) -> dict[str, Any]:
         if len(ids):
-            try:
-                await self._run_update(self.index.upsert, ids, vectors, table)
-            except Exception as error:
-                raise to_http_exception(error) from None
+            await self._run_update(self.index.upsert, ids, vectors, table)
         return {"upserted": len(ids), "items": len(self.index)}
 
     async def delete(self, ids: Any) -> dict[str, Any]:
-        try:
-            deleted = await self._run_update(self.index.delete, ids)
-        except Exception as error:
-            raise to_http_exception(error) from None
+        deleted = await self._run_update(self.index.delete, ids)
         return {"deleted": deleted, "items": len(self.index)}
 
     async def snapshot(self) -> dict[str, Any]:
-        assert self.path is not None
         async with self._snapshot:
             start = time.perf_counter()
-            try:
-                await self._run_update(self.index.save, self.path)
-            except (OSError, ValueError) as error:
-                raise _log_storage_error(error) from None
+            await self._run_update(self.index.save, self.path)
         return {"items": len(self.index), "seconds": round(time.perf_counter() - start, 3)}
 
     async def _run_update(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Update the index in a thread. The update is made as a whole also if its client goes away meanwhile."""
         loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(self._writers, function, *arguments))
+        try:
+            return await asyncio.shield(loop.run_in_executor(self._writers, function, *arguments))
+        except Exception as error:
+            raise to_http_exception(OSError(str(error)) if self._names_files(error) else error) from None
+
+    def _names_files(self, error: Exception) -> bool:
+        """Whether an error tells of the journal or of the snapshot: no request is to blame for it."""
+        paths = [path for path in (self.index.journal and self.index.journal.path, self.path) if path is not None]
+        return isinstance(error, ValueError) and any(str(path) in str(error) for path in paths)
 
     # ------------------------------------------------------------------------------------------------------- the rest
 
@@ -209,9 +208,9 @@ class IndexBackend:
 
 
 def to_http_exception(error: BaseException) -> HTTPException:
-    """What a client is told of an error of the index.
+    """The refusal of a request, by the error that the index raised.
 
-    Raises: the error, if no request is to blame for it.
+    Raises: the error, if it is none that a request, little memory or a full disk causes.
     """
     if isinstance(error, HTTPException):
         return error
@@ -222,11 +221,6 @@ def to_http_exception(error: BaseException) -> HTTPException:
     if isinstance(error, torch.OutOfMemoryError):
         return HTTPException(503, str(error), RETRY)
     if isinstance(error, OSError):
-        return _log_storage_error(error)
+        print(f"tigon: retrieve serve: {error}", file=sys.stderr, flush=True)  # the message names files
+        return HTTPException(507, "the index cannot be written: its disk is full or broken, as the server's log says.")
     raise error
-
-
-def _log_storage_error(error: Exception) -> HTTPException:
-    """The exception for a client. The error's message names files, and is for the log alone."""
-    print(f"tigon: retrieve serve: {error}", file=sys.stderr, flush=True)
-    return HTTPException(507, "the index cannot be written: its disk is full or broken, as the server's log says.")
