@@ -428,6 +428,24 @@ def test_over_a_parameter_a_search_sees_the_weights_of_the_moment(device, named)
     assert index.explain("country == 'de'").share == pytest.approx(2 / 40)
 
 
+def test_an_index_that_was_cast_takes_items_in_its_dtype(device):
+    index = Index(D, 10, "float32", device=device)
+    index.upsert([1], torch.ones(1, D))
+    index.half()
+    index.upsert([2], torch.full((1, D), 2.0))
+    assert index.dtype == torch.float16
+    assert index.search(torch.ones(1, D), 2).ids.tolist() == [[2, 1]]
+    with pytest.raises(ValueError, match="embeddings must fit float16, got larger numbers for id 3"):
+        index.upsert([3], torch.full((1, D), 1e5))
+
+
+def test_over_a_parameter_of_any_float_dtype(device):
+    weight = torch.nn.Parameter(torch.eye(3, D, dtype=torch.float64, device=device))
+    index = Index.over(weight)
+    assert index.dtype == torch.float64
+    assert index.search(torch.eye(3, D)[1:2].to(device), 1).ids.tolist() == [[1]]
+
+
 def test_the_counts_follow_the_items(device, named):
     index = made(device, named)
     index.upsert(named(range(50)), vectors(50), table(range(50), version=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,7 +118,7 @@ class BaseIndex:
         """
         options: dict[str, Any] = {"strict": strict, "candidates": candidates, "links": links, "alpha": alpha}
         with self.table.scheduler.read_lock():  # updates yield while the request is parsed, too
-            return self.run(self.parse(query, k, where, **options))
+            return self._run(self.parse(query, k, where, **options))
 
     def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
         """A request for `run`, of the arguments of `search`."""
@@ -134,6 +135,10 @@ class BaseIndex:
 
         Returns: `Hits`.
         """
+        with self.table.scheduler.read_lock():
+            return self._run(request, finish)
+
+    def _run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
         return self.searcher.run(request, finish)
 
 
@@ -204,7 +209,8 @@ class Index(BaseIndex, nn.Module):
         Raises: ValueError if the parameter has another shape, or ids or table do not fit it.
         """
         weight = parse_weight(parameter, metric)
-        format = VectorFormat.parse("Index.over", weight.shape[1], weight.dtype, metric, codes, bits)
+        format = VectorFormat.parse("Index.over", weight.shape[1], "float32", metric, codes, bits)
+        format = replace(format, dtype=weight.dtype)  # any float dtype
         return cls._from_table(make_table(weight, format, copy_schema("Index.over", schema), ids, table))
 
     @property

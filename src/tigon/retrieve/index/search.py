@@ -40,22 +40,21 @@ class Searcher:
         self.table = table
 
     def run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
-        """The hits of a request.
+        """The hits of a request. The caller holds the read lock.
 
         finish: computes scores and rows of the hits from those of the scan, before an update can change a row.
         """
         table = self.table
-        with table.scheduler.read_lock():
-            table.cache.prepare(request.filters, table)
-            with table.scheduler.search_turn(table.device):
-                scores, rows, is_exact = self.scan(request)
-                scores, rows = finalize_scores(request, scores, rows)
-                if finish is not None:
-                    scores, rows = finish(scores, rows)
-                keys = table.keys_of_rows(rows)
-                words = None if finish is not None else link_words(table, request)
-                words = None if words is None else words[:, rows.clamp(min=0)]
-            return make_hits(request, scores, keys, is_exact, words, table.directory.ids)
+        table.cache.prepare(request.filters, table)
+        with table.scheduler.search_turn(table.device):
+            scores, rows, is_exact = self.scan(request)
+            scores, rows = finalize_scores(request, scores, rows)
+            if finish is not None:
+                scores, rows = finish(scores, rows)
+            keys = table.keys_of_rows(rows)
+            words = None if finish is not None else link_words(table, request)
+            words = None if words is None else words[:, rows.clamp(min=0)]
+        return make_hits(request, scores, keys, is_exact, words, table.directory.ids)
 
     def scan(self, request: SearchRequest, read_live: bool = False) -> RowHits:
         """The best rows of each query. Out of memory, the batch is scanned in halves once.

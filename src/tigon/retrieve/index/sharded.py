@@ -148,26 +148,24 @@ class ShardedIndex(BaseIndex):
         self.ranks.check_alike("search", query, k, where, *options.values())
         return SearchRequest.parse(self.table, query, k, where, **options)
 
-    @torch.no_grad()
-    def run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
-        """The hits of a request, the same on all ranks, as `Index.run`; finish gets rows of the whole index."""
+    def _run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
+        """The hits of a request, the same on all ranks; finish gets rows of the whole index."""
         table, ranks = self.table, self.ranks
-        with table.scheduler.read_lock():
-            table.cache.prepare(request.filters, table)
-            with table.scheduler.search_turn(table.device):
-                scores, rows, is_exact = self.searcher.scan(request)
-                own_words = None if finish is not None else link_words(table, request)
-                answer = pack_answer(scores, rows, table.item_ids, own_words, ranks.own, ranks.count)
-                scores, rows, keys, words = merge_answers(ranks.gather(answer))
-                merged_rows, merged_keys = rows, keys
-                scores, rows = finalize_scores(request, scores, rows)
-                if finish is not None:
-                    scores, rows = finish(scores, rows)
-                    keys = _look_up_keys(rows, merged_rows, merged_keys)
-                if rows is not merged_rows:
-                    keys = torch.where(rows >= 0, keys, -1)
-            hit_words = None if own_words is None else words
-            return make_hits(request, scores, keys, is_exact, hit_words, self.writer.directory.ids)
+        table.cache.prepare(request.filters, table)
+        with table.scheduler.search_turn(table.device):
+            scores, rows, is_exact = self.searcher.scan(request)
+            own_words = None if finish is not None else link_words(table, request)
+            answer = pack_answer(scores, rows, table.item_ids, own_words, ranks.own, ranks.count)
+            scores, rows, keys, words = merge_answers(ranks.gather(answer))
+            merged_rows, merged_keys = rows, keys
+            scores, rows = finalize_scores(request, scores, rows)
+            if finish is not None:
+                scores, rows = finish(scores, rows)
+                keys = _look_up_keys(rows, merged_rows, merged_keys)
+            if rows is not merged_rows:
+                keys = torch.where(rows >= 0, keys, -1)
+        hit_words = None if own_words is None else words
+        return make_hits(request, scores, keys, is_exact, hit_words, self.writer.directory.ids)
 
     def gather_vectors(self, rows: Tensor) -> Tensor:
         """The vectors (…, dim) of rows of the whole index, below 0 zeros, from the ranks that hold them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -305,6 +306,7 @@ class RowTable(nn.Module):
                 torch.cuda.synchronize(self.device)
             before = self.dtype
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            self.format = replace(self.format, dtype=self.dtype)
             self.cache.clear()
             if self.bias is not None:  # half() is meant for the vectors
                 self.bias = distance_bias(self.embeddings)

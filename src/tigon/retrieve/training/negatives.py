@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,11 +35,25 @@ LEAST, MOST, PIECE = 16, 2048, 256
 TESTED = 64
 
 
+@overload
+def mine(
+    index: Index, query: Tensor, positives: Any, k: int, *, skip_first: int = 0, where: Where | Sequence[Where] = None,
+    ids: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def mine(
+    index: Index, query: Tensor, positives: Any, k: int, *, skip_first: int = 0, where: Where | Sequence[Where] = None,
+    ids: bool,
+) -> Tensor | npt.NDArray[Any]: ...  # fmt: skip
+
+
 @torch.no_grad()
 def mine(
     index: Index, query: Tensor, positives: Any, k: int, *, skip_first: int = 0, where: Where | Sequence[Where] = None,
     ids: bool = False,
-) -> Any:  # fmt: skip
+) -> Tensor | npt.NDArray[Any]:  # fmt: skip
     """Hard negatives: for each query the k best items of the index that are none of its positives.
 
     Args:
