@@ -71,7 +71,8 @@ def test_arrays_and_tables_go_through_a_frame(dtype):
 def test_hits_go_through_a_frame(strings):
     index = made(strings)
     hits = index.search(torch.ones(2, D), 200, "part < 30")
-    result = worker_pool.MergedSearch.convert(None, hits)
+    arrays = hits.scores.numpy(), hits._keys.numpy(), hits.exact.numpy()
+    result = worker_pool.MergedSearch.convert(None, *arrays, hits._ids)
     ((*arrays, names),) = frames.FrameReader().feed(frames.pack_frame(*result))
     scores, ids, exact = map(frames.decode_arrays, arrays)
     if strings:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from tigon.retrieve.index.hits import Hits
 from tigon.retrieve.index.index import Index
 from tigon.retrieve.index.request import broadcast_filters, parse_k, parse_query, unique_filters
 from tigon.tables.values import shorten
+
+S = TypeVar("S", bound=PendingSearch)
 
 __all__ = ["Batcher", "Overloaded", "run_batch"]
 
@@ -172,11 +174,13 @@ class Batcher(Forkable):
                     searches = [search for search in group if search.future.set_running_or_notify_cancel()]
                     if not searches:
                         continue
-                    for search, result in zip(searches, run_batch(self.index, searches), strict=True):
-                        if isinstance(result, Exception):
-                            search.future.set_exception(result)
-                        else:
-                            search.future.set_result(result)
+                    for part, hits in run_batch(self.index, searches):
+                        for search, (rows, k) in zip(part, split_rows(part), strict=True):
+                            if isinstance(hits, Exception):
+                                search.future.set_exception(hits)
+                            else:
+                                parts = hits.scores[rows, :k], hits._keys[rows, :k], hits.exact[rows]
+                                search.future.set_result(Hits(*parts, hits._ids))
 
     def _next_batch(self) -> list[list[PendingSearch]] | None:
         """Wait until a batch is due. None: it is time to stop."""
@@ -207,30 +211,31 @@ def _parse_search(index: Index, query: Any, k: Any, where: Any, strict: bool, ma
     return PendingSearch(q, [most] * count if ks is None else list(ks), wheres, Future())
 
 
-def run_batch(index: Index, searches: list[PendingSearch]) -> list[Hits | Exception]:
+def run_batch(index: Index, searches: list[S]) -> list[tuple[list[S], Hits | Exception]]:
     """Make one search of several; if that fails, search for each by itself, so that no search fails by another.
 
     Args:
         searches: that were checked, with queries of one dtype.
 
-    Returns: for each search its hits, on the host, or its error.
+    Returns: the searches with their hits together, on the host, or each search with its own hits or error.
     """
     try:
-        hits = _search_together(index, searches)
+        return [(searches, _search_together(index, searches))]
     except Exception as error:
         if len(searches) == 1:
-            return [error]
-        return [result for search in searches for result in run_batch(index, [search])]
-    results: list[Hits | Exception] = []
+            return [(searches, error)]
+    return [result for search in searches for result in run_batch(index, [search])]
+
+
+def split_rows(searches: Sequence[PendingSearch]) -> Iterator[tuple[slice, int]]:
+    """For each search its rows of the hits, and its largest k."""
     start = 0
     for search in searches:
-        rows = slice(start, start + len(search.query))
-        start, k = rows.stop, max(search.k)
-        results.append(Hits(hits.scores[rows, :k], hits._keys[rows, :k], hits.exact[rows], hits._ids))
-    return results
+        yield slice(start, start + len(search.query)), max(search.k)
+        start += len(search.query)
 
 
-def _search_together(index: Index, searches: list[PendingSearch]) -> Hits:
+def _search_together(index: Index, searches: Sequence[PendingSearch]) -> Hits:
     queries = [search.query for search in searches]
     query = torch.cat(queries) if isinstance(queries[0], Tensor) else torch.from_numpy(np.concatenate(queries))
     ks = [k for search in searches for k in search.k]

@@ -15,16 +15,15 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from starlette.exceptions import HTTPException
 
 from tigon.retrieve.batch_queue import BatchQueue, PendingSearch
-from tigon.retrieve.batcher import run_batch
-from tigon.retrieve.index.hits import Hits
+from tigon.retrieve.batcher import run_batch, split_rows
+from tigon.retrieve.ids import Ids, StringIds
 from tigon.retrieve.index.index import Index
 from tigon.retrieve.server.app import RETRY
-from tigon.retrieve.server.bodies import SearchResult
+from tigon.retrieve.server.bodies import Array, SearchResult
 from tigon.retrieve.server.metrics import SearchMetrics
 from tigon.retrieve.server.requests import Limits
 
@@ -32,12 +31,10 @@ from tigon.retrieve.server.requests import Limits
 class AdmittedSearch(PendingSearch):
     """A search of a request, with an asyncio.Future."""
 
-    def convert(self, hits: Hits) -> Any:
-        """The result of the future, of hits on the host. Called in the thread that searches: a hundred thousand ids
-        that are strings are no work for the event loop."""
-        ids = hits.ids
-        ids = ids if isinstance(ids, np.ndarray) else ids.numpy()
-        return SearchResult(hits.scores.numpy(), ids, hits.exact.numpy())
+    def convert(self, scores: Array, keys: Array, exact: Array, ids: Ids | None) -> Any:
+        """The result of the future, of the search's rows of hits. Called in the thread that searches: a hundred
+        thousand ids that are strings are no work for the event loop."""
+        return SearchResult(scores, ids.to_ids(keys) if isinstance(ids, StringIds) else keys, exact)
 
 
 class AdmissionQueue:
@@ -89,13 +86,15 @@ class AdmissionQueue:
 
         While a batch runs, only a full one is lined up behind it; other searches gather meanwhile.
         """
-        if len(self._batches) > 1 or (self._batches and self.queue.queries < self.queue.max_batch):
+        if self._timer_is_due or len(self._batches) > 1:
+            return
+        if self._batches and self.queue.queries < self.queue.max_batch:
             return
         delay = self.queue.delay(time.monotonic())
         if delay is None:
             return
         if self._timer is not None:
-            if delay or self._timer_is_due:
+            if delay:
                 return
             self._timer.cancel()
         loop = asyncio.get_running_loop()
@@ -103,7 +102,7 @@ class AdmissionQueue:
         self._timer = loop.call_later(delay, self._begin) if delay else loop.call_soon(self._begin)
 
     def _begin(self) -> None:
-        self._timer = None
+        self._timer, self._timer_is_due = None, False
         before = self.queue.queries
         batch = self.queue.take()
         taken = sum(len(search.query) for searches in batch for search in searches)
@@ -119,14 +118,18 @@ class AdmissionQueue:
 
     def _run(self, searches: list[Any], count: int) -> list[Any]:
         start = time.monotonic()
-        results = run_batch(self.index, searches)
+        results: list[Any] = []
+        for part, hits in run_batch(self.index, searches):
+            if isinstance(hits, Exception):
+                results.append(hits)
+                continue
+            scores, keys, exact = hits.scores.numpy(), hits._keys.numpy(), hits.exact.numpy()
+            for search, (rows, k) in zip(part, split_rows(part), strict=True):
+                results.append(search.convert(scores[rows, :k], keys[rows, :k], exact[rows], hits._ids))
         self.metrics.seconds.observe(time.monotonic() - start)
         self.metrics.batch.observe(count)
         self.metrics.queries.inc(count)
-        return [
-            result if isinstance(result, Exception) else search.convert(result)
-            for search, result in zip(searches, results, strict=True)
-        ]
+        return results
 
     def _finish(self, searches: list[Any], future: asyncio.Future[list[Any]]) -> None:
         self._batches.popleft()

@@ -95,7 +95,9 @@ class Application:
             "/health": self.show_health, "/metrics": self.show_metrics, "/docs": self.show_docs,
             "/openapi.json": self.show_api,
         }  # fmt: skip
-        routes = [Route(path, _Post(self, answer), methods=["POST"]) for path, answer in self._posts.items()]
+        # The router tries one regular expression after another: it routes the other requests, 404 and 405.
+        self._post_apps = {path: _Post(self, answer) for path, answer in self._posts.items()}
+        routes = [Route(path, app, methods=["POST"]) for path, app in self._post_apps.items()]
         routes += [Route(path, show) for path, show in pages.items()]
         self._router = Router(routes, redirect_slashes=False)
         self._paths = {*self._posts, *pages}
@@ -117,7 +119,8 @@ class Application:
         try:
             try:
                 self._check_access(scope, path)
-                await self._router(scope, receive, send_response)
+                app = self._post_apps.get(path) if scope["method"] == "POST" else None
+                await (app or self._router)(scope, receive, send_response)
             except HTTPException as error:
                 if status != 499:  # a response has begun
                     raise

@@ -20,9 +20,9 @@ from starlette.exceptions import HTTPException
 
 import tigon
 from tigon.retrieve.batch_queue import Overloaded
-from tigon.retrieve.ids import StringIds
-from tigon.retrieve.index.hits import Hits
+from tigon.retrieve.ids import Ids, StringIds
 from tigon.retrieve.server.admission import AdmittedSearch
+from tigon.retrieve.server.bodies import Array
 from tigon.retrieve.server.connections import freeze_garbage
 from tigon.retrieve.server.frames import FrameProtocol, decode_arrays, encode_arrays, join_table
 from tigon.retrieve.server.metrics import FOLDER
@@ -51,12 +51,10 @@ class MergedSearch(AdmittedSearch):
         super().__init__(query, k, where, asyncio.get_running_loop().create_future())
         self.numbers, self.counts = numbers, counts
 
-    def convert(self, hits: Hits) -> tuple[Any, ...]:
+    def convert(self, scores: Array, keys: Array, exact: Array, ids: Ids | None) -> tuple[Any, ...]:
         """The last arguments of a frame of results; ids that are strings are their lengths and their bytes."""
-        keys, names = hits._keys.numpy(), None
-        if isinstance(hits._ids, StringIds):
-            keys, names = hits._ids.cut(keys)
-        return (*map(encode_arrays, (hits.scores.numpy(), keys, hits.exact.numpy())), names)
+        keys, names = ids.cut(keys) if isinstance(ids, StringIds) else (keys, None)
+        return (*map(encode_arrays, (scores, keys, exact)), names)
 
     def expand(self, requests: Sequence[bool]) -> list[bool]:
         """For each query whether its request is True."""
