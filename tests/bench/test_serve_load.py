@@ -6,7 +6,7 @@ import pytest
 
 from tigon.bench import report
 
-for package in ("fastapi", "uvicorn", "httptools", "uvloop", "prometheus_client"):
+for package in ("starlette", "uvicorn", "httptools", "uvloop", "prometheus_client"):
     pytest.importorskip(package)
 
 
