@@ -29,10 +29,10 @@ from typing import Any
 import httptools
 import numpy as np
 
-from tigon.retrieve.serve.messages import packed
+from tigon.retrieve.server.bodies import pack_tensors
 
 FORMS = ("binary", "json", "json16")  # fp16 tensors; numbers as fp32 has them; numbers that fp16 holds
-PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic")
+PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "pydantic")
 
 WARM = 1.0  # seconds that do not count
 
@@ -93,7 +93,7 @@ def requests_of(host: str, dim: int, k: int, wheres: list[str], queries: int, fo
         x = draw.standard_normal((queries, dim), dtype=np.float32)
         fields = {"k": k, "where": wheres[(seed + i) % len(wheres)] or None}
         if form == "binary":
-            body = packed({"vectors": x.astype(np.float16)}, fields)
+            body = pack_tensors({"vectors": x.astype(np.float16)}, fields)
         else:
             x = x.round(6) if form == "json" else x.astype(np.float16)
             body = json.dumps({**fields, "vectors": x.tolist()}).encode()
@@ -199,20 +199,20 @@ class Row:
 def served(items: int, dim: int, dtype: str, k: int, workers: list[int], where: str, batch: int, said: Any) -> None:
     """The process of a server: an index, and one server after another, each until SIGTERM."""
     import torch
-    from tigon.retrieve.cli.latency import filled
+    from harness.search_latency import fill_index
 
-    from tigon.retrieve.serve.app import Limits, Service
-    from tigon.retrieve.serve.running import serve
+    from tigon.retrieve.server.run import serve
+    from tigon.retrieve.server.service import Limits, Service
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    index = filled(items, dim, dtype, device)
+    index = fill_index(items, dim, dtype, device)
     begun = time.perf_counter()
     if device.type == "cuda":
         sizes = sorted({1, 16, 32, 64, 128, batch})
         index.warmup(k, [n for n in sizes if n <= batch], where, dtype=["float16", "float32"])
     said.send(time.perf_counter() - begun)
     for count in workers:
-        serve(Service(index, limits=Limits(batch=batch)), "127.0.0.1", 0, said=said.send, workers=count)
+        serve(Service(index, limits=Limits(max_batch=batch)), "127.0.0.1", 0, started=said.send, workers=count)
 
 
 def spent(pid: int) -> float:

@@ -18,7 +18,7 @@ OPTIONAL = (
     "transformers", "triton", "accelerate", "peft", "trl", "datasets", "tokenizers", "typer", "rich", "matplotlib",
     "liger_kernel", "cut_cross_entropy", "pyarrow", "safetensors", "tigon.retrieve", "tigon.rank", "tigon.data",
     "tigon.compress", "tigon.graph",
-    "fastapi", "uvicorn", "prometheus_client",
+    "starlette", "uvicorn", "prometheus_client",
 )  # fmt: skip
 
 # A finder that answers "not there" for Triton, as on macOS or with a CPU-only install.

@@ -34,7 +34,7 @@ NEEDS = {
     "retrieve": "pyarrow, pandas, safetensors, typer",
     "rank": "pyarrow, safetensors, accelerate, typer, matplotlib",
     "rank/search": "optuna, lightgbm",
-    "retrieve/serve": "fastapi",
+    "retrieve/serve": "starlette",
     "graph": "sklearn, matplotlib, safetensors",
     "how-to/rank": "pyarrow, safetensors, accelerate",
     "how-to/rank-by-prompts": "transformers, jinja2",

@@ -56,6 +56,10 @@ async def until(condition):
         await asyncio.sleep(1e-3)
 
 
+def waiting_queries(service):
+    return service.index_backend.admission.count_waiting()
+
+
 def binary(query, **fields):
     return tensors.save({"vectors": query}, metadata={"request": json.dumps(fields)})
 

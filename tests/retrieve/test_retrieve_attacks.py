@@ -21,9 +21,9 @@ from safetensors import numpy as tensors
 from serving import D, Process, made
 
 from tigon.retrieve import Category, Index, Number, Schema, Tags, Timestamp
-from tigon.retrieve.serve import front, running
-from tigon.retrieve.serve.app import Limits, Service
-from tigon.retrieve.serve.connections import Config, Server
+from tigon.retrieve.server.connections import Config, Server, run_loop
+from tigon.retrieve.server.run import bind_sockets
+from tigon.retrieve.server.service import Limits, Service
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
@@ -49,13 +49,13 @@ class Running:
     def __init__(self, service, **limits):
         self.service, self.gap = service, 0.0
         service.limits = service.limits._replace(**limits)
-        (self.socket,) = running._bound("127.0.0.1", 0, 1)
+        (self.socket,) = bind_sockets("127.0.0.1", 0, 1)
         self.port = self.socket.getsockname()[1]
         ready = threading.Event()
         config = Config(service, service.limits, 0.2)
         config.timeout_keep_alive = 2
         self.server = Server(config, ready.set)
-        self.thread = threading.Thread(target=lambda: front.run(self.serve()))
+        self.thread = threading.Thread(target=lambda: run_loop(self.serve()))
         self.thread.start()
         assert ready.wait(20)
 
@@ -122,7 +122,7 @@ def request(path, body=b"", kind=JSON, method="POST", host="localhost", close=Tr
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("attacked") / "index"
     make_index().save(folder)
-    limits = Limits(body=16 << 20, batch=256)
+    limits = Limits(max_body=16 << 20, max_batch=256)
     running = Running(
         Service(Index.open(folder), folder, encode=encode, limits=limits, hosts=("example.org",)), request_timeout=LIMIT
     )
@@ -238,6 +238,44 @@ def test_pipelined_requests_are_answered_in_their_order(server):
     assert found == [200, 404] * 30 + [200]
     answer = server.ask(first + b"garbage\r\n\r\n")
     assert answer.count(b"HTTP/1.1 400") == 1
+
+
+@pytest.mark.parametrize(
+    ("rest", "refused"),
+    [([b" 1"], False), ([b" 1\r\n", b"X: " + b"a" * 50_000, b"\r\n\r\n"], False), ([b" 1\r\nX: " + b"a" * 100_000], True),
+     ([b" 1\r\nX: " + b"a" * 60_000, b"a" * 10_000 + b"\r\n\r\n"], True)],
+)  # fmt: skip
+def test_a_large_body_before_a_head_is_no_large_head(rest, refused):
+    """The end of a body of more than 64 KiB comes in one piece with the beginning of the next request."""
+    import asyncio
+    from unittest.mock import Mock
+
+    from uvicorn.server import ServerState
+
+    from tigon.retrieve.server.connections import Protocol
+
+    async def answer(scope, receive, send):
+        await asyncio.Event().wait()
+
+    async def run():
+        config = Config(answer, Limits())
+        config.load()
+        protocol = Protocol(config, ServerState(), {})
+        transport = Mock(asyncio.Transport)
+        transport.is_closing.return_value = False
+        transport.get_extra_info.return_value = None
+        protocol.connection_made(transport)
+        protocol.data_received(
+            request("/search", b" " * 100_000, close=False) + b"GET /health HTTP/1.1\r\nHost: a\r\nY:"
+        )
+        for piece in rest:
+            protocol.data_received(piece)
+        written = b"".join(call.args[0] for call in transport.write.call_args_list)
+        assert written.startswith(b"HTTP/1.1 431") == refused
+        for task in protocol.tasks:
+            task.cancel()
+
+    asyncio.run(run())
 
 
 def test_upgrades_are_not_made(server):
@@ -609,7 +647,7 @@ def test_clients_that_go_away(server):
 
 
 def test_connections_are_limited():
-    running = Running(Service(made()), connections=20)
+    running = Running(Service(made()), max_connections=20)
     try:
         clients = [running.connect() for _ in range(20)]
         end = time.monotonic() + 10
@@ -631,21 +669,21 @@ def test_connections_are_limited():
 def test_large_bodies_are_limited_together():
     """Sixteen of the largest size are held at once; others are refused."""
     size = 1 << 20
-    running = Running(Service(made(), limits=Limits(body=size)))
+    running = Running(Service(made(), limits=Limits(max_body=size)))
     try:
         clients = [running.connect() for _ in range(18)]
         for client in clients:
             with contextlib.suppress(OSError):
                 client.sendall(TYPED + b"Content-Length: %d\r\n\r\n" % size + b" " * (size - 1))
         end = time.monotonic() + 2
-        while running.service._body_bytes < 15 * size and time.monotonic() < end:
+        while running.service.held_bytes < 15 * size and time.monotonic() < end:
             time.sleep(0.01)
         for client in clients:
             client.sendall(b" ")
         statuses = [status(answer) for answer in closed_within(clients, 20)]
         assert 1 <= statuses.count(503) <= 3
         assert set(statuses) == {422, 503}
-        assert running.service._body_bytes == 0
+        assert running.service.held_bytes == 0
     finally:
         running.end()
 

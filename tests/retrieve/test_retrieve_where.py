@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import operator
+import sys
 import time
 import weakref
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tables_made import as_expression, as_text, expressions, tables, truth
 
 from tigon.retrieve import Category, Expression, Index, Number, Schema, Tags, Timestamp, col, parse
-from tigon.retrieve.filters import attributes
+from tigon.retrieve.filters import attributes, value_counts
 from tigon.retrieve.filters.clauses import build_row_filter, compile_clauses
 from tigon.retrieve.filters.columns import intersect, is_within, unite
 from tigon.retrieve.filters.value_counts import ValueCounts
@@ -382,3 +383,19 @@ def test_filters_that_are_kept_take_little_memory(monkeypatch):
         assert first() is None
     finally:
         gc.enable()
+
+
+def test_large_filters_that_are_evicted_leave_no_memory(monkeypatch):
+    monkeypatch.setattr(attributes, "MOST_FILTER_BYTES", 1 << 20)
+    monkeypatch.setattr(value_counts, "MAX_RANGES", 3000)
+    index = Index(4, 8, "float32", schema=Schema(large=Number(0, 4_000_000, step=1)))
+    index.upsert([0], torch.ones(1, 4), {"large": [0]})
+
+    def search(first):
+        index.search(torch.ones(1, 4), 1, f"large in ({', '.join(str(first + 2 * i) for i in range(1500))})")
+
+    search(0)
+    before = sys.getallocatedblocks()
+    for i in range(1, 25):
+        search(3001 * i)
+    assert sys.getallocatedblocks() - before < 40_000, "each filter has some 5,000 objects"

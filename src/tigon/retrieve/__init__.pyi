@@ -1,7 +1,7 @@
 # The public names of tigon.retrieve: the one place that declares them (see tigon/lazy.py).
 from tigon.retrieve import metrics as metrics
-from tigon.retrieve.batching import Batcher as Batcher
-from tigon.retrieve.batching import Overloaded as Overloaded
+from tigon.retrieve.batch_queue import Overloaded as Overloaded
+from tigon.retrieve.batcher import Batcher as Batcher
 from tigon.retrieve.filters.columns import Category as Category
 from tigon.retrieve.filters.columns import Tags as Tags
 from tigon.retrieve.filters.expressions import Expression as Expression

@@ -44,9 +44,7 @@ def serve(
     wait: Annotated[float, typer.Option(help="Milliseconds that a search waits for others at most.", min=0.0)] = 1.0,
     workers: Annotated[
         int,
-        typer.Option(
-            help="Processes in front, which read and write HTTP; 0 or 1: none, one process does all.", min=0, max=256
-        ),
+        typer.Option(help="Worker processes that read and write HTTP; 0 or 1: one process does all.", min=0, max=256),
     ] = 0,
     max_connections: Annotated[
         int, typer.Option(help="Connections of one process; beyond, a client is answered 503.", min=1)
@@ -74,11 +72,21 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Answer searches and updates over HTTP until SIGTERM or Ctrl-C; /docs describes the requests."""
-    needs(f"tigon {NAME}", "serve", "torch", "numpy", "safetensors", "fastapi", "uvicorn", "prometheus_client")
+    needs(
+        f"tigon {NAME}",
+        "serve",
+        "torch",
+        "numpy",
+        "safetensors",
+        "starlette",
+        "pydantic",
+        "uvicorn",
+        "prometheus_client",
+    )
     from tigon.retrieve.retriever import INDEX, Retriever, is_retriever
-    from tigon.retrieve.serve.app import Limits, Service
-    from tigon.retrieve.serve.engine import Broken
-    from tigon.retrieve.serve.running import serve as run
+    from tigon.retrieve.server.run import serve as run
+    from tigon.retrieve.server.service import Limits, Service
+    from tigon.retrieve.server.worker_pool import WorkerError
 
     if workers > 1 and sys.platform != "linux":  # elsewhere one of several sockets of a port gets all connections
         raise Problem(f"{NAME}: --workers must be 0 or 1, since Linux alone deals out connections, got {workers}")
@@ -96,97 +104,101 @@ def serve(
     key = api_key if api_key is not None else os.environ.get(KEY) or None
     if key is not None and not (key and key.isascii() and key.isprintable()):
         raise Problem(f"{NAME}: --api-key must be printable ASCII, at least one character")
-    place = device_of(device, NAME)
+    torch_device = device_of(device, NAME)
     retriever = index if is_retriever(index) else None
     index = index / INDEX if retriever is not None else index
-    made = None if encoder is None else _encoder(encoder, place, retriever)
-    opened = _opened(index, journal, place)
+    model = None if encoder is None else _load_encoder(encoder, torch_device, retriever)
+    opened = _open_index(index, journal, torch_device)
     try:
-        encode = None if made is None else Retriever(made, opened).encode
+        encode = None if model is None else Retriever(model, opened).encode
         limits = Limits(max_body, max_batch, max_queue, wait / 1e3, max_connections, request_timeout)
         hosts = [name.strip().lower() for name in (host, *allowed_hosts.split(",")) if name.strip()]
         service = Service(opened, index, key, encode, limits, hosts)
-        if place.type == "cuda" and len(opened):
+        if torch_device.type == "cuda" and len(opened):
             print(f"kernels compiled in {service.warmup(ks):.1f} s", file=sys.stderr, flush=True)
     except BaseException:
         opened.close()
         raise
-    if retriever is not None and made is None:
-        kept = f"{retriever} holds an encoder's weights, but no code: --encoder module:factory gives it"
-        print(f"queries are vectors, since {kept}", file=sys.stderr)
-    begun = time.monotonic()
+    if retriever is not None and model is None:
+        cause = f"{retriever} holds an encoder's weights, but no code: --encoder module:factory gives it"
+        print(f"queries are vectors, since {cause}", file=sys.stderr)
+    start = time.monotonic()
 
-    def said(port: int) -> None:
+    def print_address(port: int) -> None:
         keyed = "with a key" if key is not None else "without a key"
+        items = f"{len(opened):,} items × {opened.dim} on {torch_device}"
         print(
-            f"{index}: {len(opened):,} items × {opened.dim} on {place}, {keyed}, at http://{host}:{port} (/docs)",
+            f"{index}: {items}, {keyed}, at http://{host}:{port} (/docs)",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
     try:
-        run(service, host, port, shutdown_delay, said, workers, grace)
+        run(service, host, port, shutdown_delay, print_address, workers, grace)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise Problem(f"{NAME}: {host}:{port} cannot be listened at: {reason}") from error
-    except Broken as error:
+    except WorkerError as error:
         raise Problem(f"{NAME}: {one_line(error)}", 1) from error
-    print(f"ended after {time.monotonic() - begun:,.0f} s; all that was taken is answered", file=sys.stderr)
+    print(f"ended after {time.monotonic() - start:,.0f} s; all accepted requests are answered", file=sys.stderr)
 
 
-def _opened(path: Path, journal: bool, place: Any) -> Index:
+def _open_index(path: Path, journal: bool, device: Any) -> Index:
     from tigon.retrieve import Index
 
     if not path.is_dir():
         raise Problem(f"{NAME}: there is no index {path}; tigon retrieve build makes one")
     try:
-        return Index.open(path, journal=journal, device=place)
+        return Index.open(path, journal=journal, device=device)
     except (OSError, ValueError) as error:
         raise Problem(f"{NAME}: {one_line(error)}") from error
 
 
-def _encoder(name: str, place: Any, retriever: Path | None) -> Any:
-    """What `Retriever` takes as its encoder, on a device, with the weights of a retriever's folder."""
+def _load_encoder(name: str, device: Any, retriever: Path | None) -> Any:
+    """An encoder for a `Retriever`, on a device, with the weights of a retriever's folder."""
     import torch
 
-    made = _imported(name) if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name) else _of_sentences(name, place)
-    if not callable(made) and not callable(getattr(made, "encode", None)):
-        got = type(made).__name__
+    is_import = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name)
+    model = _import_encoder(name) if is_import else _load_sentence_transformer(name, device)
+    if not callable(model) and not callable(getattr(model, "encode", None)):
+        got = type(model).__name__
         raise Problem(f"{NAME}: --encoder {name} must give a module, a function or what has encode, got {got}")
     if retriever is not None:
         from tigon.retrieve.retriever import load_encoder
 
         try:
-            load_encoder(retriever, made)
+            load_encoder(retriever, model)
         except (OSError, ValueError) as error:
-            said = one_line(error).removeprefix("Retriever.from_pretrained: ")
-            raise Problem(f"{NAME}: --encoder {name}: {said}") from error
-    return made.to(place).eval() if isinstance(made, torch.nn.Module) else made
+            reason = one_line(error).removeprefix("Retriever.from_pretrained: ")
+            raise Problem(f"{NAME}: --encoder {name}: {reason}") from error
+    return model.to(device).eval() if isinstance(model, torch.nn.Module) else model
 
 
-def _imported(name: str) -> Any:
-    """What module:factory gives; modules are looked for in the current folder, too, as `python -m` does."""
+def _import_encoder(name: str) -> Any:
+    """The result of module:factory; the module may be in the current folder, as with `python -m`."""
     module, _, factory = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = importlib.import_module(module)
+        make_encoder = importlib.import_module(module)
         for part in factory.split("."):
-            found = getattr(found, part)
+            make_encoder = getattr(make_encoder, part)
     except (ImportError, AttributeError) as error:
         raise Problem(f"{NAME}: --encoder {name} cannot be imported: {one_line(error)}") from error
-    if not callable(found):
-        raise Problem(f"{NAME}: --encoder {name} must be a function without arguments, got {type(found).__name__}")
+    if not callable(make_encoder):
+        raise Problem(
+            f"{NAME}: --encoder {name} must be a function without arguments, got {type(make_encoder).__name__}"
+        )
     try:
-        return found()
+        return make_encoder()
     except Exception as error:
         raise Problem(f"{NAME}: --encoder {name} raised {type(error).__name__}: {one_line(error)}") from error
 
 
-def _of_sentences(name: str, place: Any) -> Any:
+def _load_sentence_transformer(name: str, device: Any) -> Any:
     needs(f"tigon {NAME} --encoder", None, "sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
     try:
-        return SentenceTransformer(name, device=str(place))
+        return SentenceTransformer(name, device=str(device))
     except (OSError, ValueError) as error:
         raise Problem(f"{NAME}: --encoder {name}: {one_line(error)}") from error

@@ -20,8 +20,9 @@ from tigon.retrieve.filters.schema import Schema
 
 # Numbers and times are counted by the highest bits of their codes: for float32 sign, exponent and three more bits.
 BITS = 12
-# Filters whose shares are remembered.
-REMEMBERED = 1024
+# Filters whose shares are remembered, and the ranges of codes that these have together, some 16 MiB: the clauses of a
+# filter that is compiled no more are held here.
+REMEMBERED, MAX_RANGES = 1024, 1 << 17
 
 
 class ValueCounts:
@@ -33,8 +34,9 @@ class ValueCounts:
         self._later: list[tuple[Tensor, torch.cuda.Event]] = []
         self.missing = dict.fromkeys(schema, 0)
         self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
-        # By their identity the clauses whose share was asked for since items last came or went, and the share.
-        self._shares: dict[int, tuple[Clauses, float]] = {}
+        # Shares that were estimated since items last came or went, by the identity of their clauses: the clauses, the
+        # share, and the number of ranges.
+        self._shares: dict[int, tuple[Clauses, float, int]] = {}
 
     def subtract_when_copied(self, words: Tensor, event: torch.cuda.Event) -> None:
         """Count rows out once the event has happened, of which the words will be there then."""
@@ -87,9 +89,11 @@ class ValueCounts:
         if known is not None and known[0] is clauses:
             return known[1]
         share = self._estimate(clauses)
-        if len(self._shares) >= REMEMBERED:
+        ranges = sum(len(ranges) for clause in clauses for _, ranges in clause.codes)
+        held = sum(number for _, _, number in self._shares.values())
+        if len(self._shares) >= REMEMBERED or held + ranges > MAX_RANGES:
             self._shares.clear()
-        self._shares[id(clauses)] = clauses, share
+        self._shares[id(clauses)] = clauses, share, ranges
         return share
 
     def _estimate(self, clauses: Clauses) -> float:

@@ -3,13 +3,14 @@
 import asyncio
 import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from tigon.retrieve import Batcher, Category, Index, Number, Overloaded, Schema, col
+from tigon.retrieve.batch_queue import BatchQueue, PendingSearch
 
 D, ITEMS = 16, 400
 
@@ -54,6 +55,43 @@ def same(found, expected):
     assert torch.equal(found.exact, expected.exact.cpu())
 
 
+def add(queue, count, now, dtype=np.float32):
+    search = PendingSearch(np.zeros((count, D), dtype), list(range(1, count + 1)), [None] * count, Future())
+    queue.add(search, now)
+    return search
+
+
+def test_when_a_batch_begins():
+    queue = BatchQueue(max_batch=8, wait=1.0, max_queue=20)
+    assert queue.delay(0.0) is None
+    first = add(queue, 4, now=0.0)
+    assert queue.delay(0.0) == 0, "as many as the last batch had: one"
+    assert queue.take() == [[first]]
+    add(queue, 1, now=10.0)
+    assert queue.delay(10.25) == 0.75, "the last batch had four queries"
+    assert queue.delay(12.0) == 0
+    add(queue, 3, now=10.5)
+    assert queue.delay(10.5) == 0
+    large = add(queue, 5, now=11.0)
+    assert sum(len(search.query) for search in queue.take()[0]) == 4, "nine queries are more than a batch"
+    assert queue.take() == [[large]]
+
+
+def test_searches_of_a_queue_are_refused_cancelled_and_grouped():
+    queue = BatchQueue(max_batch=8, wait=1.0, max_queue=9)
+    a, b, c, d = add(queue, 2, 0), add(queue, 3, 0, np.float16), add(queue, 1, 0), add(queue, 2, 0)
+    with pytest.raises(Overloaded, match=r"8 queries wait, and 2 more are beyond 9, the queue") as error:
+        add(queue, 2, 0)
+    assert error.value.status == 429
+    c.future.cancel()
+    assert queue.select(b, [True, False, True])
+    assert (b.query.shape, b.k, queue.queries) == ((2, D), [1, 3], 7)
+    assert queue.select(d, [False, False])
+    assert queue.queries == 5
+    assert queue.take() == [[a], [b]], "of one dtype each"
+    assert (queue.queries, queue.select(a, [True, False]), len(a.query)) == (0, False, 2)
+
+
 @pytest.mark.parametrize("strings", [False, True])
 def test_calls_of_many_threads_have_what_each_has_alone(metric, strings, device):
     index = made(device, metric, strings)
@@ -67,7 +105,7 @@ def test_calls_of_many_threads_have_what_each_has_alone(metric, strings, device)
         query = torch.randn(B, D, generator=draw) if i % 5 != 1 else torch.randn(D, generator=draw)
         query = query.half() if i % 11 == 10 else query.double() if i % 11 == 9 else query
         calls.append((query.numpy() if i % 2 else query, k, where))
-    with Batcher(index, most=16) as batcher, ThreadPoolExecutor(8) as threads:
+    with Batcher(index, max_batch=16) as batcher, ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda call: batcher.search(*call), calls))
     for call, hits in zip(calls, found, strict=True):
         same(hits, index.search(*call))
@@ -76,7 +114,7 @@ def test_calls_of_many_threads_have_what_each_has_alone(metric, strings, device)
 def test_what_waits_becomes_one_search(monkeypatch):
     index = made("cpu")
     held = Held(index, monkeypatch)
-    with Batcher(index, most=8, queue=100) as batcher:
+    with Batcher(index, max_batch=8, max_queue=100) as batcher:
         first = batcher.submit(torch.ones(D), 3)
         assert held.begun.acquire(timeout=10)
         others = [batcher.submit(torch.ones(2, D), 3, "part < 50") for _ in range(5)]
@@ -89,40 +127,25 @@ def test_what_waits_becomes_one_search(monkeypatch):
     assert held.asked == [(1, 3, None), (8, 3, "part < 50"), (2, 3, "part < 50")]
 
 
-def test_a_call_waits_for_others_as_long_as_it_says(monkeypatch):
-    """After a search of two calls one waits for a second; alone after alone it does not wait."""
-    index = made("cpu")
-    held = Held(index, monkeypatch)
-    held.go.set()
-    with Batcher(index, wait=30.0) as batcher:
-        begun = time.monotonic()
-        for _ in range(3):
-            batcher.search(torch.ones(D), 3)
-        assert time.monotonic() - begun < 10
-        held.go.clear()
+def test_a_call_waits_for_others_as_long_as_it_says():
+    with Batcher(made("cpu"), wait=30.0) as batcher:
+        batcher.search(torch.ones(2, D), 3, timeout=10)  # the next search waits for two queries
         first = batcher.submit(torch.ones(D), 3)
-        assert all(held.begun.acquire(timeout=10) for _ in range(4))
-        pair = [batcher.submit(torch.ones(D), 3) for _ in range(2)]
-        held.go.set()
-        for answer in (first, *pair):
-            answer.result(10)
-        alone = batcher.submit(torch.ones(D), 3)
         time.sleep(0.1)
-        assert not alone.done()
-        batcher.submit(torch.ones(D), 3).result(10)
-        assert alone.done()
-        assert [asked[0] for asked in held.asked] == [1, 1, 1, 1, 2, 2]
-        batcher.wait = 0.05
+        assert not first.done()
+        batcher.search(torch.ones(D), 3, timeout=10)
+        assert first.done()
+        batcher._queue.wait = 0.05
         batcher.search(torch.ones(D), 3, timeout=10)
 
 
 def test_what_does_not_fit_is_refused_before_it_waits():
     index = made("cpu")
-    with Batcher(index, most=4) as batcher:
+    with Batcher(index, max_batch=4) as batcher:
         x = torch.ones(D)
         for arguments, sentence in [
             ((torch.ones(3),), r"query must be \(queries, 16\)"),
-            ((torch.ones(5, D),), r"query must be at most 4 queries \(most\), got 5"),
+            ((torch.ones(5, D),), r"query must be at most 4 queries \(max_batch\), got 5"),
             ((torch.ones(D).int(),), "query must be floats"),
             ((x, 0), "k must be from 1 to 2,048, got 0"),
             ((x, True), "k must be an integer, or a list of one for each query, got True"),
@@ -148,8 +171,8 @@ def test_a_search_that_fails_fails_alone(monkeypatch):
         return search(query, k, where)
 
     monkeypatch.setattr(index, "search", failing)
-    with Batcher(index, most=64, wait=0.1) as batcher:
-        batcher._answered = 5
+    with Batcher(index, max_batch=64, wait=0.1) as batcher:
+        batcher._queue._last = 5
         answers = [batcher.submit(torch.full((1, D), float(value)), 3) for value in (1, 7, 2, 7, 3)]
         for answer, value in zip(answers, (1, 7, 2, 7, 3), strict=True):
             if value == 7:
@@ -162,7 +185,7 @@ def test_a_search_that_fails_fails_alone(monkeypatch):
 def test_a_queue_that_is_full_and_calls_that_take_too_long(monkeypatch):
     index = made("cpu")
     held = Held(index, monkeypatch)
-    with Batcher(index, most=2, queue=3) as batcher:
+    with Batcher(index, max_batch=2, max_queue=3) as batcher:
         first = batcher.submit(torch.ones(D), 3)
         assert held.begun.acquire(timeout=10)
         with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s; 1 queries wait"):
@@ -181,7 +204,7 @@ def test_a_queue_that_is_full_and_calls_that_take_too_long(monkeypatch):
 def test_close(drain, monkeypatch):
     index = made("cpu")
     held = Held(index, monkeypatch)
-    batcher = Batcher(index, most=2)
+    batcher = Batcher(index, max_batch=2)
     running = batcher.submit(torch.ones(D), 3)
     assert held.begun.acquire(timeout=10)
     waiting = [batcher.submit(torch.ones(D), 3) for _ in range(5)]
@@ -274,9 +297,9 @@ def test_searches_beside_updates_see_whole_items(device):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"most": 0}, "most must be a positive integer, got 0"),
-        ({"queue": True}, "queue must be a positive integer, got True"),
-        ({"most": 10, "queue": 9}, "queue must be at least most, 10 queries, got 9"),
+        ({"max_batch": 0}, "max_batch must be a positive integer, got 0"),
+        ({"max_queue": True}, "max_queue must be a positive integer, got True"),
+        ({"max_batch": 10, "max_queue": 9}, "max_queue must be at least max_batch, 10 queries, got 9"),
         ({"wait": -1}, "wait must be a number of seconds, 0 or more, got -1"),
         ({"wait": float("inf")}, "wait must be a number of seconds, 0 or more, got inf"),
     ],

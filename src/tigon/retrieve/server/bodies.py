@@ -1,7 +1,7 @@
-"""What requests say, and what is answered: JSON, or the format of safetensors where speed counts.
+"""Bodies of requests and responses: JSON, or the format of safetensors where speed counts.
 
 A body is JSON, or safetensors (`application/octet-stream`), in which fields may be tensors of that name; the other
-fields are JSON under "request" in the metadata. The answer to a body of tensors is tensors.
+fields are JSON under "request" in the metadata. The response to a body of tensors is tensors.
 """
 
 from __future__ import annotations
@@ -16,39 +16,25 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
+from starlette.exceptions import HTTPException
 
 from tigon.files import parse_json
-from tigon.retrieve.serve.pieces import MOST_VALUES, Take, TooManyValues, parse_pieces
+from tigon.retrieve.server.large_json import MAX_VALUES, Take, TooManyValues, parse_large_object
 
 Array = npt.NDArray[Any]
-BINARY, JSON = b"application/octet-stream", b"application/json"
+BINARY, JSON = "application/octet-stream", "application/json"
 # Names of safetensors for dtypes that numpy has.
 DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"), "U8": np.dtype("u1"), "BOOL": np.dtype("?"),
 }  # fmt: skip
-# Bytes of a header that is kept.
-KEPT = 4096
-# Bytes of JSON that are parsed in the event loop, which takes 7 ms at worst.
-SMALL = 1 << 16
-# Numbers of rows that become an array together.
-TOGETHER = 1 << 14
+MAX_CACHED_HEADER = 4096  # bytes of a header of tensors
+SMALL = 1 << 16  # bytes of JSON that are parsed in the event loop, which takes 7 ms at worst
+CHUNK = 1 << 14  # numbers of rows that become an array together
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Wrong(Exception):
-    """A request that cannot be answered.
-
-    Args:
-        status: of HTTP. sentence: what is wrong. headers: that go with it.
-    """
-
-    def __init__(self, status: int, sentence: str, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-        super().__init__(sentence)
-        self.status, self.sentence, self.headers = status, sentence, headers
-
-
-class Hashable(FailFast):
+class HashableFailFast(FailFast):
     """pydantic's own cannot be part of a union."""
 
     def __hash__(self) -> int:
@@ -56,7 +42,7 @@ class Hashable(FailFast):
 
 
 # The first wrong element is enough for a sentence; pydantic would describe each.
-FIRST = Hashable()
+FIRST = HashableFailFast()
 Rows = Annotated[list[Annotated[list[float], FIRST]], FIRST]
 Ints = Annotated[list[int], FIRST]
 Texts = Annotated[list[str], FIRST]
@@ -98,7 +84,7 @@ class DeleteBody(Body):
     ids: Ints | Texts = Field(description="of the items; those that are not there are passed over")
 
 
-class Found(BaseModel):
+class SearchResponse(BaseModel):
     """The best first; a list is shorter than k where fewer items pass."""
 
     ids: list[list[int]] | list[list[str]]
@@ -106,59 +92,60 @@ class Found(BaseModel):
     exact: list[bool]
 
 
-class Upserted(BaseModel):
+class UpsertResponse(BaseModel):
     upserted: int = Field(description="items of the call")
     items: int = Field(description="in the index")
 
 
-class Deleted(BaseModel):
+class DeleteResponse(BaseModel):
     deleted: int = Field(description="items that were there")
     items: int
 
 
-class Snapshot(BaseModel):
+class SnapshotResponse(BaseModel):
     items: int
     seconds: float
 
 
-class Refusal(BaseModel):
+class ErrorResponse(BaseModel):
     detail: str = Field(description="what is wrong, in a sentence")
 
 
 B = TypeVar("B", bound=Body)
 
 
-def read(kind: type[B], content: bytes, binary: bool, dim: int) -> tuple[B, dict[str, Array]]:
-    """A body, and those of its fields that are tensors; of a large JSON body, vectors and integer ids are, too.
+def parse_body(kind: type[B], content: bytes, binary: bool, dim: int) -> tuple[B, dict[str, Array]]:
+    """The fields of a body, and those of its fields that are tensors; vectors and integer ids of large JSON are, too.
 
-    dim: of the index.
+    Args:
+        dim: of the index.
 
-    Raises: Wrong, 422 or 413, for what is no such body.
+    Raises: HTTPException, 422 or 413, for what is no such body.
     """
     try:
         if binary:
-            return _unpacked(kind, content, dim)
+            return _parse_tensors(kind, content, dim)
         if len(content) <= SMALL:
             return kind.model_validate_json(content), {}
         fields, tensors = _parse_fields(kind, content.decode(), "the body", dim)
         return kind.model_validate(fields), tensors
     except ValidationError as error:
-        raise Wrong(422, _sentence(error)) from None
+        raise HTTPException(422, _describe(error)) from None
     except UnicodeDecodeError:
-        raise Wrong(422, "the body must be JSON in UTF-8.") from None
+        raise HTTPException(422, "the body must be JSON in UTF-8.") from None
 
 
-def text_size(content: bytes, binary: bool) -> int:
-    """Bytes of a body that are JSON: above `SMALL`, reading them is no work for the event loop."""
-    return int.from_bytes(content[:8], "little") if binary else len(content)
+def is_small(content: bytes, binary: bool) -> bool:
+    """Whether the event loop has time to parse the JSON of a body."""
+    return (int.from_bytes(content[:8], "little") if binary else len(content)) <= SMALL
 
 
 def _parse_fields(kind: type[B], text: str, name: str, dim: int) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The fields of a body; vectors and integer ids as arrays, if it is large.
+    """The fields of a body; vectors and integer ids as arrays, if the body is large.
 
-    Raises: Wrong.
+    Raises: HTTPException.
     """
-    vectors, ids = _Vectors(dim), _Ids()
+    vectors, ids = _VectorReader(dim), _IdReader()
     take = {"vectors": vectors.take, "ids": ids.take}
     fields = _parse_object(text, name, {field: take[field] for field in take.keys() & kind.model_fields.keys()})
     tensors = {}
@@ -174,18 +161,18 @@ def _parse_fields(kind: type[B], text: str, name: str, dim: int) -> tuple[dict[s
 
 def _parse_object(text: str, name: str, take: Mapping[str, Take]) -> dict[str, Any]:
     try:
-        fields: dict[str, Any] = parse_json(text, name) if len(text) <= SMALL else parse_pieces(text, take)
+        fields: dict[str, Any] = parse_json(text, name) if len(text) <= SMALL else parse_large_object(text, take)
     except TooManyValues as error:
-        raise Wrong(413, f"{error}: send it in several requests.") from None
+        raise HTTPException(413, f"{error}: send it in several requests.") from None
     except UnicodeEncodeError:
-        raise Wrong(422, f"{name} is not text in UTF-8.") from None
+        raise HTTPException(422, f"{name} is not text in UTF-8.") from None
     except ValueError as error:
         sentence = str(error).split(";")[0]
-        raise Wrong(422, sentence if len(text) <= SMALL else f"{name} must be JSON: {sentence}.") from None
+        raise HTTPException(422, sentence if len(text) <= SMALL else f"{name} must be JSON: {sentence}.") from None
     return fields
 
 
-class _Vectors:
+class _VectorReader:
     """Rows of numbers, which become an array some at a time."""
 
     def __init__(self, dim: int) -> None:
@@ -198,7 +185,7 @@ class _Vectors:
             self.rows.append(row)
             self.numbers += 1 + (len(row) if isinstance(row, list) else 0)
         self.count += len(rows)
-        if self.numbers >= TOGETHER:
+        if self.numbers >= CHUNK:
             self._convert()
 
     def join(self) -> Array:
@@ -210,14 +197,14 @@ class _Vectors:
         _check_elements(_ROWS, self.rows, "vectors", self.count - len(self.rows))
         got = next((len(row) for row in self.rows if len(row) != self.dim), self.dim)
         if got != self.dim:
-            raise Wrong(422, f"vectors must have {self.dim} numbers each, the index's dim, got {got:,}.")
+            raise HTTPException(422, f"vectors must have {self.dim} numbers each, the index's dim, got {got:,}.")
         with np.errstate(over="ignore"):
             self.parts.append(np.array(self.rows, dtype=np.float32))
         self.rows.clear()
         self.numbers = 0
 
 
-class _Ids:
+class _IdReader:
     """Integers, which become arrays, or strings."""
 
     def __init__(self) -> None:
@@ -231,27 +218,27 @@ class _Ids:
         self.count += len(ids)
         if are_texts:
             self.texts += ids
-            if len(self.texts) > MOST_VALUES:
-                raise TooManyValues(f"a request has at most {MOST_VALUES:,} ids that are strings")
+            if len(self.texts) > MAX_VALUES:
+                raise TooManyValues(f"a request has at most {MAX_VALUES:,} ids that are strings")
             return
         try:
             self.parts.append(np.array(ids, dtype=np.int64))
         except OverflowError:
-            raise Wrong(422, "ids must be strings, or integers from -2**63 to 2**63 - 1.") from None
+            raise HTTPException(422, "ids must be strings, or integers from -2**63 to 2**63 - 1.") from None
 
 
 _ROWS, _INTS, _TEXTS = TypeAdapter(Rows), TypeAdapter(Ints), TypeAdapter(Texts)
 
 
 def _check_elements(adapter: TypeAdapter[Any], elements: list[Any], name: str, first: int) -> None:
-    """Raise Wrong for the first element that is wrong; its number is counted from `first`."""
+    """Raise an HTTPException for the first element that is wrong; its number is counted from `first`."""
     try:
         adapter.validate_python(elements, strict=True)
     except ValidationError as error:
-        raise Wrong(422, _sentence(error, name, first)) from None
+        raise HTTPException(422, _describe(error, name, first)) from None
 
 
-def _sentence(error: ValidationError, name: str | None = None, start: int = 0) -> str:
+def _describe(error: ValidationError, name: str | None = None, start: int = 0) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return f"the body must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}."
@@ -264,8 +251,8 @@ def _sentence(error: ValidationError, name: str | None = None, start: int = 0) -
     return f"{place or 'the body'}: {first['msg'][:1].lower()}{first['msg'][1:]}."
 
 
-class Place(NamedTuple):
-    """Where a tensor is in a body, behind the header."""
+class TensorSpan(NamedTuple):
+    """A tensor of a body: its bytes, counted from the end of the header."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -273,53 +260,59 @@ class Place(NamedTuple):
     last: int
 
 
-def _unpacked(kind: type[B], content: bytes, dim: int) -> tuple[B, dict[str, Array]]:
-    """The fields and tensors of a body in the format of safetensors. Tensors look into the body."""
+def _parse_tensors(kind: type[B], content: bytes, dim: int) -> tuple[B, dict[str, Array]]:
+    """The fields and tensors of a body in the format of safetensors. Tensors are views of the body."""
     end = 8 + int.from_bytes(content[:8], "little")
     try:
         if len(content) < 8 or end > len(content):
             raise ValueError(f"the header should end at byte {end:,} of {len(content):,}")
-        head = _head if end <= KEPT else _head.__wrapped__
-        body, fields, places = head(kind, content[8:end], dim)
-        tensors = dict(fields)
-        for name, (dtype, shape, first, last) in places.items():
+        parse_header = _parse_header if end <= MAX_CACHED_HEADER else _parse_header.__wrapped__
+        body, arrays, spans = parse_header(kind, content[8:end], dim)
+        tensors = dict(arrays)
+        for name, (dtype, shape, first, last) in spans.items():
             if last > len(content) - end:
                 raise ValueError(f"{name} is not inside the body")
             tensors[name] = np.frombuffer(content[end + first : end + last], dtype).reshape(shape)
     except KeyError as error:
-        raise Wrong(422, f"the body must be safetensors of {', '.join(DTYPES)}, got {str(error)[:100]}.") from None
+        raise HTTPException(
+            422, f"the body must be safetensors of {', '.join(DTYPES)}, got {str(error)[:100]}."
+        ) from None
     except ValidationError:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise Wrong(422, f"the body must be safetensors, with the request as JSON in its metadata: {error}.") from None
+        raise HTTPException(
+            422, f"the body must be safetensors, with the request as JSON in its metadata: {error}."
+        ) from None
     return body, tensors
 
 
 @functools.lru_cache(1024)
-def _head(kind: type[B], text: bytes, dim: int) -> tuple[B, dict[str, Array], dict[str, Place]]:
-    """What a header says: the fields, those of them that a large request has as arrays, and where the tensors are. A
-    client's headers are alike, and reading one takes longer than all that follows."""
+def _parse_header(kind: type[B], text: bytes, dim: int) -> tuple[B, dict[str, Array], dict[str, TensorSpan]]:
+    """The fields, those of them that a large request has as arrays, and the spans of the tensors.
+
+    The headers of a client are alike, and parsing one takes longer than the rest of the request.
+    """
     header = _parse_object(text.decode(), "the header", {})
     request = header.pop("__metadata__", {}).get("request", "{}")
     fields, arrays = _parse_fields(kind, request, "request in the metadata", dim)
     if both := fields.keys() & header.keys():
-        raise Wrong(422, f"{min(both)} must be a tensor or a field of the request, got both.")
+        raise HTTPException(422, f"{min(both)} must be a tensor or a field of the request, got both.")
     if unknown := {name for name in header if name.partition(".")[0] not in kind.tensors or name[:8] == "vectors."}:
-        raise Wrong(422, f"tensors must be named {' or '.join(kind.tensors)}, got {min(unknown)[:100]!r}.")
-    places = {}
+        raise HTTPException(422, f"tensors must be named {' or '.join(kind.tensors)}, got {min(unknown)[:100]!r}.")
+    spans = {}
     for name, tensor in header.items():
         dtype, shape, (first, last) = DTYPES[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
         if not shape or not 0 <= first <= last or any(n < 0 for n in shape):
             raise ValueError(f"{name[:100]} has the shape {str(shape)[:100]} at {first} to {last}")
-        places[name] = Place(dtype, tuple(shape), first, last)
-    # Ids that are a tensor are not made a list to be checked.
-    return kind.model_validate({"ids": [], **fields} if "ids" in header else fields), arrays, places
+        spans[name] = TensorSpan(dtype, tuple(shape), first, last)
+    # Ids that are a tensor need no check of each element.
+    return kind.model_validate({"ids": [], **fields} if "ids" in header else fields), arrays, spans
 
 
-def features_of(body: SearchBody, tensors: dict[str, Array]) -> tuple[Any, int]:
-    """What an encoder takes, arrays or lists of texts by themselves or by their names, and of how many queries.
+def parse_features(body: SearchBody, tensors: dict[str, Array]) -> tuple[Any, int]:
+    """An encoder's input, arrays or lists of texts by themselves or by their names, and the number of queries.
 
-    Raises: Wrong, 422, for lists of other lengths, and for what is neither a number nor a text.
+    Raises: HTTPException, 422, for lists of other lengths, and for values that are neither numbers nor texts.
     """
     if body.texts is not None:
         return body.texts, len(body.texts)
@@ -327,16 +320,18 @@ def features_of(body: SearchBody, tensors: dict[str, Array]) -> tuple[Any, int]:
         name.partition(".")[2]: array for name, array in tensors.items() if name != "vectors"
     }
     if isinstance(body.features, dict):
-        named |= {name: _feature(name, values) for name, values in body.features.items()}
+        named |= {name: _parse_feature(name, values) for name, values in body.features.items()}
     elif body.features is not None:
-        named[""] = _feature("features", body.features)
+        named[""] = _parse_feature("features", body.features)
     counts = {len(values) if isinstance(values, list) or values.ndim else 0 for values in named.values()}
     if len(counts) != 1 or ("" in named and len(named) > 1):
-        raise Wrong(422, f"features must have one value for each query, in each name, got {sorted(counts)} values.")
+        raise HTTPException(
+            422, f"features must have one value for each query, in each name, got {sorted(counts)} values."
+        )
     return named.get("", named), counts.pop()
 
 
-def _feature(name: str, values: list[Any]) -> Array | list[str]:
+def _parse_feature(name: str, values: list[Any]) -> Array | list[str]:
     if values and all(isinstance(value, str) for value in values):
         return values
     try:
@@ -345,7 +340,9 @@ def _feature(name: str, values: list[Any]) -> Array | list[str]:
     except ValueError:
         array = np.empty(0, dtype=object)
     if array.dtype.kind not in "ifb" or not array.shape:
-        raise Wrong(422, f"{name} must be numbers, lists of numbers of one length, or texts, one for each query.")
+        raise HTTPException(
+            422, f"{name} must be numbers, lists of numbers of one length, or texts, one for each query."
+        )
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
@@ -353,14 +350,15 @@ def _are_numbers(values: list[Any]) -> bool:
     return all(_are_numbers(value) if isinstance(value, list) else isinstance(value, (int, float)) for value in values)
 
 
-def packed(tensors: dict[str, Array], fields: dict[str, Any] | None = None) -> bytes:
+def pack_tensors(tensors: dict[str, Array], fields: dict[str, Any] | None = None) -> bytes:
     """Tensors and fields in the format of safetensors."""
-    parts = [array.tobytes() for array in tensors.values()]
     kinds = tuple((name, array.dtype, array.shape) for name, array in tensors.items())
-    return b"".join((_written_head(kinds, None if fields is None else json.dumps(fields)), *parts))
+    header = _pack_header(kinds) if fields is None else _pack_header.__wrapped__(kinds, json.dumps(fields))
+    return b"".join((header, *(array.tobytes() for array in tensors.values())))
 
 
-def _header(kinds: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], request: str | None) -> bytes:
+@functools.lru_cache(1024)
+def _pack_header(kinds: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], request: str | None = None) -> bytes:
     header: dict[str, Any] = {} if request is None else {"__metadata__": {"request": request}}
     offset = 0
     for name, dtype, shape in kinds:
@@ -372,27 +370,21 @@ def _header(kinds: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], reque
     return len(text).to_bytes(8, "little") + text
 
 
-_plain_header = functools.lru_cache(1024)(_header)
-
-
-def _written_head(kinds: Any, request: str | None) -> bytes:
-    return _plain_header(kinds, None) if request is None else _header(kinds, request)
-
-
-class Answer(NamedTuple):
-    """What a search of a request found, on the host: as of `Hits`, ids as the index has them."""
+class SearchResult(NamedTuple):
+    """Scores, ids and exactness of a request's hits, as `Hits` has them: numpy arrays on the host."""
 
     scores: Array
     ids: Array
     exact: Array
 
-    def written(self, binary: bool) -> bytes:
+    def to_bytes(self, binary: bool) -> bytes:
+        """The body of the response."""
         if not binary:
             counts = (self.scores > -np.inf).sum(1).tolist()
             rows = zip(self.ids.tolist(), self.scores.tolist(), counts, strict=True)
             ids, scores = zip(*((names[:n], values[:n]) for names, values, n in rows), strict=True) or ((), ())
             return to_json({"ids": ids, "scores": scores, "exact": self.exact.tolist()})
-        found = {"scores": self.scores, "exact": self.exact}
+        tensors = {"scores": self.scores, "exact": self.exact}
         if self.ids.dtype != object:
-            return packed({**found, "ids": self.ids})
-        return packed(found, {"ids": self.ids.tolist()})
+            return pack_tensors({**tensors, "ids": self.ids})
+        return pack_tensors(tensors, {"ids": self.ids.tolist()})

@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tigon.retrieve.serve.app import Service
-from tigon.retrieve.serve.connections import Config, Server
-from tigon.retrieve.serve.engine import Fronts
-from tigon.retrieve.serve.front import run, settle
+from tigon.retrieve.server.connections import Config, Server, freeze_garbage, run_loop
+from tigon.retrieve.server.service import Service
+from tigon.retrieve.server.worker_pool import WorkerPool
 
-# Seconds after which a thread lets another one have the interpreter. Beside that of the batcher the loop of requests
+# Seconds after which a thread lets another one have the interpreter. Beside the thread that searches the event loop
 # would wait 5 ms, Python's default, in each of its turns.
-SWITCH = 2e-4
+SWITCH_INTERVAL = 2e-4
 GRACE = 10.0
 
 
@@ -41,47 +40,47 @@ async def _run(service: Service, sockets: list[socket.socket], delay: float, gra
 
 
 def serve(
-    service: Service, host: str, port: int, delay: float = 0.0, said: Callable[[int], None] | None = None,
+    service: Service, host: str, port: int, delay: float = 0.0, started: Callable[[int], None] | None = None,
     workers: int = 0, grace: float = GRACE,
 ) -> None:  # fmt: skip
-    """Answer until a signal comes, then close the service.
+    """Answer requests until a signal comes, then close the service.
 
     Args:
         delay: seconds from the signal in which new requests are refused before the port closes, so that a load balancer
             that asks /health hears of it.
-        said: called with the port when requests are answered.
+        started: called with the port when requests are answered.
         grace: seconds from then on in which requests are still answered; clients that take longer are cut off. A second
             signal ends the server at once.
-        workers: processes that read and write HTTP, in front of this one; 0 or 1: this one does.
+        workers: processes that read and write HTTP before this one; 0 or 1: this process does.
 
-    Raises: OSError if the address cannot be had; `engine.Broken` if fronts end as soon as they are started.
+    Raises: OSError if the address cannot be had; `worker_pool.WorkerError` if workers end as soon as they are started.
     """
     sockets: list[socket.socket] = []
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
-        sockets = _bound(host, port, workers if workers > 1 else 1)
+        sockets = bind_sockets(host, port, workers if workers > 1 else 1)
         port = sockets[0].getsockname()[1]
 
-        def begun() -> None:
-            if said is not None:
-                said(port)
+        def call_started() -> None:
+            if started is not None:
+                started(port)
 
         if workers > 1:
-            run(Fronts(service, sockets, delay, grace).run(begun))
+            run_loop(WorkerPool(service, sockets, delay, grace).run(call_started))
         else:
-            settle()
-            run(_run(service, sockets, delay, grace, begun))
+            freeze_garbage()
+            run_loop(_run(service, sockets, delay, grace, call_started))
     finally:
         for each in sockets:
             each.close()
         service.close()
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(interval)
 
 
-def _bound(host: str, port: int, count: int) -> list[socket.socket]:
+def bind_sockets(host: str, port: int, count: int) -> list[socket.socket]:
     """Listening sockets of one port, among which the system deals out connections."""
-    first = _socket(host, port, shared=False)  # fails where another process listens, as a shared one may not
+    first = _bind_socket(host, port, shared=False)  # fails where another process listens, as a shared one may not
     if count == 1:
         first.listen(2048)
         return [first]
@@ -90,7 +89,7 @@ def _bound(host: str, port: int, count: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for _ in range(count):
-            sockets.append(_socket(host, port, shared=True))
+            sockets.append(_bind_socket(host, port, shared=True))
             sockets[-1].listen(2048)
     except BaseException:
         for each in sockets:
@@ -99,7 +98,7 @@ def _bound(host: str, port: int, count: int) -> list[socket.socket]:
     return sockets
 
 
-def _socket(host: str, port: int, shared: bool) -> socket.socket:
+def _bind_socket(host: str, port: int, shared: bool) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-PIECE = 1 << 16
+PIECE = 1 << 16  # characters
 # Python objects of one text, beside the elements that a function takes: to free a million takes 25 ms.
-MOST_VALUES = 1 << 20
-LIST = 4  # values that a list or an object counts as: the garbage collector looks at each again
-MOST_DEPTH, MOST_MEMBERS = 8, 10_000
+MAX_VALUES = 1 << 20
+CONTAINER_VALUES = 4  # values that a list or an object counts as: the garbage collector looks at each again
+MAX_DEPTH, MAX_MEMBERS = 8, 10_000
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NESTED = re.compile(r'[\[{"]')
 # Elements that are neither lists, nor objects, nor strings with escapes, each with the comma behind it.
@@ -26,10 +26,10 @@ Take = Callable[[list[Any]], None]
 
 
 class TooManyValues(ValueError):
-    """A text has more than `MOST_VALUES` values."""
+    """A text has more than `MAX_VALUES` values."""
 
 
-def parse_pieces(text: str, take: Mapping[str, Take]) -> dict[str, Any]:
+def parse_large_object(text: str, take: Mapping[str, Take]) -> dict[str, Any]:
     """Parse an object, as `json.loads` does but for NaN, infinities and lone surrogates, which are errors.
 
     Args:
@@ -43,58 +43,58 @@ def parse_pieces(text: str, take: Mapping[str, Take]) -> dict[str, Any]:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.text, self.place, self.count = text, 0, 0
+        self.text, self.position, self.values = text, 0, 0
         self.decoder: Any = json.JSONDecoder(parse_constant=_refuse_constant)
 
     def parse_document(self, take: Mapping[str, Take]) -> dict[str, Any]:
-        if self._next() != "{":
+        if self._peek() != "{":
             raise ValueError("an object is expected")
 
         def parse_member(name: str) -> Any:
-            if name not in take or self._next() != "[":
+            if name not in take or self._peek() != "[":
                 return self._parse_value(1)
-            before = self.count
+            before = self.values
 
             def take_piece(piece: list[Any]) -> None:
                 take[name](piece)
-                self.count = before
+                self.values = before
 
             self._parse_elements(take_piece, 1)
             return []
 
         document = self._parse_object(parse_member)
-        if self._next():
+        if self._peek():
             raise self._error("nothing more is expected")
         return document
 
-    def _next(self) -> str:
+    def _peek(self) -> str:
         """The first character behind spaces; empty at the end."""
-        match = _SPACE.match(self.text, self.place)
+        match = _SPACE.match(self.text, self.position)
         assert match is not None
-        self.place = match.end()
-        return self.text[self.place : self.place + 1]
+        self.position = match.end()
+        return self.text[self.position : self.position + 1]
 
     def _parse_value(self, depth: int) -> Any:
-        first = self._next()
+        first = self._peek()
         if first not in ("[", "{"):
             return self._parse_scalar()
-        self._add(LIST)
-        if depth > MOST_DEPTH:
-            raise self._error(f"lists and objects nest {MOST_DEPTH} deep at most")
+        self._count(CONTAINER_VALUES)
+        if depth > MAX_DEPTH:
+            raise self._error(f"lists and objects nest {MAX_DEPTH} deep at most")
         if first == "{":
             return self._parse_object(lambda _: self._parse_value(depth + 1))
         elements: list[Any] = []
 
         def take(piece: list[Any]) -> None:
             elements.extend(piece)
-            self._add(len(piece))
+            self._count(len(piece))
 
         self._parse_elements(take, depth)
         return elements
 
     def _parse_scalar(self) -> Any:
         try:
-            value, self.place = self.decoder.scan_once(self.text, self.place)
+            value, self.position = self.decoder.scan_once(self.text, self.position)
         except StopIteration:
             raise self._error("a value is expected") from None
         except json.JSONDecodeError as error:
@@ -105,64 +105,64 @@ class _Parser:
 
     def _parse_object(self, parse_member: Callable[[str], Any]) -> dict[str, Any]:
         members: dict[str, Any] = {}
-        self.place += 1
-        if self._next() == "}":
-            self.place += 1
+        self.position += 1
+        if self._peek() == "}":
+            self.position += 1
             return members
-        for _ in range(MOST_MEMBERS):
-            if self._next() != '"':
+        for _ in range(MAX_MEMBERS):
+            if self._peek() != '"':
                 raise self._error("a name in quotes is expected")
             name = self._parse_scalar()
-            if self._next() != ":":
+            if self._peek() != ":":
                 raise self._error("a colon is expected")
-            self.place += 1
+            self.position += 1
             members[name] = parse_member(name)
-            self._add(1)
+            self._count(1)
             if not self._has_more("}"):
                 return members
-        raise self._error(f"an object has at most {MOST_MEMBERS:,} members")
+        raise self._error(f"an object has at most {MAX_MEMBERS:,} members")
 
     def _parse_elements(self, take: Take, depth: int) -> None:
         text = self.text
-        self.place += 1
-        if self._next() == "]":
-            self.place += 1
+        self.position += 1
+        if self._peek() == "]":
+            self.position += 1
             return
         while True:
-            stop = self.place + PIECE
-            end = text.find("]", self.place, stop)
-            if end >= 0 and not _NESTED.search(text, self.place, end):
+            stop = self.position + PIECE
+            end = text.find("]", self.position, stop)
+            if end >= 0 and not _NESTED.search(text, self.position, end):
                 take(self._parse_piece(end))
-                self.place = end + 1
+                self.position = end + 1
                 return
-            if run := _RUN.match(text, self.place, stop):
+            if run := _RUN.match(text, self.position, stop):
                 take(self._parse_piece(run.end() - 1))
-                self.place = run.end()
+                self.position = run.end()
             take([self._parse_value(depth + 1)])
             if not self._has_more("]"):
                 return
 
     def _parse_piece(self, end: int) -> list[Any]:
         try:
-            piece: list[Any] = self.decoder.decode(f"[{self.text[self.place : end]}]")
+            piece: list[Any] = self.decoder.decode(f"[{self.text[self.position : end]}]")
         except json.JSONDecodeError as error:
-            raise ValueError(f"{error.msg} at character {self.place + error.pos - 1:,}") from None
+            raise ValueError(f"{error.msg} at character {self.position + error.pos - 1:,}") from None
         return piece
 
     def _has_more(self, end: str) -> bool:
-        found = self._next()
-        if found not in (",", end) or not found:
+        character = self._peek()
+        if character not in (",", end) or not character:
             raise self._error(f"a comma or {end} is expected")
-        self.place += 1
-        return found == ","
+        self.position += 1
+        return character == ","
 
-    def _add(self, count: int) -> None:
-        self.count += count
-        if self.count > MOST_VALUES:
-            raise TooManyValues(f"a request has at most {MOST_VALUES:,} values beside ids and vectors")
+    def _count(self, count: int) -> None:
+        self.values += count
+        if self.values > MAX_VALUES:
+            raise TooManyValues(f"a request has at most {MAX_VALUES:,} values beside ids and vectors")
 
     def _error(self, sentence: str) -> ValueError:
-        return ValueError(f"{sentence} at character {self.place:,}")
+        return ValueError(f"{sentence} at character {self.position:,}")
 
 
 def _refuse_constant(name: str) -> None:

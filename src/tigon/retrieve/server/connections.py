@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -15,11 +16,11 @@ import uvicorn
 from pydantic_core import to_json
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tigon.retrieve.serve.application import Limits
+from tigon.retrieve.server.requests import Limits
 
-LARGEST_HEAD = 1 << 16
+MAX_HEAD = 1 << 16  # bytes
 IDLE = 75  # seconds that a connection stays open without a request
-SPARE = 256  # files of a process that are no connections
+SPARE_FILES = 256  # of a process, that are no connections
 PATIENCE = 2  # seconds in which handlers end whose connections were closed
 
 
@@ -32,12 +33,12 @@ class Config(uvicorn.Config):
             date_header=False, timeout_keep_alive=IDLE, backlog=2048,
         )  # fmt: skip
         self.limits, self.grace = limits, grace
-        files = _open_files()
-        self.most = max(1, min(limits.connections, files - min(SPARE, files // 2)))
+        files = _max_open_files()
+        self.max_connections = max(1, min(limits.max_connections, files - min(SPARE_FILES, files // 2)))
 
 
-def _open_files() -> int:
-    """How many files this process may have open."""
+def _max_open_files() -> int:
+    """The number of files that this process may have open."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -54,47 +55,59 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.answering: Any = None
-        self.received = 0  # bytes since the last head was whole
-        # The request that was not whole when it was last looked at, since when, and since when answers wait.
-        self.seen: Any = None
-        self.since = self.loop.time()
+        self.active_cycle: Any = None  # that the application answers
+        self.head_bytes, self.is_head_split = 0, False  # of a head that is not complete
+        self.heads_in_piece = 0  # that began in the last piece of data
+        # The request that was incomplete at the last check, since when, and since when responses are not read.
+        self.incomplete: Any = None
+        self.incomplete_since = self.loop.time()
         self.unread_since: float | None = None
-        if len(self.connections) > self.config.most:
-            self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {self.config.most:,} connections already.")
+        limit = self.config.max_connections
+        if len(self.connections) > limit:
+            self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {limit:,} connections already.")
 
     def connection_lost(self, error: Exception | None) -> None:
-        # uvicorn tells the last of several pipelined requests alone, and the one that is answered would write on.
-        if self.answering is not None:
-            self.answering.disconnected = True
+        # Of several pipelined requests uvicorn tells the last one alone, and the active one would write on.
+        if self.active_cycle is not None:
+            self.active_cycle.disconnected = True
         super().connection_lost(error)
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self.answering = cycle
+        self.active_cycle = cycle
         HttpToolsProtocol._start_asgi_task(self, cycle, app)
 
+    def on_message_begin(self) -> None:
+        HttpToolsProtocol.on_message_begin(self)
+        self.heads_in_piece += 1
+
     def data_received(self, data: bytes) -> None:
-        self.received += len(data)
+        was_in_body = self.cycle is not None and bool(self.cycle.more_body)
+        self.heads_in_piece = 0
         HttpToolsProtocol.data_received(self, data)
         if not self.is_in_head():
-            if self.received > LARGEST_HEAD and self.is_head_large():
+            if (self.is_head_split or len(data) > MAX_HEAD) and self.is_head_large():
                 self.refuse_head()
-            self.received = 0
-        elif self.received > LARGEST_HEAD:
+            self.head_bytes, self.is_head_split = 0, False
+            return
+        self.is_head_split = True
+        # A piece that begins with other requests does not count: how much of it belongs to the head is unknown.
+        if self.heads_in_piece == 0 or (self.heads_in_piece == 1 and not was_in_body):
+            self.head_bytes += len(data)
+        if self.head_bytes > MAX_HEAD:
             self.refuse_head()
 
     def is_in_head(self) -> bool:
-        """Whether a request has begun whose head is not whole."""
+        """Whether a request has begun whose head is not complete."""
         return self.scope is not None and (self.cycle is None or self.cycle.scope is not self.scope)
 
     def is_head_large(self) -> bool:
         return (
             self.scope is not None
-            and len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > LARGEST_HEAD
+            and len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD
         )
 
     def is_waiting(self) -> bool:
-        """Whether something of a request is still to come that was begun, or should have been."""
+        """Whether the client is to send the rest of a request, or a first request."""
         cycle = self.cycle
         if cycle is None or self.is_in_head():
             return True
@@ -103,17 +116,17 @@ class Protocol(HttpToolsProtocol):
         return bool(cycle.more_body)
 
     def refuse_head(self) -> None:
-        sentence = f"a request's head must be at most {LARGEST_HEAD:,} bytes."
+        sentence = f"a request's head must be at most {MAX_HEAD:,} bytes."
         self.refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, sentence)
 
     def send_400_response(self, msg: str) -> None:
-        if self.received > LARGEST_HEAD and self.is_head_large():  # uvicorn cannot read such a path
+        if self.is_head_large():  # uvicorn cannot read such a path
             self.refuse_head()
         else:
             self.refuse(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1.")
 
     def refuse(self, status: HTTPStatus, sentence: str) -> None:
-        """Answer what is no whole request, if no answer has begun, and close the connection."""
+        """Answer a request that is not complete, if no response has begun, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -135,12 +148,12 @@ class Protocol(HttpToolsProtocol):
         elif self.unread_since < limit:
             self.transport.abort()
             return
-        if self.seen is not self.scope:
-            self.seen, self.since = self.scope, now
+        if self.incomplete is not self.scope:
+            self.incomplete, self.incomplete_since = self.scope, now
         # While the application does not read, the client is not to blame.
         if not self.is_waiting() or self.flow.read_paused:
-            self.since = now
-        elif self.since < limit:
+            self.incomplete_since = now
+        elif self.incomplete_since < limit:
             if self.scope is None:  # it has sent nothing
                 self.transport.close()
             else:
@@ -149,8 +162,7 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """A server that ends within the grace time of its configuration, whatever its clients do. Another object handles
-    signals.
+    """A server that ends within the grace time of its configuration, whatever its clients do. It handles no signals.
 
     ready: called when requests are answered.
     """
@@ -188,3 +200,19 @@ class Server(uvicorn.Server):
         """Close all connections, whatever their clients do."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+def freeze_garbage() -> None:
+    """Before requests come: exempt all present objects from garbage collection, which takes tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run an event loop: uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)

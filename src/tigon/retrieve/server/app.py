@@ -1,0 +1,339 @@
+"""The ASGI application of a server: who may send requests, how large they are, and how they are answered.
+
+`Application` has neither an index nor torch. Its backend is `service.IndexBackend`, which has the index in the same
+process, or `worker.RemoteBackend`, which passes requests on to the process of the index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route, Router
+
+from tigon.retrieve.server import openapi
+from tigon.retrieve.server.bodies import BINARY, JSON, SMALL, Array, SearchResult, is_small
+from tigon.retrieve.server.metrics import RequestMetrics
+from tigon.retrieve.server.requests import (
+    DeleteRequest,
+    IndexInfo,
+    Limits,
+    SearchRequest,
+    UpsertRequest,
+    parse_queries,
+    parse_vectors,
+)
+
+MAX_BODIES = 16  # of the largest size, that the bodies of all requests may have together
+MAX_DISCARDED = 4  # times the largest size: bytes that are read and thrown away, so that the client reads its refusal
+RETRY = {"retry-after": "1"}
+CLOSE = {"connection": "close"}
+OPEN_PATHS = ("/health", "/docs", "/openapi.json")  # without a key
+UPDATES = ("/upsert", "/delete", "/snapshot")
+LOCAL = ("localhost", "127.0.0.1", "::1")
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """Answers requests that were checked. Each method may raise an HTTPException."""
+
+    def is_crowded(self) -> bool:
+        """Whether searches wait so long that it pays to look whether their clients are still there."""
+
+    async def search(self, query: Array, k: list[int], where: list[str | None], strict: bool) -> SearchResult:
+        """Cancelled before its search begins, a request is not searched for."""
+
+    async def encode(self, features: Any) -> Array: ...
+
+    async def upsert(self, ids: Any, vectors: Array | None, table: dict[str, list[Any]] | None) -> dict[str, Any]: ...
+
+    async def delete(self, ids: Any) -> dict[str, Any]: ...
+
+    async def snapshot(self) -> dict[str, Any]: ...
+
+    async def health(self) -> dict[str, Any]: ...
+
+    async def metrics(self) -> bytes: ...
+
+
+class Application:
+    """An ASGI application.
+
+    Args:
+        backend: that answers.
+        info: on the index.
+        key: that a request must bear; None: none.
+        limits: on requests.
+        hosts: without a key, names that a request's Host may have beside IP addresses and localhost; None: any.
+    """
+
+    def __init__(
+        self, backend: Backend, info: IndexInfo, key: str | None, limits: Limits, hosts: Sequence[str] | None
+    ) -> None:
+        self.backend, self.info, self.key, self.limits, self.hosts = backend, info, key, limits, hosts
+        self.draining = False
+        self.metrics = RequestMetrics()
+        self.held_bytes = 0  # of bodies that are being read, and of large ones whose requests are not answered
+        self._known_hosts: set[bytes | None] = set()
+        self._parser = ThreadPoolExecutor(1, "tigon.retrieve.server parser")
+        self._api = openapi.describe_api(info.has_snapshot)
+        self._posts = {"/search": self.search, "/upsert": self.upsert, "/delete": self.delete}
+        if info.has_snapshot:
+            self._posts["/snapshot"] = self.snapshot
+        pages = {
+            "/health": self.show_health, "/metrics": self.show_metrics, "/docs": self.show_docs,
+            "/openapi.json": self.show_api,
+        }  # fmt: skip
+        # The router tries one regular expression after another: it routes the other requests, 404 and 405.
+        self._post_apps = {path: _Post(self, answer) for path, answer in self._posts.items()}
+        routes = [Route(path, app, methods=["POST"]) for path, app in self._post_apps.items()]
+        routes += [Route(path, show) for path, show in pages.items()]
+        self._router = Router(routes, redirect_slashes=False)
+        self._paths = {*self._posts, *pages}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 499  # the client went away
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))  # inside another application
+
+        async def send_response(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope["app"] = self  # the router raises its 404 and 405, then
+        try:
+            try:
+                self._check_access(scope, path)
+                app = self._post_apps.get(path) if scope["method"] == "POST" else None
+                await (app or self._router)(scope, receive, send_response)
+            except HTTPException as error:
+                if status != 499:  # a response has begun
+                    raise
+                if error.headers and "connection" in error.headers:
+                    await self._discard(scope, receive)
+                await to_response(error)(scope, receive, send_response)
+        except ClientDisconnect:
+            pass
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self.metrics.observe(path if path in self._paths else "other", status, time.perf_counter() - start)
+
+    # ------------------------------------------------------------------------------------------------ every request
+
+    def _check_access(self, scope: Any, path: str) -> None:
+        """Raise an HTTPException for a request that may not be answered. Sets the content type in the scope."""
+        kind = key = host = origin = None
+        for name, value in scope["headers"]:
+            if name == b"content-type":
+                kind = value.partition(b";")[0].strip().lower().decode("latin-1")
+            elif name == b"authorization" and value[:7].lower() == b"bearer ":
+                key = value[7:]
+            elif name == b"x-api-key":
+                key = value
+            elif name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
+            elif name == b"content-length" and int(value[:20]) > self.limits.max_body:
+                raise self._too_large(int(value[:20]))
+        scope["tigon.content_type"] = kind
+        if self.key is None:
+            self._check_browser(path, kind, host, origin)
+        elif path not in OPEN_PATHS:
+            bearer = {"www-authenticate": "Bearer"}
+            if key is None:
+                raise HTTPException(401, "a key is needed: Authorization: Bearer KEY, or X-API-Key: KEY.", bearer)
+            if not hmac.compare_digest(key, self.key.encode()):
+                raise HTTPException(401, "the key is not this server's.", bearer)
+        if self.draining and path in self._posts:
+            raise HTTPException(503, "the server is shutting down.", RETRY | CLOSE)
+
+    def _check_browser(self, path: str, kind: str | None, host: bytes | None, origin: bytes | None) -> None:
+        """Refuse what a foreign web page may have sent: without a key, nothing else tells it from the user."""
+        if self.hosts is not None and host not in self._known_hosts:
+            if not self._is_known_host(host):
+                raise HTTPException(
+                    403, "the Host of the request is none of this server's: --allowed-hosts names more."
+                )
+            if len(self._known_hosts) >= 256:
+                self._known_hosts.clear()
+            self._known_hosts.add(host)
+        if origin is not None and origin.partition(b"://")[2].lower() != (host or b"").lower():
+            raise HTTPException(403, "a web page of another origin cannot use this server, since it has no API key.")
+        if path in UPDATES and path in self._posts and kind not in (JSON, BINARY) and (kind or path != "/snapshot"):
+            raise HTTPException(415, "content-type must be application/json or application/octet-stream.")
+
+    def _is_known_host(self, host: bytes | None) -> bool:
+        """Whether a Host is an address, which no foreign name can be resolved to, or an allowed name."""
+        assert self.hosts is not None
+        text = (host or b"").decode("latin-1").lower()
+        name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+        if name in LOCAL or "*" in self.hosts or name in self.hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _too_large(self, size: int) -> HTTPException:
+        limit = f"the body must be at most {self.limits.max_body:,} bytes"
+        return HTTPException(413, f"{limit}, got {size:,}: send it in several requests.", CLOSE)
+
+    async def _discard(self, scope: Any, receive: Any) -> None:
+        """Read the rest of a body that is refused. Closed before, the connection would be reset, and the client might
+        not see the response."""
+        limit = MAX_DISCARDED * self.limits.max_body
+        headers = dict(scope["headers"])
+        size = scope.get("tigon.received", 0)
+        if (headers.get(b"expect") and not size) or int((headers.get(b"content-length") or b"0")[:20]) > limit:
+            return  # the client waits, or would send for too long
+        while size <= limit and scope.get("tigon.more_body", True):
+            message = await receive()
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                return
+            size += len(message["body"])
+
+    async def read_body(self, scope: Any, receive: Any) -> bytes:
+        """The body of a request; its bytes count in `held_bytes` until `release_body`.
+
+        Raises: HTTPException, 413 or 503, for a body that is too large by itself or beside others; ClientDisconnect.
+        """
+        parts: list[bytes] = []
+        size, more = 0, True
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                part, more = message["body"], message.get("more_body", False)
+                parts.append(part)
+                size += len(part)
+                self.held_bytes += len(part)
+                if size > self.limits.max_body or self.held_bytes > MAX_BODIES * self.limits.max_body:
+                    scope["tigon.received"], scope["tigon.more_body"] = size, more
+                    if size > self.limits.max_body:
+                        raise self._too_large(size)
+                    raise HTTPException(503, "the server reads as many large requests as it can.", RETRY | CLOSE)
+        except BaseException:
+            self.held_bytes -= size
+            parts.clear()  # the error holds this frame while the rest of the body is discarded
+            raise
+        if size <= SMALL:
+            self.held_bytes -= size
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def release_body(self, content: bytes) -> None:
+        """Called when the request of a body is answered."""
+        if len(content) > SMALL:
+            self.held_bytes -= len(content)
+
+    async def _parse(self, parse: Callable[..., T], content: bytes, binary: bool, *arguments: Any) -> T:
+        """A request, parsed in a thread if the body has much JSON."""
+        if is_small(content, binary):
+            return parse(content, binary, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, content, binary, *arguments)
+
+    def close(self) -> None:
+        self._parser.shutdown(cancel_futures=True)
+
+    # ----------------------------------------------------------------------------------------------------- responses
+
+    async def search(self, content: bytes, binary: bool, receive: Any) -> Response:
+        request = await self._parse(SearchRequest.parse, content, binary, self.info, self.limits)
+        query = request.query
+        if query is None:
+            count = len(request.k)
+            vectors = await self.backend.encode(request.features)
+            if vectors.shape[:-1] != (count,):
+                raise HTTPException(
+                    422, f"the encoder must give a vector for each of {count} queries, got {vectors.shape}."
+                )
+            query = parse_queries(parse_vectors(vectors, self.info.dim), self.info)
+        search = self.backend.search(query, request.k, request.where, request.strict)
+        result = await (_while_connected(search, receive) if self.backend.is_crowded() else search)
+        return Response(result.to_bytes(binary), media_type=BINARY if binary else JSON)
+
+    async def upsert(self, content: bytes, binary: bool, receive: Any) -> Response:
+        request = await self._parse(UpsertRequest.parse, content, binary, self.info)
+        return _json_response(await self.backend.upsert(*request))
+
+    async def delete(self, content: bytes, binary: bool, receive: Any) -> Response:
+        request = await self._parse(DeleteRequest.parse, content, binary, self.info)
+        return _json_response(await self.backend.delete(*request))
+
+    async def snapshot(self, content: bytes, binary: bool, receive: Any) -> Response:
+        return _json_response(await self.backend.snapshot())
+
+    async def show_health(self, request: Request) -> Response:
+        health = {"status": "draining" if self.draining else "ok", **await self.backend.health()}
+        if self.key is not None:  # /health needs no key, and the names of columns are not for everybody
+            del health["columns"]
+        return _json_response(health, 503 if self.draining else 200)
+
+    async def show_metrics(self, request: Request) -> Response:
+        searches = await self.backend.metrics()
+        return Response(self.metrics.to_text() + searches, headers={"content-type": PROMETHEUS})
+
+    async def show_docs(self, request: Request) -> Response:
+        policy = {"content-security-policy": openapi.CONTENT_POLICY}
+        return HTMLResponse(openapi.render_page(self._api), headers=policy)
+
+    async def show_api(self, request: Request) -> Response:
+        return _json_response(self._api)
+
+
+class _Post:
+    """The route of a request with a body. A function as route would take Starlette twice the time."""
+
+    def __init__(self, app: Application, answer: Callable[[bytes, bool, Any], Awaitable[Response]]) -> None:
+        self.app, self.answer = app, answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        content = await self.app.read_body(scope, receive)
+        try:
+            response = await self.answer(content, scope["tigon.content_type"] == BINARY, receive)
+        finally:
+            self.app.release_body(content)
+        await response(scope, receive, send)
+
+
+async def _while_connected(search: Coroutine[Any, Any, T], receive: Any) -> T:
+    """The result of a search, which is cancelled if the client goes away.
+
+    Raises: ClientDisconnect.
+    """
+    searching = asyncio.ensure_future(search)
+    leaving = asyncio.ensure_future(receive())
+    await asyncio.wait((searching, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if searching.done():
+        leaving.cancel()
+        return searching.result()
+    searching.cancel()
+    raise ClientDisconnect
+
+
+def to_response(error: HTTPException) -> Response:
+    """The response that says what is wrong."""
+    return Response(to_json({"detail": error.detail}), error.status_code, error.headers, JSON)
+
+
+def _json_response(content: dict[str, Any], status: int = 200) -> Response:
+    return Response(to_json(content), status, media_type=JSON)

@@ -1,0 +1,196 @@
+"""Requests that were checked: what is behind `parse` trusts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from starlette.exceptions import HTTPException
+
+from tigon.retrieve.server.bodies import Array, DeleteBody, SearchBody, UpsertBody, parse_body, parse_features
+
+MAX_K = 2048  # as of `tigon.filtered_topk`
+# Of a request: results, that is queries times k; different filters, of which an index keeps more compiled; and
+# characters of these together.
+MAX_RESULTS, MAX_FILTERS, MAX_FILTER_TEXT = 1 << 17, 256, 1 << 15
+LONG_FILTER = 500  # characters of filters that are compiled in the event loop at most
+
+
+class Limits(NamedTuple):
+    """Limits on requests.
+
+    Attributes:
+        max_body: bytes of a request.
+        max_batch: queries of a request, and of one search.
+        max_queue: queries that wait.
+        wait: seconds that a search waits for others at most.
+        max_connections: of one process.
+        request_timeout: seconds in which a request must have come, and its response been read. Connections and time
+            are limited by `run.serve` alone; another ASGI server has its own limits.
+    """
+
+    max_body: int = 16 << 20
+    max_batch: int = 256
+    max_queue: int = 4096
+    wait: float = 1e-3
+    max_connections: int = 4096
+    request_timeout: float = 60.0
+
+
+class IndexInfo(NamedTuple):
+    """The properties of the index that requests have to fit.
+
+    Attributes:
+        dim: of the vectors.
+        prefers_half: whether queries become fp16 where fp16 holds their numbers exactly; all others become fp32.
+        is_fixed: whether the vectors are a parameter's, so that updates have none.
+        has_encoder, has_snapshot: whether the server has an encoder, and a folder for snapshots.
+    """
+
+    dim: int
+    prefers_half: bool
+    is_fixed: bool
+    has_encoder: bool
+    has_snapshot: bool
+
+
+class SearchRequest(NamedTuple):
+    """A search.
+
+    Attributes:
+        query: (queries, dim), finite, in the dtype of the search; None where an encoder makes it of `features`.
+        k, where: number of results and filter of each query.
+        strict: whether a filter's value that no item has is an error.
+    """
+
+    query: Array | None
+    features: Any
+    k: list[int]
+    where: list[str | None]
+    strict: bool
+
+    @classmethod
+    def parse(cls, content: bytes, binary: bool, info: IndexInfo, limits: Limits) -> SearchRequest:
+        """Raises: HTTPException, 422 or 413, for a body that is no such request."""
+        body, tensors = parse_body(SearchBody, content, binary, info.dim)
+        vectors = tensors.get("vectors", body.vectors)
+        has_features = body.features is not None or any(name.startswith("features") for name in tensors)
+        if (vectors is not None) + (body.texts is not None) + has_features != 1:
+            raise HTTPException(422, "a search must have vectors, texts or features, one of them.")
+        if vectors is None and not info.has_encoder:
+            raise HTTPException(422, "texts and features need an encoder, and this server has none: send vectors.")
+        if vectors is not None:
+            query, features = parse_vectors(vectors, info.dim), None
+            count = len(query)
+        else:
+            query = None
+            features, count = parse_features(body, tensors)
+        if not 0 < count <= limits.max_batch:
+            status = 413 if count else 422
+            raise HTTPException(status, f"a request must have 1 to {limits.max_batch:,} queries, got {count:,}.")
+        if query is not None:
+            query = parse_queries(query, info)
+        return cls(query, features, _parse_k(body, count), _parse_where(body, count), body.strict)
+
+
+def _parse_k(body: SearchBody, count: int) -> list[int]:
+    ks = [body.k] * count if isinstance(body.k, int) else body.k
+    if len(ks) != count or not all(1 <= k <= MAX_K for k in ks):
+        raise HTTPException(422, f"k must be from 1 to {MAX_K:,}, or a list of one for each of {count} queries.")
+    if count * max(ks) > MAX_RESULTS:
+        raise HTTPException(413, f"a request must have at most {MAX_RESULTS:,} results, queries times k.")
+    return ks
+
+
+def _parse_where(body: SearchBody, count: int) -> list[str | None]:
+    if not isinstance(body.where, list):
+        wheres = [body.where] * count
+        distinct = set() if body.where is None else {body.where}
+    else:
+        wheres = body.where
+        distinct = {where for where in wheres if where is not None}
+    if len(wheres) != count:
+        raise HTTPException(422, f"where must have a filter for each of {count} queries, got {len(wheres)}.")
+    if (size := sum(map(len, distinct))) > MAX_FILTER_TEXT or len(distinct) > MAX_FILTERS:
+        limit = f"{MAX_FILTERS} different filters, of {MAX_FILTER_TEXT:,} characters together"
+        raise HTTPException(422, f"a request must have at most {limit}, got {len(distinct):,} of {size:,}.")
+    return wheres
+
+
+def is_long(where: Iterable[str | None]) -> bool:
+    """Whether filters may take longer to compile than the event loop has time."""
+    return sum(len(each) for each in where if each is not None) > LONG_FILTER
+
+
+class UpsertRequest(NamedTuple):
+    """Items to write. ids: int64 or a list; vectors: (items, dim), None for a parameter's; table: the attributes."""
+
+    ids: Array | list[int] | list[str]
+    vectors: Array | None
+    table: dict[str, list[Any]] | None
+
+    @classmethod
+    def parse(cls, content: bytes, binary: bool, info: IndexInfo) -> UpsertRequest:
+        """Raises: HTTPException, 422 or 413, for a body that is no such request."""
+        body, tensors = parse_body(UpsertBody, content, binary, info.dim)
+        vectors = tensors.get("vectors", body.vectors)
+        if (vectors is None) != info.is_fixed:
+            raise HTTPException(422, "vectors must be given, unless the index is over a parameter.")
+        matrix = None if vectors is None else parse_vectors(vectors, info.dim)
+        return cls(tensors.get("ids", body.ids), matrix, body.table)
+
+
+class DeleteRequest(NamedTuple):
+    """Items to delete."""
+
+    ids: Array | list[int] | list[str]
+
+    @classmethod
+    def parse(cls, content: bytes, binary: bool, info: IndexInfo) -> DeleteRequest:
+        """Raises: HTTPException, 422 or 413, for a body that is no such request."""
+        body, tensors = parse_body(DeleteBody, content, binary, info.dim)
+        return cls(tensors.get("ids", body.ids))
+
+
+def parse_vectors(vectors: Any, dim: int) -> Array:
+    """(n, dim) floats of a body.
+
+    Raises: HTTPException, 422.
+    """
+    try:
+        with np.errstate(over="ignore"):
+            matrix: Array = vectors if isinstance(vectors, np.ndarray) else np.asarray(vectors, dtype=np.float32)
+    except ValueError:
+        matrix = np.empty(0, np.float32)
+    if matrix.ndim == 0:
+        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim.")
+    if matrix.ndim == 1 and isinstance(vectors, np.ndarray):
+        matrix = matrix[None]
+    if len(matrix) and (matrix.ndim != 2 or matrix.shape[1] != dim):
+        got = f"{matrix.shape}" if matrix.ndim == 2 else "lists of other lengths"
+        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim, got {got}.")
+    if not len(matrix) and len(vectors):
+        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim.")
+    if matrix.dtype.kind != "f":
+        raise HTTPException(422, f"vectors must be floats, got {matrix.dtype}.")
+    return matrix.astype(np.float32) if matrix.dtype == np.float64 else matrix
+
+
+def parse_queries(matrix: Array, info: IndexInfo) -> Array:
+    """The queries of a search, in the dtype that most searches have.
+
+    Searches of one dtype are one batch, and those of 16 bits take one product instead of two. No number changes.
+
+    Raises: HTTPException, 422, for numbers that are not finite.
+    """
+    if not np.isfinite(matrix).all():
+        row = int((~np.isfinite(matrix)).any(1).argmax())
+        raise HTTPException(422, f"vectors must be finite, got NaN or infinity in query {row}.")
+    if not info.prefers_half:
+        return matrix.astype(np.float32, copy=False)
+    if matrix.dtype == np.float16:
+        return matrix
+    with np.errstate(over="ignore"):
+        half = matrix.astype(np.float16)
+    return half if np.array_equal(half, matrix) else matrix
