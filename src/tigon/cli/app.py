@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,7 +43,7 @@ def _tigon(
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 for _name in COMMANDS:
-    _settings = {"context_settings": _PASSED_ON, "add_help_option": False} if _name == "train" else {}
+    _settings: dict[str, Any] = {"context_settings": _PASSED_ON, "add_help_option": False} if _name == "train" else {}
     app.command(_name, **_settings)(getattr(importlib.import_module(f"tigon.cli.{_name}"), _name))
 
 for _name in GROUPS:

@@ -164,7 +164,7 @@ def read_status(field: str) -> int:
 
 def compute_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of the losses of two sides, at any step."""
-    return max(abs(x - y) for x, y in zip(a["losses"], b["losses"], strict=True))
+    return max(abs(float(x - y)) for x, y in zip(a["losses"], b["losses"], strict=True))
 
 
 def show_table(sides: dict[str, dict[str, Any]], spec: dict[str, Any]) -> None:

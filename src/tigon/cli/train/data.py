@@ -46,13 +46,17 @@ def read_data(options: TrainOptions) -> tuple[Any, Any]:
 
 
 def find_files(name: str) -> list[Path]:
-    """The files that --dataset_name names: one, those of a folder, or those that a pattern matches.
+    """The files that --dataset_name names: one, those of a folder, or those that a pattern matches; none for a data set
+    of the hub or of save_to_disk.
 
     Raises: Problem for a path that is not there, a folder or pattern without a file of READERS, and files of two kinds.
     """
     path = Path(name).expanduser()
+    if _is_saved(path):
+        return []
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file())
+        files = [file for file in files if file.name != "README.md"] or files  # the card of a data set
     elif path.is_file() or not any(c in name for c in "*?["):
         files = [path] if path.is_file() else []
         if not files and (path.suffix in READERS or name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -88,11 +92,16 @@ def _iterate_strings(value: Any) -> Iterator[str]:
             yield from _iterate_strings(part)
 
 
+def _is_saved(path: Path) -> bool:
+    """Whether a folder was written by save_to_disk."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
 def _load(data: DataArguments) -> Any:
     name = data.dataset_name
     saved = Path(name).expanduser()
     try:
-        if (saved / "dataset_dict.json").exists() or (saved / "dataset_info.json").exists():
+        if _is_saved(saved):
             found: Any = datasets.load_from_disk(str(saved))
             return found if isinstance(found, dict) else {data.dataset_train_split: found}
         files = find_files(name)
@@ -118,8 +127,9 @@ def _check_rows(rows: Any, options: TrainOptions) -> Any:
     first = next(iter(rows), None)
     if first is None or first.get("text") == "":
         raise Problem(f"--dataset_name {name}: the data set is empty")
-    columns, field = set(first), getattr(options.trainer, "dataset_text_field", "text")
-    present = next((names for names in (*wanted, (field,)) if set(names) <= columns), None)
+    columns, text = set(first), getattr(options.trainer, "dataset_text_field", None)
+    accepted = (*wanted, (text,)) if text else wanted
+    present = next((names for names in accepted if set(names) <= columns), None)
     if present is None:
         forms = " or ".join(" and ".join(names) for names in wanted)
         raise Problem(

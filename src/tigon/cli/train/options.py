@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import shutil
 import sys
 from dataclasses import dataclass, field, fields
@@ -20,11 +21,11 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import transformers
-import trl
 
 from tigon.cli.problem import Problem, one_line
 from tigon.files import DamagedFileError, read_yaml
 
+trl: Any = importlib.import_module("trl")  # its lazy module exports nothing that mypy sees
 USAGE = "tigon train [--task TASK] --model_name_or_path MODEL --dataset_name DATA [options]"
 # Where the trainers' defaults do not suit a command. bf16 is theirs only on a GPU that has it.
 DEFAULTS = {"output_dir": "tigon-run", "logging_nan_inf_filter": False}
@@ -129,11 +130,11 @@ TASKS = {
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """One run's options. trainer: the trainer's own. given: names of the options that the user gave."""
+    """One run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave."""
 
     task: str
     data: DataArguments
-    model: trl.ModelConfig
+    model: Any
     fuse: FuseArguments
     trainer: Any
     extra: Any
@@ -149,12 +150,14 @@ def parse_options(arguments: list[str]) -> TrainOptions:
     first.error = _refuse  # type: ignore[method-assign]
     for name in ("--task", "--config"):
         first.add_argument(name)
+    first.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true")
     known, _ = first.parse_known_args(arguments)
     config = {} if known.config is None else _read_config(known.config)
     name = known.task or config.get("task", "sft")
     if name not in TASKS:
         raise Problem(f"--task must be one of {', '.join(TASKS)}, got {name}")
-    parser = make_parser(name)
+    on_cpu = (known.use_cpu or config.get("use_cpu", "")).lower() in ("true", "1", "yes")
+    parser = make_parser(name, on_cpu=on_cpu)
     names = {action.dest for action in parser._actions}
     for option in config:
         if option not in names:
@@ -179,15 +182,15 @@ def parse_options(arguments: list[str]) -> TrainOptions:
     return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given | set(config)))
 
 
-def make_parser(name: str) -> Any:
-    """The parser of a task's options."""
+def make_parser(name: str, *, on_cpu: bool = False) -> Any:
+    """The parser of a task's options. on_cpu: whether the run leaves a GPU alone."""
     task = TASKS[name]
     types = [DataArguments, trl.ModelConfig, FuseArguments, task.config_class, *([task.extra] if task.extra else [])]
     parser: Any = trl.TrlParser(types, prog="tigon train", usage=USAGE, allow_abbrev=False, formatter_class=_Formatter)
     parser.error = _refuse
     parser.add_argument("--task", default="sft", help=f"{', '.join(TASKS)}. Other options follow from it.")
     parser.add_argument("--config", help="YAML file of these options by their names; the command line wins.")
-    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     parser.set_defaults(**DEFAULTS, disable_tqdm=not sys.stderr.isatty(), **({} if has_bf16 else {"bf16": False}))
     # The trainer's own options come before those that all trainers share.
     shared = {f.name for f in fields(transformers.TrainingArguments)}

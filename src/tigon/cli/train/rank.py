@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from accelerate import PartialState
 from torch import Tensor
 from transformers import Trainer, set_seed
 
 from tigon.cli.model import Source, load_model
 from tigon.cli.problem import Problem, needs, one_line
-from tigon.cli.train.options import TrainOptions
+from tigon.cli.train.options import TrainOptions, trl
 from tigon.cli.train.run import build_model, find_source, find_tokenizer
 from tigon.rank.chance import find_doubts
 from tigon.rank.defaults import choose_prompt_settings

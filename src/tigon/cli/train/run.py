@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 
 from tigon.cli.checkpoint import CRC_LIMIT, defect, newest_whole
-from tigon.cli.folder import Claim
+from tigon.cli.folder import LOCK, Claim
 from tigon.cli.model import (
     Source,
     find_model,
@@ -28,7 +27,7 @@ from tigon.cli.problem import Problem, check_writable, disk_full, is_out_of_memo
 from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback, has_checkpoint
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
-from tigon.cli.train.options import TASKS, RewardArguments, TrainOptions
+from tigon.cli.train.options import TASKS, RewardArguments, TrainOptions, trl
 from tigon.manifest import check_manifest, write_manifest
 
 # The files by which from_pretrained recognises a model, adapters, a tokenizer and a ranker.
@@ -53,6 +52,8 @@ def run(options: TrainOptions) -> None:
         else:
             make_trainer = make_trl_trainer
         trainer, fusion = make_trainer(options)
+        if trainer.is_world_process_zero():
+            claim.take(output)  # again: the trainer has made the folder
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()
@@ -72,7 +73,7 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
     word = (wanted or "").lower()
     if word == "true" or (word == "auto" and has_checkpoint(output)):
         found, notes = newest_whole(output)
-        for note in notes:
+        for note in notes if PartialState().is_main_process else ():
             print(f"{note}; going back to {found}", flush=True)
         return str(found)
     if wanted and word not in ("auto", "false"):
@@ -80,7 +81,7 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
         if reason:
             raise Problem(f"--resume_from_checkpoint {wanted} cannot be used: {reason}")
         return wanted
-    if word != "auto" and output.is_dir() and any(output.iterdir()):
+    if word != "auto" and output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
         raise Problem(
             f"--output_dir {output} holds files: --resume_from_checkpoint true goes on with the run in it, another "
             "--output_dir leaves it alone"
@@ -252,6 +253,8 @@ def save(trainer: Any, output: Path) -> None:
         trainer.state.save_to_json(str(output / "trainer_state.json"))
         seal_model(output)
         print(f"the model is in {output}, its losses in {output / 'trainer_state.json'}", flush=True)
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
 
 
 def seal_model(output: Path) -> None:
