@@ -71,7 +71,7 @@ class Sides:
         import torch
 
         from tigon.cli.adapters import add_adapters, new_adapters
-        from tigon.cli.model import attention_options, frozen_dtype, random_model
+        from tigon.cli.model import random_model
         from tigon.memory.checkpointing import checkpoint_activations
 
         self.setup = setup
@@ -79,8 +79,9 @@ class Sides:
         if setup.precision == "fp32":
             weights = torch.float32
         if setup.quantize:
-            weights = frozen_dtype(setup.precision)
-        options = attention_options(setup.attention)
+            half = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}
+            weights = half.get(setup.precision, torch.float32)  # of what stays whole
+        options = {"attn_implementation": setup.attention} if setup.attention else {}
         with torch.device("meta"):
             self.model = random_model(copy.deepcopy(source.config), any_head=True, dtype=weights, **options).train()
         self.model.config.use_cache = False

@@ -176,13 +176,6 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
     return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
 
 
-def frozen_dtype(precision: str) -> Any:
-    """The dtype of what `--quantize` leaves whole, and of the products with quantised weights. precision: resolved."""
-    import torch
-
-    return {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-
-
 def quantized_to(config: Any) -> str | None:
     """The word of --quantize for what bitsandbytes has made of the model of this configuration; else None."""
     fields = _quantization(config)
@@ -208,11 +201,6 @@ def random_model(config: PretrainedConfig, *, any_head: bool = False, **options:
         return cast("PreTrainedModel", _find_class(config, any_head).from_config(config, **options))
     except Exception as error:
         raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
-
-
-def attention_options(attention: str | None) -> dict[str, Any]:
-    """The argument of transformers for --attention."""
-    return {} if attention is None else {"attn_implementation": attention}
 
 
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
