@@ -29,7 +29,8 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory, hub):
-    server = Forks(tmp_path_factory.mktemp("said"), HF_HUB_CACHE=str(hub))
+    caches = {"HF_HUB_CACHE": str(hub), "HF_DATASETS_CACHE": str(hub / "datasets")}
+    server = Forks(tmp_path_factory.mktemp("said"), **caches)
     yield server
     server.end()
 

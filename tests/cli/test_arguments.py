@@ -137,6 +137,8 @@ PROBLEMS = [
     ((*TRAIN, "--model_name_or_path", "vit"), "no causal language-model head"),
     ((*TRAIN, "--lr_scheduler_type", "spiral"), "--lr_scheduler_type"),
     ((*TRAIN, "--recompute", "all"), "argument --recompute: invalid choice: 'all'"),
+    ((*TRAIN, "--shared_prefix", "true"), "--shared_prefix true goes with --task dpo, grpo, rloo, got --task sft"),
+    ((*TRAIN, "--no_fuse", "--recompute", "mlp"), "are parts of tigon.fuse, and --no_fuse trains without"),
     ((*TRAIN, "--max_length", "4096"), "--max_length 4096 is beyond the 1024 positions of llama-tiny"),
     ((*TRAIN, "--use_peft"), "--use_peft starts from trained weights, and llama-tiny has none"),
     ((*TRAIN, "--tokenizer_name_or_path", "./gone"), "there is no tokenizer"),

@@ -126,6 +126,8 @@ TASKS = {
     "distillation": Task("DistillationConfig", "DistillationTrainer", (("prompt",),)),
     "rank": Task("TrainingArguments", "", extra=RankArguments),
 }  # fmt: skip
+# Tasks in which several answers continue one prompt.
+SHARING = ("dpo", "grpo", "rloo")
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,12 @@ def parse_options(arguments: list[str]) -> TrainOptions:
         raise Problem(f"--test_split_size must be at least 0 and below 1, got {data.test_split_size}")
     if name in ("grpo", "rloo") and not (extra[0].reward_funcs or extra[0].reward_model_name_or_path):
         raise Problem(f"--task {name} needs --reward_funcs, such as rewards.score for score in rewards.py")
+    if fuse.shared_prefix == "true" and name not in SHARING:
+        raise Problem(f"--shared_prefix true goes with --task {', '.join(SHARING)}, got --task {name}")
+    if not fuse.fuse and (fuse.recompute != "auto" or fuse.offload or fuse.shared_prefix == "true"):
+        raise Problem(
+            "--recompute, --offload and --shared_prefix are parts of tigon.fuse, and --no_fuse trains without"
+        )
     given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
     return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given | set(config)))
 

@@ -27,7 +27,7 @@ from tigon.cli.problem import Problem, check_writable, disk_full, is_out_of_memo
 from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
 from tigon.cli.train.callback import RunCallback, has_checkpoint
 from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
-from tigon.cli.train.options import TASKS, RewardArguments, TrainOptions, trl
+from tigon.cli.train.options import SHARING, TASKS, RewardArguments, TrainOptions, trl
 from tigon.manifest import check_manifest, write_manifest
 
 # The files by which from_pretrained recognises a model, adapters, a tokenizer and a ranker.
@@ -139,7 +139,7 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
 
     share: Any = {"true": True, "false": False}.get(options.fuse.shared_prefix, "auto")
     level: Any = options.fuse.recompute  # the parser has checked the word
-    if options.task not in ("dpo", "grpo", "rloo"):
+    if options.task not in SHARING:
         share = False
     try:
         return fuse(trainer, shared_prefix=share, recompute=level, offload=options.fuse.offload)
