@@ -91,13 +91,11 @@ def build(family: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
 @functools.cache
 def lines() -> list[list[int]]:
     """The text as token ids, line by line. The tokenizer is trained on the same text."""
-    from tokenizers import Tokenizer
-
     from tigon.cli.tokens import train_tokenizer
 
     texts = [f"{line}\n" for line in TEXT.read_text().splitlines() if line]
-    tokenizer = Tokenizer.from_str(train_tokenizer(texts, VOCABULARY))
-    return [encoded.ids for encoded in tokenizer.encode_batch(texts)]
+    ids: list[list[int]] = train_tokenizer(texts, VOCABULARY)(texts, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 class Text:

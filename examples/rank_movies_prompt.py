@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tigon.cli.tokens import train_tokenizer, trained_tokenizer
+from tigon.cli.tokens import train_tokenizer
 from tigon.rank import metrics
 from tigon.rank.prompt import Prompt, PromptRanker, Requests, read
 
@@ -55,7 +55,7 @@ train, held = impressions.split(by="request", fraction=0.2, seed=0)
 
 # A model from scratch; yours comes from_pretrained, with its own tokenizer.
 lines = [prompt.say("event", row) for request in Requests(train, prompt)[:50] for row in request.events]
-tokenizer = trained_tokenizer(train_tokenizer([*lines, prompt.instruction, "Age. Will they like it? yes no"], 400))
+tokenizer = train_tokenizer([*lines, prompt.instruction, "Age. Will they like it? yes no"], 400)
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = LlamaForCausalLM(

@@ -100,16 +100,9 @@ class Forked:
 
 
 def losses(output):
-    """The loss of each step; of one that was computed twice, the last."""
-    found = {}
-    for line in (Path(output) / "metrics.jsonl").read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut off by a kill
-        if "loss" in row:
-            found[row["step"]] = row["loss"]
-    return found
+    """The loss of each logged step of a finished run."""
+    history = json.loads((Path(output) / "trainer_state.json").read_text())["log_history"]
+    return {row["step"]: row["loss"] for row in history if "loss" in row}
 
 
 def write_model(folder, text, **sizes):
@@ -117,10 +110,10 @@ def write_model(folder, text, **sizes):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tigon.cli.tokens import train_tokenizer, trained_tokenizer
+    from tigon.cli.tokens import train_tokenizer
     from tigon.presets import preset_config
 
-    tokenizer = trained_tokenizer(train_tokenizer([text.read_text()], 400))
+    tokenizer = train_tokenizer([text.read_text()], 400)
     torch.manual_seed(0)
     sizes = {"vocab_size": 448, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **sizes}
     config = preset_config("llama-tiny", **sizes)

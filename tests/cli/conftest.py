@@ -29,7 +29,8 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory, hub):
-    server = Forks(tmp_path_factory.mktemp("said"), HF_HUB_CACHE=str(hub))
+    caches = {"HF_HUB_CACHE": str(hub), "HF_DATASETS_CACHE": str(hub / "datasets")}
+    server = Forks(tmp_path_factory.mktemp("said"), **caches)
     yield server
     server.end()
 
@@ -76,7 +77,7 @@ def together(forks):
             free.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         ranks = [(*arguments, *(others or {}).get(rank, ())) for rank in range(world)]
-        ranks = [[*map(str, given), "--device", "cpu"] for given in ranks]
+        ranks = [[*map(str, given)] for given in ranks]
         return Result(forks.run(ranks, environment(**address, **changes), cwds=cwds))
 
     return run
@@ -88,7 +89,7 @@ def launched(forks):
     begun = []
 
     def run(world, *arguments, restarts):
-        ranks = [[*map(str, arguments), "--device", "cpu"]] * world
+        ranks = [[*map(str, arguments)]] * world
         begun.append(forks.begin(ranks, environment(), restarts=restarts))
         return begun[-1]
 

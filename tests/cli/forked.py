@@ -28,7 +28,8 @@ LARGE = (
     "torch._dynamo", "torch.distributed.tensor", "transformers.trainer", "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "accelerate", "datasets", "peft", "trl", "typer", "typer._adapters",
-    "rich.table", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "tigon.cli.run", "tigon.fusion.engine.model",
+    "rich.table", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "tigon.cli.train.run",
+    "tigon.fusion.engine.model",
 )  # fmt: skip
 
 

@@ -160,11 +160,10 @@ def write_prompt_ranker(place, model):
 
 
 def write_train_run(place, text):
-    from tigon.cli.folder import move_in, record
+    from tigon.cli.train.run import seal_model
 
-    write_model(place / ".incomplete" / "model", text)
-    record(place, options={}, closed=1)
-    move_in(place, place / ".incomplete" / "model")
+    write_model(place, text)
+    seal_model(place)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +213,7 @@ ASKED = {
     "graph": (probed, ("run.json", "seed-0/embeddings.safetensors", "seed-0/manifest.json")),
     "graph model": (encoded, ("seed-0/model.safetensors", "seed-0/config.json", "seed-0/manifest.json")),
     "compressed": (opened, ("config.json", "model.safetensors", "manifest.json")),
-    "train": (loaded, ("run.json", "config.json", "model.safetensors", "tokenizer.json", "manifest.json")),
+    "train": (loaded, ("config.json", "model.safetensors", "tokenizer.json", "manifest.json")),
 }  # fmt: skip
 
 

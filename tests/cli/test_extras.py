@@ -43,8 +43,8 @@ CASES = {
     ],
     "rank": [[*FIT, "--device", "cpu"], ["rank", "eval", "rank-run", "--data", "shown.parquet", "--draws", "0"]],
     "search": [["rank", "search", "--help"]],
-    "train": [["train", "--model", "llama-tiny", "--data", "text.txt", "--steps", "1", "--seq-len", "16",
-               "--batch-size", "1", "--device", "cpu"]],
+    "train": [["train", "--model_name_or_path", "llama-tiny", "--dataset_name", "text.txt", "--max_steps", "1",
+               "--max_length", "16", "--use_cpu", "true"]],
     "compress": [["compress", "model", "--data", "text.txt", "--budget", "0.4", "-o", "small"]],
 }  # fmt: skip
 

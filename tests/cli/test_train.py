@@ -8,42 +8,44 @@ import time
 import pytest
 from command import losses
 
-from tigon.cli.checkpoint import newest_whole
+from tigon.cli.checkpoint import checkpoints, defect, newest_whole
+from tigon.cli.folder import Claim
+
+for package in ("datasets", "peft"):
+    pytest.importorskip(package)
+pytest.importorskip("trl", minversion="1.16")
 
 # One uninterrupted run serves them all: in one worker.
 SMALL = (
-    "--batch-size",
-    2,
-    "--seq-len",
-    32,
-    "--log-every",
-    4,
-    "--save-every",
-    6,
-    "--vocab-size",
-    400,
-    "--seed",
-    3,
-    "--device",
-    "cpu",
-)
-STEPS = 40
+    "--per_device_train_batch_size", 2, "--max_length", 32, "--logging_steps", 1, "--save_steps", 6, "--vocab_size",
+    400, "--seed", 3, "--use_cpu", "true", "--learning_rate", 3e-3, "--save_total_limit", 2,
+)  # fmt: skip
+STEPS = 30
+FEW = ("--use_cpu", "true", "--seed", 3, "--logging_steps", 1, "--max_steps", 4, "--save_steps", 2, "--learning_rate",
+       1e-3, "--per_device_train_batch_size", 4)  # fmt: skip
+
+
+def preset(text, output, *more):
+    return ("train", "--model_name_or_path", "llama-tiny", "--dataset_name", text, "--output_dir", output,
+            "--max_steps", STEPS, *SMALL, *more)  # fmt: skip
+
+
+def jsonl(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tigon, text, tmp_path_factory):
     output = tmp_path_factory.mktemp("run") / "whole"
-    done = tigon(
-        "train", "--model", "llama-tiny", "--data", text, "--output", output, "--steps", STEPS, *SMALL, "--tensorboard"
-    ).ok()
-    return output, done
+    return output, tigon(*preset(text, output)).ok()
 
 
 def begin(start, text, output, checkpoint):
-    """Start the same run, and return its process once a checkpoint is there."""
-    process = start("train", "--model", "llama-tiny", "--data", text, "--output", output, "--steps", STEPS, *SMALL)
+    """Start the same run, and return its process once a checkpoint is whole."""
+    process = start(*preset(text, output))
     deadline = time.monotonic() + 120
-    while not (output / checkpoint).exists():
+    while not (output / checkpoint / "manifest.json").exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -56,23 +58,19 @@ def test_what_a_run_writes(uninterrupted):
     output, done = uninterrupted
     found = losses(output)
     assert list(found) == list(range(1, STEPS + 1))
-    first, last = list(found.values())[:5], list(found.values())[-5:]
-    assert sum(last) < sum(first) - 0.5  # it learns
-    assert f"final loss {found[STEPS]:.4f} at step {STEPS}" in done.out
-    assert "evaluation loss" in done.out
-    assert "tokens/s" in done.out
-    assert "head" in done.out  # the report of tigon.fuse
-    assert str(output) in done.out
-    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert list((output / "tensorboard").iterdir())
-    assert sorted(p.name for p in output.glob("checkpoint-*")) == [f"checkpoint-{STEPS - 4}", f"checkpoint-{STEPS}"]
-    assert not (output / ".incomplete").exists()
-
+    assert sum(list(found.values())[-5:]) < sum(list(found.values())[:5]) - 0.5  # it learns
+    assert "SFTTrainer: the loss runs in Tigon" in done.out
+    assert "26 parts fused" in done.out
+    assert f"the model is in {output}" in done.out
+    assert [p.name for p in checkpoints(output)] == [f"checkpoint-{STEPS}", f"checkpoint-{STEPS - 6}"]
+    assert not (output / "README.md").exists()
     tokenizer = AutoTokenizer.from_pretrained(output)
     model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.use_cache
     assert model.config.vocab_size % 64 == 0
     ids = tokenizer("any text at all", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+    assert "Traceback" not in done.err
 
 
 def test_killed_and_resumed_it_ends_with_the_same_losses(tigon, start, text, tmp_path, uninterrupted):
@@ -81,15 +79,11 @@ def test_killed_and_resumed_it_ends_with_the_same_losses(tigon, start, text, tmp
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (output / "model.safetensors").exists()
-    assert not (output / f"checkpoint-{STEPS}").exists()
-    written = (output / "metrics.jsonl").read_bytes()
-    done = tigon("train", "--resume", "--output", output).ok()
-    assert "from step" in done.out
+    tigon(*preset(text, output)).problem("holds files: --resume_from_checkpoint true goes on with the run in it")
+    tigon(*preset(text, output, "--resume_from_checkpoint", "true")).ok()
     assert losses(output) == losses(uninterrupted[0])  # bit for bit
-    assert (output / "metrics.jsonl").read_bytes().startswith(written)
     weights = "model.safetensors"
     assert (output / weights).read_bytes() == (uninterrupted[0] / weights).read_bytes()
-    tigon("train", "--resume", "--output", output).problem("is at its end")
 
 
 def test_interrupted_it_leaves_a_checkpoint_and_a_damaged_one_is_passed_over(
@@ -101,134 +95,186 @@ def test_interrupted_it_leaves_a_checkpoint_and_a_damaged_one_is_passed_over(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, (out, err)
     assert "Traceback" not in err
-    assert f"tigon train --resume --output {output}" in err
-    newest, before = sorted(output.glob("checkpoint-*"), key=lambda p: -int(p.name[11:]))[:2]
+    newest, before = checkpoints(output)[:2]
     stopped = int(newest.name[11:])
-    assert f"stopped at step {stopped} of {STEPS}, with a checkpoint" in err
-    assert list(losses(output)) == list(range(1, stopped + 1))
+    assert f"stopped at step {stopped} of {STEPS}, with a checkpoint; the same command with --resume_from" in err
+    assert defect(newest) is None
 
     (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:1000])
-    tigon("train", "--resume", "--output", output, "--lr", 1).problem("--lr was 0.0003")
-    done = tigon("train", "--resume", "--output", output).ok()
-    assert f"{newest} cannot be used: optimizer.pt has 1,000 bytes" in done.err
-    assert before.name in done.err
+    done = tigon(*preset(text, output, "--resume_from_checkpoint", "auto")).ok()
+    assert f"{newest} cannot be used: optimizer.pt has 1,000 bytes" in done.out
+    assert before.name in done.out
     assert losses(output) == losses(uninterrupted[0])
 
 
-def test_a_resume_with_nothing_to_resume_from(tigon, tmp_path, uninterrupted, text):
+def test_a_resume_with_nothing_whole_to_resume_from(tigon, tmp_path, uninterrupted, text):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
-    for folder in run.glob("checkpoint-*"):
+    resume = preset(text, run, "--resume_from_checkpoint")
+    for folder in checkpoints(run):
         (folder / "model.safetensors").unlink()
-    tigon("train", "--resume", "--output", run).problem("no whole checkpoint", "model.safetensors is missing")
-    for folder in run.glob("checkpoint-*"):
+    tigon(*resume, "true").problem("no whole checkpoint", "model.safetensors is missing")
+    tigon(*resume, run / f"checkpoint-{STEPS}").problem("cannot be used: model.safetensors is missing")
+    tigon(*resume, run / "gone").problem("there is no such folder")
+    for folder in checkpoints(run):
         shutil.rmtree(folder)
-    tigon("train", "--resume", "--output", run).problem("there is no checkpoint in")
+    tigon(*resume, "true").problem("there is no checkpoint in")
 
 
-def test_a_resume_on_other_data_is_refused(tigon, tmp_path, uninterrupted, text):
+def test_a_second_run_in_a_folder_gets_a_sentence(tigon, text, tmp_path, uninterrupted):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
-    record = json.loads((run / "run.json").read_text())
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text()[5000:])
-    record["options"]["data"] = str(other)
-    (run / "run.json").write_text(json.dumps(record))
-    tigon("train", "--resume", "--output", run, "--steps", STEPS + 1).problem("is not what the run in")
-
-
-def test_a_run_is_not_overwritten_unless_asked(tigon, tmp_path, uninterrupted):
-    run = tmp_path / "run"
-    shutil.copytree(uninterrupted[0], run)
-    inside = run / "checkpoint-40"
-    before = sorted(p for p in run.rglob("*"))
-    arguments = ("train", "--data", "gone.txt", "--output", run, "--overwrite")
-    # Neither a mistyped argument nor a model inside the directory may cost the run that is there.
-    tigon(*arguments, "--model", "llama-tiny").problem("gone.txt: there is no such file")
-    tigon(*arguments, "--model", inside).problem("contains what --model reads")
-    assert sorted(p for p in run.rglob("*")) == before
+    with Claim() as claim:
+        claim.take(run)
+        tigon(*preset(text, run, "--resume_from_checkpoint", "true")).problem("another run is at work in")
 
 
 def test_a_full_disk_is_one_sentence_and_the_last_checkpoint_is_whole(tigon, text, tmp_path, uninterrupted):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
-    done = tigon("train", "--resume", "--output", run, "--steps", STEPS + 6, limit=2_000_000)
+    arguments = preset(text, run, "--resume_from_checkpoint", "true", "--max_steps", STEPS + 6)
+    done = tigon(*arguments, limit=2_000_000)
     assert done.code == 2, (done.out, done.err)
     assert "the disk of" in done.err
-    assert f"make room and go on by: tigon train --resume --output {run}" in done.err
-    assert not (run / ".incomplete").exists(), "what is half written takes no room"
+    assert "make room, and the same command with --resume_from_checkpoint true goes on" in done.err
     assert "Traceback" not in done.err
-    assert not (run / f"checkpoint-{STEPS + 6}").exists()
-    assert newest_whole(run) == (run / f"checkpoint-{STEPS}", [])
+    assert newest_whole(run)[0] == run / f"checkpoint-{STEPS}"
 
 
-def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, tmp_path):
-    pytest.importorskip("peft")
-    turn = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is said"}]
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text("".join(json.dumps({"messages": turn * (1 + i % 2)}) + "\n" for i in range(40)))
-    output = tmp_path / "run"
-    arguments = (
-        "--lora",
-        4,
-        "--epochs",
-        3,
-        "--batch-size",
-        4,
-        "--seq-len",
-        96,
-        "--lr",
-        "1e-2",
-        "--gradient-checkpointing",
-    )
-    done = tigon("train", "--model", checkpoint, "--data", chat, "--output", output, *arguments).ok()
-    found = list(losses(output).values())
-    assert len(found) == 30
-    assert found[-1] < found[0] - 0.3
-    assert (output / "adapter_model.safetensors").exists()
-    assert not (output / "model.safetensors").exists()
-    assert "cut to" not in done.out
-    assert "Warning" not in done.err
-    tigon("train", "--model", output, "--data", chat).problem("the directory has adapters, not a model")
+def test_a_loss_that_is_not_finite_ends_the_run(tigon, text, tmp_path):
+    arguments = preset(text, tmp_path / "run", "--learning_rate", "1e30", "--max_grad_norm", "1e30")
+    tigon(*arguments, "--max_steps", 8).problem("the loss became", "a lower --learning_rate may help", code=1)
 
 
-def test_plain_and_fused_train_alike(tigon, checkpoint, text, tmp_path):
+def test_plain_and_fused_train_alike_from_a_file_of_options(tigon, checkpoint, text, tmp_path):
     found = {}
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model_name_or_path: {checkpoint}\ndataset_name: {text}\nlearning-rate: 1e-3\ngradient_accumulation_steps: 2\n"
+        "max_length: 32\nmax_steps: 9\nlogging_steps: 1\nuse_cpu: true\nper_device_train_batch_size: 2\n"
+        "test_split_size: 0.5\neval_strategy: steps\neval_steps: 3\noptim: adamw_torch\nlr_scheduler_type: cosine\n"
+        "packing: true\npacking_strategy: wrapped\n"
+    )
+    text.with_suffix(".2.txt").write_text(text.read_text()[:4000])
     for side in ("plain", "fused"):
-        flags = ("--plain",) if side == "plain" else ()
-        output = tmp_path / side
-        done = tigon(
-            "train",
-            "--model",
-            checkpoint,
-            "--data",
-            text,
-            "--output",
-            output,
-            "--steps",
-            6,
-            "--grad-accum",
-            2,
-            *SMALL,
-            *flags,
-        ).ok()
+        flags = ("--no_fuse",) if side == "plain" else ()
+        output, data = tmp_path / side, str(text.parent / "text*.txt")
+        arguments = ("--config", config, "--output_dir", output, "--max_steps", 6, "--dataset_name", data)
+        done = tigon("train", *arguments, *flags).ok()
         assert ("parts fused" in done.out) == (side == "fused")
         found[side] = losses(output)
-    assert len(found["plain"]) == 6
+        history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+        assert [row["step"] for row in history if "eval_loss" in row] == [3, 6]
+    assert list(found["plain"]) == [1, 2, 3, 4, 5, 6]  # the command line wins
     for step, loss in found["plain"].items():
         assert found["fused"][step] == pytest.approx(loss, abs=1e-4)
 
 
+def test_conversations_and_adapters_on_a_model_with_weights(tigon, checkpoint, tmp_path):
+    turn = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is said"}]
+    chat = jsonl(tmp_path / "chat.jsonl", [{"messages": turn * (1 + i % 2)} for i in range(24)])
+    output = tmp_path / "run"
+    arguments = ("--use_peft", "--lora_r", 4, "--lora_target_modules", "all-linear", "--assistant_only_loss", "true")
+    data = ("--model_name_or_path", checkpoint, "--dataset_name", chat)
+    done = tigon("train", *data, "--output_dir", output, *FEW, *arguments, "--max_steps", 12, "--learning_rate", "3e-2")
+    assert "adapters" in done.ok().out
+    found = list(losses(output).values())
+    assert found[-1] < found[0] - 0.1
+    assert (output / "adapter_model.safetensors").exists()
+    assert not (output / "model.safetensors").exists()
+    tigon("train", "--model_name_or_path", output, "--dataset_name", chat, "--output_dir", tmp_path / "new").problem(
+        "the directory has adapters, not a model"
+    )
+
+
+def test_alpaca_rows_train_on_the_answer(tigon, checkpoint, tmp_path):
+    rows = [{"instruction": f"count to {n}", "input": "", "output": "one two three"} for n in range(8)]
+    data = jsonl(tmp_path / "rows.jsonl", rows)
+    output = tmp_path / "run"
+    tigon("train", "--model_name_or_path", checkpoint, "--dataset_name", data, "--output_dir", output, *FEW).ok()
+    assert losses(output)[4] < losses(output)[1]
+
+
+@pytest.mark.parametrize("word", ["nf4", "int8"])
+def test_adapters_on_quantised_weights_stay_in_fp32(word, tigon, checkpoint, text, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from safetensors.torch import load_file
+
+    output = tmp_path / "run"
+    bits = ("--load_in_8bit",) if word == "int8" else ("--load_in_4bit", "--bnb_4bit_quant_type", word)
+    arguments = ("--model_name_or_path", checkpoint, "--dataset_name", text, "--max_length", 32, "--output_dir", output)
+    tigon("train", *arguments, *FEW, "--use_peft", "--lora_r", 4, "--lora_target_modules", "all-linear", *bits).ok()
+    weights = load_file(output / "adapter_model.safetensors")
+    assert len(weights) == 2 * 2 * 7  # A and B of seven projections in two layers, and not the head
+    assert {str(t.dtype) for t in weights.values()} == {"torch.float32"}
+
+
+PAIR = {"prompt": "count:", "chosen": " one two three", "rejected": " three one"}
+TASKS = {
+    "dpo": ([PAIR], ()),
+    "kto": ([{"prompt": "count:", "completion": " one", "label": True},
+             {"prompt": "count:", "completion": " two", "label": False}], ()),
+    "reward": ([PAIR], ()),
+    "grpo": ([{"prompt": "count to", "letter": "e"}], ("--reward_funcs", "mine.score", "--num_generations", 4,
+             "--max_completion_length", 6, "--beta", 0.04)),
+    "rloo": ([{"prompt": "count to", "letter": "e"}], ("--reward_funcs", "mine.score", "--num_generations", 4,
+             "--max_completion_length", 6)),
+    "distillation": ([{"prompt": "count to"}], ("--max_completion_length", 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_trains_and_resumes_with_the_same_bits(task, tigon, checkpoint, tmp_path):
+    rows, own = TASKS[task]
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, letter, **_):\n    return [float(c.count(l)) for c, l in zip(completions, letter)]\n"
+    )
+    output = tmp_path / "run"
+    if task == "distillation":
+        own = (*own, "--teacher_model_name_or_path", checkpoint)
+    arguments = ("train", "--task", task, "--model_name_or_path", checkpoint, "--dataset_name",
+                 jsonl(tmp_path / "rows.jsonl", rows * 8), *FEW, *own, "--output_dir", output)  # fmt: skip
+    done = tigon(*arguments, cwd=tmp_path).ok()
+    found, whole = losses(output), (output / "model.safetensors").read_bytes()
+    assert list(found) == [1, 2, 3, 4]
+    if task != "reward":  # whose loss reads no words
+        assert "the loss runs in Tigon" in done.out
+    if task == "dpo":
+        assert found[1] == pytest.approx(0.6931, abs=1e-3)  # policy and reference are one
+        assert found[4] < found[1]
+        assert "Prompts computed once" in done.out
+    shutil.rmtree(output / "checkpoint-4")
+    (output / "model.safetensors").unlink()
+    tigon(*arguments, "--resume_from_checkpoint", "true", cwd=tmp_path).ok()
+    assert losses(output) == found
+    assert (output / "model.safetensors").read_bytes() == whole
+
+
+def test_two_processes_share_a_step(together, checkpoint, text, tmp_path):
+    """Each reads half of a step: losses as near as sums in another order are, and one set of files."""
+    found = {}
+    for world in (1, 2):
+        output = tmp_path / str(world)
+        together(
+            world, "train", "--model_name_or_path", checkpoint, "--dataset_name", text, "--max_length", 32, *FEW,
+            "--per_device_train_batch_size", 4 // world, "--output_dir", output,
+        ).ok()  # fmt: skip
+        found[world] = losses(output)
+        assert newest_whole(output)[0].name == "checkpoint-4"
+    assert (tmp_path / "2" / "checkpoint-4" / "rng_state_1.pth").exists()
+    for step, loss in found[1].items():
+        assert found[2][step] == pytest.approx(loss, abs=1e-4)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_deterministic_run_resumes_bit_for_bit(tigon, start, text, tmp_path):
-    flags = ("--device", "cuda", "--deterministic", "--steps", STEPS)
-    arguments = ("train", "--model", "llama-tiny", "--data", text, *SMALL, *flags)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert "peak GPU memory" in tigon(*arguments, "--output", whole).ok().out
-    process = start(*arguments, "--output", cut)
-    while process.poll() is None and not (cut / "checkpoint-12").exists():
+    more = ("--use_cpu", "false", "--full_determinism", "true")
+    tigon(*preset(text, whole, *more)).ok()
+    process = start(*preset(text, cut, *more))
+    while process.poll() is None and not (cut / "checkpoint-12" / "manifest.json").exists():
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    tigon("train", "--resume", "--output", cut).ok()
+    tigon(*preset(text, cut, *more, "--resume_from_checkpoint", "true")).ok()
     assert losses(cut) == losses(whole)

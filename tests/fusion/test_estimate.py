@@ -227,7 +227,9 @@ def test_estimates_are_near_what_was_measured(row, batches_as_they_are):
 def test_steps_with_adapters_that_were_measured_on_an_h100():
     """Frozen weights in bf16, adapters in fp32, autocast: the peaks of benchmarks/results/h100-adapters.json."""
     pytest.importorskip("peft")
-    from tigon.cli.model import find_model, lora_config, random_model, with_adapters
+    from peft import get_peft_model
+
+    from tigon.cli.model import find_model, lora_config, random_model
     from tigon.fusion.memory.checkpointing import checkpoint_activations
 
     rows = json.loads((RESULTS / "h100-adapters.json").read_text())["rows"]
@@ -239,7 +241,7 @@ def test_steps_with_adapters_that_were_measured_on_an_h100():
     for name, checkpointing, sides in (("llama-3-8b", True, ("hf", "tigon")), ("llama-3-8b", False, ("tigon",))):
         model = meta(lambda name=name: random_model(find_model(name).config, dtype=torch.bfloat16).train())
         model.config.use_cache = False
-        model = with_adapters(model, lora_config(16))
+        model = get_peft_model(model, lora_config(16))
         if checkpointing:
             checkpoint_activations(model)
         for side in sides:

@@ -13,7 +13,7 @@ import datasets
 import torch
 import transformers
 
-from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer, trained_tokenizer
+from tigon.cli.tokens import train_tokenizer
 
 datasets.disable_progress_bars()
 ANIMALS = ["cat", "dog", "bird", "fox", "cow", "hen", "pig", "ant"]
@@ -49,8 +49,7 @@ FURTHER = {
 
 
 def tokenizer():
-    made = trained_tokenizer(train_tokenizer(SENTENCES * 4, 320))
-    made.chat_template = CHAT_TEMPLATE
+    made = train_tokenizer(SENTENCES * 4, 320)
     made.padding_side = "left"
     return made
 

@@ -8,7 +8,7 @@ A comment before a block says how the test treats the block:
 
     <!-- not run: REASON -->                              the block is not run
     <!-- needs: PACKAGE, … -->                            the block is run where these packages are installed
-    <!-- tested with: tigon train --steps 3 -->           these options are added to commands that begin with the words
+    <!-- tested with: tigon train --max_steps 3 -->       these options are added to commands that begin with the words
     <!-- tested with: torchrun --nproc-per-node 1 -->     the block is run as a process of torchrun
 
 A Python block whose first line is a comment with a file name, as `# rewards.py`, is that file as well. With a path of

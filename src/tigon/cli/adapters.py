@@ -99,7 +99,7 @@ def new_adapters(rank: int, targets: str, dropout: float) -> Adapters:
     return Adapters("--lora-targets", lora_config(rank, targets, dropout=dropout))
 
 
-def adapted(model: Any, adapters: Adapters, *, saved: bool = False) -> Any:
+def add_adapters(model: Any, adapters: Adapters, *, saved: bool = False) -> Any:
     """The model with these adapters to train. saved: with the weights of their folder, else with random ones.
 
     Random adapters do something: a B of zeros, as training begins with, would leave A without a gradient.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,8 +47,12 @@ def _tigon(
         typer.echo(context.get_help())
 
 
+# TRL's parser reads the arguments of `tigon train`, --help among them: its options are those of the task's trainer.
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
 for _name, _module in COMMANDS.items():
-    app.command(_name)(getattr(importlib.import_module(_module), _name))
+    _settings: dict[str, Any] = {"context_settings": _PASSED_ON, "add_help_option": False} if _name == "train" else {}
+    app.command(_name, **_settings)(getattr(importlib.import_module(_module), _name))
 
 for _name, _module in GROUPS.items():
     app.add_typer(getattr(importlib.import_module(_module), _name))

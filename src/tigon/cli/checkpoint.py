@@ -14,7 +14,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tigon.cli.agree import restarts
 from tigon.cli.problem import Problem
 from tigon.files import DamagedFileError
 from tigon.manifest import MANIFEST as MANIFEST
@@ -109,29 +108,11 @@ def newest_whole(output: Path) -> tuple[Path, list[str]]:
     raise Problem(f"there is no checkpoint in {output} to resume from")
 
 
-def after_restart(output: Path, resume: bool, overwrite: bool) -> tuple[bool, bool]:
-    """--resume and --overwrite after the launcher has restarted the processes because one of them ended.
-
-    The run goes on from its newest checkpoint, or begins anew if it had none yet. A run that was in the directory
-    before the launcher started is not the interrupted one.
-    """
-    if restarts() == 0 or resume:
-        return resume, overwrite
-    record = output / RECORD
-    if not record.exists() or record.stat().st_mtime < _launcher_started():
-        return resume, overwrite
-    return (True, False) if checkpoints(output) else (False, True)
-
-
-def _launcher_started() -> float:
-    import psutil  # comes with accelerate
-
-    return float(psutil.Process(os.getppid()).create_time())
-
-
-def prune(output: Path, keep: int) -> None:
-    """Delete all but the newest checkpoints."""
+def prune(output: Path, keep: int, *, best: str | None = None) -> None:
+    """Delete all but the newest checkpoints, and the best, if there is one."""
     for folder in checkpoints(output)[keep:]:
+        if best is not None and Path(best).name == folder.name:
+            continue
         # Renamed first: a kill during the deletion must leave nothing that looks like a checkpoint.
         doomed = output / STAGING / folder.name
         doomed.parent.mkdir(exist_ok=True)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tigon.cli.options import QUANTIZE, RECOMPUTE
-from tigon.cli.problem import Problem, needs
+from tigon.cli.problem import Problem, needs, one_line
 
 if TYPE_CHECKING:
     from tigon.fusion.memory.estimate import StepMemory
@@ -23,6 +22,8 @@ OPTIMIZERS = (
     "sgd-momentum",
     "sgd",
 )  # tigon.fusion.memory.estimate's, which needs torch
+QUANTIZE = ("nf4", "fp4", "int8")
+RECOMPUTE = ("auto", "none", "product", "cheap", "mlp")  # tigon.fusion.memory.recompute's
 PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32")
 BOTH = "--lora and saved adapters contradict each other: new adapters of that rank, or those of a folder"
 MOMENTS = {
@@ -45,7 +46,7 @@ def inspect(
             "--seq-len", "--seq", help="Tokens per sequence; by default 2048, or what positions allow.", min=2
         ),
     ] = None,
-    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}, as in `tigon train`.")] = "bf16",
+    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}; bf16 and fp16 are autocast.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "adamw",
     gradient_checkpointing: Annotated[
         bool,
@@ -88,7 +89,7 @@ def inspect(
     if quantize and gpus > 1:
         raise Problem(f"--quantize {quantize} goes with --gpus 1: each GPU has the whole quantised model, got {gpus}")
     from tigon.cli.adapters import find_adapted
-    from tigon.cli.memory import Setup, Sides, capacity_of, reason_of, verdict
+    from tigon.cli.memory import Setup, Sides, find_capacity, verdict
     from tigon.cli.model import quantized_to, quiet_transformers
     from tigon.cli.screen import screen, show
 
@@ -100,7 +101,7 @@ def inspect(
     if quantize and not (lora or found_adapters):
         raise Problem("--quantize goes with --lora or --adapters: frozen layers under adapters are quantised")
     quiet_transformers()
-    capacity = capacity_of(gpu)
+    capacity = find_capacity(gpu)
     limit = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 2048
     if seq_len is not None and seq_len > limit:
         raise Problem(f"--seq-len {seq_len} is beyond the {limit} positions of {model}")
@@ -134,7 +135,7 @@ def inspect(
             try:
                 sides[side] = built.memory()
             except CannotEstimate as error:
-                obstacles[side] = reason_of(error)
+                obstacles[side] = one_line(error, 160)
         report = built.fusion.report()
     fits = {side: verdict(m.peak.total, capacity[1]) for side, m in sides.items()} if capacity else {}
     if json:

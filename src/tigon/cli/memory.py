@@ -1,17 +1,14 @@
-"""How much of a GPU's memory a run would take, plain and fused, and whether a machine has enough."""
+"""The memory of a training step for `tigon inspect`, plain and fused, and whether a GPU has enough."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tigon.cli.problem import Problem, one_line
+from tigon.cli.problem import Problem
 
 if TYPE_CHECKING:
     from tigon.cli.adapters import Adapters
@@ -34,7 +31,7 @@ TIGHT = 0.95
 
 @dataclass(frozen=True)
 class Setup:
-    """How you would train a model: the options of `tigon train` with these names. gpus: how many share the shards."""
+    """How a model would be trained: the options of `tigon inspect`. gpus: how many share the shards."""
 
     batch_size: int = 1
     seq_len: int = 2048
@@ -50,7 +47,6 @@ class Setup:
     gpus: int = 1
     lora_dropout: float = 0.0
     adapters: Adapters | None = None  # saved ones, in place of lora
-    summed: bool = False  # the Trainer divides the loss, a sum over tokens, by their number
 
     def words(self) -> str:
         weights = {"bf16": "fp32 weights under bf16 autocast", "fp16": "fp32 weights under fp16 autocast",
@@ -74,8 +70,8 @@ class Sides:
     def __init__(self, source: Source, setup: Setup) -> None:
         import torch
 
-        from tigon.cli.adapters import adapted, new_adapters
-        from tigon.cli.model import attention_options, frozen_dtype, random_model
+        from tigon.cli.adapters import add_adapters, new_adapters
+        from tigon.cli.model import random_model
         from tigon.fusion.memory.checkpointing import checkpoint_activations
 
         self.setup = setup
@@ -83,8 +79,9 @@ class Sides:
         if setup.precision == "fp32":
             weights = torch.float32
         if setup.quantize:
-            weights = frozen_dtype(setup.precision)
-        options = attention_options(setup.attention)
+            half = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}
+            weights = half.get(setup.precision, torch.float32)  # of what stays whole
+        options = {"attn_implementation": setup.attention} if setup.attention else {}
         with torch.device("meta"):
             self.model = random_model(copy.deepcopy(source.config), any_head=True, dtype=weights, **options).train()
         self.model.config.use_cache = False
@@ -98,7 +95,7 @@ class Sides:
         if setup.lora:
             adapters = new_adapters(setup.lora, setup.lora_targets, setup.lora_dropout)
         if adapters is not None:
-            self.model = adapted(self.model, adapters)
+            self.model = add_adapters(self.model, adapters)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         if setup.gradient_checkpointing:
             checkpoint_activations(self.model)
@@ -113,17 +110,15 @@ class Sides:
         setup = self.setup
         ids = torch.zeros(setup.batch_size, setup.seq_len, dtype=torch.long, device="meta")
         inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
-        if setup.summed and getattr(self.model, "accepts_loss_kwargs", True):
-            inputs["num_items_in_batch"] = torch.ones((), dtype=torch.long, device="meta")
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.precision)
         sharded = setup.gpus > 1
         found = step_memory(
             self.model, inputs, optimizer=setup.optimizer, shards=setup.gpus,
             autocast=None if sharded else half, stored=torch.float32 if sharded and half else None,
         )  # fmt: skip
-        return found if not setup.quantize else self._narrowed(found)
+        return found if not setup.quantize else self._subtract_quantized(found)
 
-    def _narrowed(self, found: StepMemory) -> StepMemory:
+    def _subtract_quantized(self, found: StepMemory) -> StepMemory:
         """The memory with quantised weights, of which the largest is made dense while it is multiplied."""
 
         def moment(there: Any, dense: int) -> Any:
@@ -167,7 +162,7 @@ def four_bit_bytes(numbers: int) -> int:
     return -(-numbers // 2) + maxima + 4 * -(-maxima // 256) + tables
 
 
-def capacity_of(text: str | None) -> tuple[str, float] | None:
+def find_capacity(text: str | None) -> tuple[str, float] | None:
     """The name and the bytes of the GPU that --gpu gives, by name or in GiB; by default this machine's first GPU.
 
     Raises: Problem for a name that matches none of GPUS, or several.
@@ -203,105 +198,5 @@ def verdict(peak: float, capacity: float) -> str:
     return "does not fit" if peak > room else "tight" if peak > TIGHT * room else "fits"
 
 
-def memory_of_host() -> float:
-    """Bytes that this process may still allocate: the machine's free memory, within the container's limit."""
-    free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(OSError):  # not on Linux
-        available = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-        free = 1024.0 * int(available[1]) if available else free
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free = min(free, float(int(Path(limit).read_text()) - int(Path(used).read_text())))
-        except (OSError, ValueError):
-            continue  # no limit, or another kind of machine
-    return free
-
-
-def standing(source: Source, setup: Setup, copies: int = 1) -> float:
-    """Bytes that a run takes at any batch size: weights (and further copies of them), gradients and states.
-
-    The configuration suffices to count these bytes: the model is not built.
-    """
-    sides = Sides(source, setup)
-    from tigon.fusion.memory.estimate import OPTIMIZERS
-
-    trained = [p for p in sides.model.parameters() if p.requires_grad]
-    weights = sum(p.numel() * p.element_size() for p in sides.model.parameters())
-    moving = sum(p.numel() * (p.element_size() + OPTIMIZERS[setup.optimizer](p.element_size())) for p in trained)
-    return float(copies * (weights - sides.saved) + moving) / setup.gpus
-
-
 def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
-
-
-def reason_of(error: BaseException) -> str:
-    return one_line(error, 160)
-
-
-def check_memory(options: Any, source: Source, use_cpu: bool, processes: int) -> str | None:
-    """Raise a Problem if a run plainly cannot fit, before anything large is built; else return a remark or None.
-
-    On a GPU the whole step is estimated. A CPU's allocations were never measured, so there only the memory that every
-    batch size needs counts.
-    """
-    from tigon.cli.model import quantized_to
-    from tigon.fusion.memory.estimate import CannotEstimate
-
-    kind = options.parallel.partition("=")[0]
-    gpus = 1 if kind == "ddp" else processes
-    setup = Setup(
-        options.batch_size * (2 if options.task == "dpo" else 1), options.seq_len, resolved(options, use_cpu), "adamw",
-        options.gradient_checkpointing, options.recompute, options.offload, options.lora, options.lora_targets,
-        options.quantize or quantized_to(source.config), options.attention, gpus, options.lora_dropout,
-        summed=True,
-    )  # fmt: skip
-    reference = options.task == "dpo" or bool(options.beta)
-    copies = 2 if reference and not options.lora and options.task != "sft" else 1
-    way_out = (
-        "; a smaller --batch-size or --seq-len, --gradient-checkpointing, --lora or --precision bf16-pure takes less, "
-        "and --no-memory-check runs it nevertheless"
-    )
-    if use_cpu:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, room = standing(source, setup, copies) * local, memory_of_host()
-        if needed > room:
-            raise Problem(
-                f"{options.model} needs {gib(needed)} for weights, gradients and optimizer, and this machine has "
-                f"{gib(room)} of memory left; --lora or --precision bf16-pure takes less, and --no-memory-check runs "
-                "it nevertheless"
-            )
-        return None
-    name, capacity = capacity_of(None) or ("", 0.0)
-    at_least = standing(source, setup, copies)
-    if at_least > capacity - CONTEXT:
-        raise Problem(
-            f"{options.model} needs {gib(at_least)} for weights, gradients and optimizer alone, and {name} has "
-            f"{gib(capacity)}{way_out}"
-        )
-    if options.task != "sft" or options.compile or kind == "tp":
-        return None  # the estimate covers neither TRL's losses nor the activations that a compiler keeps
-    sides = Sides(source, setup)
-    try:
-        if not options.plain:
-            sides.fuse()
-        peak = sides.memory().peak.total
-    except CannotEstimate:
-        return None
-    words = f"a step of {setup.words()} is estimated at {gib(peak)}, and {name} has {gib(capacity)}"
-    told = verdict(peak, capacity)
-    if told == "does not fit":
-        raise Problem(f"{options.model}: {words}{way_out}")
-    return f"memory is tight: {words}" if told == "tight" else None
-
-
-def resolved(options: Any, use_cpu: bool) -> str:
-    """--precision with auto resolved: bf16 where the GPU supports bf16."""
-    import torch
-
-    if options.precision != "auto":
-        return str(options.precision)
-    return "bf16" if not use_cpu and torch.cuda.is_bf16_supported() else "fp32"

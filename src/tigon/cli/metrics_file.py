@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line for each step of a run, and its plot."""
+"""metrics.jsonl: a line for each step of a run."""
 
 from __future__ import annotations
 
@@ -40,22 +40,3 @@ def read_metrics(file: Path) -> tuple[dict[int, float], dict[int, float]]:
                 if isinstance(row.get(name), (int, float)):
                     found[row["step"]] = float(row[name])
     return dict(sorted(train.items())), dict(sorted(evaluation.items()))
-
-
-def plot_loss(file: Path, picture: Path, label: str) -> None:
-    """Plot the losses of metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    train, evaluation = read_metrics(file)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(list(train), list(train.values()), linewidth=1, label="training")
-    if evaluation:
-        axes.plot(list(evaluation), list(evaluation.values()), marker="o", label="evaluation")
-    axes.set(xlabel="step", ylabel=label)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)

@@ -75,11 +75,8 @@ def _from_path(path: Path) -> Source:
             f"AutoPeftModelForCausalLM.from_pretrained({str(path)!r}).merge_and_unload().save_pretrained(…)"
         )
     if not file.is_file():
-        if (path / "run.json").is_file():
-            raise Problem(
-                f"model {path}: the run in this directory has not ended, so it has no model yet; go on by "
-                f"tigon train --resume --output {path}, or name one of its checkpoints"
-            )
+        if any(path.glob("checkpoint-*")):
+            raise Problem(f"model {path}: the run in this directory has not ended; name one of its checkpoints")
         raise Problem(f"model {path}: the directory has no config.json, so it is not a model")
     fields = read_json(file)
     check_manifest(file.parent, [file.name, *(p.name for pattern in TOKENIZER for p in file.parent.glob(pattern))])
@@ -150,7 +147,7 @@ def check_hub(seconds: float = 3) -> None:
 
 
 def _with_head(source: Source, any_head: bool) -> Source:
-    if _class_of(source.config, any_head) is None:
+    if _find_class(source.config, any_head) is None:
         raise Problem(
             f"model {source.name}: a {source.config.model_type!r} model has no causal language-model head, which "
             "training on text needs"
@@ -158,7 +155,7 @@ def _with_head(source: Source, any_head: bool) -> Source:
     return source
 
 
-def _class_of(config: PretrainedConfig, any_head: bool) -> Any:
+def _find_class(config: PretrainedConfig, any_head: bool) -> Any:
     """The transformers class that builds a model with a language-model head from this configuration, or None."""
     found = auto_class(config)
     if any_head and (found is None or config.is_encoder_decoder):
@@ -177,30 +174,6 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
     names: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
     scale: Any = 2 * rank if alpha is None else alpha  # Any: PEFT annotates lora_alpha as a whole number
     return LoraConfig(r=rank, lora_alpha=scale, target_modules=names, lora_dropout=dropout, task_type="CAUSAL_LM")
-
-
-def frozen_dtype(precision: str) -> Any:
-    """The dtype of what `--quantize` leaves whole, and of the products with quantised weights. precision: resolved."""
-    import torch
-
-    return {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-
-
-def quantize_options(word: str, dtype: Any, device: Any) -> dict[str, Any]:
-    """The arguments of transformers for --quantize: linear layers but the head in 8 bits, or in 4, their maxima in 8.
-
-    Each process quantises on its own device, where the layers then stay.
-    """
-    from transformers import BitsAndBytesConfig
-
-    configuration: Any = BitsAndBytesConfig  # transformers has not annotated it
-    four_bit = {
-        "load_in_4bit": True, "bnb_4bit_quant_type": word, "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": dtype,
-    }  # fmt: skip
-    config = configuration(load_in_8bit=True) if word == "int8" else configuration(**four_bit)
-    # The index, not the device: accelerate compares it with its own device, which may have none.
-    return {"quantization_config": config, "device_map": {"": (device.index or 0) if device.type == "cuda" else "cpu"}}
 
 
 def quantized_to(config: Any) -> str | None:
@@ -222,37 +195,12 @@ def _quantization(config: Any) -> dict[str, Any]:
     return dict((found if isinstance(found, dict) else found.to_dict()) if found else {})
 
 
-def is_quantized(model: Any) -> bool:
-    """Whether transformers has loaded the model with layers of bitsandbytes."""
-    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
-
-
-def with_adapters(model: Any, config: Any, saved: Path | None = None) -> Any:
-    """The model with LoRA adapters, new ones or those of a checkpoint.
-
-    Raises: Problem for targets that it does not have.
-    """
-    from peft import PeftModel, get_peft_model
-
-    if saved is not None:
-        return PeftModel.from_pretrained(model, str(saved), is_trainable=True)
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise Problem(f"--lora-targets: {one_line(error)}") from error
-
-
 def random_model(config: PretrainedConfig, *, any_head: bool = False, **options: Any) -> PreTrainedModel:
     """A model with random weights, from the current seed."""
     try:
-        return cast("PreTrainedModel", _class_of(config, any_head).from_config(config, **options))
+        return cast("PreTrainedModel", _find_class(config, any_head).from_config(config, **options))
     except Exception as error:
         raise Problem(f"transformers cannot build a {config.model_type!r} model: {one_line(error)}") from error
-
-
-def attention_options(attention: str | None) -> dict[str, Any]:
-    """The argument of transformers for --attention."""
-    return {} if attention is None else {"attn_implementation": attention}
 
 
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
     if missing:
         wanted = install(extra) if extra else f"pip install {' '.join(missing)}"
         raise Problem(f"{command} needs {', '.join(missing)}: {wanted}")
+
+
+def count_processes() -> int:
+    """How many processes the launcher has started for this command."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_writable(folder: Path, option: str) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tigon.cli.options import SEEDS
 from tigon.cli.problem import Problem, device_of, needs
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def verify(
     adapters: Annotated[
         str | None, typer.Option(help="Adapters that PEFT has saved: a folder, its adapter_config.json, a hub name.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0, max=SEEDS)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0, max=2**32 - 1)] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Loss and gradients of a model, plain against fused; the exit code is 1 when they differ.
@@ -67,7 +66,7 @@ def verify(
     if dtype not in DTYPES:
         raise Problem(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     place = device_of(device)
-    from tigon.cli.adapters import adapted, find_adapted, new_adapters
+    from tigon.cli.adapters import add_adapters, find_adapted, new_adapters
     from tigon.cli.inspect import BOTH
     from tigon.cli.model import quiet_transformers
     from tigon.cli.screen import screen, show
@@ -90,7 +89,7 @@ def verify(
         built = _build(source, layers, full_width, getattr(torch, dtype)).to(place)
         if found_adapters is not None:
             saved = source.weights and found_adapters.place is not None
-            built = adapted(built, found_adapters, saved=saved).train()
+            built = add_adapters(built, found_adapters, saved=saved).train()
     vocab = built.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocab, (batch_size, seq_len), device=place)
     labels = ids.clone()

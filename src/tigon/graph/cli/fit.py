@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.agree import processes
 from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
-from tigon.cli.problem import Problem, device_of, needs, seeds_of
+from tigon.cli.problem import Problem, count_processes, device_of, needs, seeds_of
 from tigon.cli.progress import working
 from tigon.cli.screen import screen
 
@@ -45,8 +44,8 @@ def fit(
     """Fit an encoder to a graph without labels: neighbours are compact, the whole is spread out (G2R)."""
     needs(f"tigon {NAME}", "graph", "torch", "numpy", "safetensors", "sklearn", "matplotlib")
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
-    if processes() > 1:
-        raise Problem(f"{NAME}: fits on one device, got {processes()} processes")
+    if count_processes() > 1:
+        raise Problem(f"{NAME}: fits on one device, got {count_processes()} processes")
     output = output.expanduser().resolve()
     record: dict[str, Any] = {}
     if resume:

@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
-from tigon.cli.agree import processes
 from tigon.cli.checkpoint import RECORD, write_json
 from tigon.cli.folder import Claim
 from tigon.cli.kept_runs import check_room, make_room, read_record
-from tigon.cli.problem import Problem, device_of, integers, needs, seeds_of
+from tigon.cli.problem import Problem, count_processes, device_of, integers, needs, seeds_of
 from tigon.cli.progress import working
 from tigon.cli.screen import screen
 from tigon.rank.cli.going_on import WEIGHTS, anchored, folder_of, take
@@ -99,8 +98,8 @@ def fit(
     """
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors", "accelerate", "matplotlib")
-    if processes() > 1:
-        raise Problem(f"{NAME}: trains on one device, got {processes()} processes")
+    if count_processes() > 1:
+        raise Problem(f"{NAME}: trains on one device, got {count_processes()} processes")
     output = output.expanduser().resolve()
     record: dict[str, Any] = {}
     if resume:

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.agree import processes
 from tigon.cli.checkpoint import RECORD, prune, write_json
 from tigon.cli.kept_runs import Interrupts, circumstances, load, make_room, read_record, save
-from tigon.cli.problem import Problem, device_of, needs, seeds_of
+from tigon.cli.problem import Problem, count_processes, device_of, needs, seeds_of
 from tigon.cli.progress import Steps, working
 from tigon.cli.screen import screen
 
@@ -72,8 +71,8 @@ def train(
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
     given = {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in given.items()}
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # what is used of it is tested
-    if processes() > 1:
-        raise Problem(f"{NAME}: trains on one device, got {processes()} processes")
+    if count_processes() > 1:
+        raise Problem(f"{NAME}: trains on one device, got {count_processes()} processes")
     output = output.expanduser().resolve()
     if resume:
         record = read_record(NAME, output)

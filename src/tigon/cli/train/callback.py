@@ -1,0 +1,91 @@
+"""What `tigon train` adds to a trainer: checkpoints that are whole or ignored, and a way to stop."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from tigon.cli.checkpoint import checkpoints, prune, seal
+from tigon.cli.problem import Problem
+from tigon.cli.signals import received
+
+
+class RunCallback(TrainerCallback):
+    """Seals the trainer's checkpoints, and ends the run on a signal or on a loss that is not finite.
+
+    A checkpoint gets its manifest when all of its files are on the disk: a checkpoint that a kill, a crash or a full
+    disk cut short has none, and no resume takes it. Older ones are deleted only then, which is why the callback has
+    `save_total_limit` in the trainer's place.
+
+    `with callback:` around the training: Ctrl-C and SIGTERM end it after the current step, with a checkpoint. A second
+    Ctrl-C ends it at once.
+
+    Args:
+        fusion: what `tigon.fuse` has returned, whose report is printed after the first step; None for a plain model.
+    """
+
+    def __init__(self, fusion: Any = None) -> None:
+        self.fusion = fusion
+        self.signal = 0
+        self._since = 0.0
+        self._limit: int | None = None
+
+    def __enter__(self) -> RunCallback:
+        self._before = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.signal = self.signal or received()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: Any) -> None:
+        # The terminal and torchrun both send the signal of one Ctrl-C: a repetition within a second does not count.
+        if self.signal and number == signal.SIGINT and time.monotonic() - self._since > 1:
+            raise KeyboardInterrupt
+        if not self.signal:
+            self.signal, self._since = number, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, b"\ntigon: stopping after this step, with a checkpoint\n")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._limit, args.save_total_limit = args.save_total_limit, None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.fusion is not None and state.is_world_process_zero:
+            print(self.fusion.report(), flush=True)
+        self.fusion = None
+        if args.world_size > 1:
+            # All ranks must stop at the same step, which costs waiting for one number.
+            flag = torch.tensor([self.signal], device=args.device)
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+            self.signal = int(flag)
+        if self.signal:
+            control.should_save = control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(float(loss)):
+            raise Problem(
+                f"the loss became {loss} at step {state.global_step}; a lower --learning_rate may help", code=1
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.world_size > 1:
+            torch.distributed.barrier()  # each rank has written its part
+        if args.should_save:
+            output = Path(args.output_dir)
+            seal(output / f"checkpoint-{state.global_step}")
+            if self._limit:
+                prune(output, self._limit, best=state.best_model_checkpoint)
+
+
+def has_checkpoint(output: Path) -> bool:
+    return bool(checkpoints(output))

@@ -1,0 +1,151 @@
+"""The data of `tigon train`: files and data sets of the hub, by `datasets`, and the forms of their rows."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from tigon.cli.problem import Problem, one_line
+from tigon.cli.train.options import TASKS, DataArguments, TrainOptions
+
+# How `datasets` reads a file, by its suffix.
+READERS = {
+    ".txt": "text", ".md": "text", ".rst": "text", ".py": "text", ".json": "json", ".jsonl": "json", ".ndjson": "json",
+    ".csv": "csv", ".parquet": "parquet",
+}  # fmt: skip
+# A tokenizer is trained on this many rows at most.
+TOKENIZER_ROWS = 100_000
+
+
+def read_data(options: TrainOptions) -> tuple[Any, Any]:
+    """The rows to train on and to evaluate on, or None. Raises Problem for data that is missing or of another form."""
+    data, trainer = options.data, options.trainer
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become Problems
+    if trainer.disable_tqdm:
+        datasets.disable_progress_bars()
+    if data.dataset_streaming and data.test_split_size:
+        raise Problem("--test_split_size holds out rows of data that is read whole, and --dataset_streaming does not")
+    splits = _load(data)
+    if data.test_split_size:
+        parts = splits[data.dataset_train_split].train_test_split(data.test_split_size, seed=trainer.seed)
+        splits = {data.dataset_train_split: parts["train"], data.dataset_test_split: parts["test"]}
+    evaluates = str(getattr(trainer.eval_strategy, "value", trainer.eval_strategy)) != "no"
+    for name in (data.dataset_train_split, *([data.dataset_test_split] if evaluates else [])):
+        if name not in splits:
+            raise Problem(
+                f"--dataset_name {data.dataset_name} has no split {name}, only {', '.join(splits)}; --test_split_size "
+                "0.02 holds out a fiftieth of the training split"
+            )
+    train, test = splits[data.dataset_train_split], splits[data.dataset_test_split] if evaluates else None
+    return _check_rows(train, options), None if test is None else _check_rows(test, options)
+
+
+def find_files(name: str) -> list[Path]:
+    """The files that --dataset_name names: one, those of a folder, or those that a pattern matches; none for a data set
+    of the hub or of save_to_disk.
+
+    Raises: Problem for a path that is not there, a folder or pattern without a file of READERS, and files of two kinds.
+    """
+    path = Path(name).expanduser()
+    if _is_saved(path):
+        return []
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file())
+        files = [file for file in files if file.name != "README.md"] or files  # the card of a data set
+    elif path.is_file() or not any(c in name for c in "*?["):
+        files = [path] if path.is_file() else []
+        if not files and (path.suffix in READERS or name.startswith((".", "/", "~")) or name.count("/") > 1):
+            raise Problem(f"--dataset_name {name}: there is no such file")
+        if files and path.suffix.lower() not in READERS:
+            raise Problem(f"--dataset_name {name} must end in {', '.join(READERS)}")
+        return files
+    else:
+        files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
+    if not files:
+        raise Problem(f"--dataset_name {name}: there is no file of {', '.join(READERS)}")
+    if len({READERS.get(file.suffix.lower()) for file in files}) > 1:
+        raise Problem(f"--dataset_name {name}: the files are of several kinds, {files[0].name} and others")
+    return files
+
+
+def is_plain_text(name: str) -> bool:
+    """Whether --dataset_name names files of plain text, each of which is one row."""
+    return any(READERS.get(file.suffix.lower()) == "text" for file in find_files(name)[:1])
+
+
+def iterate_texts(rows: Any) -> Iterator[str]:
+    """All texts of the rows: what a tokenizer is trained on."""
+    for row in islice(rows, TOKENIZER_ROWS):
+        yield from _iterate_strings(row)
+
+
+def _iterate_strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _iterate_strings(part)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a folder was written by save_to_disk."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def _load(data: DataArguments) -> Any:
+    name = data.dataset_name
+    saved = Path(name).expanduser()
+    try:
+        if _is_saved(saved):
+            found: Any = datasets.load_from_disk(str(saved))
+            return found if isinstance(found, dict) else {data.dataset_train_split: found}
+        files = find_files(name)
+        if not files:
+            return datasets.load_dataset(name, data.dataset_config, streaming=data.dataset_streaming)
+        kind = READERS[files[0].suffix.lower()]
+        own = {"sample_by": "document"} if kind == "text" else {}
+        places = {data.dataset_train_split: [str(file.resolve()) for file in files]}
+        return datasets.load_dataset(kind, data_files=places, streaming=data.dataset_streaming, **own)
+    except Problem:
+        raise
+    except Exception as error:
+        # datasets says only that it failed; the first cause names the file and the line.
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise Problem(f"--dataset_name {name} cannot be read ({one_line(cause)})") from error
+
+
+def _check_rows(rows: Any, options: TrainOptions) -> Any:
+    """The rows, if they have the columns of the task. Alpaca's rows become prompts and completions."""
+    name, wanted = options.data.dataset_name, TASKS[options.task].columns
+    first = next(iter(rows), None)
+    if first is None or first.get("text") == "":
+        raise Problem(f"--dataset_name {name}: the data set is empty")
+    columns, text = set(first), getattr(options.trainer, "dataset_text_field", None)
+    accepted = (*wanted, (text,)) if text else wanted
+    present = next((names for names in accepted if set(names) <= columns), None)
+    if present is None:
+        forms = " or ".join(" and ".join(names) for names in wanted)
+        raise Problem(
+            f"--dataset_name {name}: --task {options.task} needs the columns {forms}, got {', '.join(sorted(columns))}"
+        )
+    for column in present if isinstance(rows, datasets.Dataset) else ():
+        missing = rows.data.column(column).is_null()
+        if (row := missing.index(True).as_py()) >= 0:
+            raise Problem(f"--dataset_name {name}: row {row + 1} has no {column}")
+    if options.task == "sft" and {"instruction", "output"} <= columns and not {"text", "messages"} & columns:
+        return rows.map(_convert_alpaca, remove_columns=sorted(columns))
+    return rows
+
+
+def _convert_alpaca(row: dict[str, Any]) -> dict[str, Any]:
+    question = "\n\n".join(part for part in (row["instruction"], row.get("input") or "") if part.strip())
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    answer = [{"role": "assistant", "content": row["output"]}]
+    return {"prompt": [*system, {"role": "user", "content": question}], "completion": answer}

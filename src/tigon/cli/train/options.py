@@ -1,0 +1,252 @@
+"""The options of `tigon train`: three dataclasses, and the arguments of the task's trainer, by TRL's parser.
+
+    DataArguments          the data
+    trl.ModelConfig        the model, its adapters and its quantisation
+    FuseArguments          what tigon.fuse does
+    trl.SFTConfig, …       the trainer: TRL's, or transformers.TrainingArguments for `--task rank`
+
+Names and defaults are those of TRL's own commands. DEFAULTS lists the exceptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import shutil
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+import transformers
+
+from tigon.cli.problem import Problem, one_line
+from tigon.files import DamagedFileError, read_yaml
+
+trl: Any = importlib.import_module("trl")  # its lazy module exports nothing that mypy sees
+USAGE = "tigon train [--task TASK] --model_name_or_path MODEL --dataset_name DATA [options]"
+# Where the trainers' defaults do not suit a command. bf16 is theirs only on a GPU that has it.
+DEFAULTS = {"output_dir": "tigon-run", "logging_nan_inf_filter": False}
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    dataset_name: str = field(
+        metadata={
+            "help": "A file (txt, md, py, json, jsonl, csv, parquet), a folder or a quoted pattern of such files, a "
+            "folder of save_to_disk, or a data set of the hub."
+        }
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set of the hub."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on (--eval_strategy)."})
+    dataset_streaming: bool = field(default=False, metadata={"help": "Read rows while training needs them."})
+    test_split_size: float = field(
+        default=0.0, metadata={"help": "Fraction of the training split that is held out as the test split."}
+    )
+
+
+@dataclass(frozen=True)
+class FuseArguments:
+    fuse: bool = field(default=True, metadata={"help": "Train with tigon.fuse; --no_fuse trains without."})
+    recompute: Literal["auto", "none", "product", "cheap", "mlp"] = field(
+        default="auto", metadata={"help": "What the backward pass of a fused model computes again."}
+    )
+    offload: bool = field(default=False, metadata={"help": "Keep what the forward pass saves in host memory."})
+    shared_prefix: Literal["auto", "true", "false"] = field(
+        default="auto",
+        metadata={"help": "For dpo, grpo, rloo: compute a prompt once for all its answers. auto: where it pays."},
+    )
+    tokenizer_name_or_path: str | None = field(
+        default=None, metadata={"help": "The tokenizer: by default the model's, for a preset one trained on the data."}
+    )
+    vocab_size: int = field(default=32768, metadata={"help": "Largest vocabulary of a tokenizer trained on the data."})
+
+
+@dataclass(frozen=True)
+class RewardArguments:
+    reward_funcs: list[str] = field(
+        default_factory=list, metadata={"help": "Functions to maximise, by their import paths: rewards.score."}
+    )
+    reward_model_name_or_path: str | None = field(default=None, metadata={"help": "A model whose score is a reward."})
+
+
+@dataclass(frozen=True)
+class RankArguments:
+    prompt: str = field(metadata={"help": "A prompt.yaml: the templates and questions of a prompt."})
+    history: str | None = field(
+        default=None, metadata={"help": "Table of events (user, item, time); or self or positives, the impressions."}
+    )
+    items: str | None = field(default=None, metadata={"help": "Table of the items' features."})
+    users: str | None = field(default=None, metadata={"help": "Table of the users' features."})
+    prefix_len: int | None = field(
+        default=None, metadata={"help": "Most tokens before the candidates, 1024 by default; the oldest events go."}
+    )
+    teacher: str | None = field(default=None, metadata={"help": "Folder of a larger ranker to distil."})
+    distil: float = field(default=0.5, metadata={"help": "The teacher's share of the target."})
+    vocabulary_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the right answer's loss over the whole vocabulary."}
+    )
+    calibrate: Literal["platt", "isotonic", "none"] = field(
+        default="platt", metadata={"help": "How scores are calibrated on held-out requests at the end."}
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of `tigon train`.
+
+    config, trainer: names of classes of TRL. columns: sets of columns, one of which the data must have. extra: a
+    dataclass of further options.
+    """
+
+    config: str
+    trainer: str
+    columns: tuple[tuple[str, ...], ...] = ()
+    extra: type | None = None
+
+    @property
+    def config_class(self) -> Any:
+        return getattr(trl, self.config, None) or getattr(transformers, self.config)
+
+
+_PAIRS = (("chosen", "rejected"),)
+TASKS = {
+    "sft": Task(
+        "SFTConfig", "SFTTrainer", (("text",), ("messages",), ("prompt", "completion"), ("conversations",),
+        ("instruction", "output"), ("input_ids",)),
+    ),
+    "dpo": Task("DPOConfig", "DPOTrainer", _PAIRS),
+    "kto": Task("KTOConfig", "KTOTrainer", (("prompt", "completion", "label"), *_PAIRS)),
+    "reward": Task("RewardConfig", "RewardTrainer", _PAIRS),
+    "grpo": Task("GRPOConfig", "GRPOTrainer", (("prompt",),), RewardArguments),
+    "rloo": Task("RLOOConfig", "RLOOTrainer", (("prompt",),), RewardArguments),
+    "distillation": Task("DistillationConfig", "DistillationTrainer", (("prompt",),)),
+    "rank": Task("TrainingArguments", "", extra=RankArguments),
+}  # fmt: skip
+# Tasks in which several answers continue one prompt.
+SHARING = ("dpo", "grpo", "rloo")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """One run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave."""
+
+    task: str
+    data: DataArguments
+    model: Any
+    fuse: FuseArguments
+    trainer: Any
+    extra: Any
+    given: frozenset[str]
+
+
+def parse_options(arguments: list[str]) -> TrainOptions:
+    """The options of a command line, and of the file that its --config names; the command line wins.
+
+    Raises: Problem for an unknown option, naming the nearest, and for a value that the option does not take.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.error = _refuse  # type: ignore[method-assign]
+    for name in ("--task", "--config"):
+        first.add_argument(name)
+    first.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true")
+    known, _ = first.parse_known_args(arguments)
+    config = {} if known.config is None else _read_config(known.config)
+    name = known.task or config.get("task", "sft")
+    if name not in TASKS:
+        raise Problem(f"--task must be one of {', '.join(TASKS)}, got {name}")
+    on_cpu = (known.use_cpu or config.get("use_cpu", "")).lower() in ("true", "1", "yes")
+    parser = make_parser(name, on_cpu=on_cpu)
+    names = {action.dest for action in parser._actions}
+    for option in config:
+        if option not in names:
+            raise Problem(f"--config {known.config}: {_unknown(option, names)}")
+    parser.set_defaults_with_config(**config)
+    try:
+        *parsed, _, rest = parser.parse_args_into_dataclasses(
+            arguments, return_remaining_strings=True, look_for_args_file=False
+        )
+    except (ValueError, TypeError, ImportError) as error:  # the dataclasses' own checks
+        raise Problem(f"{one_line(error)} (see `tigon train --task {name} --help`)") from error
+    if rest:
+        raise Problem(_unknown(rest[0].partition("=")[0].lstrip("-"), names))
+    data, model, fuse, trainer, *extra = parsed
+    if model.model_name_or_path is None:
+        raise Problem("--model_name_or_path is missing (see `tigon train --help`)")
+    if not 0 <= data.test_split_size < 1:
+        raise Problem(f"--test_split_size must be at least 0 and below 1, got {data.test_split_size}")
+    if name in ("grpo", "rloo") and not (extra[0].reward_funcs or extra[0].reward_model_name_or_path):
+        raise Problem(f"--task {name} needs --reward_funcs, such as rewards.score for score in rewards.py")
+    if fuse.shared_prefix == "true" and name not in SHARING:
+        raise Problem(f"--shared_prefix true goes with --task {', '.join(SHARING)}, got --task {name}")
+    if not fuse.fuse and (fuse.recompute != "auto" or fuse.offload or fuse.shared_prefix == "true"):
+        raise Problem(
+            "--recompute, --offload and --shared_prefix are parts of tigon.fuse, and --no_fuse trains without"
+        )
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
+    return TrainOptions(name, data, model, fuse, trainer, extra[0] if extra else None, frozenset(given | set(config)))
+
+
+def make_parser(name: str, *, on_cpu: bool = False) -> Any:
+    """The parser of a task's options. on_cpu: whether the run leaves a GPU alone."""
+    task = TASKS[name]
+    types = [DataArguments, trl.ModelConfig, FuseArguments, task.config_class, *([task.extra] if task.extra else [])]
+    parser: Any = trl.TrlParser(types, prog="tigon train", usage=USAGE, allow_abbrev=False, formatter_class=_Formatter)
+    parser.error = _refuse
+    parser.add_argument("--task", default="sft", help=f"{', '.join(TASKS)}. Other options follow from it.")
+    parser.add_argument("--config", help="YAML file of these options by their names; the command line wins.")
+    has_bf16 = not on_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    parser.set_defaults(**DEFAULTS, disable_tqdm=not sys.stderr.isatty(), **({} if has_bf16 else {"bf16": False}))
+    # The trainer's own options come before those that all trainers share.
+    shared = {f.name for f in fields(transformers.TrainingArguments)}
+    groups = {kind.__name__: {f.name for f in fields(kind)} - shared for kind in types}
+    for title, members in {**groups, "TrainingArguments": shared}.items():
+        group = parser.add_argument_group(title)
+        for action in list(parser._optionals._group_actions):
+            if action.dest in members:
+                parser._optionals._group_actions.remove(action)
+                group._group_actions.append(action)
+                if action.option_strings[0].startswith("--no_"):
+                    action.help = argparse.SUPPRESS
+    parser.epilog = "--no_NAME switches an option off that is on by default. TRL and transformers document their own."
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Each option under one name, with its default where it has one."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=40, width=max(80, min(140, shutil.get_terminal_size().columns)))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.rpartition('_')[2].upper())}"
+        return next(option for option in action.option_strings if option.startswith("--")) + value
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, "", argparse.SUPPRESS) else super()._get_help_string(action)
+
+
+def _read_config(file: str) -> dict[str, Any]:
+    try:
+        found = read_yaml(Path(file).expanduser())
+    except DamagedFileError as error:
+        raise Problem(f"--config must be a file of options and values, such as 'max_steps: 100': {error}") from error
+    # argparse converts defaults that are texts, as it does what stands on the command line; YAML reads 1e-4 as a text.
+    return {
+        str(key).replace("-", "_"): value if isinstance(value, (list, dict)) else str(value)
+        for key, value in found.items()
+        if value is not None
+    }
+
+
+def _unknown(option: str, names: set[str]) -> str:
+    near = difflib.get_close_matches(option.replace("-", "_"), names, n=1, cutoff=0.5)
+    hint = f"; did you mean --{near[0]}?" if near else " (see `tigon train --help`)"
+    return f"there is no option --{option}{hint}"
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Problem(f"{message} (see `tigon train --help`)")

@@ -1,0 +1,262 @@
+"""One run of `tigon train`: model, data, trainer, `tigon.fuse`, training and saving."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import set_seed
+
+from tigon.cli.checkpoint import CRC_LIMIT, defect, newest_whole
+from tigon.cli.folder import LOCK, Claim
+from tigon.cli.model import (
+    Source,
+    find_model,
+    load_tokenizer,
+    random_model,
+    stored_form,
+)
+from tigon.cli.problem import Problem, check_writable, disk_full, is_out_of_memory, needs, one_line
+from tigon.cli.tokens import CHAT_TEMPLATE, train_tokenizer
+from tigon.cli.train.callback import RunCallback, has_checkpoint
+from tigon.cli.train.data import is_plain_text, iterate_texts, read_data
+from tigon.cli.train.options import SHARING, TASKS, RewardArguments, TrainOptions, trl
+from tigon.manifest import check_manifest, write_manifest
+
+# The files by which from_pretrained recognises a model, adapters, a tokenizer and a ranker.
+PRETRAINED = (
+    "*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "vocab.*", "merges.txt", "*.model", "prompt.yaml", "ranker.json",
+)  # fmt: skip
+
+
+def run(options: TrainOptions) -> None:
+    """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended it."""
+    output = Path(options.trainer.output_dir).expanduser().resolve()
+    options.trainer.output_dir = str(output)
+    with Claim() as claim:
+        checkpoint = find_checkpoint(output, options.trainer.resume_from_checkpoint)
+        if PartialState().is_main_process:
+            claim.take(output)
+        if options.trainer.world_size == 1:
+            options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
+        if options.task == "rank":
+            from tigon.cli.train.rank import make_trainer
+        else:
+            make_trainer = make_trl_trainer
+        trainer, fusion = make_trainer(options)
+        if trainer.is_world_process_zero():
+            claim.take(output)  # again: the trainer has made the folder
+        train(trainer, RunCallback(fusion), checkpoint)
+        if fusion is not None:
+            fusion.remove()
+        save(trainer, output)
+        if options.task == "rank" and trainer.is_world_process_zero():
+            trainer.finish()
+            seal_model(output)
+
+
+def find_checkpoint(output: Path, wanted: str | None) -> str | None:
+    """The checkpoint that --resume_from_checkpoint means: a folder, true for the newest whole one in --output_dir, auto
+    for that one if there is any.
+
+    Raises: Problem for a damaged checkpoint, for none, and for an --output_dir that holds files where none is wanted.
+    """
+    check_writable(output, "--output_dir")
+    word = (wanted or "").lower()
+    if word == "true" or (word == "auto" and has_checkpoint(output)):
+        found, notes = newest_whole(output)
+        for note in notes if PartialState().is_main_process else ():
+            print(f"{note}; going back to {found}", flush=True)
+        return str(found)
+    if wanted and word not in ("auto", "false"):
+        reason = defect(Path(wanted)) if Path(wanted).is_dir() else "there is no such folder"
+        if reason:
+            raise Problem(f"--resume_from_checkpoint {wanted} cannot be used: {reason}")
+        return wanted
+    if word != "auto" and output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
+        raise Problem(
+            f"--output_dir {output} holds files: --resume_from_checkpoint true goes on with the run in it, another "
+            "--output_dir leaves it alone"
+        )
+    return None
+
+
+def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
+    """The trainer of a task of TRL, and what `fuse` has returned, or None."""
+    arguments, model_config = options.trainer, options.model
+    source = find_source(options)
+    train_rows, test_rows = read_data(options)
+    tokenizer = find_tokenizer(options, source, iterate_texts(train_rows))
+    if options.task == "sft" and is_plain_text(options.data.dataset_name) and "packing" not in options.given:
+        # A text is far longer than a sequence: cut it into sequences, where TRL would keep its beginning alone.
+        arguments.packing, arguments.packing_strategy = True, "wrapped"
+    own: dict[str, Any] = {}
+    if options.task in ("grpo", "rloo"):
+        own["reward_funcs"] = find_rewards(options.extra)
+    if options.task == "distillation":
+        own["teacher_model"] = arguments.teacher_model_name_or_path
+    if source.weights:
+        arguments.model_init_kwargs = {
+            "revision": model_config.model_revision, "attn_implementation": model_config.attn_implementation,
+            "dtype": model_config.dtype, **(arguments.model_init_kwargs or {}),
+        }  # fmt: skip
+    try:
+        trainer = getattr(trl, TASKS[options.task].trainer)(
+            model=source.name if source.weights else build_model(options, source, tokenizer),
+            args=arguments,
+            train_dataset=train_rows,
+            eval_dataset=test_rows,
+            processing_class=tokenizer,
+            quantization_config=trl.get_quantization_config(model_config),
+            peft_config=trl.get_peft_config(model_config),
+            **own,
+        )
+    except Exception as error:
+        if is_out_of_memory(error) or disk_full(error) or isinstance(error, Problem):
+            raise
+        raise Problem(f"--task {options.task}: {type(error).__name__}: {one_line(error)}") from error
+    trainer.create_model_card = lambda *_, **__: None  # each checkpoint would overwrite the user's own
+    for parameter in trainer.model.parameters():
+        # TRL narrows the adapters of a quantised model to bf16, in which a step of 1e-6 changes nothing.
+        if parameter.requires_grad and stored_form(trainer.model.config):
+            parameter.data = parameter.data.float()
+    return trainer, fuse_trainer(trainer, options)
+
+
+def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
+    """Fuse the trainer's models and losses. Raises Problem for --shared_prefix true where prompts cannot be shared."""
+    if not options.fuse.fuse:
+        return None
+    from tigon.integrations.trl import fuse
+
+    share: Any = {"true": True, "false": False}.get(options.fuse.shared_prefix, "auto")
+    level: Any = options.fuse.recompute  # the parser has checked the word
+    if options.task not in SHARING:
+        share = False
+    try:
+        return fuse(trainer, shared_prefix=share, recompute=level, offload=options.fuse.offload)
+    except ValueError as error:
+        if share is not True:
+            raise
+        raise Problem(f"--shared_prefix true: {one_line(error).rpartition('Trainer: ')[2]}") from error
+
+
+def find_source(options: TrainOptions) -> Source:
+    """The model, whose files are whole. Raises Problem for a model that the options do not fit."""
+    name, model = str(options.model.model_name_or_path), options.model
+    if model.load_in_4bit or model.load_in_8bit:
+        needs("--load_in_4bit", "quantize", "bitsandbytes")
+        if not model.use_peft:
+            raise Problem("--load_in_4bit and --load_in_8bit go with --use_peft: quantised weights are not trained")
+    source = find_model(name)
+    if source.kind == "path" and Path(source.name).is_dir():
+        check_manifest(Path(source.name))
+    if stored_form(source.config) and not model.use_peft:
+        raise Problem(f"{name} is quantised, and quantised weights cannot be trained; train adapters by --use_peft")
+    if not source.weights and (model.use_peft or options.task not in ("sft", "rank")):
+        what = "--use_peft" if model.use_peft else f"--task {options.task}"
+        raise Problem(f"{what} starts from trained weights, and {name} has none")
+    limit = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    length = getattr(options.trainer, "max_length", None)
+    if limit and length and length > limit and "max_length" in options.given:
+        raise Problem(f"--max_length {length} is beyond the {limit} positions of {name}")
+    if limit and length:
+        options.trainer.max_length = min(length, limit)
+    return source
+
+
+def find_tokenizer(options: TrainOptions, source: Source, texts: Any) -> Any:
+    """The named tokenizer; else the model's, or one trained on the texts for a model without weights."""
+    if options.fuse.tokenizer_name_or_path:
+        tokenizer = load_tokenizer(options.fuse.tokenizer_name_or_path, "--tokenizer_name_or_path")
+    elif source.weights:
+        tokenizer = load_tokenizer(source.name, "--model_name_or_path")
+    else:
+        size = min(options.fuse.vocab_size, source.config.vocab_size)
+        trained = [train_tokenizer(texts, size) if PartialState().is_main_process else None]
+        tokenizer = broadcast_object_list(trained)[0]
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise Problem(
+            "the tokenizer has neither an end-of-text nor a padding token; give another by --tokenizer_name_or_path"
+        )
+    tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    return tokenizer
+
+
+def find_rewards(options: RewardArguments) -> list[Callable[..., list[float]] | str]:
+    """The functions that --reward_funcs names, and the reward model. Raises Problem for a name that is no function."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a module beside the command, as `python -m` finds it
+    found: list[Any] = [_import(name) for name in options.reward_funcs]
+    return found + ([options.reward_model_name_or_path] if options.reward_model_name_or_path else [])
+
+
+def _import(name: str) -> Any:
+    module, _, function = name.rpartition(".")
+    if not module:
+        module, function = "trl.rewards", name  # TRL's own: accuracy_reward, think_format_reward, …
+    try:
+        reward = getattr(importlib.import_module(module), function, None)
+    except Exception as error:
+        raise Problem(f"--reward_funcs {name}: {module} cannot be imported ({one_line(error)})") from error
+    if not callable(reward):
+        raise Problem(f"--reward_funcs {name}: {module} has no function {function}")
+    return reward
+
+
+def build_model(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
+    """A model with random weights, with the tokenizer's vocabulary."""
+    config = source.config
+    config.vocab_size = math.ceil(len(tokenizer) / 64) * 64  # a multiple of 64, for the matrix units
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    set_seed(options.trainer.seed)
+    attention = options.model.attn_implementation
+    model = random_model(config, **({"attn_implementation": attention} if attention else {}))
+    return model.to(getattr(torch, options.model.dtype)) if options.model.dtype not in (None, "auto") else model
+
+
+def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
+    """Train to the end. Raises Problem if a signal ended the run, or a full disk."""
+    trainer.add_callback(callback)
+    go_on = "the same command with --resume_from_checkpoint true goes on"
+    try:
+        with callback:
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except Exception as error:
+        if not disk_full(error):
+            raise
+        raise Problem(
+            f"the disk of {trainer.args.output_dir} is full, or fails, at step {trainer.state.global_step}; make room, "
+            f"and {go_on}"
+        ) from error
+    if callback.signal:
+        step, steps = trainer.state.global_step, trainer.state.max_steps
+        raise Problem(f"stopped at step {step} of {steps}, with a checkpoint; {go_on}", code=128 + callback.signal)
+
+
+def save(trainer: Any, output: Path) -> None:
+    """Write the trained model and its tokenizer, with a manifest by which other commands tell damaged files."""
+    trainer.model.config.use_cache = True
+    trainer.save_model(str(output))
+    if trainer.is_world_process_zero():
+        trainer.state.save_to_json(str(output / "trainer_state.json"))
+        seal_model(output)
+        print(f"the model is in {output}, its losses in {output / 'trainer_state.json'}", flush=True)
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+
+
+def seal_model(output: Path) -> None:
+    names = sorted({file.name for pattern in PRETRAINED for file in output.glob(pattern)})
+    write_manifest(output, names, largest=CRC_LIMIT)
