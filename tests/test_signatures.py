@@ -19,7 +19,7 @@ PUBLIC = (
     "tigon.rank",
     "tigon.compress",
     "tigon.tables",
-    "tigon.rank.prompt",
+    "tigon.rank.models.prompt",
 )
 PACKAGES = {package: homes_of(package) for package in PUBLIC}
 PACKAGES["tigon.optim"] = dict.fromkeys(optimizers, "tigon.optim")

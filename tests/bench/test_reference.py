@@ -13,7 +13,7 @@ griffe = pytest.importorskip("griffe")
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "tigon", "tigon.losses", "tigon.distributed", "tigon.optim", "tigon.retrieve", "tigon.rank", "tigon.tables",
-    "tigon.rank.prompt",
+    "tigon.rank.models.prompt",
 )  # fmt: skip
 # Public by being documented: their packages import what a host brings, and declare nothing.
 HOSTS = (

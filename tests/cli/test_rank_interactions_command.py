@@ -163,24 +163,24 @@ def called(run=None, **options):
 
 def test_other_rankers_have_none(run, folder, tmp_path):
     schema = rank.Schema(rank.Roles("banner", labels="score"), {"banner": rank.Id(side="item", vocab=(1, 2))})
-    rank.LiGR(schema, 8, 1).save_pretrained(tmp_path / "ligr")
+    rank.LiGR(schema, rank.LiGRConfig(8, 1)).save_pretrained(tmp_path / "ligr")
     with pytest.raises(Problem, match="is for --model lirank, whose MLP reads the fields of a row, got a LiGR; with"):
         called(tmp_path / "ligr")
     plain = rank.Ranker.from_pretrained(run[0] / "model")
-    rank.LiRank(plain.schema, 4, mlp=()).save_pretrained(tmp_path / "linear")
+    rank.LiRank(plain.schema, rank.LiRankConfig(4, mlp=())).save_pretrained(tmp_path / "linear")
     with pytest.raises(Problem, match="--data must name rows that say how far the fields of"):
         called(tmp_path / "linear")
     with pytest.raises(Problem, match="ranker must have an MLP over its fields, by --mlp, got one without"):
         called(tmp_path / "linear", data=[str(folder / "train.csv")])
     one = rank.Schema({"labels": LABELS}, {"country": rank.Id(vocab=("at", "be")), "site": rank.Id(vocab=("one",))})
-    rank.LiRank(one, 4).save_pretrained(tmp_path / "one")
+    rank.LiRank(one, rank.LiRankConfig(4)).save_pretrained(tmp_path / "one")
     with pytest.raises(Problem, match=r"there must be two fields that vary, got 1 .site: it is the same in all rows"):
         called(tmp_path / "one", data=[str(folder / "train.csv")])
 
 
 def test_interactions_of_a_table(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)
-    monkeypatch.setattr("tigon.rank.interacting.tables.EPOCHS", 3)
+    monkeypatch.setattr("tigon.rank.interactions.tables.STEPS", 0)
+    monkeypatch.setattr("tigon.rank.interactions.tables.EPOCHS", 3)
     data = [str(folder / "train.csv")]
     called(data=data, label="score", as_crosses=tmp_path / "schema.json", json=True)
     found = json.loads(capsys.readouterr().out)

@@ -53,7 +53,7 @@ def export_no_lirank():
 
 @before("rank/interactions.md")
 def fit_small_networks_for_a_moment():
-    from tigon.rank.interacting import tables
+    from tigon.rank.interactions import tables
 
     tables.STEPS, tables.EPOCHS = 0, 10
 

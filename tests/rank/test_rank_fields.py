@@ -8,7 +8,7 @@ import torch
 pa = pytest.importorskip("pyarrow")
 
 from tigon.rank import Id, Ids, Number, Ragged, Text, Time  # noqa: E402
-from tigon.rank.fields import KINDS  # noqa: E402
+from tigon.rank.data.fields import KINDS  # noqa: E402
 from tigon.tables.values import BadValue  # noqa: E402
 
 

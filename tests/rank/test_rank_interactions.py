@@ -10,7 +10,7 @@ from torch import nn
 pytest.importorskip("pyarrow")
 
 from tigon import rank
-from tigon.rank.interacting.networks import Inputs, Networks, Training
+from tigon.rank.interactions.networks import Inputs, Networks, Training
 
 
 def weights_of(*sizes, seed=0):
@@ -24,12 +24,12 @@ def strengths(found):
 
 def test_strengths_by_hand():
     weights = [np.array([[3.0, -1.0, 0.5]]), np.array([[-2.0]])]  # one unit, which reaches the output by 2
-    found = rank.interactions(weights, ["a", "b", "c"])
+    found = rank.find_interactions(weights, ["a", "b", "c"])
     assert strengths(found) == {("a", "b"): 2 * (1 - 0.5) ** 2, ("a", "b", "c"): 2 * 0.5**2}
     assert [one.units for one in found] == [1, 1]
     assert sum(one.share for one in found) == pytest.approx(1)
-    assert strengths(rank.interactions(weights, method="nid")) == {("x1", "x2"): 2.0, ("x1", "x2", "x3"): 1.0}
-    pairs = strengths(rank.interactions(weights, order=2, power=3))
+    assert strengths(rank.find_interactions(weights, method="nid")) == {("x1", "x2"): 2.0, ("x1", "x2", "x3"): 1.0}
+    pairs = strengths(rank.find_interactions(weights, order=2, power=3))
     assert pairs == pytest.approx({("x1", "x2"): 2 * (0.125 + 0.125), ("x1", "x3"): 0.25, ("x2", "x3"): 0.25})
 
 
@@ -38,8 +38,8 @@ def test_persistence_of_power_one_is_nid(order):
     weights = weights_of(6, 9, 4, 1)
     weights[0][:, 2] = weights[0][:, 3]  # ties
     weights[0][4] = 0.0
-    ours = strengths(rank.interactions(weights, order=order, power=1))
-    nid = strengths(rank.interactions(weights, order=order, method="nid"))
+    ours = strengths(rank.find_interactions(weights, order=order, power=1))
+    nid = strengths(rank.find_interactions(weights, order=order, method="nid"))
     first, reach = np.abs(weights[0]), (np.abs(weights[2]) @ np.abs(weights[1]))[0]
     by_hand = {
         tuple(f"x{feature + 1}" for feature in one): float(reach @ first[:, one].min(1))
@@ -51,10 +51,10 @@ def test_persistence_of_power_one_is_nid(order):
 
 def test_pairs_have_the_strength_of_the_sets_that_hold_them():
     weights = weights_of(7, 20, 3, 1)
-    sets = strengths(rank.interactions(weights))
-    for pair, strength in strengths(rank.interactions(weights, order=2)).items():
+    sets = strengths(rank.find_interactions(weights))
+    for pair, strength in strengths(rank.find_interactions(weights, order=2)).items():
         assert strength == pytest.approx(sum(own for one, own in sets.items() if set(pair) <= set(one)))
-    found = rank.interactions(weights)
+    found = rank.find_interactions(weights)
     assert [one.strength for one in found] == sorted(sets.values(), reverse=True)
     assert all(one.features == tuple(sorted(one.features)) for one in found)
 
@@ -78,25 +78,25 @@ def test_modules_are_read_as_their_weights():
     ]  # fmt: skip
     first, second, last = (part.weight.detach().double().numpy() for part in model if isinstance(part, nn.Linear))
     plain = [first * factors[0] * factors[1][:, None], second, last * factors[2]]
-    assert strengths(rank.interactions(model)) == pytest.approx(strengths(rank.interactions(plain)))
+    assert strengths(rank.find_interactions(model)) == pytest.approx(strengths(rank.find_interactions(plain)))
     tensors = [torch.tensor(weight, requires_grad=True) for weight in plain]
-    assert strengths(rank.interactions(tensors)) == strengths(rank.interactions(plain))
+    assert strengths(rank.find_interactions(tensors)) == strengths(rank.find_interactions(plain))
 
 
 def test_columns_of_one_name_are_one_feature_and_spreads_scale_them():
     first = np.array([[3.0, 4.0, 1.0], [0.0, 0.0, 2.0]])
     last = np.ones((1, 2))
-    joint = strengths(rank.interactions([first, last], ["a", "a", "b"], order=2, method="nid"))
+    joint = strengths(rank.find_interactions([first, last], ["a", "a", "b"], order=2, method="nid"))
     assert joint == {("a", "b"): 1.0}  # min(5, 1) + min(0, 2)
-    scaled = rank.interactions([first, last], ["a", "a", "b"], order=2, method="nid", spread=[2.0, 1.0, 10.0])
+    scaled = rank.find_interactions([first, last], ["a", "a", "b"], order=2, method="nid", spread=[2.0, 1.0, 10.0])
     assert strengths(scaled) == pytest.approx({("a", "b"): np.hypot(6, 4)})
 
 
 def test_pruned_slices_and_text():
     weights = [np.array([[5.0, 4.0, 3.9], [0.0, 1.0, 0.9]]), np.ones((1, 2))]
-    found = rank.interactions(weights, ["a", "b", "c"])
+    found = rank.find_interactions(weights, ["a", "b", "c"])
     assert [one.features for one in found] == [("a", "b", "c"), ("b", "c"), ("a", "b")]
-    assert [one.features for one in found.pruned()] == [("a", "b", "c")]
+    assert [one.features for one in found.maximal()] == [("a", "b", "c")]
     assert isinstance(found[:2], rank.Interactions)
     assert len(found[:2]) == 2
     assert found[1] == list(found)[1]
@@ -108,7 +108,7 @@ def test_explain_returns_a_table_and_draws(tmp_path):
     from matplotlib import image
 
     for order in (None, 2):
-        found = rank.interactions(weights_of(5, 12, 1), list("abcde"), order=order)
+        found = rank.find_interactions(weights_of(5, 12, 1), list("abcde"), order=order)
         table = found.explain(tmp_path / "found.png", top=4).to_pylist()
         assert [row["features"] for row in table] == [list(one.features) for one in found[:4]]
         assert [row["order"] for row in table] == [len(one.features) for one in found[:4]]
@@ -118,7 +118,7 @@ def test_explain_returns_a_table_and_draws(tmp_path):
 
 
 def test_crosses_are_fields_of_the_strongest_sets():
-    found = rank.interactions(weights_of(4, 6, 1), ["a", "b", "c", "d"], order=2)
+    found = rank.find_interactions(weights_of(4, 6, 1), ["a", "b", "c", "d"], order=2)
     crosses = found.crosses(3, hash_rows=50)
     assert [cross.of for cross in crosses.values()] == [one.features for one in found[:3]]
     assert [*crosses] == [" × ".join(one.features) for one in found[:3]]
@@ -132,33 +132,33 @@ NAN = [np.where(np.arange(12).reshape(4, 3) == 5, np.nan, GOOD[0]), GOOD[1]]
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: rank.interactions(nn.Linear(3, 1)), "a linear model has none"),
-        (lambda: rank.interactions(GOOD[:1]), "a linear model has none"),
-        (lambda: rank.interactions(nn.ReLU()), "model must be an MLP, a chain of nn.Linear, but ReLU has none"),
-        (lambda: rank.interactions(nn.LSTM(3, 4)), "but it is of the class LSTM"),
-        (lambda: rank.interactions(nn.Sequential(nn.Embedding(4, 3))), "but 0 is of the class Embedding; rank.fit_mlp"),
-        (lambda: rank.interactions(7), "model must be an MLP, what rank.fit_mlp returned, or a list .* got int"),
-        (lambda: rank.interactions([]), "got an empty list"),
-        (lambda: rank.interactions([GOOD[0], np.zeros(4)]), r"layer 2 must be \(outputs, inputs\).*got shape \(4,\)"),
-        (lambda: rank.interactions([["a"], GOOD[1]]), "layer 1 must be an array of numbers, got list"),
+        (lambda: rank.find_interactions(nn.Linear(3, 1)), "a linear model has none"),
+        (lambda: rank.find_interactions(GOOD[:1]), "a linear model has none"),
+        (lambda: rank.find_interactions(nn.ReLU()), "model must be an MLP, a chain of nn.Linear, but ReLU has none"),
+        (lambda: rank.find_interactions(nn.LSTM(3, 4)), "but it is of the class LSTM"),
+        (lambda: rank.find_interactions(nn.Sequential(nn.Embedding(4, 3))), "but 0 is of the class Embedding; rank.fit_mlp"),
+        (lambda: rank.find_interactions(7), "model must be an MLP, what rank.fit_mlp returned, or a list .* got int"),
+        (lambda: rank.find_interactions([]), "got an empty list"),
+        (lambda: rank.find_interactions([GOOD[0], np.zeros(4)]), r"layer 2 must be \(outputs, inputs\).*got shape \(4,\)"),
+        (lambda: rank.find_interactions([["a"], GOOD[1]]), "layer 1 must be an array of numbers, got list"),
         (
-            lambda: rank.interactions([GOOD[0], np.zeros((1, 5))]),
+            lambda: rank.find_interactions([GOOD[0], np.zeros((1, 5))]),
             r"layer 2 reads 5 numbers of the 4 before it; the shapes are \(4, 3\), \(1, 5\)",
         ),
-        (lambda: rank.interactions(NAN), "1 of the 12 of layer 1 are not; did the training diverge"),
-        (lambda: rank.interactions(GOOD, ["a", "b"]), "names must name each of the 3 inputs of the model, got 2"),
-        (lambda: rank.interactions(GOOD, "abc"), "names must be a list of strings, got 'abc'"),
-        (lambda: rank.interactions(GOOD, ["a"] * 3), "there must be two features or more, got 'a'"),
-        (lambda: rank.interactions(GOOD, spread=[1, 0, 1]), "'x2' has a variance of 0, and a weight says nothing"),
-        (lambda: rank.interactions(GOOD, spread=[1, -1, 1]), "spread of 'x2' must be a finite number above 0"),
-        (lambda: rank.interactions(GOOD, spread=[1, 2]), r"a number for each of the 3 inputs, got shape \(2,\)"),
-        (lambda: rank.interactions(GOOD, order=4), "order must be None or an integer from 2 to 3.*got 4"),
-        (lambda: rank.interactions(GOOD, order=1), "order must be None or an integer from 2 to 3.*got 1"),
-        (lambda: rank.interactions(GOOD, method="ndi"), "method must be 'persistence' or 'nid', got 'ndi'"),
-        (lambda: rank.interactions(GOOD, power=0), "power must be a number above 0, got 0"),
-        (lambda: rank.interactions(weights_of(300, 2, 1), order=4), "300 features have .* sets of 4, more than"),
-        (lambda: rank.interactions(GOOD).explain(top=0), r"Interactions\.explain: top must be an integer of 1"),
-        (lambda: rank.interactions(GOOD).crosses(0), r"Interactions\.crosses: top must be an integer of 1"),
+        (lambda: rank.find_interactions(NAN), "1 of the 12 of layer 1 are not; did the training diverge"),
+        (lambda: rank.find_interactions(GOOD, ["a", "b"]), "names must name each of the 3 inputs of the model, got 2"),
+        (lambda: rank.find_interactions(GOOD, "abc"), "names must be a list of strings, got 'abc'"),
+        (lambda: rank.find_interactions(GOOD, ["a"] * 3), "there must be two features or more, got 'a'"),
+        (lambda: rank.find_interactions(GOOD, spread=[1, 0, 1]), "'x2' has a variance of 0, and a weight says nothing"),
+        (lambda: rank.find_interactions(GOOD, spread=[1, -1, 1]), "spread of 'x2' must be a finite number above 0"),
+        (lambda: rank.find_interactions(GOOD, spread=[1, 2]), r"a number for each of the 3 inputs, got shape \(2,\)"),
+        (lambda: rank.find_interactions(GOOD, order=4), "order must be None or an integer from 2 to 3.*got 4"),
+        (lambda: rank.find_interactions(GOOD, order=1), "order must be None or an integer from 2 to 3.*got 1"),
+        (lambda: rank.find_interactions(GOOD, method="ndi"), "method must be 'persistence' or 'nid', got 'ndi'"),
+        (lambda: rank.find_interactions(GOOD, power=0), "power must be a number above 0, got 0"),
+        (lambda: rank.find_interactions(weights_of(300, 2, 1), order=4), "300 features have .* sets of 4, more than"),
+        (lambda: rank.find_interactions(GOOD).explain(top=0), r"Interactions\.explain: top must be an integer of 1"),
+        (lambda: rank.find_interactions(GOOD).crosses(0), r"Interactions\.crosses: top must be an integer of 1"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_a_sentence(call, sentence):
@@ -234,7 +234,7 @@ def table(rows=1200, seed=0):
 
 
 def test_a_table_tells_of_the_columns_that_act_together(monkeypatch):
-    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)  # 400 steps
+    monkeypatch.setattr("tigon.rank.interactions.tables.STEPS", 0)  # 400 steps
     data = table()
     fitted = rank.fit_mlp({name: column for name, column in data.items() if name != "high"}, "y", networks=1)
     assert fitted.names == ("age", "hours", "income", "city")
@@ -242,14 +242,14 @@ def test_a_table_tells_of_the_columns_that_act_together(monkeypatch):
     assert fitted.left_out["note"] == "a Text is nothing that an MLP reads"
     assert fitted.loss[0] < 0.5 * fitted.constant
     assert fitted.notes == ()
-    found = rank.interactions(fitted, order=2)
+    found = rank.find_interactions(fitted, order=2)
     assert found[0].features == ("age", "hours")
     assert found[0].strength > 1.5 * found[1].strength
 
 
 def test_a_table_of_classes_and_gaps(monkeypatch):
-    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)
-    monkeypatch.setattr("tigon.rank.interacting.tables.EPOCHS", 4)
+    monkeypatch.setattr("tigon.rank.interactions.tables.STEPS", 0)
+    monkeypatch.setattr("tigon.rank.interactions.tables.EPOCHS", 4)
     data = table(400)
     data["age"][::3] = np.nan
     data["rare"] = [f"v{n // 12}" if n < 36 else f"alone{n}" for n in range(400)]
@@ -263,15 +263,15 @@ def test_a_table_of_classes_and_gaps(monkeypatch):
 
 
 def test_networks_that_learn_nothing_say_so(monkeypatch):
-    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)
-    monkeypatch.setattr("tigon.rank.interacting.tables.EPOCHS", 4)
+    monkeypatch.setattr("tigon.rank.interactions.tables.STEPS", 0)
+    monkeypatch.setattr("tigon.rank.interactions.tables.EPOCHS", 4)
     draw = np.random.default_rng(0)
     data = {"a": draw.normal(size=200), "b": draw.normal(size=200), "y": draw.normal(size=200)}
     fitted = rank.fit_mlp(data, "y", networks=2)
     assert "foretell the label no better than a constant" in fitted.notes[0]
-    assert rank.interactions(fitted, order=2).notes == list(fitted.notes)
+    assert rank.find_interactions(fitted, order=2).notes == list(fitted.notes)
     with pytest.raises(ValueError, match="names and spread are those of the table"):
-        rank.interactions(fitted, ["a", "b"])
+        rank.find_interactions(fitted, ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_table_that_cannot_be_read_gets_a_sentence(change, call, sentence):
 
 
 def test_the_strongest_penalty_counts_that_costs_no_more_than_chance():
-    from tigon.rank.interacting.tables import penalty_of
+    from tigon.rank.interactions.tables import penalty_of
 
     draw = torch.Generator().manual_seed(0)
     rows = torch.rand(3, 1000, generator=draw, dtype=torch.float64)
@@ -340,7 +340,8 @@ def test_the_measures_of_the_study():
 
     def found(*sets):
         return {
-            one: study.Found(float(strength), 1) for strength, one in zip(range(len(sets), 0, -1), sets, strict=True)
+            one: study.SetStrength(float(strength), 1)
+            for strength, one in zip(range(len(sets), 0, -1), sets, strict=True)
         }
 
     true = [(0, 1, 2), (2, 3)]
@@ -348,7 +349,7 @@ def test_the_measures_of_the_study():
     assert study.auc(pairs, true) == pytest.approx((2 * 2 + 2 * 1) / 8)
     order = [(0, 1, 2, 3), (0, 1, 2), (4, 5, 6), (0, 1, 2, 4)]
     assert study.precision(order, [(0, 1, 2), (4, 5, 6)]) == 0.5
-    assert study.pruned(order, 3) == [(0, 1, 2, 3), (4, 5, 6), (0, 1, 2, 4)]
+    assert study.maximal(order, 3) == [(0, 1, 2, 3), (4, 5, 6), (0, 1, 2, 4)]
     assert study.largest([(0, 1), (0, 1, 2), (3, 4)], 2) == [(0, 1, 2), (3, 4)]
 
 

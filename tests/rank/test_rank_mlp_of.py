@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("pyarrow")
 
 from tigon import rank
-from tigon.rank.features.model import request_of
+from tigon.rank.models.lirank.model import row_requests
 
 FIELDS = {
     "country": rank.Id(side="context"), "age": rank.Number(side="context"), "banner": rank.Id(hash_rows=5, hash="qr"),
@@ -38,7 +38,7 @@ def read(**more):
 
 def ranker(data, **options):
     torch.manual_seed(1)
-    made = rank.LiRank(data.schema, 4, rank=2, layers=1, **options)
+    made = rank.LiRank(data.schema, rank.LiRankConfig(4, rank=2, layers=1, **options))
     with torch.no_grad():
         for p in made.parameters():
             p.copy_(torch.randn_like(p))
@@ -50,7 +50,7 @@ def ranker(data, **options):
 
 def x0(made, data):
     batch = data.batch(torch.arange(len(data)))
-    return made.inputs(batch.context, batch.items, request_of(batch, torch.device("cpu"))).detach().double()
+    return made.inputs(batch.context, batch.items, row_requests(batch, torch.device("cpu"))).detach().double()
 
 
 def test_a_number_of_the_inputs_belongs_to_the_field_that_changes_it():
@@ -82,7 +82,7 @@ def test_a_number_of_the_inputs_belongs_to_the_field_that_changes_it():
 def test_strengths_by_hand(options, label):
     data = read()
     made = ranker(data, **options)
-    found = rank.mlp_of(made, data, label)
+    found = rank.extract_mlp(made, data, label)
     assert found.left_out == {"one": "it is the same in all rows"}
     assert set(found.names) == set(FIELDS) - {"one"}
     x, owners = x0(made, data), made.inputs.owners()
@@ -120,7 +120,7 @@ def test_strengths_by_hand(options, label):
         own = [n for n, owner in enumerate(owners) if owner == name]
         adds = x[:, own] @ first[:, own].T
         np.testing.assert_allclose(network.first[:, place], adds.std(0, correction=0).numpy(), rtol=1e-4, err_msg=name)
-    pairs = rank.interactions(found, order=2)
+    pairs = rank.find_interactions(found, order=2)
     assert len(pairs) == 28
     assert pairs.notes == list(found.notes)
 
@@ -132,12 +132,12 @@ def test_a_planted_pair_is_found_and_becomes_a_cross():
     schema = rank.Schema({"labels": ["click"]}, {name: rank.Id() for name in "abcd"})
     data = rank.Impressions.read(rows, schema=schema)
     torch.manual_seed(0)
-    made = rank.LiRank(data.schema, 4, "none", mlp=(16,), gate=False)
+    made = rank.LiRank(data.schema, rank.LiRankConfig(4, "none", mlp=(16,), gate=False))
     rank.fit(made, data, None, rank.FitOptions(epochs=6, batch_size=50, lr=0.03))
-    pairs = rank.interactions(rank.mlp_of(made, data), order=2)
+    pairs = rank.find_interactions(rank.extract_mlp(made, data), order=2)
     assert pairs[0].features == ("a", "b")
     assert pairs[0].share > 0.6
-    small = rank.interactions(rank.mlp_of(made.compress(), data), order=2)
+    small = rank.find_interactions(rank.extract_mlp(rank.quantize_tables(made), data), order=2)
     assert small[0].strength == pytest.approx(pairs[0].strength, rel=0.05)
     crossed = data.schema.replace(pairs.crosses(1, schema=data.schema))
     assert list(crossed.rows)[-1] == "a × b"
@@ -147,7 +147,7 @@ def test_a_planted_pair_is_found_and_becomes_a_cross():
 
 def test_crosses_of_a_schema_pass_over_what_has_none():
     data = read()
-    pairs = rank.interactions(rank.mlp_of(ranker(data), data), order=2)
+    pairs = rank.find_interactions(rank.extract_mlp(ranker(data), data), order=2)
     allowed = {"country", "age", "banner", "size", "site"}
     crosses = pairs.crosses(100, schema=data.schema)
     assert len(crosses) == 10
@@ -168,7 +168,7 @@ def test_crosses_of_a_schema_pass_over_what_has_none():
 def test_bad_rankers(options, label, said):
     data = read()
     with pytest.raises(ValueError, match=said):
-        rank.mlp_of(ranker(data, **options), data, label)
+        rank.extract_mlp(ranker(data, **options), data, label)
 
 
 def test_bad_data():
@@ -176,20 +176,23 @@ def test_bad_data():
     made = ranker(data)
     still = rank.Impressions.read({name: values[:1] for name, values in table().items()}, schema=data.schema)
     with pytest.raises(ValueError, match=r"there must be two fields that vary, got 0 .country: it is the same in all"):
-        rank.mlp_of(made, still)
+        rank.extract_mlp(made, still)
     other = rank.Impressions.read(table(seed=3), schema=rank.Schema(data.schema.roles, FIELDS))
     with pytest.raises(ValueError, match="mlp_of: data must be read with the ranker's schema"):
-        rank.mlp_of(made, other)
-    with pytest.raises(ValueError, match=r"what rank.mlp_of\(ranker, data\) reads of a ranker.*got the LiRank itself"):
-        rank.interactions(made)
+        rank.extract_mlp(made, other)
+    with pytest.raises(
+        ValueError, match=r"what rank.extract_mlp\(ranker, data\) reads of a ranker.*got the LiRank itself"
+    ):
+        rank.find_interactions(made)
     with pytest.raises(ValueError, match="names and spread are those of the ranker's fields"):
-        rank.interactions(rank.mlp_of(made, data), spread=[1.0])
+        rank.find_interactions(rank.extract_mlp(made, data), spread=[1.0])
     ligr = rank.LiGR(
-        rank.Schema(rank.Roles("banner", labels="click"), {"banner": rank.Id(side="item", vocab=(1,))}), 8, 1
+        rank.Schema(rank.Roles("banner", labels="click"), {"banner": rank.Id(side="item", vocab=(1,))}),
+        rank.LiGRConfig(8, 1),
     )
     with pytest.raises(ValueError, match=r"must be a rank.LiRank, whose MLP reads the fields of a row, got a LiGR"):
-        rank.mlp_of(ligr, data)
+        rank.extract_mlp(ligr, data)
     with torch.no_grad():
         made.mlp[0].linear.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match="weights must be finite, but some of layer 1 are not"):
-        rank.mlp_of(made, data)
+        rank.extract_mlp(made, data)

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from tigon import rank
-from tigon.rank import telling as module
-from tigon.rank.telling import seldom, telling
+from tigon.rank.data import leakage as module
+from tigon.rank.data.leakage import find_leaky_fields, find_rare_crosses
 
 
 def table(rows=3000, share=0.3):
@@ -36,7 +36,8 @@ FIELDS = {
 def told(rows, labels=("click",)):
     data = rank.Impressions.read(rows, schema=rank.Schema({"labels": labels}, FIELDS))
     return [
-        re.match(r"Field '(.*?)' alone tells label '(.*?)', with an AUC of (\S+)\. If", one) for one in telling(data)
+        re.match(r"Field '(.*?)' alone tells label '(.*?)', with an AUC of (\S+)\. If", one)
+        for one in find_leaky_fields(data)
     ]
 
 
@@ -73,9 +74,9 @@ def test_crosses_that_no_two_rows_share_are_named(monkeypatch):
     }  # fmt: skip
     schema = rank.Schema({"labels": ("click",), "request": "request"}, fields | {"request": side} | crosses)
     data = rank.Impressions.read(rows, schema=schema)
-    found = [re.match(r"Cross '(.*?)': (\d+)% of the rows", one) for one in seldom(data)]
+    found = [re.match(r"Cross '(.*?)': (\d+)% of the rows", one) for one in find_rare_crosses(data)]
     assert [one[1] for one in found] == ["alone", "pairs"]
     assert found[0][2] == "0"
     assert 3 < int(found[1][2]) < 10  # two of a pair are in one sixteenth
     monkeypatch.setattr(module, "COUNTED", 2999)
-    assert seldom(data) == []
+    assert find_rare_crosses(data) == []

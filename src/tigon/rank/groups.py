@@ -57,7 +57,9 @@ class Groups(NamedTuple):
         return torch.arange(1, len(self.row) + 1, device=self.row.device) - self.offsets[self.row]
 
 
-def grouped(name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, weights: Tensor | None = None) -> Groups:
+def check_groups(
+    name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, weights: Tensor | None = None
+) -> Groups:
     """Check what stands beside scores, and find the group of each row.
 
     Raises: ValueError for shapes, dtypes and devices that do not fit; for values of offsets where they can be looked at

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.rank.groups import Groups, grouped
+from tigon.rank.groups import Groups, check_groups
 from tigon.runtime import check_tensors
 
 
-class Ranked(NamedTuple):
+class SortedGroups(NamedTuple):
     """Rows by group, then by falling score.
 
     Attributes:
@@ -29,15 +29,15 @@ class Ranked(NamedTuple):
     start: Tensor
 
     @classmethod
-    def of(
+    def sort(
         cls, name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, k: int | None = None, *,
         binary: bool = False, weights: Tensor | None = None,
-    ) -> Ranked:  # fmt: skip
+    ) -> SortedGroups:  # fmt: skip
         if k is not None:
             check_positive(name, "k", k)
         check_tensors(name, offsets=offsets)
         # On the host the offsets are checked, and say how long the longest group is.
-        groups = grouped(name, scores, labels, None if offsets is None else offsets.cpu(), weights)
+        groups = check_groups(name, scores, labels, None if offsets is None else offsets.cpu(), weights)
         check_values(name, "scores", scores, "not be NaN", ~scores.isnan())
         check_labels(name, labels, binary)
         scores = scores.detach()
@@ -50,7 +50,7 @@ class Ranked(NamedTuple):
         equal = torch.cat((starts, starts.new_tensor([len(rows)]))).diff()[block]
         start = starts[block]
         label = labels.detach().double()[order]
-        weight = torch.ones_like(label) if weights is None else checked_weights(name, weights)[order]
+        weight = torch.ones_like(label) if weights is None else check_weights(name, weights)[order]
         return cls(groups, place, label, weight, start - groups.offsets[groups.row], equal, start)
 
     def auc(self) -> Tensor:
@@ -68,12 +68,12 @@ class Ranked(NamedTuple):
         """(G,) how many there are."""
         return self.groups.sum((self.label > 0).double())
 
-    def found(self, k: int) -> Tensor:
+    def count_hits(self, k: int) -> Tensor:
         """(G,) positives among the first k: a row of those that share a score is with the likelihood of their share."""
         share = ((k - self.before).double() / self.equal).clamp(0, 1)
         return self.groups.sum(torch.where(self.label > 0, share, 0.0))
 
-    def of_first(self, value: Tensor, k: int) -> Tensor:
+    def mean_at_first_positive(self, value: Tensor, k: int) -> Tensor:
         """(G,) the mean of value at the place of the first positive, 0 beyond k; NaN where there is none."""
         positive = (self.label > 0).double()
         so_far = torch.cat((positive.new_zeros(1), positive.cumsum(0)))
@@ -97,7 +97,7 @@ def check_labels(name: str, labels: Tensor, binary: bool) -> None:
     check_values(name, "labels", labels, "be 0 or 1" if binary else "not be negative or NaN", right)
 
 
-def checked_weights(name: str, weights: Tensor) -> Tensor:
+def check_weights(name: str, weights: Tensor) -> Tensor:
     check_values(name, "weights", weights, "not be negative or NaN", weights >= 0)
     return weights.detach().double()
 

@@ -68,7 +68,7 @@ def inspect(
     if output is not None:
         raise Problem(f"{NAME}: --output is for the schema of a table, got the folder of a ranker, {target}")
     place = device_of(device, NAME)
-    from tigon.cli.rank.evaluate import drawing_of
+    from tigon.cli.rank.evaluate import parse_batch_options
     from tigon.cli.rank.inspected import costs, fields_of, parameters_of
     from tigon.cli.rank.opened import Opened
     from tigon.cli.screen import screen
@@ -86,7 +86,9 @@ def inspect(
     }  # fmt: skip
     if table is not None and len(table):
         with working(console, "timing a batch"), sentences(NAME):
-            found["request"] = costs(opened.ranker, table, drawing_of(NAME, opened, batch_size, history_max, "auto"))
+            found["request"] = costs(
+                opened.ranker, table, parse_batch_options(NAME, opened, batch_size, history_max, "auto")
+            )
     if json:
         print(encoder.dumps(found))
         return

@@ -77,7 +77,7 @@ def interactions(
             schema = _of_table(paths_of(data or []), str(label))
             with working(console, "fitting MLPs"):
                 model = rank.fit_mlp(paths_of(data or []), str(label), networks=networks, seed=seed, device=place)
-        found = rank.interactions(model, order=order, method=method)  # type: ignore[arg-type]
+        found = rank.find_interactions(model, order=order, method=method)  # type: ignore[arg-type]
         made = {} if as_crosses is None else found.crosses(crosses, hash_rows=hash_rows, schema=schema)
         if as_crosses is not None and not made:
             raise Problem(f"{NAME}: --as-crosses: no set is of ids and numbers of an impression, of which crosses are")
@@ -122,14 +122,14 @@ def _of_run(console: Any, run: Path, data: list[str] | None, label: str | None, 
         if not files:
             raise Problem(f"{NAME}: --data must name rows that say how far the fields of {run} vary")
         table = opened.read(files, [], [], [], labelled=False)
-        return rank.mlp_of(opened.ranker, table, label, seed=seed), opened.ranker.schema
+        return rank.extract_mlp(opened.ranker, table, label, seed=seed), opened.ranker.schema
 
 
 def _of_table(files: list[str], label: str) -> Any:
     """The schema that a fit would infer, with what it leaves open."""
-    from tigon.rank.opening import opened
+    from tigon.rank.data.load import load_tables
 
-    return opened(files, None, None, None, None, {"labels": (label,)})[1]
+    return load_tables(files, None, None, None, None, {"labels": (label,)})[1]
 
 
 def _notes(found: Any, model: Any) -> list[str]:

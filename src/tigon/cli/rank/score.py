@@ -55,7 +55,7 @@ def score(
     import pyarrow as pa
     import torch
 
-    from tigon.cli.rank.evaluate import drawing_of
+    from tigon.cli.rank.evaluate import parse_batch_options
     from tigon.cli.rank.opened import Opened
     from tigon.cli.rank.shared import sentences
     from tigon.cli.screen import screen
@@ -67,7 +67,7 @@ def score(
         table = opened.read(data, history or [], items or [], users or [], labelled=False)
     if explore:
         opened.check_explorer()
-    drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
+    batch_options = parse_batch_options(NAME, opened, batch_size, history_max, precision)
     with sentences(NAME):
         beside = _beside(table, keep or [])
     for note in table.notes:
@@ -85,7 +85,7 @@ def score(
     partial = output.with_name(output.name + ".partial")
     try:
         with _writer(partial, output.suffix) as write, console.status(f"scoring {table.rows:,} rows"):
-            for part, values in opened.scored(table, drawing, explore=explore, seed=seed):
+            for part, values in opened.scored(table, batch_options, explore=explore, seed=seed):
                 sizes, n = part.offsets.diff(), len(part.rows)
                 of = torch.repeat_interleave(sizes) + request
                 columns = {names["data", roles.request or "request"]: requests.take(pa.array(of.numpy()))}
