@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from studies.interaction_networks import Inputs, Networks, Training
 from studies.interactions import FEATURES, FUNCTIONS, MEASURES, Row, ahead, drawn, groups, mean, true_sets
 
 from tigon.bench import report
-from tigon.rank.interactions.networks import Inputs, Networks, Training
 from tigon.rank.interactions.strengths import Network, SetStrength, rank_order, rank_prefixes
 
 READINGS = (("nid", 1.0), ("persistence", 0.5), ("persistence", 1.0), ("persistence", 2.0), ("persistence", 3.0))

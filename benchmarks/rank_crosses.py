@@ -3,7 +3,8 @@
     python benchmarks/rank_crosses.py --data sets --output benchmarks/results
 
 `studies/clicks/data.py` says what lies in --data, and how it is split. Of each seed a LiRank without crosses is fitted,
-and the pairs of its fields are ranked by `rank.find_interactions` of its MLP, on the rows to train on. The strongest become
+and the pairs of its fields are ranked by `rank.find_interactions`
+of its MLP, on the rows to train on. The strongest become
 crosses of the same LiRank, and of a linear model of embeddings, both fitted anew by the same seed. Beside them stand
 pairs that are drawn at random. How many, validation chooses by the first seed; it stops the fits, too. The
 test decides nothing. Seconds are of one core.

@@ -205,7 +205,7 @@ class LiGRSide(Side):
 
     @property
     def table(self) -> Tensor:
-        return self.ranker.tokens.of("item").table
+        return self.ranker.tokens.field_tokens("item").table
 
 
 class SASRecLayer(nn.Module):

@@ -125,7 +125,8 @@ def as_tried(
 
 def hand_written(train: Rows, setting: Setting) -> rank.LiRank:
     return rank.LiRank(
-        train.schema, rank.LiRankConfig(setting.width, "residual", setting.layers, setting.rank, setting.mlp, False, setting.dropout)
+        train.schema,
+        rank.LiRankConfig(setting.width, "residual", setting.layers, setting.rank, setting.mlp, False, setting.dropout)
     )  # fmt: skip
 
 

@@ -30,7 +30,9 @@ def data():
 @pytest.fixture
 def ranker(data):
     torch.manual_seed(0)
-    found = rank.LiRank(data.schema, rank.LiRankConfig(width=4, layers=1, rank=2, mlp=(5,), towers={"a": ["click"], "b": ["long"]},
+    found = rank.LiRank(
+        data.schema,
+        rank.LiRankConfig(width=4, layers=1, rank=2, mlp=(5,), towers={"a": ["click"], "b": ["long"]},
                         tower_mlp=(3,))).eval()  # fmt: skip
     with torch.no_grad():
         for p in found.parameters():

@@ -24,9 +24,8 @@ from tigon.rank.search import evolution, guide  # noqa: E402
 from tigon.rank.search.evolution import Trial, choose_graph, select_distinct, select_survivors, shared_fraction  # noqa: E402
 from tigon.rank.search.fidelity import ReducedData, reduce_vocabularies  # noqa: E402
 from tigon.rank.search.measures import log_loss  # noqa: E402
-from tigon.rank.search.processes import is_locked, locked, unlocked  # noqa: E402
 from tigon.rank.search.space import WIDTHS, Space, depth, graph_from_tokens, graph_key, graph_tokens  # noqa: E402
-from tigon.rank.search.study import Study  # noqa: E402
+from tigon.rank.search.study import Study, is_locked, release  # noqa: E402
 
 SPACE = Space()
 
@@ -394,22 +393,22 @@ def test_processes_share_the_trials_of_a_study(tmp_path):
     one, two = (Study(tmp_path, {"of": 1}, SPACE, "random", 0, {}) for _ in range(2))
     first, second = one.ask(3), two.ask(3)
     assert first[1] != second[1]
-    assert (one.others(), len(one.counted())) == (2, 2)
+    assert (one.count_running(), len(one.counting_trials())) == (2, 2)
     third = one.ask(3)
     assert two.ask(3) is None
     two.close()  # with its trial at work: another takes its place
     three = Study(tmp_path, {"of": 1}, SPACE, "random", 0, {})
-    assert len(three.counted()) == 2
+    assert len(three.counting_trials()) == 2
     assert three.ask(3)[0].number == 3
     for trial, graph in (first, third):
         one.tell(trial, 0.5, 10, graph)
-    assert [one.number for one in three.tried()] == [0, 2]
+    assert [one.number for one in three.finished_trials()] == [0, 2]
     handle = one.claim()
     assert three.claim() is None
-    one.release(handle)
+    release(handle)
     again = three.claim()
     assert again is not None
-    three.release(again)
+    release(again)
     for study in (one, three):
         study.close()
 
@@ -417,7 +416,7 @@ def test_processes_share_the_trials_of_a_study(tmp_path):
 def test_a_lock_ends_with_its_process(tmp_path):
     file = tmp_path / "alive"
     code = (
-        "import sys, pathlib; from tigon.rank.search.processes import locked; locked(pathlib.Path(sys.argv[1])); "
+        "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); "
         "print('there', flush=True); input()"
     )
     process = subprocess.Popen(
@@ -425,13 +424,11 @@ def test_a_lock_ends_with_its_process(tmp_path):
     )  # fmt: skip
     assert process.stdout.readline() == b"there\n"
     assert is_locked(file)
-    assert locked(file) is None
     process.kill()
     process.communicate()
     assert file.exists()
     assert not is_locked(file)
     assert not file.exists()
-    unlocked(locked(file), file)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
     """`rank.LiRank` by `rank.fit`. Its isotonic layer rests in training, and is fitted on the validation at the end."""
     torch.manual_seed(seed)
     ranker = rank.LiRank(
-        data.schema, rank.LiRankConfig(fit.width, setting["cross"], fit.layers, None if setting.get("full") else fit.rank, fit.mlp,
+        data.schema,
+        rank.LiRankConfig(fit.width, setting["cross"], fit.layers, None if setting.get("full") else fit.rank, fit.mlp,
         setting["gate"], setting["dropout"], True),
     ).to(device)  # fmt: skip
     assert ranker.isotonic is not None

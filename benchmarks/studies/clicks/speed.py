@@ -166,7 +166,8 @@ def table(sizes: Sizes, batches: int) -> Clicks:
 def made(sizes: Sizes, rows: Rows, device: torch.device) -> rank.LiRank:
     torch.manual_seed(0)
     return rank.LiRank(
-        rows.schema, rank.LiRankConfig(sizes.width, "residual" if sizes.attention else "dcn", sizes.layers, sizes.rank, sizes.mlp,
+        rows.schema,
+        rank.LiRankConfig(sizes.width, "residual" if sizes.attention else "dcn", sizes.layers, sizes.rank, sizes.mlp,
         sizes.gated, norm="batch" if sizes.gated else "none"),
     ).to(device)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`tigon train --task rank`: a language model that answers questions about what requests show (tigon.rank.models.prompt)."""
+"""`tigon train --task rank`: fit a language model that ranks the candidates of requests (tigon.rank.models.prompt)."""
 
 from __future__ import annotations
 

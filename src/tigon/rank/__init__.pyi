@@ -27,8 +27,6 @@ from tigon.rank.interactions.extract import extract_mlp as extract_mlp
 from tigon.rank.interactions.ranking import Interaction as Interaction
 from tigon.rank.interactions.ranking import Interactions as Interactions
 from tigon.rank.interactions.ranking import find_interactions as find_interactions
-from tigon.rank.interactions.tables import TableMLP as TableMLP
-from tigon.rank.interactions.tables import fit_mlp as fit_mlp
 from tigon.rank.models.explorer import Explorer as Explorer
 from tigon.rank.models.explorer import estimate_propensities as estimate_propensities
 from tigon.rank.models.explorer import sample_weights as sample_weights

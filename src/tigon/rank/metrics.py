@@ -1,15 +1,15 @@
-"""How good scores are: metrics of all rows and of ragged groups, on the scores' device, in fp64.
+"""Metrics of scores: over all rows and over ragged groups, on the scores' device, in fp64.
 
 Group g, what one request showed, is the rows offsets[g] to offsets[g + 1] − 1; without offsets all rows are one group.
 
     auc, log_loss, ece                      of all rows together: a float
-    gauc, ndcg, mrr, hit_rate, recall,      of each group: `GroupMetric`, the mean over the groups that say something, with
-    precision                               the value of each and how many were left out
+    gauc, ndcg, mrr, hit_rate, recall,      of each group: `GroupMetric`, the mean over groups for which the metric is
+    precision                               defined, per-group values, and the number of undefined groups
 
 **Equal scores** count as the mean over all orders of the rows that have them, as in scikit-learn's `roc_auc_score` and
 `ndcg_score`: no metric depends on how rows stand. `tigon.retrieve.metrics` has those of rankings of all items.
 
-`intervals` says how much of a metric is chance, by drawing groups again.
+`bootstrap_interval` resamples groups for a confidence interval.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tigon.rank.groups import Groups, check_groups, discounts
-from tigon.rank.ranked import SortedGroups, check_labels, check_positive, check_values, check_weights
+from tigon.rank.sorted_groups import SortedGroups, check_labels, check_positive, check_values, check_weights
 
 __all__ = [
     "GroupMetric",
@@ -47,10 +47,10 @@ class GroupMetric(NamedTuple):
     """A metric of groups.
 
     Attributes:
-        mean: over the groups that count, by their weights; NaN if none does.
-        values: (G,) fp64, NaN for groups that were left out.
+        mean: over the groups with a value, by their weights; NaN if there is none.
+        values: (G,) fp64, NaN for undefined groups.
         weights: (G,) fp64.
-        left_out: how many groups were.
+        left_out: number of groups for which the metric is undefined.
     """
 
     mean: float
@@ -60,7 +60,7 @@ class GroupMetric(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """What `intervals` found.
+    """A bootstrap interval.
 
     Attributes:
         low, high: between them lies the metric of as many draws as `level` says; NaN if no draw has one.
@@ -278,7 +278,7 @@ def bootstrap_interval(
 
     Source: the percentile interval of Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
-    name = "rank.metrics.intervals"
+    name = "rank.metrics.bootstrap_interval"
     check_positive(name, "draws", draws)
     if not 0 < level < 1:
         raise ValueError(f"{name}: level must lie between 0 and 1, got {level}.")

@@ -1,4 +1,4 @@
-"""What another policy would have earned, by the log of one that was in use.
+"""Off-policy estimates: the reward of a policy, from the log of another.
 
     replay  mean of r over the rows where the policy takes the logged action
     IPS     mean of w r,   w = π(a|x) / μ(a|x)
@@ -78,7 +78,7 @@ def snips(
 
 
 def direct(expected: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> MetricValue:
-    """The direct method: what a model of rewards expects of the policy.
+    """The direct method: the expected reward of the policy under a model of rewards.
 
     Args:
         expected: (n,), Σ_b π(b|x) q(x, b) of each row.
@@ -94,7 +94,7 @@ def dr(
     reward: Tensor, logged: Tensor, target: Tensor, predicted: Tensor, expected: Tensor, *, clip: float = math.inf,
     draws: int = 1000, level: float = 0.95, seed: int = 0,
 ) -> MetricValue:  # fmt: skip
-    """Doubly robust: the direct method, and `ips` of what the model of rewards gets wrong.
+    """Doubly robust: the direct method, plus `ips` of the errors of the model of rewards.
 
     Args:
         reward, logged, target, clip: as those of `ips`.

@@ -44,7 +44,7 @@ def inspect(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is in --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Of a run: fields, parameters by part, and tokens, FLOPs and time of a request. Of a table: what it holds."""
+    """Describe a run: fields, parameters by part, and tokens, FLOPs and time of a request; or describe a table."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if not target.is_dir() or not any((target / name).exists() for name in ("run.json", "config.json", "prompt.yaml")):
         from tigon.cli.rank.inspect_data import inspect_data

@@ -35,7 +35,7 @@ def parameters_of(ranker: nn.Module) -> dict[str, int]:
 
 
 def costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]:
-    """Of a request, as a mean over some batches: events, candidates, FLOPs, milliseconds, and their floor on a GPU.
+    """Means of a request over some batches: events, candidates, FLOPs, milliseconds, and their floor on a GPU.
 
     FLOPs are those of linear layers, and of attention where the ranker's config says how wide it is. The floor is the
     time of so many FLOPs at the rate of the largest matrix product that the device reaches.

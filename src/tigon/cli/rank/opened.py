@@ -120,7 +120,7 @@ class Opened:
                 for part in score_batches(self.ranker, data, batch_options, sampler=sampler):
                     yield part, {label: logits.sigmoid() for label, logits in part.logits.items()}
                 return
-            # Of answers that are worth 0 and 1, which alone have labels, the score is a probability.
+            # The score is a probability where the answers have the values 0 and 1, which alone have labels.
             p, tasks = self.ranker.score(data), self.ranker.prompt.tasks
             first = data.batch(torch.arange(len(data)), history_max=0)
             likely = {name: value for name, value in p.items() if set(tasks[name].values) == {0.0, 1.0}}

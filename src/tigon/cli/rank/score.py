@@ -73,7 +73,7 @@ def score(
     for note in table.notes:
         console.print(f"note: {note}")
     roles = table.schema.roles
-    # Of one type in all pieces, whatever is missing in one of them.
+    # One type for all pieces, whatever is missing in one of them.
     requests = _arrow(table.request_ids)
     names = _names([roles.request or "request", *beside], list(opened.labels))
     for name, own in names.items():

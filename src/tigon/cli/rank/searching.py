@@ -24,7 +24,7 @@ def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
     if not (output / JOURNAL).exists():
         raise Problem(f"{NAME}: --output {output} holds files that no study wrote; give another --output")
     if overwrite:
-        from tigon.rank.search.processes import is_locked
+        from tigon.rank.search.study import is_locked
 
         if any(is_locked(file) for file in (output / "processes").glob("*")):
             raise Problem(f"{NAME}: another process searches in {output}; wait for its end, or give another --output")

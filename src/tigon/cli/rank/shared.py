@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OWN = ("self", "positives", "none")
 # Labels and parts that are shown side by side.
 MOST_COLUMNS = 4
-# Of a file that is larger, the digest reads this much at its beginning and its end.
+# The digest reads this much of the beginning and the end of a larger file.
 DIGESTED = 32 << 20
 
 

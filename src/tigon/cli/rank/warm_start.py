@@ -67,8 +67,8 @@ def load_warm_start(place: Path, schema: Any, options: Any) -> tuple[Any, list[A
     check_prior_options(options)
     if not (place / FILE).is_file():
         raise Problem(
-            f"{NAME}: --prior-strength needs {FILE} in {place}, which a fit by --loss bce --save-priors leaves there; --prior-strength 0 "
-            "goes on without"
+            f"{NAME}: --prior-strength needs {FILE} in {place}, which a fit by --loss bce --save-priors leaves there; "
+            "--prior-strength 0 goes on without"
         )
     return ranker, [prior.expand_to(old, ranker) for prior in rank.load_priors(place)]
 

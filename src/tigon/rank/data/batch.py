@@ -1,4 +1,4 @@
-"""A batch of requests: their candidates, and what each may know of its user's past."""
+"""A batch of requests: their candidates, and the history that each request may read."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Batch:
 
 
 def labelled_rows(batch: Any, label: str) -> Tensor | None:
-    """`Batch.known`, also of what `rank.Batched` draws in place of a `Batch`, of which all rows have values."""
+    """`Batch.label_mask`; None for other batches of a `BatchSource`, whose rows all have labels."""
     found: Tensor | None = batch.label_mask(label) if hasattr(batch, "label_mask") else None
     return found
 

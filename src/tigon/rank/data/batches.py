@@ -1,4 +1,4 @@
-"""How a table is cut into batches, and what every loop over batches needs: the device, the mode, and the schema's check."""
+"""How a table is cut into batches; device, evaluation mode and schema check for loops over batches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def get_device(ranker: nn.Module) -> torch.device:
 
 
 def check_schema(name: str, ranker: Any, data: Any) -> None:
-    """Raise if the codes of data are not those that the ranker knows: a field has another vocabulary, or another scale.
+    """Raise if data was read with another vocabulary or another scale than the ranker's schema has.
 
     Data without a schema is not looked at.
     """

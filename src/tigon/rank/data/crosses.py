@@ -1,4 +1,4 @@
-"""Crosses: one code for the values that several features of a row have together."""
+"""Crosses: one code for the combination of several features of a row."""
 
 from __future__ import annotations
 

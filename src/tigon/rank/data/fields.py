@@ -1,4 +1,4 @@
-"""The kinds of fields: what the values of a column become as tensors.
+"""The kinds of fields: how the values of a column become tensors.
 
     Id       one of a vocabulary, or hashed            int64 (n,), 0 for a missing or an unseen value
     Number   scaled to about N(0, 1)                   float32 (n,), NaN for a missing value
@@ -43,7 +43,7 @@ MOST_CODES = 2**31 - 2
 
 @dataclass(frozen=True)
 class Field:
-    """A column of a table, and what its values become.
+    """A column of a table, and how its values become tensors.
 
     Args:
         side: where it belongs. "context": one value a request, such as a feature of its user. "item": a feature of the
@@ -67,7 +67,7 @@ class Field:
         return False
 
     def fit(self, columns: Sequence[Any]) -> Field:
-        """This field with what it left open.
+        """This field with its open options fitted.
 
         columns: what `values` made of each column that has it.
         """

@@ -1,4 +1,4 @@
-"""Which events a request may know: those of its user that are strictly earlier than its time.
+"""The events that a request may read: events of its user that are strictly earlier than the request.
 
 Events stand sorted by user and then by time, so that a history is a slice of them, and two binary searches find all
 slices at once.

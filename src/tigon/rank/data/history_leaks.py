@@ -1,4 +1,4 @@
-"""Whether events of histories to train on tell what happened at requests that are held out."""
+"""Detect training histories that leak the outcomes of held-out requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Exposures(NamedTuple):
 
 
 def check_history_leaks(tables: Tables, schema: Schema, train: Exposures, held: Exposures) -> None:
-    """Raise if histories to train on tell of held-out requests."""
+    """Raise if training histories leak held-out outcomes."""
     found = find_history_leaks(tables, schema, train, held)
     if not len(found):
         return
@@ -36,7 +36,7 @@ def check_history_leaks(tables: Tables, schema: Schema, train: Exposures, held: 
 
 
 def find_history_leaks(tables: Tables, schema: Schema, train: Exposures, held: Exposures) -> Tensor:
-    """The rows of the history that tell of a held-out request, and that a request to train on reads.
+    """The rows of the history that leak a held-out request and are read by a training request.
 
     Such an event has user and item of a held-out row, is not before its request, and is before a later request of that
     user that is trained on. It may be the very click that the held-out label says: as a feature to train on, and with

@@ -1,4 +1,4 @@
-"""Impressions: what was shown to whom, when, and what happened; in memory, and drawn in batches of requests."""
+"""Impressions: who was shown which item, when, and the outcome; in memory, in batches of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Impressions in memory: the tensors that batches are drawn from, made once of the tables."""
+"""In-memory impressions: tensors built once from the tables, from which batches are sliced."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ColumnBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class InMemoryImpressions:
-    """What batches are drawn from.
+    """The tensors of impressions.
 
     Attributes:
         requests: a pyarrow array of what names each request; None where no column does.
@@ -103,18 +103,18 @@ class InMemoryImpressions:
         def sides(stored: dict[str, ColumnBuffer]) -> dict[str, ColumnBuffer]:
             return {name: one.to(device, pin) for name, one in stored.items()}
 
-        def moved(value: Tensor) -> Tensor:
+        def move_tensor(value: Tensor) -> Tensor:
             there: Tensor = move(value, device, pin)
             return there
 
         return replace(
             self,
-            time=None if self.time is None else moved(self.time),
+            time=None if self.time is None else move_tensor(self.time),
             context=sides(self.context),
             items=sides(self.items),
             history=sides(self.history),
-            event_time=moved(self.event_time),
-            labels={name: moved(value) for name, value in self.labels.items()},
-            weights=None if self.weights is None else moved(self.weights),
-            rows=moved(self.rows),
+            event_time=move_tensor(self.event_time),
+            labels={name: move_tensor(value) for name, value in self.labels.items()},
+            weights=None if self.weights is None else move_tensor(self.weights),
+            rows=move_tensor(self.rows),
         )

@@ -1,4 +1,4 @@
-"""A schema for tables that come without one: what each column is, by its name, its type and its values."""
+"""Infer a schema: the role and field of each column, by its name, its type and its values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INDEX = re.compile(r"__index_level_\d+__||Unnamed: \d+")
 
 
 def fit_schema(schema: Schema, tables: Tables) -> Schema:
-    """The schema with what it left open taken from the tables.
+    """The schema with its open fields fitted on the tables.
 
     Raises: ValueError for a value that does not fit its field.
     """
@@ -169,7 +169,7 @@ def _are_times(texts: Any) -> bool:
 
 
 class _Groups:
-    """Of which group of rows a column is constant: those of an item, of a request, of a user."""
+    """Groups of rows in which a column may be constant: the rows of an item, of a request, of a user."""
 
     def __init__(self, tables: Tables, roles: Roles) -> None:
         import pyarrow as pa

@@ -29,7 +29,7 @@ class Label(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Label:
-        """Of "click", "rating >= 4", "like = rating >= 4" or "good = click"."""
+        """Parse "click", "rating >= 4", "like = rating >= 4" or "good = click"."""
         if found := COMPARED.match(text):
             name, column, operation, value = found.groups()
             value = value.strip("'\"")

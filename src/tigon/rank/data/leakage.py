@@ -1,8 +1,8 @@
-"""What a run warns of: fields that tell a label by themselves, and crosses that no two rows share.
+"""Detect fields that leak a label, and crosses whose values occur in single rows.
 
-A field that says what happened afterwards tells the label. A field's values, cut into bins, are scored by how often the
-label is 1 among them, counted in one half of the rows and measured by AUC in the other. So ids of single rows tell
-nothing, and values in no order are found too.
+A field that records the outcome leaks the label. The values of a field, cut into bins, are scored by the share of
+ones in each bin, counted in one half of the rows and measured by AUC in the other half. Ids of single rows are thus no
+leak, and leaks through unordered values are found.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ROWS = 50_000
 # Fewer rows, or fewer of one class, say nothing about an AUC near 1.
 FEWEST_ROWS, FEWEST = 200, 20
 BINS = 64
-# A cross is named if a smaller share of the rows has its values with another row. Of more rows than COUNTED it is not
-# asked: those that were looked at would not say whether the others share them.
+# A cross is reported if a smaller share of rows has values that another row has. Tables above COUNTED rows are skipped:
+# a sample does not show whether the other rows share the values.
 SHARED, COUNTED = 0.5, 1_000_000
 
 
 def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
-    """A sentence for each field and label where the field alone has an AUC above 0.99.
+    """Warn about fields that predict a label with an AUC above 0.99 by themselves: a sentence for each.
 
-    data: with labels. Of more than 50,000 rows so many are drawn. Texts and lists are not looked at.
+    data: with labels. Samples 50,000 rows at most. Texts and lists are skipped.
     """
     values, labels = _rows(data, seed)
     found = []
@@ -52,8 +52,8 @@ def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
 
 
 def find_rare_crosses(data: Impressions) -> list[str]:
-    """A sentence for each cross whose values fewer than half of the rows have with another row; of a million rows at
-    most."""
+    """Warn about crosses most of whose values occur in a single row: a sentence for each. Skips tables above a million
+    rows."""
     crosses = {name: field for name, field in data.schema.rows.items() if isinstance(field, Cross)}
     if not crosses or not FEWEST_ROWS <= data.rows <= COUNTED:
         return []
@@ -85,7 +85,7 @@ def _field_codes(batch: Batch, schema: Schema, names: Iterable[str]) -> dict[str
 
 
 def _rows(data: Impressions, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of rows that are drawn, the bins of each field, and the labels."""
+    """Bins of each field, and labels, for sampled rows."""
     fields, parts, rows = data.schema.fields, list[dict[str, Tensor]](), 0
     labels: list[dict[str, Tensor]] = []
     draw = torch.Generator().manual_seed(seed)

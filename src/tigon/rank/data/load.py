@@ -1,4 +1,4 @@
-"""From what a user gives to tables with one name for each role, and their schema."""
+"""Load a user's tables, with one name for each role, and infer their schema."""
 
 from __future__ import annotations
 

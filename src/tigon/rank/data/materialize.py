@@ -87,7 +87,7 @@ def _labels(tables: Tables, roles: Roles, labelled: bool) -> dict[str, Tensor]:
 
 
 def group_requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
-    """The request of each row, numbered in the order in which they come, and what names each."""
+    """The request of each row, numbered in the order of the rows, and the values that name requests."""
     import pyarrow as pa
 
     count = tables.count()
@@ -139,7 +139,7 @@ def read_times(tables: Tables, table: str, schema: Schema) -> Tensor:
 
 
 def earliest_times(time: Tensor, offsets: Tensor) -> Tensor:
-    """(R,) the earliest of each request's rows; what is earlier than it is no news to any of them."""
+    """(R,) the earliest time of each request's rows: events before it precede all rows of the request."""
     return torch.from_numpy(np.minimum.reduceat(time.numpy(), offsets[:-1].numpy())) if len(time) else time
 
 
@@ -292,7 +292,7 @@ def _codes(columns: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 def _note(held: InMemoryImpressions, places: FieldReader) -> None:
-    """What a person should know of what was read."""
+    """Add notes on unusual data: gaps, labels of one class, unknown items and users."""
     roles = held.schema.roles
     for name, values in held.labels.items():
         known = values[~values.isnan()]

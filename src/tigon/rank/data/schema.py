@@ -30,7 +30,7 @@ USUAL: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Roles:
-    """Which columns say who was shown what, when, and what happened.
+    """The columns of requests, items, users, times, labels, actions and weights.
 
     Args:
         item: the column of what was shown. None: each row is features alone, as those of a table of clicks may be.
@@ -122,7 +122,7 @@ class Schema:
                 raise ValueError(f"Schema: cross {name!r} must be of {why}")
 
     def why_no_cross(self, name: str) -> str | None:
-        """Why a cross cannot be of a field, as a clause of what it must be of; None if it can.
+        """The reason why a field cannot be part of a cross, as the end of an error sentence; None if it can.
 
         Args:
             name: of the field.
@@ -176,10 +176,10 @@ class Schema:
         return Schema(self.roles, {**self.fields, **fields})._because(self.left_out)
 
     def expandable(self) -> Schema:
-        """This schema for newer data: new values of its vocabularies get the codes behind those that it has.
+        """This schema for newer data, whose new values get codes behind the known vocabulary.
 
-        `Impressions.read(…, schema=schema.expandable())` then knows the old values and the new ones, and `rank.expand_vocabularies`
-        gives a ranker their rows. Scales of numbers stay as they are.
+        `Impressions.read(…, schema=schema.expandable())` then knows the old and the new values, and
+        `rank.expand_vocabularies` gives a ranker rows for the new values. Scales of numbers stay as they are.
         """
         coded = {name: field for name, field in self.fields.items() if getattr(field, "vocab", None) is not None}
         return self.replace({name: dataclasses.replace(field, grows=True) for name, field in coded.items()})  # type: ignore[call-arg]

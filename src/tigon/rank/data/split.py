@@ -1,4 +1,4 @@
-"""Which requests are held out: the latest, or any."""
+"""Choose held-out requests: the latest, or random requests."""
 
 from __future__ import annotations
 

@@ -292,16 +292,16 @@ class Stream:
 def count_bytes(held: InMemoryImpressions) -> int:
     """The bytes of all tensors, and of texts."""
 
-    def of(value: Any) -> int:
+    def count(value: Any) -> int:
         if isinstance(value, Tensor):
             return value.nbytes
         if isinstance(value, dict):
-            return sum(map(of, value.values()))
+            return sum(map(count, value.values()))
         if isinstance(value, list):
             return sum(map(sys.getsizeof, value))
-        return sum(map(of, value)) if isinstance(value, tuple) else 0
+        return sum(map(count, value)) if isinstance(value, tuple) else 0
 
-    return sum(of(getattr(held, field.name)) for field in dataclasses.fields(held) if field.name != "schema")
+    return sum(count(getattr(held, field.name)) for field in dataclasses.fields(held) if field.name != "schema")
 
 
 def _build_index(tables: Tables, schema: Schema, columns: ParquetColumns) -> Index:

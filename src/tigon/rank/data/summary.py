@@ -1,4 +1,4 @@
-"""What is in impressions: counts, shares of labels, and what each field holds."""
+"""Summaries of impressions: counts, shares of labels, and the values of each field."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def summarize(data: Impressions) -> dict[str, Any]:
 
 
 def find_constant_fields(data: Impressions) -> list[str]:
-    """A sentence for each field that has one value in all rows: nothing can be learned of it."""
+    """Warn about fields with one value in all rows: a sentence for each."""
     first: dict[str, Tensor] = {}
     varies = {data.schema.roles.time}
     for batch in data.batches(requests=1 << 16, history_max=0):

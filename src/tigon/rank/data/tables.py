@@ -97,7 +97,7 @@ OWN = ("self", "positives")
 
 
 class OwnHistory(NamedTuple):
-    """A history of that kind. word: one of OWN. more: earlier impressions, whose events come before."""
+    """A history made of the impressions. word: one of OWN. more: earlier impressions, put before them."""
 
     word: str
     more: Columns | None
@@ -113,7 +113,7 @@ SPOKEN = {"rows": "the impressions", "history": "the history", "items": "the ite
 
 
 def load_columns(data: Any) -> Columns:
-    """The columns of a table in memory, or of files; what it returned before, as it is."""
+    """The columns of a table in memory, or of files; columns of an earlier call are returned unchanged."""
     if isinstance(data, ParquetColumns):
         return data
     if isinstance(data, Mapping) and all(type(c).__module__.split(".")[0] == "pyarrow" for c in data.values()):
@@ -126,7 +126,7 @@ def load_columns(data: Any) -> Columns:
 
 
 def find_role(columns: Columns, name: str, given: str | None, table: str) -> str | None:
-    """The column that has a role: the one that was named, else the first with a usual name; None without one.
+    """The column of a role: the named column, else the first with a usual name; None without either.
 
     Raises: ValueError if the named column is not there.
     """
@@ -138,7 +138,7 @@ def find_role(columns: Columns, name: str, given: str | None, table: str) -> str
 
 
 def find_roles(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
-    """The roles of columns: those that were named, and of the others what is usual.
+    """The roles of columns: the given roles, and usual names for the others.
 
     history: its columns, an `Own` or None.
     Raises: ValueError for a role that does not exist, and for a table without columns.
@@ -181,7 +181,7 @@ def rename_roles(columns: Columns, roles: Roles, names: tuple[str, ...], table: 
 
 
 def load_history(history: Any) -> OwnHistory | Columns | None:
-    """What a history names: the impressions themselves, perhaps after earlier ones, or a table of events."""
+    """Load a history: the impressions themselves, perhaps after earlier impressions, or a table of events."""
     if isinstance(history, str) and history in OWN:
         return OwnHistory(history, None)
     if isinstance(history, (list, tuple)) and (words := [w for w in history if isinstance(w, str) and w in OWN]):

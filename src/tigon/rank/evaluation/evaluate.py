@@ -1,4 +1,4 @@
-"""How good a ranker's scores are: metrics of each label, with bootstrap intervals, of all rows and of parts of them."""
+"""Metrics of each label of a ranker's scores, with bootstrap intervals, over all rows and over parts of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tigon.rank import metrics
 from tigon.rank.data.batches import BatchOptions, BatchSource, eval_mode, get_device
 from tigon.rank.evaluation.score import Scores, concat_scores
 from tigon.rank.metrics import GroupMetric, Interval
-from tigon.rank.ranked import check_positive
+from tigon.rank.sorted_groups import check_positive
 
 # The smaller, the better.
 ERRORS = ("log_loss", "ece")
 OBJECTIVES = ("impressions", "next-item")
 MISSING, OTHERS, BY_SCORE = "(missing)", "others", " by score"
-# Of objectives: metrics that early stopping can look at.
+# Metrics that early stopping can monitor, by objective.
 OF_ORDER = r"mrr|(?:ndcg|hr)@[1-9]\d*"
 METRICS = {"impressions": rf"auc|log_loss|ece|gauc|{OF_ORDER}", "next-item": OF_ORDER}
 
@@ -33,7 +33,7 @@ class MetricValue(NamedTuple):
     Attributes:
         value: NaN where it is not defined, such as the AUC of one class.
         low, high: the ends of its bootstrap interval; None if none was drawn.
-        left_out: how many requests say nothing about it; 0 for metrics of rows.
+        left_out: the number of requests for which the metric is undefined; 0 for metrics of rows.
     """
 
     value: float
@@ -49,7 +49,7 @@ class Evaluation(NamedTuple):
         labels: by label, then by metric: "auc", "log_loss" and "ece" of the rows; "gauc", "mrr", and for each k
             "ndcg@k" and "hr@k" of the requests, where one has several rows.
         rows, requests: how many there were.
-        notes: sentences on what is not defined, or was left out, and why.
+        notes: sentences on undefined metrics and on rows that were left out, with the reason.
     """
 
     labels: dict[str, dict[str, MetricValue]]
@@ -90,7 +90,7 @@ def parse_cutoffs(metric: str) -> tuple[int, ...]:
 
 
 def monitored_value(found: Evaluation, metric: str) -> float:
-    """The value of the metric that early stopping looks at.
+    """The value of the metric that early stopping monitors.
 
     Raises: ValueError if there is no such metric, or it is not defined.
     """
@@ -102,7 +102,7 @@ def monitored_value(found: Evaluation, metric: str) -> float:
 
 
 def check_monitor(data: BatchSource, metric: str) -> None:
-    """Raise what `watched` would raise after an epoch, before there are scores: rows and labels say it.
+    """Raise the errors of `monitored_value` before training: rows and labels suffice to find them.
 
     Args:
         data: with labels. metric: of impressions.
@@ -124,14 +124,14 @@ def evaluate(
 
     A label's probabilities, the sigmoids of its logits, are measured by AUC, log loss and ECE; the order of its logits
     within requests by GAUC, NDCG, MRR and hit rate. With several labels the order of `scored.score`, which is what is
-    served, is measured too, against each label, as "LABEL by score". Where each row is a request of its own there is no
-    order, and nothing of it is measured. Rows without a value of a label are no part of its metrics.
+    served, is measured too, against each label, as "LABEL by score". Metrics of
+    order are left out where each request has one row. Rows without a value of a label are left out of its metrics.
 
     Args:
         scored: what `rank.score` returned for a table with labels.
         at: the cut-offs k of NDCG and hit rate.
-        draws: how many times requests are drawn again, for the intervals; 0: no intervals.
-        level: the share of the draws between the ends of an interval.
+        draws: bootstrap samples for the intervals; 0: no intervals.
+        level: coverage of the intervals.
         seed: of the draws.
     Returns: `rank.Evaluation`.
     Raises: ValueError if there are no labels, and for cut-offs that are not positive.
@@ -167,8 +167,8 @@ def _labelled_rows(scored: Scores, y: Tensor) -> Scores:
 
 
 def evaluate_next_items(
-    ranker: Any, data: BatchSource, at: Sequence[int] = (1, 5, 10), batch_options: BatchOptions = BatchOptions(), *, draws: int = 0,
-    seed: int = 0,
+    ranker: Any, data: BatchSource, at: Sequence[int] = (1, 5, 10), batch_options: BatchOptions = BatchOptions(), *,
+    draws: int = 0, seed: int = 0,
 ) -> Evaluation:  # fmt: skip
     """Full rankings: the place of each request's positive item among all items but those of its history.
 
@@ -210,8 +210,8 @@ def evaluate_next_items(
 def split_by_column(scored: Scores, column: Sequence[Any], most: int = 20) -> dict[str, Scores]:
     """The rows of each value of a column, for metrics of each.
 
-    Numbers of more than `most` values are cut at their quartiles. Of other values the `most` most frequent have a part
-    each, and the rest is "others".
+    Numbers of more than `most` values are cut at their quartiles. The `most` most frequent of other values have a part
+    each; the rest is "others".
 
     Args:
         scored: what `rank.score` returned.
@@ -257,10 +257,10 @@ class _Bootstrap(NamedTuple):
         if not self.draws or value != value:
             return MetricValue(value, None, None, 0)
 
-        def resampled(weights: Tensor) -> float:
+        def measure_resampled(weights: Tensor) -> float:
             return measure(weights if scored.weights is None else weights * scored.weights)
 
-        return self._with(value, metrics.bootstrap_interval(resampled, scored.offsets, **self._asdict()), 0)
+        return self._with(value, metrics.bootstrap_interval(measure_resampled, scored.offsets, **self._asdict()), 0)
 
     @staticmethod
     def _with(value: float, interval: Interval, left_out: int) -> MetricValue:

@@ -1,4 +1,4 @@
-"""Scores of all rows of a table by a ranker: what evaluation measures, and what is written to a file."""
+"""Score all rows of a table by a ranker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def score_batches(
     *,
     sampler: WeightSampler | None = None,
 ) -> Iterator[Scores]:
-    """`score`, a batch at a time: what does not fit in memory is written as it comes."""
+    """`score`, a batch at a time, for tables whose scores do not fit in memory."""
     check_schema("rank.score", ranker, data)
     device = get_device(ranker)
     if sampler is not None:
@@ -77,11 +77,11 @@ def score(
     """Score every row of a table, on the device of the ranker.
 
     Args:
-        ranker: a `rank.Ranker`; it is in evaluation mode meanwhile.
+        ranker: a `rank.Ranker`, which is scored in evaluation mode.
         data: `rank.Impressions`, with labels or without.
-        batch_options: `rank.BatchOptions`, how the table is cut into batches. Scores do not depend on it but for rounding.
-        sampler: `rank.sample_weights(ranker, …)`, to draw the weights of the last layer for each request; None: the weights
-            as they are.
+        batch_options: `rank.BatchOptions`, how the table is cut into batches; it changes scores by rounding alone.
+        sampler: `rank.sample_weights(ranker, …)`, which draws the weights of the last layer for each request; None: the
+            fitted weights.
     Returns: `rank.Scores`.
     Raises: ValueError if there are no requests, or the sampler is of other weights.
     """

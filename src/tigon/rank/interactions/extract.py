@@ -23,7 +23,7 @@ from tigon.rank.models.lirank.model import LiRank, row_requests
 from tigon.rank.models.lirank.towers import BatchNorm, Hidden
 from tigon.tables.arrow import nearest
 
-NAME = "mlp_of"
+NAME = "extract_mlp"
 MOST_ROWS = 100_000
 # A field's numbers with less variance than this share of the largest do not vary.
 STILL = 1e-12
@@ -57,8 +57,8 @@ def extract_mlp(
 ) -> FieldMLP:
     """Read the MLP of a fitted `rank.LiRank`, for `rank.find_interactions`.
 
-    Weights of an embedding say little by themselves, so rows of data say how far each field varies. Of more than
-    100,000 rows so many are drawn. Labels are not read.
+    Weights of an embedding say little by themselves, so data say how far each field varies. Samples
+    100,000 rows at most. Labels are not read.
 
     Args:
         ranker: a LiRank with an MLP, in `mlp` or, without cross layers, in `tower_mlp`. Also one of 8 bits.
@@ -95,8 +95,7 @@ def extract_mlp(
 def _check(ranker: Any, label: str | None) -> None:
     if not isinstance(ranker, LiRank):
         raise ValueError(
-            f"{NAME}: ranker must be a rank.LiRank, whose MLP reads the fields of a row, got a "
-            f"{type(ranker).__name__}; rank.fit_mlp fits an MLP to a table."
+            f"{NAME}: ranker must be a rank.LiRank, whose MLP reads the fields of a row, got a {type(ranker).__name__}."
         )
     if label is not None and label not in ranker.labels:
         raise ValueError(f"{NAME}: there is no label {label!r}; {nearest(label, ranker.labels)}")
@@ -139,7 +138,7 @@ def _layers(ranker: LiRank, labels: Sequence[str]) -> tuple[Array, Array]:
 
 
 def _weights(layers: Any) -> list[Array]:
-    """Of hidden layers the weights, with the factors of their norms."""
+    """The weights of hidden layers, with the factors of their norms."""
     found = []
     for place, layer in enumerate(layers, 1):
         assert isinstance(layer, Hidden)
@@ -157,7 +156,7 @@ def _weights(layers: Any) -> list[Array]:
 def _field_covariances(
     ranker: LiRank, data: BatchSource, batch_options: BatchOptions, seed: int, owners: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Of each field the covariance of its numbers of x₀, (d, d) fp64 on the CPU."""
+    """The covariance of each field's numbers of x₀, (d, d) fp64 on the CPU."""
     places = {name: [n for n, owner in enumerate(owners) if owner == name] for name in dict.fromkeys(owners)}
     device = ranker.device
     sums = torch.zeros(len(owners), dtype=torch.float64, device=device)

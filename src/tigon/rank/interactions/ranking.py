@@ -1,8 +1,7 @@
-"""Interactions that were found: a ranking of sets of features, as a table, a picture, and crosses for a schema."""
+"""Interactions of features: a ranking of sets of features, as a table, and as crosses for a schema."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -11,7 +10,6 @@ from tigon.rank.data.fields import Cross
 from tigon.rank.data.schema import Schema
 from tigon.rank.interactions.extract import FieldMLP
 from tigon.rank.interactions.strengths import Method, Network, check_options, rank_order, rank_prefixes
-from tigon.rank.interactions.tables import TableMLP
 from tigon.rank.interactions.weights import NAME, check_names, join_columns, parse_network
 from tigon.rank.models.ranker import Ranker
 
@@ -34,7 +32,7 @@ class Interaction:
 
 
 class Interactions(Sequence[Interaction]):
-    """A ranking of sets of features, the strongest first; a slice of it is one, too.
+    """A ranking of sets of features, the strongest first. A slice is a ranking, too.
 
     Attributes:
         names: all features of the model.
@@ -65,29 +63,25 @@ class Interactions(Sequence[Interaction]):
         return Interactions(found, self.names, self.order, self.notes)
 
     def maximal(self) -> Interactions:
-        """Without the sets all of whose features lie in a stronger one."""
+        """The ranking without sets whose features all lie in a stronger set."""
         kept: list[Interaction] = []
         for one in self._found:
             if not any(set(one.features) < set(other.features) for other in kept):
                 kept.append(one)
         return self._with(kept)
 
-    def explain(self, plot: str | os.PathLike[str] | None = None, *, top: int = 20) -> Any:
-        """The strongest sets as a table, and as a picture.
+    def to_table(self, top: int = 20) -> Any:
+        """The strongest sets as a table.
 
         Args:
-            plot: file of a picture, .png, .svg or .pdf: bars of the strengths; of pairs also each pair of the features
-                that stand in them, as a map. None: no picture. It needs matplotlib.
             top: how many sets.
         Returns: a pyarrow.Table of the columns features, order, strength, share and units.
         Raises: ValueError unless top is 1 or more.
         """
         import pyarrow as pa
 
-        _at_least_one("explain", top)
+        _check_top("to_table", top)
         some = self._found[:top]
-        if plot is not None:
-            draw(self, plot, top)
         return pa.table({
             "features": pa.array([list(one.features) for one in some], pa.list_(pa.string())),
             "order": pa.array([len(one.features) for one in some], pa.int64()),
@@ -107,7 +101,7 @@ class Interactions(Sequence[Interaction]):
         Returns: name → field, such as "age × hour".
         Raises: ValueError unless top is 1 or more.
         """
-        _at_least_one("crosses", top)
+        _check_top("crosses", top)
         found = self._found if schema is None else [one for one in self._found if _crossable(schema, one.features)]
         return {" × ".join(one.features): Cross(one.features, hash_rows=hash_rows) for one in found[:top]}
 
@@ -117,7 +111,7 @@ def _crossable(schema: Schema, features: tuple[str, ...]) -> bool:
     return frozenset(features) not in known and all(schema.why_no_cross(name) is None for name in features)
 
 
-def _at_least_one(what: str, top: Any) -> None:
+def _check_top(what: str, top: Any) -> None:
     if not isinstance(top, int) or isinstance(top, bool) or top < 1:
         raise ValueError(f"Interactions.{what}: top must be an integer of 1 or more, got {top!r}.")
 
@@ -132,16 +126,16 @@ def find_interactions(
     far the weakest of its weights stands above those of all other features, to the power q, summed over the units and
     weighted by how far each reaches the output. NID counts the weakest weight itself.
 
-    The weights of inputs compare only where the inputs have the same spread: standardise them, or give `spread`. It is
-    a screening, not a proof: what the network did not learn, nobody finds in its weights.
+    The weights of inputs compare only where the inputs have the same spread: standardise them, or give `spread`. This
+    is a screening, not a proof: the weights hold only what the network has learned.
 
     Args:
         model: a torch module that is a chain of nn.Linear, the weights of such a chain as (outputs, inputs) arrays, or
-            what `rank.fit_mlp` returned of a table, or `rank.extract_mlp` of a ranker.
-        names: of the inputs; None: x1, x2, …, or the columns of the table, or the ranker's fields. Inputs of one name,
-            such as the columns of an embedding, are one feature.
-        order: how many features sets have. A set then has the strength of all that it lies in: with 2, the pairs are
-            ranked. None: sets of two features or more, each with the strength that is its own.
+            the result of `rank.extract_mlp`.
+        names: of the inputs; None: x1, x2, …, or the ranker's fields. Inputs of one name, such as the columns of an
+            embedding, are one feature.
+        order: how many features sets have. With order=2 all pairs are ranked, each by the strength of every set
+            that contains it. None: sets of two features or more, each by its own strength.
         method: "persistence", or "nid", which for a given order is persistence with power 1.
         power: q, above 0.
         spread: (P,) standard deviations of the inputs; None where they have the same.
@@ -154,16 +148,15 @@ def find_interactions(
     """
     networks: Sequence[Network]
     notes: Sequence[str] = ()
-    if isinstance(model, (TableMLP, FieldMLP)):
+    if isinstance(model, FieldMLP):
         if names is not None or spread is not None:
-            whose = "the table that the model was fitted to" if isinstance(model, TableMLP) else "the ranker's fields"
-            raise ValueError(f"{NAME}: names and spread are those of {whose}.")
+            raise ValueError(f"{NAME}: names and spread are those of the ranker's fields.")
         networks, features, notes = model.networks, list(model.names), model.notes
     else:
         if isinstance(model, Ranker):
             raise ValueError(
-                f"{NAME}: model must be what rank.extract_mlp(ranker, data) reads of a ranker, whose fields vary as data "
-                f"does, got the {type(model).__name__} itself."
+                f"{NAME}: model must be the result of rank.extract_mlp(ranker, data), whose data say how fields vary, "
+                f"got the {type(model).__name__} itself."
             )
         one = parse_network(model)
         first, features = join_columns(one.first, check_names(names, one.first.shape[1]), spread)
@@ -180,40 +173,3 @@ def find_interactions(
         for strength, units in (strengths[one],)
     ]
     return Interactions(found, features, order, notes)
-
-
-def draw(found: Interactions, path: str | os.PathLike[str], top: int) -> None:
-    """Bars of the strongest sets, and of pairs their map."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import numpy as np
-    from matplotlib import pyplot as plt
-
-    some = list(found[:top])
-    pairs = found.order == 2
-    figure, every = plt.subplots(
-        1, 1 + pairs, figsize=(7 + 5 * pairs, max(2.5, 0.6 + 0.28 * len(some))), layout="constrained", squeeze=False
-    )
-    axes = every[0][0]
-    orders = sorted({len(one.features) for one in some})
-    for place, one in enumerate(some):
-        axes.barh(place, one.strength, color=f"C{orders.index(len(one.features)) % 10}")
-    axes.set_yticks(range(len(some)), [" × ".join(one.features) for one in some])
-    axes.invert_yaxis()
-    axes.set(xlabel="strength")
-    axes.grid(alpha=0.3, axis="x")
-    if pairs:
-        names = [name for name in found.names if any(name in one.features for one in some)]
-        place_of = {name: place for place, name in enumerate(names)}
-        field = np.full((len(names), len(names)), np.nan)
-        for one in found:
-            if all(name in place_of for name in one.features):
-                a, b = (place_of[name] for name in one.features)
-                field[a, b] = field[b, a] = one.strength
-        image = every[0][1].imshow(field)
-        every[0][1].set_xticks(range(len(names)), names, rotation=90)
-        every[0][1].set_yticks(range(len(names)), names)
-        figure.colorbar(image, ax=every[0][1], label="strength")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

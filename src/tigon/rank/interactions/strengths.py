@@ -45,7 +45,7 @@ class Network(NamedTuple):
 
 
 class SetStrength(NamedTuple):
-    """Of a set of features its strength, and of how many units it is the strongest prefix."""
+    """The strength of a set of features, and the number of units whose strongest prefix the set is."""
 
     strength: float
     units: int

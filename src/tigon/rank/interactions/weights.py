@@ -1,4 +1,4 @@
-"""From a model, or its weights, to what interactions are read of: the first layer, and how far its units reach."""
+"""Parse an MLP, or its weights, to the weights of its first layer and the reach of its units."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse_network(model: Any) -> Network:
 def _check_arrays(model: Any) -> list[Array]:
     if isinstance(model, (str, bytes)) or not isinstance(model, Sequence):
         raise ValueError(
-            f"{NAME}: model must be an MLP, what rank.fit_mlp returned, or a list of weights, got "
+            f"{NAME}: model must be an MLP, what rank.extract_mlp returned, or a list of weights, got "
             f"{type(model).__name__}."
         )
     found = []
@@ -100,8 +100,7 @@ def linear_weights(model: nn.Module) -> list[Array]:
         elif next(part.parameters(recurse=False), None) is not None:
             raise ValueError(
                 f"{NAME}: model must be an MLP, a chain of nn.Linear, but {name or 'it'} is of the class "
-                f"{type(part).__name__}"
-                + ("; rank.fit_mlp fits an MLP to a table." if isinstance(part, nn.Embedding) else ".")
+                f"{type(part).__name__}."
             )
         behind = part
     if not found:

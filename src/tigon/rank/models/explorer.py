@@ -1,11 +1,11 @@
-"""Exploring: scores by weights of the last layer that are drawn, each as likely as the data leaves it.
+"""Exploration by Thompson sampling: scores with last-layer weights drawn from their posterior.
 
     w ~ N(ŵ, a² (λ I + Σ p (1 − p) φ φᵀ)⁻¹)
 
 φ is what the last layer reads and a 1 for its bias, p the probability of a label, and the sum goes over the rows that
 were seen: Laplace's approximation of a logistic regression on φ, whose mean is the fitted layer. A request has one draw
-for all of its candidates, as Thompson sampling asks. What was shown often is known, and scored as ever; what was not,
-now and then high.
+for all of its candidates. Items that were shown often have a narrow posterior, and are scored as without exploration;
+rarely shown items sometimes get high scores.
 
 Source: Riquelme et al. 2018, NeuralLinear, https://arxiv.org/abs/1802.09127; Chapelle and Li 2011,
 https://papers.nips.cc/paper/4321-an-empirical-evaluation-of-thompson-sampling
@@ -28,7 +28,7 @@ from tigon.rank.data.batch import labelled_rows
 from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, eval_mode, get_device
 
 FILE = "explorer.safetensors"
-# Of more rows than these, a part is read, and what they sum to is scaled to all.
+# Above this number of rows a sample is read, and its sums are scaled to all rows.
 ROWS = 1 << 20
 
 
@@ -63,7 +63,7 @@ class Explorer:
 
         Args:
             ranker: a `rank.Ranker` with a last layer, as `rank.LiRank` and `rank.LiGR` have.
-            data: `rank.Impressions`, of what it was trained on. Of labels is read alone which rows have a value.
+            data: `rank.Impressions`, the training data. Labels are read only to find the rows that have a value.
             batch_options: `rank.BatchOptions`, how the table is cut into batches.
             ridge: λ, of what is known of weights without any row.
             rows: of a table with more, about so many are read, of any requests, and count for all.
@@ -125,7 +125,7 @@ class Explorer:
         return torch.cholesky_inverse(self.factor[label])
 
     def check(self, name: str, ranker: Any) -> None:
-        """Raise if a ranker's last layer is not the one that this was fitted for. name: of who asks."""
+        """Raise if the ranker's last layer has changed since the explorer was fitted. name: of the caller."""
         layers = _layers(name, ranker)
         same = layers.keys() == self.mean.keys() and all(
             w.shape == self.mean[label].shape and torch.equal(w.double().cpu(), self.mean[label])
@@ -182,7 +182,7 @@ class Explorer:
 
 
 class WeightSampler:
-    """Weights of one request after another, the same however requests are cut into batches."""
+    """Draws of weights, one for each request in order, independent of how requests are batched."""
 
     def __init__(self, explorer: Explorer, explore: float, seed: int) -> None:
         if not 0 <= explore < float("inf"):
@@ -264,7 +264,7 @@ def estimate_propensities(
 
 
 def get_explorer(name: str, ranker: Any) -> Explorer:
-    """The explorer of a ranker, or a sentence that says how it gets one. name: of who asks."""
+    """The explorer of a ranker; a ValueError without one. name: of the caller, for the error."""
     explorer: Explorer | None = getattr(ranker, "explorer", None)
     if explorer is None:
         raise ValueError(f"{name}: explore needs what rank.Explorer.fit(ranker, data) finds, and the ranker has none.")

@@ -1,8 +1,8 @@
-"""Which graph is tried next: at first any; then a mutant of one of those that survive, as a guide picks it.
+"""Choose the graph of the next trial: at first random graphs, then mutants of survivors that a guide picks.
 
-Of what was tried the newest `AGE` are young enough. Of these the `POPULATION` survive whose rank by loss, with a tenth
-of their rank by FLOPs, is the lowest. A parent is drawn by 1 / its place among them, and of `MUTANTS` graphs that
-differ from it in one token, and were not tried, the guide picks one.
+The newest `AGE` trials are candidates. The `POPULATION` candidates with the lowest rank by loss, plus a tenth of the
+rank by FLOPs, survive. A parent is drawn with a probability of 1 / its place among them, and the guide picks one of
+`MUTANTS` untried graphs that differ from the parent in one token.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434; survival by age: Real et al. 2019, regularized
 evolution, https://arxiv.org/abs/1802.01548
@@ -20,14 +20,14 @@ from tigon.rank.search.space import TRIES, Graph, Space, graph_key
 
 Sampler = Literal["evolution", "random"]
 FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20
-# Of the rank by FLOPs, beside that by loss.
+# Weight of the rank by FLOPs; the rank by loss has the weight 1.
 FLOPS_SHARE = 0.1
-# Of two graphs' blocks, from which on one says little that the other does not.
+# Two graphs count as alike above this share of common blocks.
 ALIKE = 0.5
 
 
 class Trial(NamedTuple):
-    """A graph that was tried. number: of its trial. loss: on the held-out rows. flops: of a row."""
+    """A finished trial. number: of the trial. loss: on the held-out rows. flops: of a row."""
 
     number: int
     graph: Graph
@@ -96,7 +96,7 @@ def choose_graph(
 
 
 def draw_unseen(space: Space, random: Random, seen: set[str]) -> Graph:
-    """A random graph that has no trial; one that has, where the space has hardly another."""
+    """A random graph without a trial; a graph with a trial where the space is nearly exhausted."""
     found = space.draw(random)
     for _ in range(TRIES):
         if graph_key(found) not in seen:

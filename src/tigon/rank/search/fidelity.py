@@ -1,4 +1,4 @@
-"""What a trial is trained on: a share of the rows, with large tables of embeddings hashed into smaller ones.
+"""The data of a trial: a share of the rows, with large vocabularies hashed into smaller tables.
 
 A trial says how good a graph is beside the others, and need not be good itself. All trials of a search see the same
 rows in the same order.
@@ -52,9 +52,9 @@ class ReducedData:
             if drawn >= len(self):
                 return
             drawn += batch.requests
-            yield self._taken(batch) if self.sizes else batch
+            yield self._reduce(batch) if self.sizes else batch
 
-    def _taken(self, batch: Any) -> Any:
+    def _reduce(self, batch: Any) -> Any:
         context, items = (
             {name: _fold_codes(value, self.sizes.get(name)) for name, value in side.items()}
             for side in (batch.context, batch.items)
@@ -75,7 +75,7 @@ def _hash_field(field: Any, rows: int) -> Field:
 
 
 def _fold_codes(value: Any, rows: int | None) -> Any:
-    """Codes from 1 folded into 1 … rows; 0, what is missing or unseen, stays."""
+    """Codes from 1 folded into 1 … rows; 0, for missing and unseen values, stays."""
     if rows is None:
         return value
     if isinstance(value, Ragged):

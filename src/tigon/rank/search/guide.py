@@ -1,4 +1,4 @@
-"""Which of several graphs is likely the best: LightGBM, taught to order what was tried by its loss.
+"""Pick the most promising of several graphs: LightGBM, trained to order finished trials by their loss.
 
 It reads the tokens of a graph, and sums of them that do not depend on the order of the blocks. All that was tried is
 one query of `lambdarank`, whose grades are the tenths of the order by loss.
@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def pick_graph(tried: Sequence[Trial], graphs: Sequence[Graph], seed: int) -> Graph:
-    """The graph that the guide puts first; of equal ones the first."""
+    """The graph with the highest score; the first among equal scores."""
     import lightgbm
 
     tried = tried[-MOST_TRIED:]

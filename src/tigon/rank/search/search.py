@@ -100,8 +100,8 @@ def search_blocks(
 
     Each trial is a graph of blocks, trained on a share of the rows and measured by its log loss on `val`, the mean over
     the labels. The first 20 are random; then each is a mutant of a good one, which a model of what was tried picks. The
-    best, of which no two are alike, are fitted on all rows, with `val` to stop by. A folder that holds a study goes on
-    with it; processes that search in one folder share its trials.
+    best, of which no two are alike, are fitted on all rows, with `val` to stop by. A study in the folder is resumed;
+    processes that search in one folder share its trials.
 
     Args:
         train: `rank.Impressions`. val: the same, of other requests.
@@ -129,7 +129,7 @@ def search_blocks(
     defaults = SearchOptions().lasting()
     run.study = Study(Path(folder), about, run.space, options.sampler, options.seed, defaults)
     try:
-        return run.go()
+        return run.run()
     finally:
         run.study.close()
 
@@ -158,22 +158,24 @@ class _Search:
             options.fit, epochs=options.epochs, eval_every=0, max_minutes=None, metric="log_loss"
         )
 
-    def go(self) -> SearchResult:
+    def run(self) -> SearchResult:
         try:
             while (asked := self.study.ask(self.options.trials)) is not None:
                 self._trial(*asked)
-            refitted = self._refits() if not self.study.others() else []
+            refitted = self._refits() if not self.study.count_running() else []
         except Stopped:
-            return self._found([], True)
-        return self._found(refitted, False)
+            return self._result([], True)
+        return self._result(refitted, False)
 
-    def _found(self, refitted: list[RefitResult], stopped: bool) -> SearchResult:
-        tried = self.study.tried()
-        if not tried and not stopped and not self.study.others():
+    def _result(self, refitted: list[RefitResult], stopped: bool) -> SearchResult:
+        tried = self.study.finished_trials()
+        if not tried and not stopped and not self.study.count_running():
             raise FloatingPointError(
                 "rank.search_blocks: no trial had a finite loss; a lower lr, or a longer warmup, may help."
             )
-        return SearchResult(tried, refitted, len(self.study.counted()) - len(tried) - self.study.others(), stopped)
+        return SearchResult(
+            tried, refitted, len(self.study.counting_trials()) - len(tried) - self.study.count_running(), stopped
+        )
 
     def _trial(self, trial: Any, graph: Graph) -> None:
         try:
@@ -198,14 +200,16 @@ class _Search:
 
     def _refits(self) -> list[RefitResult]:
         """The best graphs fitted on all rows, or as they were found before; [] while another process fits them."""
-        tried = select_distinct(self.study.tried(), self.options.best)
-        handle = self.study.claim() if tried else None
-        if handle is None:
+        tried = select_distinct(self.study.finished_trials(), self.options.best)
+        lock = self.study.claim() if tried else None
+        if lock is None:
             return []
         try:
             found = [self._refit(one) for one in tried]
         finally:
-            self.study.release(handle)
+            from tigon.rank.search.study import release
+
+            release(lock)
         found.sort(key=lambda one: (one.validation["log_loss"], one.number))
         staged = self.folder / f"{BLOCKS}.partial"
         staged.write_text(blocks_to_json(found[0].graph), encoding="utf-8")
@@ -247,7 +251,7 @@ class _Search:
         if self.after is None:
             return
         if found is not None or not hasattr(self, "_last"):
-            tried = self.study.tried()
+            tried = self.study.finished_trials()
             self._last = len(tried), min(tried, key=lambda one: (one.loss, one.number), default=None)
         if self.after(SearchProgress(found, *self._last)):
             raise Stopped

@@ -51,18 +51,18 @@ class Space:
                 )
         if not 1 <= self.most <= MOST:
             raise ValueError(
-                f"rank.search_blocks: most must be from 1 to {MOST} blocks, got {self.most}: without a block no path leads "
-                "from the features to the towers."
+                f"rank.search_blocks: most must be from 1 to {MOST} blocks, got {self.most}: without a block no path "
+                "leads from the features to the towers."
             )
         if not self.kinds:
             raise ValueError(
-                f"rank.search_blocks: kinds must name one of {', '.join(KINDS)}, got none: without a block no path leads from "
-                "the features to the towers."
+                f"rank.search_blocks: kinds must name one of {', '.join(KINDS)}, got none: without a block no path "
+                "leads from the features to the towers."
             )
         if self.vectors < 2 and not set(self.kinds) - set(PAIRED):
             raise ValueError(
-                f"rank.search_blocks: kinds must have more than {' and '.join(self.kinds)}, which multiply vectors by each "
-                "other: the features are one vector alone, so that no block can read them."
+                f"rank.search_blocks: kinds must have more than {' and '.join(self.kinds)}, which multiply vectors by "
+                "each other: the features are one vector alone, so that no block can read them."
             )
 
     def allows(self, graph: Sequence[Block]) -> bool:
@@ -139,7 +139,7 @@ def _with_block(space: Space, graph: Graph, random: Random) -> Graph:
 
 
 def _without_block(space: Space, graph: Graph, random: Random) -> Graph:
-    """Without one block; what read it reads what it read."""
+    """The graph without one block; blocks that read it read its inputs."""
     gone = random.randrange(len(graph)) + 1
     found = []
     for block in (*graph[: gone - 1], *graph[gone:]):

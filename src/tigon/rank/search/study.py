@@ -1,4 +1,4 @@
-"""A search as a study of Optuna, whose journal file is its whole state: killed, it goes on; several processes share it.
+"""A search as an Optuna study. Its journal file is the whole state: a killed search resumes, and processes share it.
 
     folder/journal.log     Optuna's `JournalFileBackend`, which its dashboard opens
     folder/processes/      a file for each process that is at work, locked as long as it lives
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import filelock  # torch needs it
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.storages import JournalStorage
@@ -23,7 +24,6 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
 from tigon.rank.search.evolution import Sampler, Trial, choose_graph
-from tigon.rank.search.processes import is_locked, locked, unlocked
 from tigon.rank.search.space import LEVELS, Graph, Space, graph_from_tokens, graph_key, graph_tokens
 
 NAME, JOURNAL, PROCESSES, REFITS = "tigon rank search", "journal.log", "processes", "refits"
@@ -96,7 +96,9 @@ class Study:
         self.folder, self.space = folder, space
         (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
         self.name = uuid.uuid4().hex[:12]
-        self.presence = locked(folder / PROCESSES / self.name)
+        # The system releases the lock when the process ends, however it ends.
+        self.presence = filelock.FileLock(folder / PROCESSES / self.name, timeout=0)
+        self.presence.acquire()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             _truncate_partial_line(folder / JOURNAL)
@@ -106,7 +108,7 @@ class Study:
                 load_if_exists=True,
             )  # fmt: skip
             self._check(about, defaults)
-            self._bury()
+            self._mark_dead()
         except BaseException:
             self.close()
             raise
@@ -122,21 +124,21 @@ class Study:
                 was = {**defaults.get(name, {}), **was}
             if was == now:
                 continue
-            if isinstance(was, dict) and isinstance(now, dict):  # of many options those that differ
-                differ = [graph_key for graph_key in {**was, **now} if was.get(graph_key) != now.get(graph_key)]
-                was, now = ([f"{name}={of.get(name)}" for name in differ] for of in (was, now))
+            if isinstance(was, dict) and isinstance(now, dict):  # the options that differ
+                differ = [option for option in {**was, **now} if was.get(option) != now.get(option)]
+                was, now = ([f"{option}={side.get(option)}" for option in differ] for side in (was, now))
             raise ValueError(
-                f"rank.search_blocks: the study in {self.folder} was begun with {name} {_format(was)}, and now there is "
-                f"{_format(now)}; a study is of one thing: give that, or another folder."
+                f"rank.search_blocks: the study in {self.folder} was begun with {name} {_format(was)}, and now there "
+                f"is {_format(now)}; a study is of one thing: give that, or another folder."
             )
 
-    def _bury(self) -> None:
+    def _mark_dead(self) -> None:
         """End the trials whose process is gone."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if not self._lives(trial):
+            if not self._is_running(trial):
                 self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
-    def _lives(self, trial: FrozenTrial) -> bool:
+    def _is_running(self, trial: FrozenTrial) -> bool:
         name = trial.user_attrs.get("process")
         if name is None:
             began = trial.datetime_start
@@ -144,35 +146,35 @@ class Study:
         return bool(name == self.name) or is_locked(self.folder / PROCESSES / name)
 
     def close(self) -> None:
-        unlocked(self.presence, self.folder / PROCESSES / self.name)
+        release(self.presence)
 
     # --------------------------------------------------------------------------------------------------------- trials
 
-    def tried(self) -> list[Trial]:
+    def finished_trials(self) -> list[Trial]:
         return finished_trials(self.study.get_trials(deepcopy=False))
 
-    def counted(self, before: int | None = None) -> list[FrozenTrial]:
+    def counting_trials(self, before: int | None = None) -> list[FrozenTrial]:
         """The trials that count: at their end, at work, or without a finite loss. before: their numbers are below."""
         return [
             one
             for one in self.study.get_trials(deepcopy=False)
             if (before is None or one.number < before)
             and (one.state == TrialState.COMPLETE or "note" in one.user_attrs
-                 or (one.state == TrialState.RUNNING and self._lives(one)))
+                 or (one.state == TrialState.RUNNING and self._is_running(one)))
         ]  # fmt: skip
 
-    def others(self) -> int:
+    def count_running(self) -> int:
         """How many trials other processes are at."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return sum(self._lives(one) for one in running)
+        return sum(self._is_running(one) for one in running)
 
     def ask(self, most: int) -> tuple[optuna.Trial, Graph] | None:
         """A new trial and its graph; None if there are as many as there may be."""
-        if len(self.counted()) >= most:
+        if len(self.counting_trials()) >= most:
             return None
         trial = self.study.ask()
         trial.set_user_attr("process", self.name)
-        if len(self.counted(trial.number)) >= most:  # another process was faster
+        if len(self.counting_trials(trial.number)) >= most:  # another process was faster
             self.fail(trial)
             return None
         may = token_distributions(self.space)
@@ -190,7 +192,8 @@ class Study:
         return Trial(trial.number, graph, loss, flops)
 
     def fail(self, trial: optuna.Trial, note: str | None = None) -> None:
-        """End a trial without one. note: why, if another try would end alike; else another trial takes its place."""
+        """End a trial without a loss. note: the reason, if a repetition would fail alike; else another trial replaces
+        it."""
         if note is not None:
             trial.set_user_attr("note", note)
         self.study.tell(trial, state=TrialState.FAIL)
@@ -205,12 +208,34 @@ class Study:
     def keep(self, number: int, found: dict[str, Any]) -> None:
         self.study.set_user_attr(f"refit {number}", found)
 
-    def claim(self) -> int | None:
+    def claim(self) -> filelock.BaseFileLock | None:
         """A lock for the refits of a study, to be given to `release`; None if another process has it."""
-        return locked(self.folder / PROCESSES / REFITS)
+        lock = filelock.FileLock(self.folder / PROCESSES / REFITS, timeout=0)
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            return None
+        return lock
 
-    def release(self, handle: int) -> None:
-        unlocked(handle, self.folder / PROCESSES / REFITS)
+
+def release(lock: filelock.BaseFileLock) -> None:
+    """Delete and release the file of a lock."""
+    if lock.is_locked:
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a living process has locked a file. A file that no process has locked is deleted."""
+    if not file.exists():
+        return False
+    lock = filelock.FileLock(file, timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        return True
+    release(lock)
+    return False
 
 
 def _suggest(trial: optuna.Trial, name: str, may: dict[str, BaseDistribution]) -> Any:
@@ -226,7 +251,7 @@ def _format(value: Any) -> str:
 
 
 def _truncate_partial_line(journal: Path) -> None:
-    """Cut off what a process that was killed, or a full disk, left of a line: Optuna reads no line behind it."""
+    """Cut off a partial last line, left by a killed process or a full disk: Optuna reads no line after it."""
     if not journal.exists():
         return
     lock = JournalFileSymlinkLock(str(journal))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# Of each model: rows of the table from which its sizes are these.
+# Sizes of each model by the number of rows of the table, from that number on.
 LIGR: dict[int, dict[str, Any]] = {
     0: {"width": 64, "layers": 2},
     100_000: {"width": 128, "layers": 3},
@@ -40,7 +40,7 @@ HELD_ROWS = 200
 
 
 def choose_sizes(model: str, data: Any, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The sizes of a ranker that a table of so many rows determines: what `rank.LiGR` or `rank.LiRank` takes.
+    """Choose the sizes of a ranker by the number of rows: options of `rank.LiGRConfig` or `rank.LiRankConfig`.
 
     LiGR is 64 wide with 2 layers below 100,000 rows, 128 with 3 from there, 256 with 4 from a million, and 256 with 6
     from ten million. LiRank has embeddings of 8 numbers below 100,000 rows and of 16 from there, with 1 cross layer and
@@ -83,7 +83,7 @@ class Settings(NamedTuple):
 def choose_settings(
     requests: int, rows: int, width: int | None, *, batch_size: int | None = None, epochs: int | None = None
 ) -> Settings:
-    """How a ranker is fitted to a table: what `rank.FitOptions` leaves open.
+    """Choose the options that `rank.FitOptions` leaves open, by the size of the table.
 
     Batches hold a fifteenth of the rows, 32 to 2,048, cut to a power of two of requests. The longest fit has 10 passes,
     and as many as 600 steps take. It is evaluated behind each pass, but 40 times at most, and stops where half of the

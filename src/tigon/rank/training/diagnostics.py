@@ -1,4 +1,4 @@
-"""Whether a fit has learned anything: sentences on one that ends at chance, too early, or while it gets better."""
+"""Find signs of a failed fit: it ends at chance, too early, or while it still improves."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def auc_error(ones: int, zeros: int) -> float:
 
 
 def find_problems(
-    row: dict[str, float] | None, history: list[dict[str, float]], watched: str, classes: dict[str, tuple[int, int]],
+    row: dict[str, float] | None, history: list[dict[str, float]], monitor: str, classes: dict[str, tuple[int, int]],
     *, steps: int, warmup: float, ended: bool, probabilities: bool, more: str = MORE,
 ) -> list[str]:  # fmt: skip
-    """A sentence for each sign that a fit has not learned what it could, with what to change.
+    """A sentence for each sign of a failed or short fit, with the option to change.
 
     Args:
         row: of the history, the best evaluation; None without any.
-        watched: the metric that early stopping looked at.
+        monitor: the metric that early stopping monitored.
         classes: `count_classes` of the rows to validate on; {} where the objective is the next item.
         steps: that were done. warmup: steps of the warm-up.
         ended: whether the last epoch ended the fit, and not early stopping.
@@ -68,10 +68,10 @@ def find_problems(
         )
     elif probabilities:
         found += _find_poor_probabilities(row, aucs, classes)
-    gain = _late_gain(row, history, watched)
-    if ended and gain is not None and gain > max(errors.values(), default=0.02 * abs(row[watched])):
+    gain = _late_gain(row, history, monitor)
+    if ended and gain is not None and gain > max(errors.values(), default=0.02 * abs(row[monitor])):
         found.append(
-            f"{watched} still got better, by {gain:.3f} in the last quarter, when epochs=… ended the fit. Raise it"
+            f"{monitor} still got better, by {gain:.3f} in the last quarter, when epochs=… ended the fit. Raise it"
         )
     return found
 
@@ -93,12 +93,12 @@ def _find_poor_probabilities(
     return found
 
 
-def _late_gain(row: dict[str, float], history: list[dict[str, float]], watched: str) -> float | None:
+def _late_gain(row: dict[str, float], history: list[dict[str, float]], monitor: str) -> float | None:
     """By how much the last evaluation is better than those before the last quarter; None where it is not the best."""
     if len(history) < 4 or row is not history[-1]:
         return None
-    before = [one[watched] for one in history[: len(history) * 3 // 4]]
+    before = [one[monitor] for one in history[: len(history) * 3 // 4]]
     best = before[0]
     for value in before:
-        best = value if is_better(watched, value, best) else best
-    return abs(row[watched] - best) if is_better(watched, row[watched], best) else None
+        best = value if is_better(monitor, value, best) else best
+    return abs(row[monitor] - best) if is_better(monitor, row[monitor], best) else None

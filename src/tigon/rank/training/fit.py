@@ -1,7 +1,7 @@
 """The loop that trains a ranker on requests: losses of its labels, AdamW, warm-up and cosine, early stopping.
 
-The order of an epoch and what is drawn in a step depend on the seed and their numbers alone, so that a run that goes on
-from a state does what it would have done.
+The order of an epoch and the random numbers of a step depend on the seed and on the number of the epoch or step alone,
+so that a resumed run repeats the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ READ_EVERY = 50
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What a fit depends on, beside the ranker and the data.
+    """The options of a fit.
 
     `lr`, `epochs`, `batch_size`, `eval_every` and `patience` are None by default: `resolve` chooses them by how many
     requests and rows there are.
@@ -60,22 +60,22 @@ class FitOptions:
         table_optimizer: of tables of embeddings, "adamw" as of the rest, or "row-adagrad" for `tigon.optim.RowAdagrad`:
             a step then touches the rows in its batch alone. For rankers with such tables, as `rank.LiRank`.
         table_lr: peak of the rate of "row-adagrad", which falls with `lr`.
-        warmup: the share of the run in which the rate rises to `lr`.
-        schedule: of the rate after it: "cosine" or "linear", which fall to 0 at the last epoch, "constant", or
-            "plateau", which falls to a tenth behind each evaluation of `val` that is none the best.
-        clip: the largest norm of all gradients, but those of tables by "row-adagrad"; 0: any.
-        epochs: most passes over the requests; None: 10, and as many as 600 steps take. max_minutes: most minutes;
-            None: any.
+        warmup: fraction of the run used for learning-rate warm-up.
+        schedule: of the rate after warm-up: "cosine" or "linear", which fall to 0 at the last epoch, "constant", or
+            "plateau": divide the learning rate by 10 after each evaluation of `val` that does not improve.
+        clip: the largest norm of all gradients except those of tables with "row-adagrad"; 0: no clipping.
+        epochs: maximum of passes over the requests; None: 10, or as many as 600 steps take.
+        max_minutes: time limit; None: no limit.
         batch_size: requests of a step; None: a fifteenth of the rows, 32 to 2,048 of them.
         batch_tokens: events and candidates of a step, instead of so many requests.
         history_max: the newest events of a request that are read; None: all.
-        metric: what early stopping looks at, such as "auc", "gauc", "log_loss" or "ndcg@10", the mean over the labels;
-            "click:auc" is that of one. None: "auc" for bce, "ndcg@10" for others.
+        metric: the metric that early stopping monitors, such as "auc", "gauc", "log_loss" or "ndcg@10", averaged over
+            the labels; "click:auc" monitors one label. None: "auc" for bce, "ndcg@10" for others.
         eval_every: steps between evaluations; 0: at the end of each epoch; None: so too, but at most 40 evaluations.
-        patience: evaluations without a better one before the run stops; None: half of those of the longest run,
-            3 of "plateau".
-        prior_strength: λ, how much `fit(…, priors=…)` pulls towards what older data was sure of: n / m to count it as n rows
-            beside the m of now.
+        patience: evaluations without improvement before the run stops; None: half of the evaluations of the longest
+            run, 3 with "plateau".
+        prior_strength: λ, strength of the penalty of `fit(…, priors=…)` that keeps weights close to an earlier fit; n /
+            m weighs the old data as n rows against m new rows.
         precision: of the products: "bf16", "fp32", or "auto": bf16 on a GPU.
         seed: of orders and dropout.
     Raises: ValueError for a value that is out of range.
@@ -132,7 +132,7 @@ class FitOptions:
 
     @property
     def monitor(self) -> str:
-        """The metric that early stopping looks at."""
+        """The metric that early stopping monitors."""
         if self.metric is not None:
             return self.metric
         return "auc" if self.loss == "bce" and self.objective == "impressions" else "ndcg@10"
@@ -159,7 +159,7 @@ class FitOptions:
         return chosen._replace(**{name: value for name, value in given.items() if value is not None})
 
     def resolve(self, ranker: Any, train: BatchSource) -> FitOptions:
-        """The options with numbers in place of what they leave to the data.
+        """The options with the open values chosen from the data.
 
         Args:
             ranker, train: as `fit` takes them.
@@ -170,13 +170,13 @@ class FitOptions:
 
 @dataclass
 class FitResult:
-    """What a fit has found.
+    """The result of a fit.
 
     Attributes:
         history: a row for each evaluation: "step", "epoch", "loss", and metrics as "LABEL:METRIC".
         best: the step of the best evaluation, whose weights the ranker has; the last step without evaluations.
-        steps: that were done. seconds: of the whole run. stopped: whether `after` ended it.
-        warnings: a sentence for each sign that nothing was learned, or less than could be, with what to change.
+        steps: number of steps. seconds: of the whole run. stopped: whether `after` ended the run.
+        warnings: a sentence for each sign of a failed or short training, with the option to change.
     """
 
     history: list[dict[str, float]]
@@ -210,7 +210,7 @@ class Progress:
         return self._rows()
 
     def state(self) -> dict[str, Any]:
-        """What `fit` goes on from: tensors of the run itself, to be copied or written before the next step.
+        """The state that `fit` resumes from: tensors of the run itself, to be copied or written before the next step.
 
         "model" and, after an evaluation, "best" are state dicts of the ranker, "optimizer" is one of the optimizers;
         the rest is JSON.
@@ -225,18 +225,18 @@ def fit(
 ) -> FitResult:  # fmt: skip
     """Train a ranker in place, on the device that it is on. Needs the extra `rank`.
 
-    The loss of a step is the sum over the labels of their weighted losses. With `val` the ranker is evaluated as it
-    goes, and has the best weights in the end. It is in `eval` mode then, ready to score. A fit that ends at chance, in
-    its warm-up, or while it still gets better is warned of.
+    The loss of a step is the sum over the labels of their weighted losses. With `val` the ranker is evaluated during
+    training, and has the best weights at the end. It is left in `eval` mode. A warning is raised for a fit that ends at
+    chance, during warm-up, or while it still improves.
 
     Args:
         ranker: a `rank.Ranker`, such as `rank.LiGR`.
         train: `rank.Impressions`.
         val: the same, of other requests. None: all epochs are done.
         options: `rank.FitOptions`.
-        priors: `rank.FisherPrior`, of fits on older data that the weights are pulled towards, by `options.prior_strength`. Losses
-            that are reported are those of the data alone.
-        state: what `Progress.state` returned, from which to go on, to the same bits on one device.
+        priors: `rank.FisherPrior` of fits on older data, whose penalty has the weight `options.prior_strength`.
+            Reported losses are those of the data alone.
+        state: a state of `Progress.state`, to resume from, with the same bits on one device.
         after: called with a `rank.Progress` after each step and each evaluation; it ends the run by returning True.
     Returns: `rank.FitResult`.
     Raises: ValueError if train has no requests or no labels, a label or a metric is not there, or priors do not fit
@@ -279,7 +279,7 @@ def _label_loss(loss: Callable[..., Tensor], batch: Any, label: str, z: Tensor) 
 
 
 def check_arguments(ranker: Any, train: BatchSource, val: BatchSource | None, options: FitOptions) -> None:
-    """Raise what `fit` raises before its first step."""
+    """Raise the errors of `fit` before its first step."""
     if not len(train):
         raise ValueError("rank.fit: train has no requests.")
     if options.objective == "next-item" and not hasattr(ranker, "next_item_loss"):

@@ -1,4 +1,4 @@
-"""The optimizers of a fit, as one, and their rates: AdamW, and row-wise Adagrad of tables where it is asked for."""
+"""The optimizers of a fit, and their learning rates: AdamW, and optionally row-wise Adagrad for tables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Optimizers:
         return rates[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of one optimizer, whose last group is that of the tables."""
+        """One state dict for both optimizers; the last group is the tables'."""
         found = self.adamw.state_dict()
         if self.rows is None:
             return found
@@ -71,7 +71,7 @@ class Optimizers:
         return {"state": state, "param_groups": [*found["param_groups"], *of_rows]}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Take what `state_dict` returned."""
+        """Load a state of `state_dict`."""
         count = len(self.adamw.param_groups)
         for optimizer, part in (
             (self.adamw, given["param_groups"][:count]),

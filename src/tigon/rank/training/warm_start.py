@@ -1,4 +1,4 @@
-"""Going on from a fitted ranker: rows for new values, and a pull towards what older data was sure of.
+"""Warm starts from a fitted ranker: rows for new vocabulary values, and a penalty that keeps weights near the old fit.
 
     loss = data + λ/2 Σ_i [h₀ (w − w₀)² + h₋₁ (w − w₋₁)²]_i
 
@@ -35,7 +35,7 @@ BATCHES = 256
 
 @dataclass(frozen=True)
 class FisherPrior:
-    """Weights that a fit has found, and how sure its data was of each.
+    """The weights of a fit, and their Fisher information.
 
     Args:
         weights: by the name of a parameter, on the CPU.
@@ -47,8 +47,8 @@ class FisherPrior:
 
     @classmethod
     def estimate(
-        cls, ranker: Any, data: BatchSource, batch_options: BatchOptions = BatchOptions(), *, batches: int = BATCHES, seed: int = 0,
-        label_weights: Mapping[str, float] | None = None,
+        cls, ranker: Any, data: BatchSource, batch_options: BatchOptions = BatchOptions(), *, batches: int = BATCHES,
+        seed: int = 0, label_weights: Mapping[str, float] | None = None,
     ) -> FisherPrior:  # fmt: skip
         """A prior at a ranker's weights, by one pass over data.
 
@@ -92,7 +92,7 @@ class FisherPrior:
         return cls(weights, {name: (of / rows).cpu() for name, of in total.items()})
 
     def expand_to(self, old: nn.Module, new: nn.Module) -> FisherPrior:
-        """The prior of a ranker for the one that `rank.expand_vocabularies` made of it: nothing holds the rows of new values.
+        """The prior for a ranker of `rank.expand_vocabularies`, without a penalty on the rows of new values.
 
         Args:
             old: the ranker that the prior is of. new: the grown one.
@@ -174,7 +174,7 @@ def load_priors(folder: str | Path) -> list[FisherPrior]:
 
 
 def check_prior_options(options: Any) -> None:
-    """Raise if a fit with these options has nothing that a prior says, or cannot be pulled."""
+    """Raise for options of a fit that cannot use a prior."""
     if (options.objective, options.loss) != ("impressions", "bce"):
         raise ValueError(
             "rank.fit: loss must be bce of impressions to go on from a prior, whose strengths are those of labels' "
@@ -235,7 +235,7 @@ class QuadraticPenalty:
 
 
 def expand_vocabularies(ranker: Any, schema: Any) -> Any:
-    """A ranker with the weights of another, and with rows for what a newer schema knows besides.
+    """A ranker with the weights of another, and with new rows for the new values of a schema.
 
     Args:
         ranker: a `rank.Ranker`.
@@ -255,7 +255,7 @@ def expand_vocabularies(ranker: Any, schema: Any) -> Any:
 
 
 def check_expansion(old: Any, new: Any) -> None:
-    """Raise if a schema is not another one with values behind its vocabularies."""
+    """Raise if `new` is not `old` with values appended to its vocabularies."""
     from dataclasses import replace
 
     if old.labels != new.labels:
@@ -271,22 +271,24 @@ def check_expansion(old: Any, new: Any) -> None:
         if before is None or after is None:
             which = "the ranker has no such field" if before is None else "which is missing"
             raise ValueError(
-                f"rank.expand_vocabularies: schema must have the ranker's fields, got a difference in {name!r}: {which}."
+                f"rank.expand_vocabularies: schema must have the ranker's fields, got a difference in {name!r}: "
+                f"{which}."
             )
         if before == after:
             continue
         known, found = getattr(before, "vocab", None), getattr(after, "vocab", None)
         if known is None or found is None or replace(before, vocab=found) != replace(after, grows=False):
             raise ValueError(
-                f"rank.expand_vocabularies: schema must have the ranker's fields, got other options of {name!r}; read the data with "
-                "schema=ranker.schema.expandable()."
+                f"rank.expand_vocabularies: schema must have the ranker's fields, got other options of {name!r}; "
+                "read the data with schema=ranker.schema.expandable()."
             )
         if found[: len(known)] != known:
             place = next((i for i, (a, b) in enumerate(zip(known, found, strict=False)) if a != b), len(found))
             got = f"{found[place]!r} in the place of" if place < len(found) else "none in the place of"
             raise ValueError(
-                f"rank.expand_vocabularies: schema must have the ranker's values at their places, got for {name!r} {got} "
-                f"{known[place]!r}, whose row it would read; read the data with schema=ranker.schema.expandable()."
+                f"rank.expand_vocabularies: schema must have the ranker's values at their places, got for {name!r} "
+                f"{got} {known[place]!r}, whose row it would read; read the data with "
+                "schema=ranker.schema.expandable()."
             )
 
 

@@ -86,7 +86,7 @@ class Score(nn.Module):
 def embed_padded_events(
     ranker: LiGR, history: dict[str, Tensor], context: dict[str, Tensor], age: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(B, 1 + T, width) tokens, and the age of the newest events; see `tokens.events_of` for packed ones."""
+    """(B, 1 + T, width) tokens, and the age of the newest events; see `tokens.event_tokens` for packed events."""
     B, T = age.shape
     place = torch.arange(T, device=age.device)
     before = torch.where(place > 0, age[:, (place - 1).clamp(min=0)], torch.inf)

@@ -18,7 +18,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Residual(nn.Module):
-    """y = x + σ(x Wg + bg) ⊙ f, or x + f without a gate. The one place where a layer adds to its stream."""
+    """y = x + σ(x Wg + bg) ⊙ f, or x + f without a gate. Layers add to their stream here alone."""
 
     def __init__(self, width: int, gate: bool, dropout: float) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ class LiGRLayer(nn.Module):
         self.attention_residual, self.unit_residual = (Residual(width, gate, dropout) for _ in range(2))
 
     def forward(self, x: Tensor, attend: Attend, kept: slice = slice(None)) -> Tensor:
-        """x: (…, N, width). kept: the rows that go on behind attention; the others are keys and values alone."""
+        """x: (…, N, width). kept: the rows that are computed behind attention; other rows serve as keys and values
+        alone."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         o = attend(q, k, v)[..., kept, :, :].flatten(-2)
         x = self.attention_residual(x[..., kept, :], self.out(o))

@@ -1,4 +1,4 @@
-"""LiGR: candidates that read one encoded history, each by itself, and in the last layers each other.
+"""LiGR: candidates that read one encoded history, and in the last layers each other.
 
     x = [context, events | candidates];  x ← x + σ(x Wg + bg) ⊙ F(LN(x)), F attention, then SwiGLU;  logits = LN(x) W
 
@@ -217,7 +217,7 @@ class LiGR(Ranker):
 
     @torch.no_grad()
     def score(self, cache: Cache, batch: Batch, elapsed: Tensor | float = 0.0) -> dict[str, Tensor]:
-        """The logits of candidates by encoded histories: those of `forward`, without its work on the histories.
+        """The logits of candidates by encoded histories: equal to `forward`, without encoding the histories again.
 
         Args:
             cache: of `encode`, perhaps with events appended.

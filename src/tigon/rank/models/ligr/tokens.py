@@ -1,4 +1,4 @@
-"""From the fields of a batch to tokens: one for the request's context, for each event, and for each candidate.
+"""Tokens of a batch: one for the context of each request, for each event, and for each candidate.
 
     event     = LN(Σ its fields (item, item's features, what happened) + the time since the event before it)
     candidate = LN(Σ its fields (item, its features, the row's) + the time since the newest event)
@@ -32,7 +32,8 @@ HOUR, DAY = 3_600_000_000, 86_400_000_000  # microseconds
 
 
 class FieldTokens(nn.Module):
-    """(n, width) for the values of one field. What is missing or unseen in training adds little: row 0 starts at zero.
+    """(n, width) for the values of one field. Values that are missing or unseen in training add little: row 0 starts
+    at zero.
 
     Values of `Ids` are a `Ragged`, or (n, most) integers with −1 behind a row's last.
     """
@@ -62,7 +63,7 @@ class FieldTokens(nn.Module):
     def forward(self, value: Tensor | Ragged) -> Tensor:
         found: Tensor
         if isinstance(self.field, Ids):
-            found = self.project(self._pooled(value))
+            found = self.project(self._pool(value))
             return found
         assert isinstance(value, Tensor)
         if isinstance(self.field, Id):
@@ -76,7 +77,7 @@ class FieldTokens(nn.Module):
         at = embedding(value // HOUR % 24, self.hour) + embedding(value // DAY % 7, self.day)
         return torch.where(known, at, self.missing)
 
-    def _pooled(self, value: Tensor | Ragged) -> Tensor:
+    def _pool(self, value: Tensor | Ragged) -> Tensor:
         if isinstance(value, Tensor):
             there = (value >= 0).unsqueeze(-1)
             rows = embedding(value.clamp(min=0), self.table)

@@ -1,1 +1,1 @@
-"""Rankers that read each row by its features: what was shown, to whom, and where, without a sequence of events."""
+"""LiRank: a ranker of rows by their features, without a sequence of events."""

@@ -1,7 +1,7 @@
-"""Isotonic layers fitted on held-out rows: the log loss of their labels, by what the rest of the ranker says of them.
+"""Fit isotonic layers on held-out rows, by the log loss of their labels.
 
-A model that has seen its training data for long is too sure of it. On rows that it has not seen, the isotonic layer
-learns by how much, and for each segment where it has one.
+A model is overconfident on its training data. The isotonic layer learns from held-out rows by how much, and
+does so for each segment where the layer has segments.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def calibrate(
 
 
 def check_classes(data: BatchSource, batch_options: BatchOptions, what: str = "data") -> None:
-    """Raise if a label is the same in all rows. what: the rows are called in the sentence."""
+    """Raise if a label is the same in all rows. what: the name of the rows in the error."""
     parts = [batch.labels for batch in batch_options._replace(history_max=0).batches(data, torch.device("cpu"))]
     for name in parts[0] if parts else ():
         y = torch.cat([part[name] for part in parts])
@@ -91,7 +91,7 @@ def _rows(
 def fit_isotonic(
     x: Tensor, labels: Tensor, weights: Tensor | None, segment: Tensor | None, segments: int, strength: float
 ) -> tuple[Tensor, Tensor]:
-    """The weight and the bias that minimise the log loss of labels by logits x, and what keeps slopes near each other.
+    """The weight and the bias that minimise the log loss of labels by logits x, plus a penalty on slopes.
 
     First a x + b is fitted (Platt scaling), then the slopes w, with strength · ½ Σ (w / a − 1)². With several segments
     each then departs from that function of all rows as far as its own rows say.
@@ -126,7 +126,7 @@ class Rows(NamedTuple):
 
     def platt(self) -> tuple[Tensor, Tensor]:
         """a and b, (1,) each, of the best a x + b."""
-        # Of logits of about one spread, so that the solver's steps fit; and no step is too long for few rows.
+        # Logits are scaled to unit spread, so that the solver's steps fit; and no step is too long for few rows.
         spread = self.x.std(correction=0).clamp(min=1e-12)
         middle = self.x.mean()
         a, b = self.x.new_zeros(1, requires_grad=True), self.x.new_zeros(1, requires_grad=True)

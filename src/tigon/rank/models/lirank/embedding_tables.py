@@ -1,4 +1,4 @@
-"""Tables of embeddings, one below the other, that are read in one launch; in fp32, or as rows of bytes.
+"""Embedding tables of one width in one tensor, read in one launch; in fp32, or in 8 bits.
 
 A column is one use of a field: its codes, or what is made of them, such as quotient and remainder. Column f of a group
 of one width owns the rows starts[f] … starts[f + 1] − 1 of the weight.

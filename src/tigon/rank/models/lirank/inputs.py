@@ -1,4 +1,4 @@
-"""From the fields of a batch to x₀, one row of numbers for each candidate: what cross layers and MLP read.
+"""The inputs x₀ of cross layers and MLP: one row of numbers for each candidate.
 
     Id, Ids   a row of a table; the mean of the list's rows, or their attention with Ids(pool="attention")
     Id(qr)    E_q[⌊i/m⌋] ⊙ E_r[i mod m] of a hash i, two rows of small tables in place of one of a large one
@@ -55,7 +55,7 @@ class Group(nn.Module):
 
     @torch.no_grad()
     def reset(self, every: list[Column]) -> None:
-        """Small random rows; what is missing or unseen in training adds nothing at first."""
+        """Small random rows; the rows of missing and unseen values start at zero."""
         nn.init.normal_(self.tables.weight, std=STD)
         for number, column in enumerate(every):
             rows = self.tables.column_weight(number)
@@ -133,7 +133,7 @@ class Inputs(nn.Module):
         return [group.tables for group in self._groups()]
 
     def owners(self) -> list[str]:
-        """Of each number of x₀ the field that it belongs to, in the order of `forward`."""
+        """The field of each number of x₀, in the order of `forward`."""
         found: list[str] = []
         for side in SIDES:
             for group in self._groups():
@@ -225,7 +225,7 @@ def _field_columns(name: str, field: Field) -> list[Column]:
 
 
 def _table_rows(column: Column, field: Field, value: Any) -> Any:
-    """The rows of its table that a column's values name; 0 for what is missing."""
+    """The table rows of a column's values; 0 for missing values."""
     if column.part in ("hour", "day"):
         of = value // HOUR % 24 if column.part == "hour" else value // DAY % 7
         return torch.where(value == Time.MISSING, 0, 1 + of)

@@ -77,7 +77,7 @@ class LiRank(Ranker):
     # ------------------------------------------------------------------------------------------------ rows to logits
 
     def compute_hidden(self, batch: Batch) -> Tensor:
-        """(C, width): what all towers read."""
+        """(C, width): the shared layers, which all towers read."""
         return self.run_layers(self.inputs(batch.context, batch.items, row_requests(batch, self.device)))
 
     def run_layers(self, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class LiRank(Ranker):
         return padded_linear.concat_columns(*self.sides(x))
 
     def sides(self, x: Tensor) -> tuple[list[Tensor], list[int]]:
-        """What stands side by side in `compute_hidden`, and the widths; behind those there may be columns of zeros."""
+        """The tensors that `compute_hidden` concatenates, and their widths; columns of zeros may follow."""
         if self.blocks is not None:
             return [self.blocks(x)], [self.blocks.width]
         if self.mlp is None:
@@ -151,7 +151,7 @@ class LiRank(Ranker):
         return {label: found[label] for label in self.labels}
 
     def calibration_segments(self, batch: Batch) -> Tensor | None:
-        """(C,) codes of the field that calibration goes by; None without one."""
+        """(C,) codes of the calibration field; None without such a field."""
         if self.segment is None:
             return None
         context = self.segment in batch.context
@@ -171,7 +171,7 @@ class LiRank(Ranker):
         return self.inputs.tables()
 
     def table_gradients(self, grad: Grad) -> list[nn.Parameter]:
-        """Choose how gradients of tables come: "rows" for those that occur, as `tigon.optim.RowAdagrad` takes them.
+        """Set the gradients of tables: "rows" for the rows that occur, as `tigon.optim.RowAdagrad` takes them.
 
         Args:
             grad: "dense" or "rows".

@@ -151,7 +151,7 @@ class Towers(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(width, len(of)) for of in self.labels)
 
     def features(self, x: Tensor, label: str) -> Tensor:
-        """(C, width): what the head of a label reads."""
+        """(C, width): the input of the head of a label."""
         number = next(n for n, of in enumerate(self.labels) if label in of)
         found: Tensor = self.hidden[number](x)
         return found
@@ -176,7 +176,7 @@ class Towers(nn.Module):
         return found
 
     def forward_sides(self, sides: Sequence[Tensor], widths: Sequence[int]) -> dict[str, Tensor]:
-        """`forward` of what stands side by side, with kernels without a copy that puts it there.
+        """`forward` of concatenated sides; with kernels, without the copy of a concatenation.
 
         sides: (C, width) each, or wider by columns that do not count. widths: those that do.
         """

@@ -1,4 +1,4 @@
-"""Calibration: a rising function from scores to the shares of positives that held-out rows have at these scores.
+"""Calibration: a rising function from scores to probabilities.
 
     platt      p = σ(a · logit(score) + b), a > 0: two numbers, and the order of scores stays
     isotonic   the rising step function of least squares, linear between its steps: any shape, with ties

@@ -37,7 +37,7 @@ def add_teacher_scores(requests: Sequence[Request], teacher: PromptRanker, *, to
 
 
 def check_teacher(student: PromptRanker, teacher: PromptRanker) -> None:
-    """Raise a ValueError unless the teacher answers what the student is asked."""
+    """Raise a ValueError unless the teacher has the student's tasks and answers."""
     for name, task in student.prompt.tasks.items():
         other = teacher.prompt.tasks.get(name)
         if other is None or dict(other.answers) != dict(task.answers):

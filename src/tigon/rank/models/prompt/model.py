@@ -1,4 +1,4 @@
-"""A language model that ranks: it reads what is known of a request once, and answers questions about each candidate.
+"""A language model that ranks: it reads a request once, and answers questions about each candidate.
 
 Source: Firooz et al. 2025, 360Brew, https://arxiv.org/abs/2501.16450
 """
@@ -146,7 +146,7 @@ class PromptRanker(nn.Module):
         return self.loss_from_logits(z, batch, whole)
 
     def loss_from_logits(self, z: Tensor, batch: PromptBatch, whole: Tensor | None = None) -> Tensor:
-        """`loss`, of what `read_answers` returned.
+        """`loss`, from the result of `read_answers`.
 
         Args:
             z: of `read_answers`, or of `logits`.
@@ -253,7 +253,7 @@ class PromptRanker(nn.Module):
             fuse(self.model, shared_prefix=True)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write model, tokenizer, prompt.yaml, what else `from_pretrained` needs, and a manifest.json with checksums.
+        """Write model, tokenizer, prompt.yaml, ranker.json, and a manifest.json with checksums.
 
         Args:
             folder: is made if it is not there.

@@ -30,7 +30,7 @@ REMEMBERED = 1 << 18
 
 @dataclass(frozen=True)
 class Request:
-    """What one request showed, and what is known before.
+    """The candidates of one request, its profile and its history.
 
     Args:
         candidates: a row of columns for each candidate.

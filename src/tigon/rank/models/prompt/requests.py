@@ -61,7 +61,7 @@ def read_impressions(
         raise ValueError(f"{error} Name it in the prompt's columns.") from None
     tables = gather_tables(rows, events, items, users, roles)
     schema = _schema(prompt, tables, roles, labelled)
-    # Of the impressions' own history the words go on, so that a split knows of it.
+    # The words of a history of the impressions themselves are passed on, so that a split can check the history.
     past = history if isinstance(events, OwnHistory) else events
     return Impressions.read(rows, history=past, items=items, users=users, schema=schema, labelled=labelled)
 
@@ -235,7 +235,7 @@ class Requests(Sequence[Request]):
 
     @property
     def digest(self) -> str:
-        """What stands for the requests in a run's record: their number, and what some of them say."""
+        """A digest of the requests for a run's record: of their number and of some texts."""
         step = max(1, len(self) // CHUNK)
         told = repr((len(self), self.data.rows, self.__getitems__(list(range(0, len(self), step))[:CHUNK])))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -249,7 +249,7 @@ def _find_column(data: Impressions, name: str) -> list[Any] | None:
 
 
 def _teacher_probabilities(task: str, values: list[float], p: float | None) -> list[float] | None:
-    """A teacher's probability of the answer 1 as those of all answers."""
+    """The probabilities of all answers from a teacher's probability of the answer 1."""
     if set(values) != {0.0, 1.0}:
         raise ValueError(
             f"{NAME}: column {TEACHER + task!r} is a teacher's probability, and task {task} has other answers."

@@ -270,7 +270,7 @@ def _environment() -> Any:
 
 
 def to_text(value: Any) -> Any:
-    """A value as a prompt says it: on one line, whole numbers without a point, a missing one as "unknown"."""
+    """A value as text: on one line, whole numbers without a point, "unknown" for a missing value."""
     if is_missing(value) or value == "":
         return "unknown"
     if isinstance(value, float):

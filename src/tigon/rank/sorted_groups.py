@@ -1,4 +1,4 @@
-"""Rows by group and by falling score, and what metrics read off that order."""
+"""Rows sorted by group and by falling score, for metrics."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SortedGroups(NamedTuple):
         so_far = torch.cat((positive.new_zeros(1), positive.cumsum(0)))
         earlier = so_far[self.start] - so_far[self.groups.offsets[self.groups.row]]
         p, t = so_far[self.start + self.equal] - so_far[self.start], self.equal.double()
-        # Of t rows that share a score, p of them positive, in any order, the first positive is row m with likelihood
+        # Among t rows that share a score, p of them positive, the first positive is row m with the probability
         # C(t − m, p − 1) / C(t, p).
         m = (self.place - self.before).double()
         possible = (earlier == 0) & (p > 0) & (t - m >= p - 1) & (self.place <= k)
