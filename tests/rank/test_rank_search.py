@@ -21,11 +21,12 @@ from tigon import rank  # noqa: E402
 from tigon.rank.models.lirank.blocks import count_flops  # noqa: E402
 from tigon.rank.models.lirank.graph import KINDS, Block, parse_blocks  # noqa: E402
 from tigon.rank.search import evolution, guide  # noqa: E402
-from tigon.rank.search.evolution import Trial, choose_graph, select_distinct, select_survivors, shared_fraction  # noqa: E402
+from tigon.rank.search.evolution import choose_graph, select_distinct, select_survivors, shared_fraction  # noqa: E402
 from tigon.rank.search.fidelity import ReducedData, reduce_vocabularies  # noqa: E402
 from tigon.rank.search.measures import log_loss  # noqa: E402
 from tigon.rank.search.space import WIDTHS, Space, depth, graph_from_tokens, graph_key, graph_tokens  # noqa: E402
 from tigon.rank.search.study import Study, is_locked, release  # noqa: E402
+from tigon.rank.search.trial import Trial  # noqa: E402
 
 SPACE = Space()
 

@@ -40,12 +40,12 @@ from tigon.rank.models.lirank.graph import Block as Block
 from tigon.rank.models.lirank.model import LiRank as LiRank
 from tigon.rank.models.lirank.quantize import quantize_tables as quantize_tables
 from tigon.rank.models.ranker import Ranker as Ranker
-from tigon.rank.search.evolution import Trial as Trial
 from tigon.rank.search.options import SearchOptions as SearchOptions
 from tigon.rank.search.search import RefitResult as RefitResult
 from tigon.rank.search.search import SearchProgress as SearchProgress
 from tigon.rank.search.search import SearchResult as SearchResult
 from tigon.rank.search.search import search_blocks as search_blocks
+from tigon.rank.search.trial import Trial as Trial
 from tigon.rank.training.defaults import choose_sizes as choose_sizes
 from tigon.rank.training.fit import FitOptions as FitOptions
 from tigon.rank.training.fit import FitResult as FitResult

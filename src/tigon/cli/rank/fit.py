@@ -47,7 +47,7 @@ def fit(
     save_priors: Annotated[bool | None, within(_RUN, "Save the Fisher information that a later --from run needs (twice the size of the ranker, one extra pass over the data); default: with bce and without row-adagrad.", "--save-priors/--no-save-priors")] = None,
     save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
     log_every: Annotated[int, within(_RUN, "Steps between log lines.", min=1)] = 50,
-    model: Annotated[str, within(_MODEL, "ligr, by what a user did before, or lirank, by the features of a row.")] = "ligr",
+    model: Annotated[str, within(_MODEL, "ligr, by the history of a user, or lirank, by the features of a row.")] = "ligr",
     width: Annotated[int | None, within(_MODEL, "Width of the tokens; of the embeddings of lirank. \\[default: from the data]", min=1)] = None,
     layers: Annotated[int | None, within(_MODEL, "Layers, the set-wise ones among them; cross layers of lirank. \\[default: from the data]", min=1)] = None,
     heads: Annotated[int | None, within(_MODEL, "ligr: heads of attention. \\[default: from the data]", min=1)] = None,

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tigon.rank.search.guide import pick_graph
 from tigon.rank.search.space import TRIES, Graph, Space, graph_key
+from tigon.rank.search.trial import Trial
 
 Sampler = Literal["evolution", "random"]
 FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20
@@ -24,15 +25,6 @@ FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20
 FLOPS_SHARE = 0.1
 # Two graphs count as alike above this share of common blocks.
 ALIKE = 0.5
-
-
-class Trial(NamedTuple):
-    """A finished trial. number: of the trial. loss: on the held-out rows. flops: of a row."""
-
-    number: int
-    graph: Graph
-    loss: float
-    flops: int
 
 
 def select_survivors(tried: Sequence[Trial]) -> list[Trial]:

@@ -9,16 +9,14 @@ Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tigon.rank.models.lirank.graph import KINDS, find_outputs
 from tigon.rank.search.space import MOST, Graph, depth, get_level
-
-if TYPE_CHECKING:
-    from tigon.rank.search.evolution import Trial
+from tigon.rank.search.trial import Trial
 
 GRADES, TREES = 10, 60
 # LightGBM takes so many rows of one query; the newest are kept.

@@ -19,11 +19,12 @@ from tigon.rank.models.lirank.config import LiRankConfig
 from tigon.rank.models.lirank.graph import blocks_to_json
 from tigon.rank.models.lirank.model import LiRank
 from tigon.rank.models.ranker import Ranker
-from tigon.rank.search.evolution import Trial, select_distinct
+from tigon.rank.search.evolution import select_distinct
 from tigon.rank.search.fidelity import ReducedData, reduce_vocabularies
 from tigon.rank.search.measures import digest_table, log_loss, measure
 from tigon.rank.search.options import SearchOptions
 from tigon.rank.search.space import Graph, Space
+from tigon.rank.search.trial import Trial
 from tigon.rank.training.fit import fit
 
 if TYPE_CHECKING:

@@ -23,8 +23,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState
 
-from tigon.rank.search.evolution import Sampler, Trial, choose_graph
+from tigon.rank.search.evolution import Sampler, choose_graph
 from tigon.rank.search.space import LEVELS, Graph, Space, graph_from_tokens, graph_key, graph_tokens
+from tigon.rank.search.trial import Trial
 
 NAME, JOURNAL, PROCESSES, REFITS = "tigon rank search", "journal.log", "processes", "refits"
 # A trial that no process has signed in this time belongs to none.
