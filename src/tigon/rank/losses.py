@@ -291,8 +291,8 @@ def _over_pairs(terms: Callable[..., Tensor], groups: Groups, s: Tensor, *column
     def compute_block(part: slice, L: int, rows: slice) -> Tensor:
         if not again:
             return block(s, part, L, rows)
-        found: Tensor = checkpoint(block, s, part, L, rows, use_reentrant=False, preserve_rng_state=False)
-        return found
+        out: Tensor = checkpoint(block, s, part, L, rows, use_reentrant=False, preserve_rng_state=False)
+        return out
 
     found = [reduce(torch.add, (compute_block(*arguments) for arguments in same)) for same in blocks]
     found.append(found[0].new_zeros(len(found[0]), groups.number - filled))

@@ -84,8 +84,8 @@ class Batch:
 
 def labelled_rows(batch: Any, label: str) -> Tensor | None:
     """`Batch.label_mask`; None for other batches of a `BatchSource`, whose rows all have labels."""
-    found: Tensor | None = batch.label_mask(label) if hasattr(batch, "label_mask") else None
-    return found
+    out: Tensor | None = batch.label_mask(label) if hasattr(batch, "label_mask") else None
+    return out
 
 
 def move(value: Any, device: torch.device | str, pin: bool = False) -> Any:

@@ -89,12 +89,12 @@ class Field:
 
     def options(self) -> dict[str, Any]:
         """What makes this field again, as JSON holds it."""
-        found = {}
+        result = {}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if value != one.default:
-                found[one.name] = list(value) if isinstance(value, tuple) else value
-        return found
+                result[one.name] = list(value) if isinstance(value, tuple) else value
+        return result
 
     def _check_list(self, name: str, holds: type | tuple[type, ...], what: str) -> tuple[Any, ...]:
         """An option that is a list, as a tuple. A text is none, though Python could take it for one of its letters."""

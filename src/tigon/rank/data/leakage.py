@@ -36,7 +36,7 @@ def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
     data: with labels. Samples 50,000 rows at most. Texts and lists are skipped.
     """
     values, labels = _rows(data, seed)
-    found = []
+    result = []
     for label, y in labels.items():
         known = ~y.isnan()
         y = y[known]
@@ -44,11 +44,11 @@ def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
             continue
         for name, x in values.items():
             if (auc := _auc(x[known], y)) > TELLS:
-                found.append(
+                result.append(
                     f"Field {name!r} alone tells label {label!r}, with an AUC of {auc:.4f}. If it says what happened "
                     "afterwards, take it out of the schema: a row to score will not have it."
                 )
-    return found
+    return result
 
 
 def find_rare_crosses(data: Impressions) -> list[str]:
@@ -60,17 +60,17 @@ def find_rare_crosses(data: Impressions) -> list[str]:
     names = {one for field in crosses.values() for one in field.of}
     batches = data.batches(tokens=1 << 16, history_max=0, device="cpu")
     parts = [_field_codes(batch, data.schema, names) for batch in batches]
-    found = []
+    result = []
     for name, field in crosses.items():
         values = torch.stack([torch.cat([part[one] for part in parts]) for one in field.of], 1)
         count = values.unique(dim=0, return_counts=True)[1]
         shared = 1 - float((count == 1).sum()) / data.rows
         if shared < SHARED:
-            found.append(
+            result.append(
                 f"Cross {name!r}: {shared:.0%} of the rows have its values with another row; what is learned of the "
                 "others holds for no row to score. Compare with a fit without it, or cross fields of fewer values."
             )
-    return found
+    return result
 
 
 def _field_codes(batch: Batch, schema: Schema, names: Iterable[str]) -> dict[str, Tensor]:

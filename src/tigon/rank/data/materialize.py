@@ -68,22 +68,22 @@ def _labels(tables: Tables, roles: Roles, labelled: bool) -> dict[str, Tensor]:
     Raises: ValueError, where labels have to be there, for one that is wanting, and for a row without a value of any.
     """
     labels = [*map(Label.parse, roles.labels)]
-    found = {}
+    result = {}
     for label in labels:
         if label.column in tables.rows or labelled:
             column = tables.column("rows", label.column, "a label")
             try:
-                found[label.name] = label.read(column, gaps=len(labels) > 1 or not labelled)
+                result[label.name] = label.read(column, gaps=len(labels) > 1 or not labelled)
             except BadValue as error:
                 raise tables.bad("rows", label.column, "label", error) from None
-    if labelled and found:
-        nothing = torch.stack([*found.values()]).isnan().all(0)
+    if labelled and result:
+        nothing = torch.stack([*result.values()]).isnan().all(0)
         if nothing.any():
             raise ValueError(
                 f"{NAME}: row {int(nothing.nonzero()[0])} of {SPOKEN['rows']} has no value of any label, "
-                f"{', '.join(found)}; a row must have one."
+                f"{', '.join(result)}; a row must have one."
             )
-    return found
+    return result
 
 
 def group_requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
@@ -121,21 +121,21 @@ def read_times(tables: Tables, table: str, schema: Schema) -> Tensor:
             f"{', '.join(map(repr, tables.columns(table)))}."
         )
     kind = schema.fields[name]
-    found: Tensor = tables.encode(table, name, kind)
-    if (missing := found == Time.MISSING).any():
+    result: Tensor = tables.encode(table, name, kind)
+    if (missing := result == Time.MISSING).any():
         raise ValueError(
             f"{NAME}: column {name!r} (time) of {SPOKEN[table]}, row {int(missing.nonzero()[0])}: must be a time, "
             "got a missing value."
         )
     # In another unit than that of training all of the history would be a past, the future too.
-    if (late := found > LATEST).any() and is_numeric(tables.columns(table)[name]):
+    if (late := result > LATEST).any() and is_numeric(tables.columns(table)[name]):
         at = int(late.nonzero()[0])
         unit, value = getattr(kind, "unit", None), tables.columns(table)[name][at]
         raise ValueError(
             f"{NAME}: column {name!r} (time) of {SPOKEN[table]}, row {at}: must be a time in {unit} since 1970, got "
             f"{value}, a time after the year 5138."
         )
-    return found
+    return result
 
 
 def earliest_times(time: Tensor, offsets: Tensor) -> Tensor:

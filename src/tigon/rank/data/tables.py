@@ -167,17 +167,17 @@ def find_roles(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
 
 def rename_roles(columns: Columns, roles: Roles, names: tuple[str, ...], table: str) -> Columns:
     """A side table under the names that the impressions have for its user, item and time."""
-    found = dict(columns)
+    result = dict(columns)
     for name in names:
         wanted = getattr(roles, name)
-        if wanted is None or wanted in found:
+        if wanted is None or wanted in result:
             continue
-        there = find_role(found, name, None, table) or ("id" if "id" in found and len(names) == 1 else None)
+        there = find_role(result, name, None, table) or ("id" if "id" in result and len(names) == 1 else None)
         if there is None:
             there_are = ", ".join(map(repr, columns))
             raise ValueError(f"{NAME}: {table} must have the column {wanted!r} ({name}); there are {there_are}.")
-        found[wanted] = found.pop(there)
-    return found
+        result[wanted] = result.pop(there)
+    return result
 
 
 def load_history(history: Any) -> OwnHistory | Columns | None:
@@ -235,12 +235,12 @@ def _positive(part: Columns, labels: list[Label]) -> Any:
 
 def find_side_tables(data: Any) -> dict[str, Any]:
     """The tables of items and users that lie beside files of impressions, by format."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     paths = [data] if isinstance(data, (str, os.PathLike)) else data if isinstance(data, (list, tuple)) else []
     for path in paths:
         if isinstance(path, (str, os.PathLike)):
-            found = {**beside(Path(path)), **found}
-    return found
+            result = {**beside(Path(path)), **result}
+    return result
 
 
 def gather_tables(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) -> Tables:

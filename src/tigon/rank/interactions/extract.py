@@ -139,7 +139,7 @@ def _layers(ranker: LiRank, labels: Sequence[str]) -> tuple[Array, Array]:
 
 def _weights(layers: Any) -> list[Array]:
     """The weights of hidden layers, with the factors of their norms."""
-    found = []
+    result = []
     for place, layer in enumerate(layers, 1):
         assert isinstance(layer, Hidden)
         weight = to_array(layer.linear.weight)
@@ -149,8 +149,8 @@ def _weights(layers: Any) -> list[Array]:
             weight = weight * to_array(layer.norm.weight)[:, None]
         if not np.isfinite(weight).all():
             raise ValueError(f"{NAME}: weights must be finite, but some of layer {place} are not; did it diverge?")
-        found.append(weight)
-    return found
+        result.append(weight)
+    return result
 
 
 def _field_covariances(

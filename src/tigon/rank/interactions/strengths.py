@@ -54,7 +54,7 @@ class SetStrength(NamedTuple):
 def rank_prefixes(networks: Sequence[Network], method: Method, power: float) -> dict[tuple[int, ...], SetStrength]:
     """Sets of two features or more that are the strongest of a unit, each with its own strength: the mean over the
     networks."""
-    found: dict[tuple[int, ...], SetStrength] = {}
+    result: dict[tuple[int, ...], SetStrength] = {}
     for first, reach in networks:
         order = np.argsort(-first, axis=1, kind="stable")
         value = _own_strengths(np.take_along_axis(first, order, 1), method, power) * (reach / len(networks))[:, None]
@@ -64,9 +64,9 @@ def rank_prefixes(networks: Sequence[Network], method: Method, power: float) -> 
                 members.append(feature)
                 if strength > 0 and len(members) > 1:
                     key = tuple(sorted(members))
-                    before = found.get(key, SetStrength(0.0, 0))
-                    found[key] = SetStrength(before.strength + strength, before.units + 1)
-    return found
+                    before = result.get(key, SetStrength(0.0, 0))
+                    result[key] = SetStrength(before.strength + strength, before.units + 1)
+    return result
 
 
 def rank_order(

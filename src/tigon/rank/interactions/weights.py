@@ -50,7 +50,7 @@ def _check_arrays(model: Any) -> list[Array]:
             f"{NAME}: model must be an MLP, what rank.extract_mlp returned, or a list of weights, got "
             f"{type(model).__name__}."
         )
-    found = []
+    result = []
     for place, weight in enumerate(model, 1):
         try:
             array = to_array(weight)
@@ -63,10 +63,10 @@ def _check_arrays(model: Any) -> list[Array]:
                 f"{NAME}: layer {place} must be (outputs, inputs), the weight of a linear layer, got shape "
                 f"{array.shape}; biases are left out."
             )
-        found.append(array)
-    if not found:
+        result.append(array)
+    if not result:
         raise ValueError(f"{NAME}: model must be an MLP or a list of weights, got an empty list.")
-    return found
+    return result
 
 
 def to_array(weight: Any) -> Array:
@@ -81,7 +81,7 @@ def linear_weights(model: nn.Module) -> list[Array]:
 
     The factors of a BatchNorm1d count: behind a linear layer they scale its outputs, elsewhere the inputs of the next.
     """
-    found: list[Array] = []
+    result: list[Array] = []
     factor: Array | None = None
     behind: nn.Module | None = None
     for name, part in model.named_modules():
@@ -89,12 +89,12 @@ def linear_weights(model: nn.Module) -> list[Array]:
             continue
         if isinstance(part, nn.Linear):
             weight = to_array(part.weight)
-            found.append(weight if factor is None or factor.size != weight.shape[1] else weight * factor)
+            result.append(weight if factor is None or factor.size != weight.shape[1] else weight * factor)
             factor = None
         elif isinstance(part, nn.BatchNorm1d):
             scale = norm_factor(part)
-            if isinstance(behind, nn.Linear) and scale.size == found[-1].shape[0]:
-                found[-1] = found[-1] * scale[:, None]
+            if isinstance(behind, nn.Linear) and scale.size == result[-1].shape[0]:
+                result[-1] = result[-1] * scale[:, None]
             else:
                 factor = scale
         elif next(part.parameters(recurse=False), None) is not None:
@@ -103,9 +103,9 @@ def linear_weights(model: nn.Module) -> list[Array]:
                 f"{type(part).__name__}."
             )
         behind = part
-    if not found:
+    if not result:
         raise ValueError(f"{NAME}: model must be an MLP, a chain of nn.Linear, but {type(model).__name__} has none.")
-    return found
+    return result
 
 
 def norm_factor(part: nn.BatchNorm1d) -> Array:
@@ -135,15 +135,15 @@ def join_columns(first: Array, names: Sequence[str], spread: Any) -> tuple[Array
 
 def _spreads(spread: Any, names: Sequence[str]) -> Array:
     try:
-        found = to_array(spread)
+        result = to_array(spread)
     except (TypeError, ValueError):
-        found = np.full(0, np.nan)
-    if found.shape != (len(names),):
+        result = np.full(0, np.nan)
+    if result.shape != (len(names),):
         raise ValueError(
             f"{NAME}: spread must have a number for each of the {len(names)} inputs, got "
-            f"{f'shape {found.shape}' if found.size else repr(spread)}."
+            f"{f'shape {result.shape}' if result.size else repr(spread)}."
         )
-    for name, one in zip(names, found.tolist(), strict=True):
+    for name, one in zip(names, result.tolist(), strict=True):
         if not np.isfinite(one) or one < 0:
             raise ValueError(f"{NAME}: spread of {name!r} must be a finite number above 0, got {one!r}.")
         if one == 0:
@@ -151,7 +151,7 @@ def _spreads(spread: Any, names: Sequence[str]) -> Array:
                 f"{NAME}: {name!r} has a variance of 0, and a weight says nothing of an input that is always the same; "
                 "leave it out of the model."
             )
-    return found
+    return result
 
 
 def check_names(names: Any, count: int) -> list[str]:

@@ -288,5 +288,5 @@ def _append_one(phi: Tensor) -> Tensor:
 def _apply_calibration(ranker: Any, batch: Any, logits: dict[str, Tensor]) -> dict[str, Tensor]:
     if getattr(ranker, "isotonic", None) is None:
         return logits
-    found: dict[str, Tensor] = ranker.apply_calibration(logits, ranker.calibration_segments(batch))
-    return found
+    out: dict[str, Tensor] = ranker.apply_calibration(logits, ranker.calibration_segments(batch))
+    return out

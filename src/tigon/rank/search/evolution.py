@@ -89,9 +89,9 @@ def choose_graph(
 
 def draw_unseen(space: Space, random: Random, seen: set[str]) -> Graph:
     """A random graph without a trial; a graph with a trial where the space is nearly exhausted."""
-    found = space.draw(random)
+    result = space.draw(random)
     for _ in range(TRIES):
-        if graph_key(found) not in seen:
+        if graph_key(result) not in seen:
             break
-        found = space.draw(random)
-    return found
+        result = space.draw(random)
+    return result

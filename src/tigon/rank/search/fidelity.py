@@ -70,8 +70,8 @@ def _is_large(field: Field, rows: int) -> bool:
 def _hash_field(field: Any, rows: int) -> Field:
     if isinstance(field, Cross):  # codes are given: what they are of does not matter here
         return Id(hash_rows=rows, dim=field.dim, side=field.side)
-    found: Field = dataclasses.replace(field, vocab=None, hash_rows=rows)
-    return found
+    out: Field = dataclasses.replace(field, vocab=None, hash_rows=rows)
+    return out
 
 
 def _fold_codes(value: Any, rows: int | None) -> Any:

@@ -206,16 +206,16 @@ class _Search:
         if lock is None:
             return []
         try:
-            found = [self._refit(one) for one in tried]
+            result = [self._refit(one) for one in tried]
         finally:
             from tigon.rank.search.study import release
 
             release(lock)
-        found.sort(key=lambda one: (one.validation["log_loss"], one.number))
+        result.sort(key=lambda one: (one.validation["log_loss"], one.number))
         staged = self.folder / f"{BLOCKS}.partial"
-        staged.write_text(blocks_to_json(found[0].graph), encoding="utf-8")
+        staged.write_text(blocks_to_json(result[0].graph), encoding="utf-8")
         os.replace(staged, self.folder / BLOCKS)
-        return found
+        return result
 
     def _refit(self, one: Trial) -> RefitResult:
         place = self.folder / REFITS / f"trial-{one.number}"
@@ -238,9 +238,9 @@ class _Search:
             kept = {**kept, "test": test, "tested": self.tested}
             self.study.keep(one.number, kept)
         about = {name: value for name, value in kept.items() if name != "tested"}
-        found = RefitResult(one.number, one.graph, **about, folder=place)
-        self._tell(found)
-        return found
+        result = RefitResult(one.number, one.graph, **about, folder=place)
+        self._tell(result)
+        return result
 
     # ------------------------------------------------------------------------------------------------------- progress
 

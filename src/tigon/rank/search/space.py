@@ -102,9 +102,9 @@ class Space:
         """A graph that differs from this one in one token."""
         for _ in range(TRIES):
             way = random.choice((_other_kind, _other_level, _other_input, _with_block, _without_block))
-            found = way(self, graph, random)
-            if found != graph and self.allows(found):
-                return found
+            result = way(self, graph, random)
+            if result != graph and self.allows(result):
+                return result
         return self.draw(random)  # the space has hardly another graph near this one
 
 
@@ -164,12 +164,12 @@ def graph_tokens(graph: Sequence[Block]) -> dict[str, int | str]:
 
     Inputs are one number, of whose bits the n-th says whether the n-th block is read, and the lowest the features.
     """
-    found: dict[str, int | str] = {"blocks": len(graph)}
+    result: dict[str, int | str] = {"blocks": len(graph)}
     for number, block in enumerate(graph, 1):
-        found[f"{number} kind"] = block.kind
-        found[f"{number} level"] = get_level(block)
-        found[f"{number} inputs"] = sum(1 << n for n in block.inputs)
-    return found
+        result[f"{number} kind"] = block.kind
+        result[f"{number} level"] = get_level(block)
+        result[f"{number} inputs"] = sum(1 << n for n in block.inputs)
+    return result
 
 
 def graph_from_tokens(found: dict[str, int | str]) -> Graph:

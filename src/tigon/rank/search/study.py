@@ -57,12 +57,12 @@ class Evolution(optuna.samplers.BaseSampler):
 
 def token_distributions(space: Space) -> dict[str, BaseDistribution]:
     """What the tokens of a space may be, by name."""
-    found: dict[str, BaseDistribution] = {"blocks": IntDistribution(1, space.most)}
+    result: dict[str, BaseDistribution] = {"blocks": IntDistribution(1, space.most)}
     for number in range(1, space.most + 1):
-        found[f"{number} kind"] = CategoricalDistribution(space.kinds)
-        found[f"{number} level"] = IntDistribution(0, LEVELS - 1)
-        found[f"{number} inputs"] = IntDistribution(1, (1 << number) - 1)
-    return found
+        result[f"{number} kind"] = CategoricalDistribution(space.kinds)
+        result[f"{number} level"] = IntDistribution(0, LEVELS - 1)
+        result[f"{number} inputs"] = IntDistribution(1, (1 << number) - 1)
+    return result
 
 
 def is_whole(trial: FrozenTrial) -> bool:

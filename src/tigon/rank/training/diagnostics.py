@@ -46,14 +46,14 @@ def find_problems(
         probabilities: whether the loss is of probabilities, which are then compared with the share of positive rows.
         more: what to change.
     """
-    found = []
+    result = []
     if steps <= warmup:
-        found.append(
+        result.append(
             f"the fit has {steps:,} steps, no more than its warm-up of {warmup:,.0f}, in which the rate rises. Take a "
             "lower warmup=…, or more epochs=…"
         )
     if row is None:
-        return found
+        return result
     aucs = {
         label: row[f"{label}:auc"] for label in classes if row.get(f"{label}:auc", math.nan) == row.get(f"{label}:auc")
     }
@@ -62,35 +62,35 @@ def find_problems(
         said = ", ".join(
             f"{auc:.3f} of {label} (chance: 0.5 ± {ERRORS * errors[label]:.3f})" for label, auc in aucs.items()
         )
-        found.append(
+        result.append(
             f"behind {steps:,} steps the validation does not tell the ranker from chance: an AUC of {said}. {more}. "
             "Look by `tigon rank inspect` whether its fields say anything of the label"
         )
     elif probabilities:
-        found += _find_poor_probabilities(row, aucs, classes)
+        result += _find_poor_probabilities(row, aucs, classes)
     gain = _late_gain(row, history, monitor)
     if ended and gain is not None and gain > max(errors.values(), default=0.02 * abs(row[monitor])):
-        found.append(
+        result.append(
             f"{monitor} still got better, by {gain:.3f} in the last quarter, when epochs=… ended the fit. Raise it"
         )
-    return found
+    return result
 
 
 def _find_poor_probabilities(
     row: dict[str, float], labels: dict[str, float], classes: dict[str, tuple[int, int]]
 ) -> list[str]:
-    found = []
+    result = []
     for label in labels:
         share = torch.tensor(classes[label][0] / sum(classes[label]), dtype=torch.float64)
         entropy = float(torch.distributions.Bernoulli(share).entropy())
         if row[f"{label}:log_loss"] > WORSE * entropy:
-            found.append(
+            result.append(
                 f"the order by {label} is better than chance, and its probabilities are worse than the share of its "
                 f"positives: on the validation a log loss of {row[f'{label}:log_loss']:.3f}, of the share "
                 f"{entropy:.3f}. "
                 "metric='log_loss' keeps the weights of the best probabilities"
             )
-    return found
+    return result
 
 
 def _late_gain(row: dict[str, float], history: list[dict[str, float]], monitor: str) -> float | None:

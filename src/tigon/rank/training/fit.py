@@ -256,8 +256,8 @@ def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
     """The loss of a batch, 0-d fp32."""
     with options.batch_options.autocast(batch.rows.device):
         if options.objective == "next-item":
-            found: Tensor = ranker.next_item_loss(batch)
-            return found.float()
+            out: Tensor = ranker.next_item_loss(batch)
+            return out.float()
         logits = ranker(batch)
     if not batch.labels:
         raise ValueError("rank.fit: train must have labels, got a table without.")

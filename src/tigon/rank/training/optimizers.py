@@ -61,14 +61,14 @@ class Optimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """One state dict for both optimizers; the last group is the tables'."""
-        found = self.adamw.state_dict()
+        result = self.adamw.state_dict()
         if self.rows is None:
-            return found
+            return result
         more = self.rows.state_dict()
-        first = sum(len(group["params"]) for group in found["param_groups"])
-        state = {**found["state"], **{first + p: value for p, value in more["state"].items()}}
+        first = sum(len(group["params"]) for group in result["param_groups"])
+        state = {**result["state"], **{first + p: value for p, value in more["state"].items()}}
         of_rows = [{**g, "params": [first + p for p in g["params"]]} for g in more["param_groups"]]
-        return {"state": state, "param_groups": [*found["param_groups"], *of_rows]}
+        return {"state": state, "param_groups": [*result["param_groups"], *of_rows]}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
         """Load a state of `state_dict`."""

@@ -110,8 +110,8 @@ def run_padded_layers(ranker: LiGR, x: Tensor, kept: list[tuple[Tensor, Tensor]]
     x = ranker.dropout(x)
     for layer in ranker.layers:
         x = layer(x, attend)
-    found: Tensor = ranker.norm(x)
-    return found
+    out: Tensor = ranker.norm(x)
+    return out
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:

@@ -97,8 +97,8 @@ class LiGR(Ranker):
                 return prefix_attention(q, k, v, layout, across=across)[start:]
 
             x = layer(x, attend, rows if last else slice(None))
-        found: Tensor = self.norm(x)
-        return found
+        out: Tensor = self.norm(x)
+        return out
 
     def rotary_angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, (…, D) for positions (…)."""

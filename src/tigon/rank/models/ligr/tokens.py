@@ -61,14 +61,14 @@ class FieldTokens(nn.Module):
             self.missing = nn.Parameter(torch.zeros(width))
 
     def forward(self, value: Tensor | Ragged) -> Tensor:
-        found: Tensor
+        result: Tensor
         if isinstance(self.field, Ids):
-            found = self.project(self._pool(value))
-            return found
+            result = self.project(self._pool(value))
+            return result
         assert isinstance(value, Tensor)
         if isinstance(self.field, Id):
-            found = self.project(embedding(value, self.table))
-            return found
+            result = self.project(embedding(value, self.table))
+            return result
         if isinstance(self.field, Number):
             x = value.unsqueeze(-1)
             known = ~x.isnan()
@@ -154,9 +154,9 @@ class Tokens(nn.Module):
 
     def field_tokens(self, name: str) -> FieldTokens:
         """The tokens of a field."""
-        found = self.fields[self.names.index(name)]
-        assert isinstance(found, FieldTokens)
-        return found
+        result = self.fields[self.names.index(name)]
+        assert isinstance(result, FieldTokens)
+        return result
 
     def _sum(self, side: str, values: dict[str, Any], start: Tensor) -> Tensor:
         for name in self.sides[side]:
@@ -167,24 +167,24 @@ class Tokens(nn.Module):
 
     def context(self, values: dict[str, Any] | None, requests: int) -> Tensor:
         """(requests, width). values: None for the start alone."""
-        found: Tensor = self.norm(self.start if values is None else self._sum("context", values, self.start))
-        return found.expand(requests, self.width)
+        out: Tensor = self.norm(self.start if values is None else self._sum("context", values, self.start))
+        return out.expand(requests, self.width)
 
     def events(self, values: dict[str, Any], gap: Tensor | None) -> Tensor:
         """(E, width). gap: (E,) seconds since the event before, infinite for the first; read if there are ages."""
         x = self._sum("events", values, self.start.new_zeros(self.width))
         if self.gap is not None and gap is not None:
             x = x + embedding(_bucket_seconds(gap, self.bounds), self.gap)
-        found: Tensor = self.norm(x)
-        return found
+        out: Tensor = self.norm(x)
+        return out
 
     def candidates(self, values: dict[str, Any], newest: Tensor | None) -> Tensor:
         """(C, width). newest: (C,) seconds since the request's newest event, infinite if there is none."""
         x = self._sum("candidates", values, self.candidate)
         if self.newest is not None and newest is not None:
             x = x + embedding(_bucket_seconds(newest, self.bounds), self.newest)
-        found: Tensor = self.norm(x)
-        return found
+        out: Tensor = self.norm(x)
+        return out
 
 
 def _bucket_seconds(seconds: Tensor, bounds: Tensor) -> Tensor:

@@ -153,9 +153,9 @@ def _minimize(values: list[Tensor], loss: Callable[[], Tensor]) -> None:
 
     def closure() -> Tensor:
         solver.zero_grad()
-        found = loss()
-        found.backward()
-        return found
+        result = loss()
+        result.backward()
+        return result
 
     with torch.enable_grad():
         solver.step(closure)

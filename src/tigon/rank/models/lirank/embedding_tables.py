@@ -88,8 +88,8 @@ class EmbeddingTables(nn.Module):
         if self.bits == 32:
             return F.embedding(rows, self.weight).to(dtype)
         scale, offset = self.scale_offset[rows].to(dtype).split(1, -1)
-        found: Tensor = self.codes[rows].to(dtype) * scale + offset
-        return found
+        out: Tensor = self.codes[rows].to(dtype) * scale + offset
+        return out
 
     @torch.no_grad()
     def quantize_from(self, other: EmbeddingTables) -> None:

@@ -46,8 +46,8 @@ def parse_blocks(told: Sequence[Block | Mapping[str, Any]]) -> tuple[Block, ...]
             "LiRank: blocks must be a list of blocks, such as {'kind': 'mlp', 'width': 64, 'inputs': [0]}: without one "
             f"no path leads from the features to the towers; got {told!r}."
         )
-    found = tuple(_block(number, one) for number, one in enumerate(told, 1))
-    for number, (kind, width, inputs) in enumerate(found, 1):
+    result = tuple(_block(number, one) for number, one in enumerate(told, 1))
+    for number, (kind, width, inputs) in enumerate(result, 1):
         said = f"LiRank: blocks: block {number}, {kind},"
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"LiRank: blocks: there is no kind {kind!r}; {nearest(str(kind), list(KINDS))}")
@@ -64,7 +64,7 @@ def parse_blocks(told: Sequence[Block | Mapping[str, Any]]) -> tuple[Block, ...]
                 )
         if len(set(inputs)) < len(inputs):
             raise ValueError(f"{said} must read each of its inputs once, got {list(inputs)}.")
-    return found
+    return result
 
 
 def _block(number: int, told: Any) -> Block:

@@ -134,7 +134,7 @@ class Inputs(nn.Module):
 
     def owners(self) -> list[str]:
         """The field of each number of x₀, in the order of `forward`."""
-        found: list[str] = []
+        result: list[str] = []
         for side in SIDES:
             for group in self._groups():
                 width, own, products = group.tables.width, group.columns[side], group.products[side]
@@ -142,10 +142,10 @@ class Inputs(nn.Module):
                     column for column in group.columns["attention"] if column.name in self.fields[side]
                 ]
                 for column in (*own[:products], *own[2 * products :], *pool_by_attention):
-                    found += [column.name] * width
+                    result += [column.name] * width
             for name in self.numbers[side]:
-                found += [name] * self.slope.shape[1]
-        return found
+                result += [name] * self.slope.shape[1]
+        return result
 
     def forward(
         self, context: dict[str, Any], rows: dict[str, Any], request: Tensor | None, *, plain: bool = False

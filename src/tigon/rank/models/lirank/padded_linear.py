@@ -31,8 +31,8 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     Returns: (C, outputs), or (C, outputs rounded up to 8), with zeros.
     """
     if not is_plain(layer) or (x.shape[-1] == layer.in_features and not is_padding_faster(layer, x)):
-        found: Tensor = layer(first_columns(x, layer.in_features))
-        return found
+        out: Tensor = layer(first_columns(x, layer.in_features))
+        return out
     return F.linear(*_widen_operands(layer, x))
 
 
@@ -48,10 +48,10 @@ def linear_relu(layer: nn.Linear, x: Tensor) -> Tensor:
     if not same or not use_triton(x, layer.weight, layer.bias) or is_traced(x):
         return F.relu(linear(layer, x))
     if x.shape[-1] == layer.in_features and not is_padding_faster(layer, x):
-        found: Tensor = _linear_relu(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
+        result: Tensor = _linear_relu(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
     else:
-        found = _linear_relu(*_widen_operands(layer, x))
-    return found
+        result = _linear_relu(*_widen_operands(layer, x))
+    return result
 
 
 class LinearRelu(torch.autograd.Function):

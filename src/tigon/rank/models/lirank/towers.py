@@ -153,8 +153,8 @@ class Towers(nn.Module):
     def features(self, x: Tensor, label: str) -> Tensor:
         """(C, width): the input of the head of a label."""
         number = next(n for n, of in enumerate(self.labels) if label in of)
-        found: Tensor = self.hidden[number](x)
-        return found
+        out: Tensor = self.hidden[number](x)
+        return out
 
     def label_features(self, x: Tensor) -> dict[str, Tensor]:
         """label → `features`, each tower computed once."""
@@ -170,10 +170,10 @@ class Towers(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """label → (C,) logits."""
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for of, hidden, head in zip(self.labels, self.hidden, self.heads, strict=True):
-            found |= dict(zip(of, head(hidden(x)).unbind(-1), strict=True))
-        return found
+            result |= dict(zip(of, head(hidden(x)).unbind(-1), strict=True))
+        return result
 
     def forward_sides(self, sides: Sequence[Tensor], widths: Sequence[int]) -> dict[str, Tensor]:
         """`forward` of concatenated sides; with kernels, without the copy of a concatenation.
@@ -185,13 +185,13 @@ class Towers(nn.Module):
         if not plain or not use_triton(*sides) or is_traced(sides[0]):
             joined: dict[str, Tensor] = self(padded_linear.concat_columns(sides, widths))
             return joined
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for of, head in zip(self.labels, self.heads, strict=True):
             assert isinstance(head, nn.Linear)
             weights = head.weight.split(list(widths), 1)
             parts = [_product(x, weight) for x, weight in zip(sides, weights, strict=True)]
-            found |= dict(zip(of, (functools.reduce(torch.add, parts) + head.bias).unbind(-1), strict=True))
-        return found
+            result |= dict(zip(of, (functools.reduce(torch.add, parts) + head.bias).unbind(-1), strict=True))
+        return result
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

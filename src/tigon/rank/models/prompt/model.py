@@ -238,8 +238,8 @@ class PromptRanker(nn.Module):
             raise ValueError(f"{NAME}: requests must be a list of Request, got one.")
         if hasattr(requests, "batches"):
             return Requests(requests, self.prompt)
-        found: Iterable[Request] = requests
-        return found
+        out: Iterable[Request] = requests
+        return out
 
     # --------------------------------------------------------------------------------------------------------- files
 

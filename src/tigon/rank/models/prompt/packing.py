@@ -123,12 +123,12 @@ class Encoder:
 
     def line(self, text: str) -> list[int]:
         """The ids of a line, with its line break. Special tokens in it are text: data cannot end the user's turn."""
-        found = self._lines.get(text)
-        if found is None:
-            found = self._ids(text + "\n")
+        result = self._lines.get(text)
+        if result is None:
+            result = self._ids(text + "\n")
             if len(self._lines) < REMEMBERED:
-                self._lines[text] = found
-        return found
+                self._lines[text] = result
+        return result
 
     def encode(self, request: Request, *, labelled: bool = True) -> Encoded:
         """A request as token ids.
@@ -221,28 +221,28 @@ class Encoder:
 
     def _encode_cached(self, text: str) -> list[int]:
         key = "\0" + text  # apart from lines, which end in a line break
-        found = self._lines.get(key)
-        if found is None:
-            found = self._ids(text)
+        result = self._lines.get(key)
+        if result is None:
+            result = self._ids(text)
             if len(self._lines) < REMEMBERED:
-                self._lines[key] = found
-        return found
+                self._lines[key] = result
+        return result
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special).input_ids)
 
     def _answers(self, task: str, answers: list[str]) -> list[int]:
-        found = []
+        result = []
         for answer in answers:
             ids = self._ids(answer)
             if not ids:
                 raise ValueError(f"{NAME}: answer {answer!r} of task {task} has no tokens.")
-            found.append(ids[0])
-        if len(set(found)) < len(found):
+            result.append(ids[0])
+        if len(set(result)) < len(result):
             name = self.tokenizer.convert_ids_to_tokens
-            shown = ", ".join(f"{a!r} with {name(i)!r} ({i})" for a, i in zip(answers, found, strict=True))
+            shown = ", ".join(f"{a!r} with {name(i)!r} ({i})" for a, i in zip(answers, result, strict=True))
             raise ValueError(f"{NAME}: the answers of task {task} must begin with different tokens, and begin {shown}.")
-        return found
+        return result
 
 
 def group_by_budget(sizes: Sequence[int], budget: int) -> list[list[int]]:

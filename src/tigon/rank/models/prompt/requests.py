@@ -68,13 +68,13 @@ def read_impressions(
 
 def _labels(prompt: Prompt) -> list[str]:
     """The tasks of two answers as labels of impressions; others are read from their column."""
-    found = []
+    result = []
     for task in prompt.tasks.values():
         if task.read.compares:
-            found.append(f"{task.name} = {task.read.text}")
+            result.append(f"{task.name} = {task.read.text}")
         elif set(task.values) == {0.0, 1.0}:
-            found.append(task.name if task.name == task.read.column else f"{task.name} = {task.read.column}")
-    return found
+            result.append(task.name if task.name == task.read.column else f"{task.name} = {task.read.column}")
+    return result
 
 
 def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Schema:

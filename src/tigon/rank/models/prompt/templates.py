@@ -92,12 +92,12 @@ class Prompt:
     @cached_property
     def templates(self) -> dict[str, Template]:
         """The templates by part, and the questions by task."""
-        found = {part: Template(part, text) for part in PARTS if (text := getattr(self, part)) is not None}
+        result = {part: Template(part, text) for part in PARTS if (text := getattr(self, part)) is not None}
         for task in self.tasks.values():
             if task.name in PARTS:
                 raise ValueError(f"{NAME}: a task cannot be called {task.name!r}, as a part of the prompt is.")
-            found[task.name] = Template(f"the question of task {task.name}", task.question)
-        return found
+            result[task.name] = Template(f"the question of task {task.name}", task.question)
+        return result
 
     def columns_in(self, *parts: str) -> set[str]:
         """The columns that some parts, or questions of tasks, name."""
