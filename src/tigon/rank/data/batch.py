@@ -13,7 +13,7 @@ from tigon.rank.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class Batch:
-    """R requests, C candidates and E events, each a run of tensors; nothing is padded.
+    """R requests, C candidates and E events as ragged tensors, without padding.
 
     Attributes:
         offsets: (R + 1,) int64 on the CPU: the candidates of request r are offsets[r] … offsets[r + 1] − 1.
@@ -55,11 +55,11 @@ class Batch:
         return len(self.age)
 
     def label_mask(self, label: str) -> Tensor | None:
-        """Which rows have a value of a label.
+        """A mask of rows with a value of a label.
 
         Args:
             label: one of `labels`, or another.
-        Returns: (C,) bool; None where all have, or may have.
+        Returns: (C,) bool; None for labels without gaps.
         """
         return ~self.labels[label].isnan() if label in self.partial and label in self.labels else None
 

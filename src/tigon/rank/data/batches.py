@@ -13,7 +13,7 @@ PRECISIONS = ("auto", "bf16", "fp32")
 
 
 class BatchSource(Protocol):
-    """What is trained on and scored: `rank.Impressions`, or anything with its `batches`, in batches."""
+    """Data for training and scoring: `rank.Impressions`, or any object with the same `batches`."""
 
     def __len__(self) -> int:
         """How many requests there are."""
@@ -53,7 +53,7 @@ class BatchOptions(NamedTuple):
 
 @contextmanager
 def eval_mode(ranker: nn.Module) -> Iterator[None]:
-    """The ranker as it is served, without gradients, and in the mode that it was in at the end."""
+    """Evaluation mode without gradients; restores the ranker's mode at the end."""
     training = ranker.training
     ranker.eval()
     try:
@@ -70,7 +70,7 @@ def get_device(ranker: nn.Module) -> torch.device:
 def check_schema(name: str, ranker: Any, data: Any) -> None:
     """Raise if data was read with another vocabulary or another scale than the ranker's schema has.
 
-    Data without a schema is not looked at.
+    Data without a schema passes.
     """
     own, other = getattr(ranker.schema, "fields", None), getattr(getattr(data, "schema", None), "fields", None)
     if own is None or other is None or ranker.schema is data.schema:

@@ -22,7 +22,7 @@ from tigon.tables.arrow import nearest
 
 
 class Source(NamedTuple):
-    """What impressions were made of. schema: before anything was fitted."""
+    """The tables of impressions. schema: before fitting."""
 
     tables: Tables
     schema: Schema
@@ -30,17 +30,16 @@ class Source(NamedTuple):
 
 
 class Impressions:
-    """Requests, their candidates, and the events that each request may know; made by `read`.
+    """Requests, their candidates, and their histories; made by `read`.
 
-    The tables lie in memory as tensors. A batch is a gather of them, without a loader of its own.
+    The tables are tensors in memory, and a batch is a gather, without a data loader.
 
     Attributes:
-        schema: roles and fields, with everything fitted.
-        notes: sentences on what was counted while reading: items that are not known, events at the time of a request,
-            labels of one class.
-        rows: how many impressions all requests have; `len` is how many requests there are.
-        request_ids, item_ids: the request of each, and the item of each candidate, as the table has them.
-        device: where the tensors lie.
+        schema: roles and fitted fields.
+        notes: sentences on counts while reading: unknown items, events at the time of a request, labels of one class.
+        rows: number of impressions; `len` is the number of requests.
+        request_ids, item_ids: the id of each request, and the item of each candidate, as in the table.
+        device: of the tensors.
     """
 
     def __init__(self, held: InMemoryImpressions, source: Source, which: Tensor | None = None) -> None:
@@ -62,16 +61,16 @@ class Impressions:
         """Impressions of a table, one row for each.
 
         The history of a request is what its user did strictly earlier than the request's time, the earliest of its
-        rows. An event at that very time is left out and counted.
+        rows. Events at exactly that time are left out and counted.
 
         Args:
             data: a file or files (parquet, csv, JSON lines, arrow), a pyarrow.Table, a pandas or polars DataFrame, or a
                 dict of arrays.
             history: events in the same forms, with user, item and time; "self" for the impressions themselves,
-                "positives" for those with a positive label, and a list such as ["self", "train.parquet"] for those and
-                earlier ones; None for no history.
-            items, users: tables of features, one row for each item or user. Those of RecBole lie beside its .inter
-                file, and are found.
+                "positives" for those with a positive label, and a list such as ["self", "train.parquet"] adds earlier
+                impressions; None for no history.
+            items, users: tables of features, one row for each item or user. RecBole's tables beside its .inter file
+            are found.
             schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
             labelled: whether the labels have to be there, one of them at least in each row; a table to score has none,
                 or columns without a value.
@@ -110,7 +109,7 @@ class Impressions:
 
     @property
     def request_ids(self) -> list[Any]:
-        """What names each request: its value of the request's column, or the number of its first row."""
+        """The id of each request: its value in the request's column, or the number of its first row."""
         held = self._memory
         if held.requests is None:
             return list(held.rows[held.offsets[:-1][self._which].to(self.device)].tolist())
@@ -118,7 +117,7 @@ class Impressions:
 
     @property
     def item_ids(self) -> list[Any]:
-        """The items of all candidates, request by request, as the table has them.
+        """The items of all candidates, request by request, as in the table.
 
         Raises: ValueError if no column is the item.
         """
@@ -144,35 +143,33 @@ class Impressions:
         return list(table[name].take(self._row_numbers(self._which)).to_pylist())
 
     def _row_numbers(self, which: Tensor) -> Any:
-        """The rows of the table that requests have, as numpy holds them."""
+        """The table rows of requests, as a numpy array."""
         offsets = self._memory.offsets
         places = expand_spans(offsets[which], offsets_from_lengths(offsets[which + 1] - offsets[which]))
         return self._memory.rows[places.to(self.device)].cpu().numpy()
 
     def to(self, device: torch.device | str, *, pin: bool = False) -> Impressions:
-        """The same impressions with all tensors on a device, where batches are drawn then.
+        """The same impressions with all tensors on a device.
 
         Args:
             device: such as "cuda".
-            pin: copy what goes to a GPU by way of pinned memory, so that the host does not wait.
+            pin: copy to a GPU through pinned memory, so that the host does not wait.
         """
         return Impressions(self._memory.to(device, pin), self._source, self._which)
 
     def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Impressions, Impressions]:
-        """Requests to train on, and requests that are held out.
-
-        What the schema leaves open is fitted again, on the part to train on: an item that only the held-out part shows
-        is one that the schema does not know, as it will be in use. Histories stay: a held-out request knows what its
-        user did before it, in whichever part.
+        """Split into requests to train on and held-out requests. Open parts of the schema are fitted again on the
+        training part, so that items of the held-out part alone are unknown, as in production. Histories stay: a
+        held-out request reads all earlier events of its user, in either part.
 
         Args:
-            by: "time": the latest are held out, those of one time together. "request": any.
-            fraction: the share of the requests that is held out, from 0 to 1.
-            seed: of the requests that are held out by "request".
+            by: "time": the latest requests are held out, requests of the same time together. "request": random
+            requests.
+            fraction: share of held-out requests, from 0 to 1.
+            seed: of the random split.
         Returns: (train, held), each in the order of the table.
         Raises: ValueError for another word or fraction; by "time" without times; by "request" if the history is the
-            impressions themselves, or has events of held-out requests, since what happened at them would stand in
-            histories to train on.
+            impressions themselves, or has events of held-out requests, which would leak their labels into training.
         """
         time = None if self._memory.time is None else self._memory.time.cpu()[self._which]
         held = choose_held_out(time, len(self), by, fraction, seed, self._source.tables.own)
@@ -206,8 +203,8 @@ class Impressions:
 
         Args:
             indices: (R,) int64, which requests, from 0 to len(self) − 1.
-            history_max: at most so many events of each, the latest.
-            device: where to; None for where the data lies.
+            history_max: maximum of events of a request, the latest.
+            device: of the batch; None for the device of the data.
         Returns: a `Batch`, requests in the order of indices.
         Raises: ValueError if an index is out of range.
         """
@@ -263,11 +260,11 @@ class Impressions:
         """All requests, batch after batch.
 
         Args:
-            requests: how many a batch; or
-            tokens: at most so many events and candidates a batch; a request with more is a batch by itself.
-            shuffle: draws the order; None keeps that of the table.
+            requests: number of requests of a batch; or
+            tokens: maximum of events and candidates of a batch; a larger request is a batch by itself.
+            shuffle: generator of the order; None keeps the order of the table.
             history_max, device: as in `batch`.
-            skip: how many batches are left out at the beginning, for a run that goes on.
+            skip: number of batches to skip at the beginning, to resume a run.
         Raises: ValueError unless one of requests and tokens is given, and is positive.
         """
         size = requests if tokens is None else tokens

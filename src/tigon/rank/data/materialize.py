@@ -1,4 +1,4 @@
-"""From tables to the tensors of `Held`: requests in groups, features where they are found, events in their order."""
+"""Tables to tensors: rows grouped by request, features looked up, events sorted."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _weights(tables: Tables, name: str) -> Tensor:
 
 
 class FieldReader:
-    """Where the fields of a schema are found, and their values there."""
+    """Reads the fields of a schema from the tables."""
 
     def __init__(self, tables: Tables, schema: Schema, order: Tensor, offsets: Tensor) -> None:
         self.tables, self.schema, self.roles = tables, schema, schema.roles

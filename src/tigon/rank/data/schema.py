@@ -65,7 +65,7 @@ class Roles:
 
 
 class Schema:
-    """The roles of a table's columns, and a field for each column that a model reads.
+    """The roles of a table's columns, and a field for each column that models read.
 
     Args:
         roles: a `Roles`, or a dict of its arguments.
@@ -76,8 +76,8 @@ class Schema:
         context, items, rows: the fields of each side, by name.
         history: the fields of events: those of items that events have, and the actions.
         labels: the names of the labels.
-        is_open: whether a field is still to be fitted on data.
-        left_out: why columns are no fields, where the schema was inferred.
+        is_open: whether a field is not fitted yet.
+        left_out: column → the reason why an inferred schema skips the column.
 
     Raises: ValueError if the item has no field, two labels have one name, a field stands on a side where its role
         forbids it, or a cross is of fields that there are not.

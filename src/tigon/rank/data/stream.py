@@ -1,9 +1,9 @@
-"""Impressions that are larger than memory: row groups of parquet files, a buffer of them at a time.
+"""Impressions larger than memory: row groups of parquet files, read a buffer at a time.
 
-    row groups, in a drawn order → buffers of at most half of the memory → requests of each, in a drawn order
+    shuffled row groups → buffers of at most half of the memory → shuffled requests of each buffer
 
-While batches are drawn of one buffer, a thread reads the next. A buffer goes to the device as a whole, by way of pinned
-memory, and its batches are gathers there, as those of `Impressions` are. Events, items and users stay in memory.
+A thread reads the next buffer while the current buffer is in use. A buffer is copied to the device as a whole, through
+pinned memory, and batches are gathers there, as with `Impressions`. Events, items and users stay in memory.
 """
 
 from __future__ import annotations
@@ -60,18 +60,17 @@ class Buffer(NamedTuple):
 
 
 class Stream:
-    """`rank.Impressions` of parquet files that are read as batches are drawn; made by `read`.
+    """`rank.Impressions` of parquet files, read during iteration; made by `read`.
 
-    It is what `rank.fit`, `rank.score` and `rank.Explorer` take in place of `Impressions`. At most `mebibytes` of
-    impressions are in memory, in two buffers. What is drawn depends on the files, the memory and the generator alone,
-    so that a run goes on to the same bits.
+    `rank.fit`, `rank.score` and `rank.Explorer` take a stream in place of `Impressions`. At most `mebibytes` of
+    impressions are in memory, in two buffers. The order depends on the files, the memory and the generator alone, so
+    that a resumed run has the same bits.
 
     Attributes:
         schema: roles and fields, with everything fitted.
         notes: sentences on what was counted while reading.
         rows: how many impressions all requests have; `len` is how many requests there are.
-        pieces: row groups in which requests begin.
-        most: bytes of the two buffers that were largest together, of those drawn so far.
+        pieces: row groups in which requests begin. most: largest size so far of two buffers together, in bytes.
     """
 
     def __init__(self, tables: Tables, schema: tuple[Schema, Schema], index: Index, mebibytes: float) -> None:
@@ -94,7 +93,7 @@ class Stream:
         mebibytes: float = 1024.0,
         **roles: Any,
     ) -> Stream:
-        """Impressions of parquet files whose rows of one request stand together.
+        """Impressions of parquet files in which the rows of a request are adjacent.
 
         Inferring and fitting a schema reads a column at a time.
 

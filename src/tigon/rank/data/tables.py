@@ -1,4 +1,4 @@
-"""The tables that impressions are read from: the impressions themselves, events, items and users."""
+"""The tables of impressions: the impressions, events, items and users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MLP of a LiRank, read over its fields: how strongly each unit reads a field, and how far it reaches the labels.
+"""The MLP of a LiRank over its fields: how strongly each unit reads a field, and how far the unit reaches the labels.
 
 A field has several numbers of x₀, those of its embedding. Together they count by what they add to a unit:
 
@@ -55,7 +55,7 @@ def extract_mlp(
     batch_options: BatchOptions = BatchOptions(8192),
     seed: int = 0,
 ) -> FieldMLP:
-    """Read the MLP of a fitted `rank.LiRank`, for `rank.find_interactions`.
+    """Extract the MLP of a fitted `rank.LiRank` for `rank.find_interactions`.
 
     Weights of an embedding say little by themselves, so data say how far each field varies. Samples
     100,000 rows at most. Labels are not read.

@@ -1,4 +1,4 @@
-"""How strongly features act together, from the weights of an MLP alone.
+"""Strengths of interactions, from the weights of an MLP alone.
 
 Unit u of the first layer reads feature j with weight w_uj, and reaches the output by z_u. Sort |w_u|, and lower a
 threshold through it: the k strongest features are joined at w_(k), and the next one joins them at w_(k+1), where the

@@ -33,7 +33,7 @@ ROWS = 1 << 20
 
 
 class Explorer:
-    """How sure a ranker's last layer is of its weights.
+    """The posterior of the weights of a ranker's last layer.
 
     Args:
         mean: by label, (D + 1,) fp64, the layer's weights and its bias.
@@ -59,7 +59,7 @@ class Explorer:
         rows: int = ROWS,
         seed: int = 0,
     ) -> Explorer:
-        """Sum over the rows of a table, in one pass, and keep the result as `ranker.explorer`.
+        """Fit the posterior in one pass over a table, and keep it as `ranker.explorer`.
 
         Args:
             ranker: a `rank.Ranker` with a last layer, as `rank.LiRank` and `rank.LiGR` have.

@@ -1,4 +1,4 @@
-"""What every ranker is: a module from batches of impressions to a logit for each label, saved in a folder."""
+"""The base class of rankers: a module from batches of impressions to a logit for each label, saved in a folder."""
 
 from __future__ import annotations
 

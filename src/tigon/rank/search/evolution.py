@@ -36,7 +36,7 @@ def select_survivors(tried: Sequence[Trial]) -> list[Trial]:
 
 
 def select_distinct(tried: Sequence[Trial], most: int) -> list[Trial]:
-    """The best of which no two are alike; where there are fewer than `most`, with the best of the others behind them.
+    """The best trials of which no two are alike, followed by the best of the others if there are fewer than `most`.
 
     The best of an evolution are mutants of one another, whose losses on all rows are almost one: the best of them is
     hardly better than any.

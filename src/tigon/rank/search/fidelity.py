@@ -1,7 +1,6 @@
 """The data of a trial: a share of the rows, with large vocabularies hashed into smaller tables.
 
-A trial says how good a graph is beside the others, and need not be good itself. All trials of a search see the same
-rows in the same order.
+A trial compares graphs, and need not be a good fit. All trials of a search see the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tigon.rank.data.schema import Schema
 
 
 class ReducedData:
-    """A table of which a share is drawn, and whose codes are hashed.
+    """A share of a table, with hashed codes.
 
     Args:
         data: `rank.Impressions`, or anything with their `schema` and `batches`.

@@ -1,4 +1,4 @@
-"""What a search measures: log losses of rankers, and which table a study is of."""
+"""The measures of a search: log losses of rankers, and digests of tables."""
 
 from __future__ import annotations
 

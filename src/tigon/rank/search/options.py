@@ -1,4 +1,4 @@
-"""How a search searches."""
+"""The options of a search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSED = ("width", "dropout", "norm", "towers", "tower_mlp", "temperature", "wei
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How `rank.search_blocks` searches.
+    """The options of `rank.search_blocks`.
 
     Args:
         trials: graphs that are tried in all, those of earlier times and of other processes among them.
@@ -76,7 +76,7 @@ class SearchOptions:
         Space(tuple(self.kinds), self.most)
 
     def lasting(self) -> dict[str, Any]:
-        """What all times of a study share, as JSON."""
+        """The options that every run of a study must share, as JSON."""
         found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         fitting = dataclasses.asdict(found.pop("fit"))
         for name in ("trials", "best"):

@@ -35,7 +35,7 @@ BLOCKS, REFITS = "blocks.json", "refits"
 
 @dataclass(frozen=True)
 class RefitResult:
-    """One of the best graphs, fitted on all rows.
+    """The fit of one of the best graphs on all rows.
 
     Attributes:
         number: of its trial. graph: its `rank.Block`s. flops: of a row. parameters: of the ranker, with its tables.
@@ -56,7 +56,7 @@ class RefitResult:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         trials: `number`, `graph`, `loss` on the held-out rows and `flops` of each, in their order.
@@ -77,7 +77,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Where a search stands, for the function that `search` calls after each step of a fit, and after each of them.
+    """The progress of a search, for the callback of `search_blocks`: after each step of a fit, trial and refit.
 
     Attributes:
         result: the trial or the refit that has just ended; None after a step.
@@ -99,10 +99,10 @@ def search_blocks(
 ) -> SearchResult:  # fmt: skip
     """Search for the blocks of a `rank.LiRank`. Needs the extra `search`.
 
-    Each trial is a graph of blocks, trained on a share of the rows and measured by its log loss on `val`, the mean over
-    the labels. The first 20 are random; then each is a mutant of a good one, which a model of what was tried picks. The
-    best, of which no two are alike, are fitted on all rows, with `val` to stop by. A study in the folder is resumed;
-    processes that search in one folder share its trials.
+    Each trial is a graph of blocks, trained on a share of the rows and measured by its log loss on `val`, the mean
+    over the labels. The first 20 graphs are random; later graphs are mutants of good graphs, picked by a model of
+    the finished trials. The best graphs, of which no two are alike, are fitted on all rows, with early stopping on
+    `val`. A study in the folder is resumed; processes that search in one folder share its trials.
 
     Args:
         train: `rank.Impressions`. val: the same, of other requests.

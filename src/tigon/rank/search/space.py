@@ -1,4 +1,4 @@
-"""The graphs that a search tries, as tokens: how many blocks, and of each its kind, the level of its width, its inputs.
+"""The search space as tokens: the number of blocks, and the kind, width level and inputs of each block.
 
 A graph is drawn token by token. A mutant differs in one: a kind, a level, one input more or less, a block more or
 less. Two graphs are the same if they compute the same, in whatever order their blocks are numbered.

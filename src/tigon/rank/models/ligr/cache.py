@@ -1,4 +1,4 @@
-"""Histories that are encoded: keys and values of each layer, to which events can be appended."""
+"""Encoded histories: keys and values of each layer, to which events can be appended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tigon.rank.data.batch import Batch
 
 @dataclass(frozen=True)
 class Cache:
-    """The encoded histories of R requests, for `LiGR.score`. Nothing in it is ever written over.
+    """The encoded histories of R requests, for `LiGR.score`. Its tensors are never overwritten.
 
     Attributes:
         keys, values: (layers, P, heads, D), a row for each context and event, request by request.
