@@ -178,7 +178,7 @@ def test_bad_data():
     with pytest.raises(ValueError, match=r"there must be two fields that vary, got 0 .country: it is the same in all"):
         rank.extract_mlp(made, still)
     other = rank.Impressions.read(table(seed=3), schema=rank.Schema(data.schema.roles, FIELDS))
-    with pytest.raises(ValueError, match="mlp_of: data must be read with the ranker's schema"):
+    with pytest.raises(ValueError, match="extract_mlp: data must be read with the ranker's schema"):
         rank.extract_mlp(made, other)
     with pytest.raises(
         ValueError, match=r"what rank.extract_mlp\(ranker, data\) reads of a ranker.*got the LiRank itself"

@@ -151,7 +151,7 @@ NAN = [np.where(np.arange(12).reshape(4, 3) == 5, np.nan, GOOD[0]), GOOD[1]]
         (lambda: rank.find_interactions(GOOD, method="ndi"), "method must be 'persistence' or 'nid', got 'ndi'"),
         (lambda: rank.find_interactions(GOOD, power=0), "power must be a number above 0, got 0"),
         (lambda: rank.find_interactions(weights_of(300, 2, 1), order=4), "300 features have .* sets of 4, more than"),
-        (lambda: rank.find_interactions(GOOD).explain(top=0), r"Interactions\.to_table: top must be an integer of 1"),
+        (lambda: rank.find_interactions(GOOD).to_table(0), r"Interactions\.to_table: top must be an integer of 1"),
         (lambda: rank.find_interactions(GOOD).crosses(0), r"Interactions\.crosses: top must be an integer of 1"),
     ],
 )  # fmt: skip

@@ -49,7 +49,7 @@ def interactions(
     if method not in METHODS:
         raise Problem(f"{NAME}: --method must be one of {', '.join(METHODS)}, got {method}")
     if as_crosses is not None:
-        inputs = [*(run / name for name in OF_RUN), *(data or [])]
+        inputs: list[str | Path] = [*(run / name for name in OF_RUN), *(data or [])]
         check_output_file(f"{NAME}: --as-crosses", as_crosses, (".json",), overwrite=overwrite, inputs=inputs)
     place = device_of(device, NAME)
     from tigon import rank
