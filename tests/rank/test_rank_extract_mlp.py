@@ -180,9 +180,7 @@ def test_bad_data():
     other = rank.Impressions.read(table(seed=3), schema=rank.Schema(data.schema.roles, FIELDS))
     with pytest.raises(ValueError, match="extract_mlp: data must be read with the ranker's schema"):
         rank.extract_mlp(made, other)
-    with pytest.raises(
-        ValueError, match=r"what rank.extract_mlp\(ranker, data\) reads of a ranker.*got the LiRank itself"
-    ):
+    with pytest.raises(ValueError, match=r"the result of rank.extract_mlp\(ranker, data\).*got the LiRank itself"):
         rank.find_interactions(made)
     with pytest.raises(ValueError, match="names and spread are those of the ranker's fields"):
         rank.find_interactions(rank.extract_mlp(made, data), spread=[1.0])

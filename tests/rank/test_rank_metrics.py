@@ -260,10 +260,16 @@ def test_bad_input_gets_a_sentence():
         (lambda: metrics.ndcg(s, y, gain="log"), "ndcg: gain must be one of exponential, linear, got 'log'"),
         (lambda: metrics.ndcg(s, y, k=0), "ndcg: k must be a positive integer, got 0"),
         (lambda: metrics.recall(s, y, k=None), "recall: k must be a positive integer, got None"),
-        (lambda: metrics.bootstrap_interval(found, off), "intervals: offsets must be given for a function"),
-        (lambda: metrics.bootstrap_interval(lambda w: 0.0), "intervals: offsets must be given for a function"),
-        (lambda: metrics.bootstrap_interval(found, level=95), "intervals: level must lie between 0 and 1, got 95"),
-        (lambda: metrics.bootstrap_interval(found, draws=0), "intervals: draws must be a positive integer, got 0"),
+        (lambda: metrics.bootstrap_interval(found, off), "bootstrap_interval: offsets must be given for a function"),
+        (lambda: metrics.bootstrap_interval(lambda w: 0.0), "bootstrap_interval: offsets must be given for a function"),
+        (
+            lambda: metrics.bootstrap_interval(found, level=95),
+            "bootstrap_interval: level must lie between 0 and 1, got 95",
+        ),
+        (
+            lambda: metrics.bootstrap_interval(found, draws=0),
+            "bootstrap_interval: draws must be a positive integer, got 0",
+        ),
     ]
     for call, said in bad:
         with pytest.raises(ValueError, match=rf"^rank\.metrics\.{said}"):

@@ -257,7 +257,9 @@ class Run:
         self.marked, self.shown = now, progress.step
         if progress.evaluation is not None:
             watched = self.options.monitor
-            self.console.print(f"step {progress.step:,}: {watched} {progress.evaluation[watched]:.4f} on the validation")
+            self.console.print(
+                f"step {progress.step:,}: {watched} {progress.evaluation[watched]:.4f} on the validation"
+            )
             rows = [*rows, {**progress.evaluation, "event": "evaluation"}]
         append(self.output / METRICS, *rows)
 

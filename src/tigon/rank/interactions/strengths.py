@@ -80,7 +80,7 @@ def rank_order(
     count = math.comb(P, order)
     if count > MOST:
         raise ValueError(
-            f"interactions: {P} features have {count:,} sets of {order}, more than {MOST:,}; order=None looks at those "
+            f"find_interactions: {P} features have {count:,} sets of {order}, more than {MOST:,}; order=None looks at those "
             "alone that units read."
         )
     sets = np.array([*itertools.combinations(range(P), order)])
@@ -123,11 +123,11 @@ def _tail_strengths(ranked: Array, method: Method, power: float) -> Array:
 def check_options(method: Any, power: Any, order: Any, features: int) -> None:
     """Raise ValueError for options that mean nothing."""
     if method not in get_args(Method):
-        raise ValueError(f"interactions: method must be 'persistence' or 'nid', got {method!r}.")
+        raise ValueError(f"find_interactions: method must be 'persistence' or 'nid', got {method!r}.")
     if not isinstance(power, (int, float)) or not 0 < power < math.inf:
-        raise ValueError(f"interactions: power must be a number above 0, got {power!r}.")
+        raise ValueError(f"find_interactions: power must be a number above 0, got {power!r}.")
     if order is not None and (not isinstance(order, int) or isinstance(order, bool) or not 2 <= order <= features):
         raise ValueError(
-            f"interactions: order must be None or an integer from 2 to {features}, how many features there are, got "
+            f"find_interactions: order must be None or an integer from 2 to {features}, how many features there are, got "
             f"{order!r}."
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.rank.interactions.strengths import Array, Network
 
-NAME = "interactions"
+NAME = "find_interactions"
 NONE_AT_ALL = f"{NAME}: a linear model has none; model must be an MLP with a hidden layer."
 
 
