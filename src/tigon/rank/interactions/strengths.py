@@ -80,8 +80,8 @@ def rank_order(
     count = math.comb(P, order)
     if count > MOST:
         raise ValueError(
-            f"find_interactions: {P} features have {count:,} sets of {order}, more than {MOST:,}; order=None looks at those "
-            "alone that units read."
+            f"find_interactions: {P} features have {count:,} sets of {order}, more than {MOST:,}; order=None looks at "
+            "those alone that units read."
         )
     sets = np.array([*itertools.combinations(range(P), order)])
     strength, units = np.zeros(count), np.zeros(count, dtype=np.int64)
@@ -128,6 +128,6 @@ def check_options(method: Any, power: Any, order: Any, features: int) -> None:
         raise ValueError(f"find_interactions: power must be a number above 0, got {power!r}.")
     if order is not None and (not isinstance(order, int) or isinstance(order, bool) or not 2 <= order <= features):
         raise ValueError(
-            f"find_interactions: order must be None or an integer from 2 to {features}, how many features there are, got "
-            f"{order!r}."
+            f"find_interactions: order must be None or an integer from 2 to {features}, how many features there are, "
+            f"got {order!r}."
         )
