@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from studies.interaction_networks import Inputs, Networks, Training
 from studies.interactions import FEATURES, FUNCTIONS, MEASURES, Row, ahead, drawn, groups, mean, true_sets
 
 from tigon.bench import report
-from tigon.rank.interacting.networks import Inputs, Networks, Training
-from tigon.rank.interacting.strengths import Found, Network, prefixes, within
+from tigon.rank.interactions.strengths import Network, SetStrength, rank_order, rank_prefixes
 
 READINGS = (("nid", 1.0), ("persistence", 0.5), ("persistence", 1.0), ("persistence", 2.0), ("persistence", 3.0))
 Sets = list[tuple[int, ...]]
@@ -41,11 +41,11 @@ def data_of(cases: list[tuple[str, int]], rows: int) -> tuple[Inputs, Inputs]:
 # ------------------------------------------------------------------------------------------------------------ measures
 
 
-def ranked(found: dict[tuple[int, ...], Found]) -> Sets:
+def ranked(found: dict[tuple[int, ...], SetStrength]) -> Sets:
     return sorted(found, key=lambda one: (-found[one].strength, one))
 
 
-def auc(found: dict[tuple[int, ...], Found], true: Sets) -> float:
+def auc(found: dict[tuple[int, ...], SetStrength], true: Sets) -> float:
     """How often a pair that acts together is stronger than one that does not, ties half."""
     right = [found[pair].strength for pair in found if any(set(pair) <= set(one) for one in true)]
     wrong = [found[pair].strength for pair in found if not any(set(pair) <= set(one) for one in true)]
@@ -58,7 +58,7 @@ def precision(order: Sets, true: Sets) -> float:
     return sum(one in true for one in order[: len(true)]) / len(true)
 
 
-def pruned(order: Sets, count: int) -> Sets:
+def maximal(order: Sets, count: int) -> Sets:
     """The first so many, without the sets that lie in a stronger one."""
     kept: Sets = []
     for one in order:
@@ -80,7 +80,7 @@ def largest(order: Sets, count: int) -> Sets:
     return kept
 
 
-def of_pairs(pairs: dict[tuple[int, ...], Found], function: str) -> dict[str, float]:
+def of_pairs(pairs: dict[tuple[int, ...], SetStrength], function: str) -> dict[str, float]:
     true = true_sets(function)
     right = [pair for pair in pairs if any(set(pair) <= set(one) for one in true)]
     return {"auc": auc(pairs, true), "top_pairs": precision(ranked(pairs), right)}
@@ -88,11 +88,11 @@ def of_pairs(pairs: dict[tuple[int, ...], Found], function: str) -> dict[str, fl
 
 def measured(network: Network, function: str, method: Any, power: float) -> dict[str, float]:
     whole = [one for one in true_sets(function) if len(one) > 2]
-    order = [one for one in ranked(prefixes([network], method, power)) if len(one) > 2]
+    order = [one for one in ranked(rank_prefixes([network], method, power)) if len(one) > 2]
     return {
-        **of_pairs(within([network], 2, method, power), function),
+        **of_pairs(rank_order([network], 2, method, power), function),
         "sets": precision(order, whole),
-        "sets_pruned": precision(pruned(order, len(whole)), whole),
+        "sets_pruned": precision(maximal(order, len(whole)), whole),
         "sets_largest": precision(largest(order, len(whole)), whole),
     }
 
@@ -118,7 +118,7 @@ def fast(cases: list[tuple[str, int]], count: int) -> Iterator[Row]:
         alone = ExplainableBoostingRegressor(interactions=0, outer_bags=1, n_jobs=1, random_state=seed).fit(x, y)
         strengths = dict(measure_interactions(x, y, init_score=alone))
         seconds = time.monotonic() - began
-        pairs = {tuple(sorted(map(int, pair))): Found(float(value), 1) for pair, value in strengths.items()}
+        pairs = {tuple(sorted(map(int, pair))): SetStrength(float(value), 1) for pair, value in strengths.items()}
         error = alone.predict(held.numbers[place].double().numpy()) - held.target[place].double().numpy()
         measures = {**of_pairs(pairs, function), "seconds": round(seconds, 2)}
         print(function, seed, measures, flush=True)

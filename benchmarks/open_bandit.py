@@ -109,7 +109,7 @@ SCHEMA = rank.Schema(
 
 def fitted(data: rank.Impressions, seed: int) -> rank.LiRank:
     torch.manual_seed(seed)
-    ranker = rank.LiRank(data.schema, width=4, layers=1, rank=4, mlp=(16,), dropout=0.1)
+    ranker = rank.LiRank(data.schema, rank.LiRankConfig(width=4, layers=1, rank=4, mlp=(16,), dropout=0.1))
     options = rank.FitOptions(lr=3e-3, epochs=60, batch_size=256, metric="log_loss", patience=6, seed=seed)
     rank.fit(ranker, *data.split(by="request", fraction=0.25, seed=seed), options)
     rank.Explorer.fit(ranker, data)
@@ -154,7 +154,7 @@ def study(folder: Path, campaign: str, seeds: int, draws: int) -> list[Row]:
         add(policy, None, "logged", off_policy.direct(clicks, draws=draws), clicks, torch.ones_like(clicks))
     estimates("bts", None, _table(bts, uniform.items)[uniform.position[half:]])
     for explore in EXPLORE:
-        chosen = [rank.choices(one, data, explore, draws=200, seed=n) for n, one in enumerate(rankers)]
+        chosen = [rank.estimate_propensities(one, data, explore, draws=200, seed=n) for n, one in enumerate(rankers)]
         estimates("thompson", explore, torch.stack(chosen).mean(0).double().view(-1, uniform.items))
     return rows
 

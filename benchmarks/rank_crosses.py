@@ -3,7 +3,8 @@
     python benchmarks/rank_crosses.py --data sets --output benchmarks/results
 
 `studies/clicks/data.py` says what lies in --data, and how it is split. Of each seed a LiRank without crosses is fitted,
-and the pairs of its fields are ranked by `rank.interactions` of its MLP, on the rows to train on. The strongest become
+and the pairs of its fields are ranked by `rank.find_interactions`
+of its MLP, on the rows to train on. The strongest become
 crosses of the same LiRank, and of a linear model of embeddings, both fitted anew by the same seed. Beside them stand
 pairs that are drawn at random. How many, validation chooses by the first seed; it stops the fits, too. The
 test decides nothing. Seconds are of one core.
@@ -67,7 +68,7 @@ def schema_of(data: Clicks) -> rank.Schema:
 def fitted(data: Clicks, model: str, method: str, seed: int, pairs: Crosses) -> Fit:
     train, validation, test = tables(data, schema_of(data).replace(pairs))
     torch.manual_seed(seed)
-    ranker = rank.LiRank(train.schema, **MODELS[model])
+    ranker = rank.LiRank(train.schema, rank.LiRankConfig(**MODELS[model]))
     began = time.process_time()
     options = rank.FitOptions(**{**vars(OPTIONS), "seed": seed})
     rank.fit(ranker, train, validation, options)
@@ -81,14 +82,14 @@ def fitted(data: Clicks, model: str, method: str, seed: int, pairs: Crosses) -> 
 
 
 def measured(ranker: rank.LiRank, part: rank.Impressions) -> dict[str, float]:
-    scored = rank.score(ranker, part, rank.Drawing(8192, precision="fp32"))
+    scored = rank.score(ranker, part, rank.BatchOptions(8192, precision="fp32"))
     p = scored.logits[LABEL].double().sigmoid().numpy()
     return metrics.measured(p, scored.labels[LABEL].double().numpy())
 
 
 def ranked(plain: Fit, seed: int) -> dict[str, Crosses]:
     """By method, as many pairs as are ever tried: those that persistence finds, and those that are drawn."""
-    strongest = rank.interactions(rank.mlp_of(plain.ranker, plain.train), order=2)
+    strongest = rank.find_interactions(rank.extract_mlp(plain.ranker, plain.train), order=2)
     fields = list(plain.train.schema.fields)
     pairs = [*itertools.combinations(fields, 2)]
     drawn = [pairs[n] for n in np.random.default_rng(seed).permutation(len(pairs))[: max(COUNTS)]]

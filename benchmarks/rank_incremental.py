@@ -28,7 +28,7 @@ from tigon.bench import report
 
 WEEK = 7 * 24 * 3600
 LIKED = 4
-DRAWING = rank.Drawing(512)
+DRAWING = rank.BatchOptions(512)
 # Chosen on the weeks before, as are epochs: see `chosen`.
 RATE, COLD_EPOCHS = 3e-3, (1, 2, 3)
 RATES, EPOCHS, STRENGTHS = (3e-4, 1e-3), (1, 2), (1.0, 10.0, 100.0)
@@ -104,41 +104,41 @@ class Fit:
     """A ranker, what the next week goes on from, and what it took."""
 
     ranker: Any
-    anchors: list[rank.Anchor]
+    anchors: list[rank.FisherPrior]
     trained: int
     seconds: float
 
 
 def options(rate: float, epochs: int, seed: int, strength: float = 0.0) -> rank.FitOptions:
-    return rank.FitOptions(lr=rate, epochs=epochs, batch_size=DRAWING.requests, seed=seed, anchor=strength)
+    return rank.FitOptions(lr=rate, epochs=epochs, batch_size=DRAWING.requests, seed=seed, prior_strength=strength)
 
 
 def cold(weeks: Sequence[dict[str, Any]], epochs: int, seed: int, anchor: bool) -> Fit:
     data = table(weeks, SCHEMA)
     torch.manual_seed(seed)
     began = time.process_time()
-    ranker = rank.LiRank(data.schema, width=16, layers=2, rank=32, mlp=(128, 64), dropout=0.1)
+    ranker = rank.LiRank(data.schema, rank.LiRankConfig(width=16, layers=2, rank=32, mlp=(128, 64), dropout=0.1))
     rank.fit(ranker, data, None, options(RATE, epochs, seed))
-    anchors = [rank.Anchor.of(ranker, data, DRAWING, seed=seed)] if anchor else []
+    anchors = [rank.FisherPrior.estimate(ranker, data, DRAWING, seed=seed)] if anchor else []
     return Fit(ranker, anchors, data.rows, time.process_time() - began)
 
 
 def further(before: Fit, week: dict[str, Any], rate: float, epochs: int, strength: float, seed: int) -> Fit:
     """A fit on one more week, held to the first and the last by `strength`; 0: by nothing."""
-    data = table([week], before.ranker.schema.growing())
+    data = table([week], before.ranker.schema.expandable())
     torch.manual_seed(seed)
     began = time.process_time()
-    ranker = rank.grown(before.ranker, data.schema)
-    anchors = [anchor.onto(before.ranker, ranker) for anchor in before.anchors]
-    rank.fit(ranker, data, None, options(rate, epochs, seed, strength), anchors=anchors if strength else [])
+    ranker = rank.expand_vocabularies(before.ranker, data.schema)
+    anchors = [anchor.expand_to(before.ranker, ranker) for anchor in before.anchors]
+    rank.fit(ranker, data, None, options(rate, epochs, seed, strength), priors=anchors if strength else [])
     if strength:
-        anchors = [*anchors[:1], rank.Anchor.of(ranker, data, DRAWING, seed=seed)]
+        anchors = [*anchors[:1], rank.FisherPrior.estimate(ranker, data, DRAWING, seed=seed)]
     return Fit(ranker, anchors, data.rows, time.process_time() - began)
 
 
 def row(part: str, method: str, fit: Fit, number: int, week: dict[str, Any], seed: int, **setting: float) -> Row:
     data = table([week], fit.ranker.schema)
-    found = rank.evaluate(rank.score(fit.ranker, data, rank.Drawing(8192)), at=()).labels["liked"]
+    found = rank.evaluate(rank.score(fit.ranker, data, rank.BatchOptions(8192)), at=()).labels["liked"]
     return Row(part, seed, method, number, fit.trained, data.rows, found["auc"].value, found["log_loss"].value,
                fit.seconds, setting)  # fmt: skip
 

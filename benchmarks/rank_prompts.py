@@ -45,8 +45,8 @@ from torch import Tensor
 import tigon
 from tigon import rank
 from tigon.bench import report
-from tigon.rank.prompt import Prompt, PromptRanker, Request
-from tigon.rank.prompt.pack import Encoded, PromptBatch, joined, packed
+from tigon.rank.models.prompt import Prompt, PromptRanker, Request
+from tigon.rank.models.prompt.packing import Encoded, PromptBatch, collate, group_by_budget
 
 PARTS = ("speed", "steps", "zero", "rates", "ways", "two", "all", "alone", "ligr")
 BATCH, PREFIX = 16, 512
@@ -147,7 +147,7 @@ class Feed:
         for _ in range(epochs):
             order = torch.randperm(len(self.encoded), generator=draw).tolist()
             for step in range(self.steps):
-                yield joined([self.encoded[i] for i in order[step * self.batch : (step + 1) * self.batch]])
+                yield collate([self.encoded[i] for i in order[step * self.batch : (step + 1) * self.batch]])
 
 
 def encoded(ranker: PromptRanker, requests: list[Request]) -> list[Encoded]:
@@ -163,7 +163,7 @@ def one_step(feed: Feed, batch: PromptBatch, separate: bool) -> tuple[Tensor, in
     """Forward and backward of a batch: its loss, and the tokens that were run."""
     with autocast(device_of(feed.ranker)):
         if separate:
-            feed.ranker.share()  # the same kernels, but for the attention
+            feed.ranker.fuse_shared_prefix()  # the same kernels, but for the attention
             return separate_loss(feed.ranker, batch, 16384)
         loss = feed.ranker.loss(batch)
     loss.backward()
@@ -201,9 +201,9 @@ def answered(ranker: PromptRanker, requests: list[Encoded]) -> Tensor:
     device = device_of(ranker)
     budget = 65536 if device.type == "cuda" else 4096
     found = []
-    for group in packed([one.tokens for one in requests], budget):
+    for group in group_by_budget([one.tokens for one in requests], budget):
         with autocast(device):
-            z = ranker.logits(joined([requests[i] for i in group]))[:, ranker.columns[0]]
+            z = ranker.logits(collate([requests[i] for i in group]))[:, ranker.columns[0]]
         found.append(z.float().softmax(-1))
     return torch.cat(found).cpu()
 
@@ -508,13 +508,13 @@ class Study:
 
     def one_ligr(self, method: str, data: Any, validation: Any, test: Any, seed: int, setting: dict[str, Any]) -> Row:
         torch.manual_seed(seed)
-        ranker = rank.LiGR(data.schema, **setting).to(self.device)
+        ranker = rank.LiGR(data.schema, rank.LiGRConfig(**setting)).to(self.device)
         options = rank.FitOptions(
             lr=1e-3, epochs=self.given.ligr_epochs, batch_size=64, history_max=HISTORY, metric="auc", patience=5,
             seed=seed,
         )  # fmt: skip
         fitted = rank.fit(ranker, data.to(self.device), validation.to(self.device), options)
-        scores = rank.score(ranker, test.to(self.device), options.drawing).logits["like"].sigmoid()
+        scores = rank.score(ranker, test.to(self.device), options.batch_options).logits["like"].sigmoid()
         best = max(row["like:auc"] for row in fitted.history)
         found = {**setting, "requests": len(data), "steps": fitted.best,
                  "weights": sum(p.numel() for p in ranker.parameters())}  # fmt: skip

@@ -168,7 +168,7 @@ def fit(
     draw = np.random.default_rng(seed)
     size = setting["batch_size"]
     sizes = (setting[key] for key in ("width", "layers", "heads"))
-    ranker = rank.LiGR(schema, *sizes, dropout=setting["dropout"], **SIDES[name]).to(device)
+    ranker = rank.LiGR(schema, rank.LiGRConfig(*sizes, dropout=setting["dropout"], **SIDES[name])).to(device)
     optimizer = torch.optim.AdamW(ranker.parameters(), lr=setting["lr"], weight_decay=setting["weight_decay"])
     train = (data.part == 0).nonzero()[:, 0]
     start, best, kept, best_epoch, epoch = time.monotonic(), -1.0, ranker.state_dict(), 0, 0

@@ -463,7 +463,7 @@ def test_going_on_from_week_to_week():
     auc = {name: mean(row["auc"] for row in some) for name, some in by.items()}
     assert {len({row["week"] for row in some}) for some in by.values()} == {9}
     said = (
-        "has an AUC of {cold:.4f} on the week after, going on from week to week {anchored:.4f} with an anchor and "
+        "has an AUC of {cold:.4f} on the week after, warm starts from week to week {anchored:.4f} with a prior and "
         "{free:.4f} without, at 6 and 4 % of the time, and the first fit, never renewed, {stale:.4f}."
     )
     assert said.format(**auc) in text

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tigon import rank
 from tigon.rank import metrics
-from tigon.rank.prompt import Prompt, Request, Requests, read
+from tigon.rank.models.prompt import Prompt, Request, Requests, read_impressions
 
 ANSWERS = {"yes": 1, "no": 0}
-FILMS = Prompt.of({
+FILMS = Prompt.from_dict({
     "instruction": "You are given a member's profile and the films they rated.",
     "profile": "Age {{ age }}, {{ gender }}, {{ occupation }}.",
     "event": "{{ title }} ({{ year }}), {{ genres }}: {{ rating }} of 5",
@@ -34,7 +34,7 @@ FILMS = Prompt.of({
     }},
     "columns": {"request": "request", "user": "user", "item": "item", "time": "time"},
 })  # fmt: skip
-GARMENTS = Prompt.of({
+GARMENTS = Prompt.from_dict({
     "instruction": "You are given a garment and what a customer wrote of it.",
     "profile": "{{ department }}, {{ kind }}.",
     "candidate": "Review, age {{ age }}: {{ title }}. {{ text|truncate(400) }}",
@@ -111,7 +111,7 @@ class Films:
     def __init__(self, folder: Path, few: int, test: int | None = None, most: int | None = None) -> None:
         self.tables, share = tables(folder)
         words = {**self.tables, "items": _with(self.tables["items"], "genres", lambda text: text.replace(" ", ", "))}
-        early, late = read(FILMS, **words).split(by="time", fraction=share)
+        early, late = read_impressions(FILMS, **words).split(by="time", fraction=share)
         train, validation = early.split(by="time", fraction=VALIDATION)
         self.train = _some(Requests(train, FILMS, history_max=HISTORY), most)
         self.validation = _some(Requests(validation, FILMS, history_max=HISTORY), test)
@@ -214,7 +214,7 @@ class Garments:
         size = GARMENT_REQUESTS if most is None else most
         shown = [{**rows[n], "request": str(r), "item": str(n)} for r in order[: 2 * size] for n in full[r]]
         data = {name: [row[name] for row in shown] for name in shown[0]}
-        requests = Requests(read(GARMENTS, data), GARMENTS)
+        requests = Requests(read_impressions(GARMENTS, data), GARMENTS)
         self.train, self.test = requests[:size], requests[size : 2 * size]
         self.labels, self.offsets = truth(self.test, "recommend")
 

@@ -1,4 +1,4 @@
-"""One search of `rank.search` as the study runs it, the hand-written Residual DCN beside it, and their tables.
+"""One search of `rank.search_blocks` as the study runs it, the hand-written Residual DCN beside it, and their tables.
 
 Rows are of trials, the best of a search as its trials are trained; refit, the best of those that were fitted on all
 rows; within, the same among graphs of no more FLOPs than the hand-written model; and hand, that model. Measures are of
@@ -22,9 +22,9 @@ from studies.clicks.page import spread
 from studies.rows import Row, columns, markdown
 from tigon import rank
 from tigon.bench import report
-from tigon.rank.features.blocks import flops
-from tigon.rank.searching.fidelity import Smaller, whole
-from tigon.rank.searching.measuring import log_loss, measured
+from tigon.rank.models.lirank.blocks import count_flops
+from tigon.rank.search.fidelity import ReducedData, reduce_vocabularies
+from tigon.rank.search.measures import log_loss, measure
 
 __all__ = ["HAND", "PARTS", "SAMPLERS", "Setting", "hand", "page", "searched", "table"]
 SAMPLERS = ("evolution", "random")
@@ -80,7 +80,7 @@ def searched(
     def late(_: rank.SearchProgress) -> bool:
         return time.time() > ends
 
-    found = rank.search(train, validation, options, folder=study, test=test, device=device, after=late)
+    found = rank.search_blocks(train, validation, options, folder=study, test=test, device=device, after=late)
     if found.stopped:
         return []
     best = found.best
@@ -91,16 +91,18 @@ def searched(
             {"log_loss": as_tried(best.graph, tables, setting, options, device)}, {"log_loss": best.loss},
             time.perf_counter() - began),
     ]  # fmt: skip
-    refits = [as_row("refit", data, seed, sampler, one) for one in found.refitted]
-    most = flops(hand_written(train, setting))
-    known = {one.number for one in found.refitted}
+    refits = [as_row("refit", data, seed, sampler, one) for one in found.refits]
+    most = count_flops(hand_written(train, setting))
+    known = {one.number for one in found.refits}
     inside = [row for row in refits if row.setting["flops"] <= most]
     for one in sorted(found.trials, key=lambda one: (one.loss, one.number)):
         if len(inside) >= WITHIN or time.time() > ends:
             break
         if one.flops <= most and one.number not in known:
             torch.manual_seed(seed)
-            ranker = rank.LiRank(train.schema, setting.width, dropout=setting.dropout, blocks=one.graph)
+            ranker = rank.LiRank(
+                train.schema, rank.LiRankConfig(setting.width, dropout=setting.dropout, blocks=one.graph)
+            )
             inside.append(fitted("within", data, seed, sampler, ranker, tables, options, device, said(one.graph)))
     best_of: Callable[[list[Row]], Row] = lambda rows: min(rows, key=lambda row: row.validation["log_loss"])  # noqa: E731
     rows.append(best_of(refits))
@@ -113,17 +115,18 @@ def as_tried(
     graph: Any, tables: list[Rows], setting: Setting, options: rank.SearchOptions, device: torch.device
 ) -> float:
     """The test's log loss of a graph that is trained as in its trial, whose steps it does again."""
-    small = Smaller(tables[0], options.rows, options.hash_rows)
+    small = ReducedData(tables[0], options.rows, options.hash_rows)
     torch.manual_seed(options.fit.seed)
-    ranker = rank.LiRank(small.schema, blocks=graph, **options.model).to(device)
+    ranker = rank.LiRank(small.schema, rank.LiRankConfig(blocks=graph, **options.model)).to(device)
     fit = dataclasses.replace(options.fit, epochs=options.epochs)
     rank.fit(ranker, small, None, fit)
-    return log_loss(ranker, whole(tables[2], options.hash_rows), fit)
+    return log_loss(ranker, reduce_vocabularies(tables[2], options.hash_rows), fit)
 
 
 def hand_written(train: Rows, setting: Setting) -> rank.LiRank:
     return rank.LiRank(
-        train.schema, setting.width, "residual", setting.layers, setting.rank, setting.mlp, False, setting.dropout
+        train.schema,
+        rank.LiRankConfig(setting.width, "residual", setting.layers, setting.rank, setting.mlp, False, setting.dropout)
     )  # fmt: skip
 
 
@@ -143,13 +146,13 @@ def fitted(
     began = time.perf_counter()
     ranker.to(device)
     rank.fit(ranker, tables[0], tables[1], options.fit)
-    validation, test = (measured(ranker, table, options.fit) for table in tables[1:])
+    validation, test = (measure(ranker, table, options.fit) for table in tables[1:])
     parameters = sum(p.numel() for p in ranker.parameters())
-    setting = {"flops": flops(ranker), "parameters": parameters, "graph": about}
+    setting = {"flops": count_flops(ranker), "parameters": parameters, "graph": about}
     return Row(part, data, seed, method, setting, test, validation, time.perf_counter() - began)
 
 
-def as_row(part: str, data: str, seed: int, method: str, one: rank.Refitted) -> Row:
+def as_row(part: str, data: str, seed: int, method: str, one: rank.RefitResult) -> Row:
     setting = {"flops": one.flops, "parameters": one.parameters, "graph": said(one.graph)}
     return Row(part, data, seed, method, setting, one.test, one.validation, one.seconds)
 

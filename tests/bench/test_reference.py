@@ -13,7 +13,7 @@ griffe = pytest.importorskip("griffe")
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "tigon", "tigon.losses", "tigon.training", "tigon.training", "tigon.retrieve", "tigon.rank", "tigon.data",
-    "tigon.rank.prompt",
+    "tigon.rank.models.prompt",
 )  # fmt: skip
 # Public by being documented: their packages import what a host brings, and declare nothing.
 HOSTS = (
@@ -23,8 +23,8 @@ HOSTS = (
 # What functions return: nobody makes one, so that its fields are in the signature, with their types, and not in rows.
 RETURNED = {
     "Fusion", "Report", "Row", "TrainerFusion", "TrainerReport", "Hpz", "Plan", "Traffic", "LogProb", "GraphStep",
-    "Hits", "MemoryPlan", "Explanation", "Impressions", "Batch", "Ragged", "Cache", "Fitted", "Progress", "Evaluation",
-    "Measured", "Scored", "Interaction", "Interactions", "TableMLP", "FieldMLP", "Refitted", "Searched",
+    "Hits", "MemoryPlan", "Explanation", "Impressions", "Batch", "Ragged", "Cache", "FitResult", "Progress",
+    "Evaluation", "MetricValue", "Scores", "Interaction", "Interactions", "FieldMLP", "RefitResult", "SearchResult",
     "SearchProgress", "Stream",
 }  # fmt: skip
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from tigon.cli.options import TrainOptions
 from tigon.cli.problem import Problem, one_line
-from tigon.rank.prompt.verbalise import FILE, Prompt
+from tigon.rank.models.prompt.templates import FILE, Prompt
 
 if TYPE_CHECKING:
-    from tigon.rank.prompt.reading import Requests
+    from tigon.rank.models.prompt.requests import Requests
 
 
 class Shown:
@@ -56,7 +56,7 @@ class Shown:
 
     def settle(self, given: set[str], source: Any) -> None:
         """Choose the options of the run that are not among `given` by the table, as `rank.defaults` has it."""
-        from tigon.rank.defaults import choose_prompt_settings
+        from tigon.rank.training.defaults import choose_prompt_settings
 
         rows, text = self.requests.data.rows, source.config.get_text_config()
         found = choose_prompt_settings(len(self.requests), rows, text.hidden_size, source.weights)

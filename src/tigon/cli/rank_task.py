@@ -1,4 +1,4 @@
-"""`tigon train --task rank`: a language model that answers questions about what requests show (tigon.rank.prompt)."""
+"""`tigon train --task rank`: fit a language model that ranks the candidates of requests (tigon.rank.models.prompt)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from tigon.cli.options import TrainOptions
 from tigon.cli.problem import Problem, one_line
 from tigon.cli.tasks import TaskTrainer
 from tigon.cli.trainer import Checkpointed
-from tigon.rank.chance import find_doubts
 from tigon.rank.cli.shared import as_options
 from tigon.rank.metrics import auc, log_loss
-from tigon.rank.prompt.distil import check_teacher
-from tigon.rank.prompt.model import PromptRanker, default_prefix_len
-from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, joined
-from tigon.rank.prompt.reading import Requests, read
-from tigon.rank.prompt.verbalise import Prompt
+from tigon.rank.models.prompt.calibrate import calibrate
+from tigon.rank.models.prompt.distillation import check_teacher
+from tigon.rank.models.prompt.model import PromptRanker, default_prefix_len
+from tigon.rank.models.prompt.packing import Encoded, Encoder, PromptBatch, collate
+from tigon.rank.models.prompt.requests import Requests, read_impressions
+from tigon.rank.models.prompt.templates import Prompt
+from tigon.rank.training.diagnostics import find_problems
 
 if TYPE_CHECKING:
     from tigon.cli.prompts import Shown
@@ -39,18 +40,18 @@ SPOKEN = 2000
 def spoken(shown: Shown) -> list[str]:
     """The text of some requests."""
     prompt, requests = shown.prompt, shown.requests
-    texts = [prompt.say("instruction", {})]
+    texts = [prompt.render("instruction", {})]
     for request in requests[:SPOKEN]:
-        texts += [prompt.say("profile", request.profile)] if prompt.profile is not None else []
-        texts += [prompt.say("event", row) for row in request.events] if prompt.event is not None else []
-        texts += [prompt.say(part, row) for row in request.candidates for part in ("candidate", *prompt.tasks)]
+        texts += [prompt.render("profile", request.profile)] if prompt.profile is not None else []
+        texts += [prompt.render("event", row) for row in request.events] if prompt.event is not None else []
+        texts += [prompt.render(part, row) for row in request.candidates for part in ("candidate", *prompt.tasks)]
     return texts + [answer for task in prompt.tasks.values() for answer in task.answers]
 
 
 def requests_of(options: TrainOptions, prompt: Prompt, data: str, option: str) -> Requests:
     """The requests of a table. Raises Problem for what cannot be read, and for a task of one class."""
     try:
-        found = read(prompt, data, history=options.history, items=options.items, users=options.users)
+        found = read_impressions(prompt, data, history=options.history, items=options.items, users=options.users)
         requests = Requests(found, prompt)
         counts = requests.counts()
     except (ValueError, OSError) as error:
@@ -149,7 +150,7 @@ class PromptTrainer(Checkpointed, Trainer):
         batch: PromptBatch = inputs["batch"]
         with torch.no_grad(), self.compute_loss_context_manager():
             z, whole = self.ranker.read_answers(batch, model)
-            loss = self.ranker.loss_of(z, batch, whole)
+            loss = self.ranker.loss_from_logits(z, batch, whole)
         whole = z.new_zeros(len(z)) if whole is None else whole
         sizes = [len(own) for own in batch.shared.layout.suffix_lengths]
         rows = (z.float().cpu(), batch.task.cpu(), batch.labels.cpu(), whole.float().cpu())
@@ -179,7 +180,7 @@ class PromptTrainer(Checkpointed, Trainer):
             return found
         z, task, labels, whole = (torch.cat(part) for part in zip(*self.seen, strict=True))
         rows = PromptBatch(None, task, labels, None, None)  # type: ignore[arg-type]  # no model reads it
-        found["eval_loss"] = float(self.ranker.loss_of(z, rows, whole))
+        found["eval_loss"] = float(self.ranker.loss_from_logits(z, rows, whole))
         for t, (name, one) in enumerate(self.ranker.prompt.tasks.items()):
             mine = (task == t) & (labels >= 0)
             p = z[mine][:, self.ranker.columns[t]].softmax(-1)
@@ -229,7 +230,7 @@ class RankTask(TaskTrainer):
             raise Problem(where + one_line(error)) from error
         trainer = PromptTrainer(
             model=model, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer,
-            data_collator=lambda encoded: {"batch": joined(encoded)}, **common,
+            data_collator=lambda encoded: {"batch": collate(encoded)}, **common,
         )  # fmt: skip
         # An attribute that is no module of the trainer's model: tokens lie where the model does.
         trainer.ranker = ranker.to(trainer.args.device)
@@ -252,7 +253,7 @@ class RankTask(TaskTrainer):
         rows = [{name.removeprefix("eval_"): value for name, value in row.items() if isinstance(value, (int, float))}
                 for row in trainer.state.log_history if "eval_loss" in row]  # fmt: skip
         row = {f"{name}:auc": rows[-1].get(f"auc_{name}", float("nan")) for name in trainer.classes} if rows else None
-        warnings = find_doubts(
+        warnings = find_problems(
             row, rows, "loss", trainer.classes if rows else {}, steps=trainer.state.global_step,
             warmup=self.run.warmup_steps(trainer.state.max_steps), ended=False, probabilities=False,
             more="Try more steps (epochs=…, or a smaller batch_size=…), or another lr=…",
@@ -263,7 +264,7 @@ class RankTask(TaskTrainer):
         kind: Any = self.run.calibrate  # TrainOptions.check has checked the word
         if kind != "none" and eval_set is not None:
             try:
-                ranker.calibrate(eval_set.requests, kind)
+                calibrate(ranker, eval_set.requests, kind)
             except ValueError as error:
                 ranker.calibration.clear()
                 console.print(f"not calibrated: {one_line(error)}", style="yellow", highlight=False, soft_wrap=True)
