@@ -146,7 +146,7 @@ def linked(nodes: int, seed: int) -> Any:
 def ranked(model: str, rows: int, seed: int, device: torch.device) -> Row:
     from tigon import rank
     from tigon.rank import metrics
-    from tigon.rank.defaults import choose_share
+    from tigon.rank.training.defaults import choose_share
 
     if model == "ligr":
         items = int(np.clip(rows // 48, 12, 20_000))
@@ -167,7 +167,7 @@ def ranked(model: str, rows: int, seed: int, device: torch.device) -> Row:
     began = time.perf_counter()
     fitted = rank.fit(ranker, train.to(device), val.to(device), options)
     seconds = time.perf_counter() - began
-    value = rank.evaluate(rank.score(ranker, test, options.drawing)).value("auc")
+    value = rank.evaluate(rank.score(ranker, test, options.batch_options)).value("auc")
     oracle = float(metrics.auc(torch.from_numpy(p), torch.from_numpy(tested["click"]).float()))
     return found(
         model, rows, seed, "auc", value, 0.5, oracle, fitted.steps, seconds, ranker,

@@ -56,7 +56,9 @@ def main() -> None:
     test = rank.Impressions.read(shown(2), schema=train.schema)
 
     towers = {"interest": ["install"], "use": ["long"]}
-    ranker = rank.LiRank(train.schema, 8, layers=2, rank=8, mlp=(32,), calibrate="country", towers=towers).to(DEVICE)
+    ranker = rank.LiRank(
+        train.schema, rank.LiRankConfig(8, layers=2, rank=8, mlp=(32,), calibrate="country", towers=towers)
+    ).to(DEVICE)
     options = rank.FitOptions(
         lr=0.005, epochs=6, batch_size=100, metric="log_loss", table_optimizer="row-adagrad", table_lr=0.05
     )
@@ -64,10 +66,10 @@ def main() -> None:
     fitted = rank.fit(ranker, train.to(DEVICE), held.to(DEVICE), options)
     print(f"{fitted.steps} steps; the best weights are those of step {fitted.best}")
     report("fitted", ranker, test)
-    ranker.calibrate(held.to(DEVICE))
+    rank.calibrate(ranker, held.to(DEVICE))
     report("calibrated", ranker, test)
 
-    small = ranker.compress()
+    small = rank.quantize_tables(ranker)
     before, after = (sum(tables.nbytes for tables in one.tables()) for one in (ranker, small))
     report(f"tables of {after:,} bytes in place of {before:,}", small, test)
     with tempfile.TemporaryDirectory() as folder:

@@ -42,11 +42,11 @@ def main() -> None:
     train, held = data.split(fraction=0.2)  # the latest requests
     print(f"{len(train)} requests to train on, {len(held)} held out; fields: {', '.join(train.schema.fields)}")
 
-    ranker = rank.LiGR(train.schema, width=16, layers=2, heads=2).to(DEVICE)
+    ranker = rank.LiGR(train.schema, rank.LiGRConfig(width=16, layers=2, heads=2)).to(DEVICE)
     options = rank.FitOptions(lr=0.02, epochs=8, batch_size=8, history_max=20, metric="gauc")
 
     def report() -> None:
-        found = rank.evaluate(rank.score(ranker, held, options.drawing), at=(3,), draws=100).labels["like"]
+        found = rank.evaluate(rank.score(ranker, held, options.batch_options), at=(3,), draws=100).labels["like"]
         gauc = found["gauc"]
         print(f"GAUC {gauc.value:.3f} ({gauc.low:.3f} to {gauc.high:.3f}), NDCG@3 {found['ndcg@3'].value:.3f}")
 
@@ -55,7 +55,7 @@ def main() -> None:
     print(f"{fitted.steps} steps; the best weights are those of step {fitted.best}")
     report()
 
-    one = rank.score(ranker, held, options.drawing)
+    one = rank.score(ranker, held, options.batch_options)
     first = slice(0, int(one.offsets[1]))  # the films of the first held-out request
     for place in one.score[first].argsort(descending=True)[:3].tolist():
         film = held.item_ids[place]

@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tigon.cli.tokens import train_tokenizer
 from tigon.rank import metrics
-from tigon.rank.prompt import Prompt, PromptRanker, Requests, read
+from tigon.rank.models.prompt import Prompt, PromptRanker, Requests, read_impressions
 
 STEPS, MEMBERS, FILMS, DAY = 60, 200, 40, 86_400
 GENRES = ["drama", "horror", "crime", "comedy"]
 
-prompt = Prompt.of({
+prompt = Prompt.from_dict({
     "instruction": "Films that a member rated.",
     "profile": "Age {{ age }}.",
     "event": "{{ title }}, {{ genre }}: {{ rating }} of 5, {{ ago }} before",
@@ -47,14 +47,14 @@ def table(names, rows):
 
 
 films = table("item_id title genre", [(i, f"Film {i}", GENRES[i % 4]) for i in range(FILMS)])
-impressions = read(
+impressions = read_impressions(
     prompt, table("session_id user_id item_id timestamp rating age", shown),
     history=table("user_id item_id timestamp rating", events), items=films,
 )  # fmt: skip
 train, held = impressions.split(by="request", fraction=0.2, seed=0)
 
 # A model from scratch; yours comes from_pretrained, with its own tokenizer.
-lines = [prompt.say("event", row) for request in Requests(train, prompt)[:50] for row in request.events]
+lines = [prompt.render("event", row) for request in Requests(train, prompt)[:50] for row in request.events]
 tokenizer = train_tokenizer([*lines, prompt.instruction, "Age. Will they like it? yes no"], 400)
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -43,16 +43,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "study"
         # As Ctrl-C, or a machine that goes away: after three trials. Evolution begins after 20; 100 are usual.
-        half = rank.search(
+        half = rank.search_blocks(
             train, held, options, folder=folder, device=DEVICE, after=lambda progress: progress.trials >= 3
         )
         print(f"stopped after {len(half.trials)} trials; the best log loss is {half.best.loss:.4f}")
-        found = rank.search(train, held, options, folder=folder, test=test, device=DEVICE)
+        found = rank.search_blocks(train, held, options, folder=folder, test=test, device=DEVICE)
         print(f"{len(found.trials)} trials; the best log loss is {found.best.loss:.4f}, of {said(found.best.graph)}")
-        for one in found.refitted:
+        for one in found.refits:
             print(f"trial {one.number}, on all rows: test log loss {one.test['log_loss']:.4f}, "
                   f"AUC {one.test['auc']:.4f}; {one.flops:,} FLOPs")  # fmt: skip
-        ranker = rank.Ranker.from_pretrained(found.refitted[0].folder, DEVICE)
+        ranker = rank.Ranker.from_pretrained(found.refits[0].folder, DEVICE)
         chance = rank.score(ranker, test).logits["click"][:3].sigmoid()
         print(f"clicks of the first rows: {', '.join(f'{p:.2f}' for p in chance.tolist())}")
 

@@ -19,7 +19,7 @@ PUBLIC = (
     "tigon.rank",
     "tigon.compress",
     "tigon.data",
-    "tigon.rank.prompt",
+    "tigon.rank.models.prompt",
 )
 PACKAGES = {package: homes_of(package) for package in PUBLIC}
 PACKAGES["tigon.training"] = dict.fromkeys(optimizers, "tigon.training")
@@ -36,7 +36,7 @@ LONG = {
     "item_softmax": "queries, items, targets and biases, and what a tigon.Head has of scale and group",
     "plan_memory": "what makes an index, and how long its ids are",
     "prefix_attention": "q, k, v and their layout, and the options of attention functions by their names",
-    "search": "what is searched by what, where it is kept and measured, and what a search says",
+    "search_blocks": "what is searched by what, where it is kept and measured, and what a search says",
     "quantized_embedding": "as embedding_bag",
     "qk_norm_rope": "six tensors, and the options of rms_norm by their names",
 }

@@ -18,7 +18,7 @@ from command import write_model  # noqa: E402
 
 from tigon import cli, compress, graph  # noqa: E402
 from tigon.files import DamagedFileError  # noqa: E402
-from tigon.rank.prompt import PromptRanker  # noqa: E402
+from tigon.rank.models.prompt import PromptRanker  # noqa: E402
 
 
 def missing(file):
@@ -96,7 +96,7 @@ def go_on(folder):
     output = folder.parent / "next"
     shutil.rmtree(output, ignore_errors=True)
     status, _, err = run("rank", "fit", "--from", folder, "--data", folder.parent / "shown.parquet", "-o", output,
-                         "--epochs", 1, "--draws", 0, "--no-anchors", "--device", "cpu")  # fmt: skip
+                         "--epochs", 1, "--draws", 0, "--no-save-priors", "--device", "cpu")  # fmt: skip
     results = output / "results.json"
     measured = json.loads(results.read_text())["validation"] if results.exists() else ""
     return status, measured, err
@@ -206,7 +206,7 @@ ASKED = {
     "ligr": (scores, RUN), "lirank": (scores, ("model/schema.json", "model/model.safetensors")),
     "adagrad": (scores, ("model/config.json", "model/model.safetensors")),
     "lirank explored": (explored, ("model/explorer.safetensors",)),
-    "lirank from": (go_on, ("model/config.json", "model/anchors.safetensors")),
+    "lirank from": (go_on, ("model/config.json", "model/priors.safetensors")),
     "prompt": (scores, ("prompt.yaml", "ranker.json", "config.json", "model.safetensors", "tokenizer.json")),
     "towers": (lambda folder: found(folder / "items.index"), ("towers.safetensors", f"items.index/{INDEX[1]}")),
     "index": (found, INDEX),

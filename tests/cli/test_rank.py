@@ -256,7 +256,7 @@ def test_several_seeds_are_runs_beside_each_other(folder, tigon, tmp_path):
     out = tmp_path / "runs"
     data = ("--data", folder / "test.parquet", "--history", folder / "events.parquet", "--label", "click")
     options = ("--test", folder / "test.parquet", "--epochs", 1, "--draws", 0, "--val-split", "request",
-               "--val-fraction", 0.5, *TINY, "--no-anchors", "--layers", 1)  # fmt: skip
+               "--val-fraction", 0.5, *TINY, "--no-save-priors", "--layers", 1)  # fmt: skip
     said = tigon("rank", "fit", *data, *options, "--seed", "3,1,3", "-o", out).ok()
     found = results(out)
     assert [row["seed"] for row in found["seeds"]] == [3, 1]
@@ -299,7 +299,7 @@ def test_impressions_by_row_groups(folder, tigon, tmp_path, monkeypatch):
     table = parquet.read_table(folder / "test.parquet")
     parquet.write_table(table, tmp_path / "shown.parquet", row_group_size=45)  # requests of 20: in the last none begins
     data = ("--data", tmp_path / "shown.parquet", "--history", folder / "events.parquet", "--label", "click")
-    options = ("--stream", "--stream-mib", 1, "--epochs", 1, "--draws", 0, "--no-anchors", *TINY, "--layers", 1)
+    options = ("--stream", "--stream-mib", 1, "--epochs", 1, "--draws", 0, "--no-save-priors", *TINY, "--layers", 1)
     out = tmp_path / "run"
     said = tigon("rank", "fit", *data, *options, "-o", out).ok()
     assert "12 requests, 4 to validate on" in said.err

@@ -39,14 +39,16 @@ def first(folder, tigon, tmp_path_factory):
 
 
 def anchors(run):
-    found = load_file(run / "model" / "anchors.safetensors")
+    found = load_file(run / "model" / "priors.safetensors")
     return {key.split(".", 1)[0] for key in found}, found
 
 
 def test_runs_go_on_from_each_other(folder, first, tigon, tmp_path):
     assert anchors(first)[0] == {"0"}
     second, third = tmp_path / "second", tmp_path / "third"
-    said = tigon("rank", "fit", "--from", first, "--data", folder / "second.csv", "-o", second, "--anchor", 0.5, *TINY)
+    said = tigon(
+        "rank", "fit", "--from", first, "--data", folder / "second.csv", "-o", second, "--prior-strength", 0.5, *TINY
+    )
     assert "lirank of" in said.ok().err
     tigon("rank", "fit", "--from", second, "--data", folder / "third.csv", "-o", third, *TINY).ok()
     fields = [json.loads((run / "model" / "schema.json").read_text())["fields"] for run in (first, second, third)]
@@ -85,23 +87,23 @@ def test_sentences(folder, first, tigon, tmp_path):
     refused("--from has a ranker with its own --mlp", options=("--mlp", "4"))
     refused("--from has the columns already, got --user", options=("--user", "visitor"))
     refused("--loss must be bce of impressions", options=("--loss", "softmax"))
-    refused("--table-optimizer must be adamw with anchors", options=("--table-optimizer", "row-adagrad"))
+    refused("--table-optimizer must be adamw with priors", options=("--table-optimizer", "row-adagrad"))
     schema = json.loads((first / "schema.json").read_text())
     schema["fields"]["banner"]["vocab"].reverse()
     (tmp_path / "turned.json").write_text(json.dumps(schema))
     turned = ("--schema", tmp_path / "turned.json")
     refused("for 'banner' 'b5' in the place of 'b0', whose row it would read", options=turned)
     assert not (tmp_path / "out").exists()
-    (first / "model" / "anchors.safetensors").rename(tmp_path / "kept")
-    refused("--anchor needs anchors.safetensors")
-    (tmp_path / "kept").rename(first / "model" / "anchors.safetensors")
+    (first / "model" / "priors.safetensors").rename(tmp_path / "kept")
+    refused("--prior-strength needs priors.safetensors")
+    (tmp_path / "kept").rename(first / "model" / "priors.safetensors")
     softmax = ("-o", tmp_path / "out", *TINY, *MODEL, "--loss", "softmax")
     fit = ("rank", "fit", "--data", folder / "first.csv")
-    tigon(*fit, *softmax, "--anchors").problem("--anchors needs --loss bce of impressions, got softmax")
-    for name, more in (("without", ("--no-anchors",)), ("rows", ("--table-optimizer", "row-adagrad"))):
+    tigon(*fit, *softmax, "--save-priors").problem("--save-priors needs --loss bce of impressions, got softmax")
+    for name, more in (("without", ("--no-save-priors",)), ("rows", ("--table-optimizer", "row-adagrad"))):
         tigon(*fit, "-o", tmp_path / name, *TINY, *MODEL, *more).ok()
         assert (tmp_path / name / "model" / "explorer.safetensors").is_file()
-        assert not (tmp_path / name / "model" / "anchors.safetensors").exists()
+        assert not (tmp_path / name / "model" / "priors.safetensors").exists()
     (first / "model" / "explorer.safetensors").unlink()
     said = tigon("rank", "score", first, "--data", folder / "first.csv", "-o", tmp_path / "s.csv", "--explore", 1)
     said.problem("--explore needs explorer.safetensors")

@@ -106,13 +106,12 @@ def test_scores_have_row_numbers_and_columns_of_their_own(run, folder, tigon, tm
 
 def test_interactions_of_a_run(run, folder, tigon, tmp_path, capsys):
     out, _ = run
-    picture, schema = tmp_path / "new" / "pairs.png", tmp_path / "next.json"
+    schema = tmp_path / "new" / "next.json"
     command = ("rank", "interactions", out, "--device", "cpu")
-    written = ("--plot", picture, "--as-crosses", schema, "--crosses", 2, "--hash-rows", 500)
+    written = ("--as-crosses", schema, "--crosses", 2, "--hash-rows", 500)
     said = tigon(*command, "--top", 3, *written).ok()
     assert "3 of 6 sets" in said.out
     assert "note: Field 'site' is left out: it is the same in all rows." in said.err
-    assert picture.stat().st_size > 5_000
     data = rank.Impressions.read(folder / "train.csv", schema=rank.Schema.load(schema))
     made = [name for name, field in data.schema.fields.items() if field.kind == "Cross"]
     assert [data.schema.fields[name].hash_rows for name in made] == [500, 500]
@@ -122,7 +121,7 @@ def test_interactions_of_a_run(run, folder, tigon, tmp_path, capsys):
     assert set(found["fields"]) == {"banner", "size", "country", "watched"}
     assert sum(one["share"] for one in found["interactions"]) == pytest.approx(1)
     assert f"tigon rank fit --schema {schema} fits with it" in said.out
-    tigon(*command, *written).problem(f"--plot {picture} is there; --overwrite replaces it")
+    tigon(*command, *written).problem(f"--as-crosses {schema} is there; --overwrite replaces it")
     with pytest.raises(Problem, match=r"--as-crosses .*next.json is there; --overwrite replaces it"):
         called(out, as_crosses=schema)
     capsys.readouterr()
@@ -140,8 +139,6 @@ def test_interactions_of_a_run(run, folder, tigon, tmp_path, capsys):
         ({"order": 9}, "--order must be None or an integer from 2 to 4, how many features there are, got 9"),
         ({"order": 3, "pairs": True}, "--pairs is --order 2, got --order 3 besides"),
         ({"method": "pid"}, "--method must be one of persistence, nid, got pid"),
-        ({"plot": "x.txt"}, "--plot must end in .png, .svg, .pdf"),
-        ({"plot": "."}, "--plot must be a file, got the folder"),
         ({"as_crosses": "."}, "--as-crosses must be a file, got the folder"),
         ({"label": "scor"}, "there is no label 'scor'; did you mean 'score'?"),
     ],
@@ -151,11 +148,11 @@ def test_bad_options(run, options, said):
         called(run[0], **options)
 
 
-def called(run=None, **options):
-    given = {name: Path(value) if name in ("plot", "as_crosses") else value for name, value in options.items()}
+def called(run, **options):
+    given = {name: Path(value) if name == "as_crosses" else value for name, value in options.items()}
     given = {
-        "data": None, "label": None, "top": 20, "pairs": False, "order": None, "method": "persistence", "plot": None,
-        "as_crosses": None, "crosses": 5, "hash_rows": 100, "networks": 1, "seed": 0, "device": "cpu",
+        "data": None, "label": None, "top": 20, "pairs": False, "order": None, "method": "persistence",
+        "as_crosses": None, "crosses": 5, "hash_rows": 100, "seed": 0, "device": "cpu",
         "overwrite": False, "json": False, **given,
     }  # fmt: skip
     interactions(run, **given)
@@ -163,38 +160,19 @@ def called(run=None, **options):
 
 def test_other_rankers_have_none(run, folder, tmp_path):
     schema = rank.Schema(rank.Roles("banner", labels="score"), {"banner": rank.Id(side="item", vocab=(1, 2))})
-    rank.LiGR(schema, 8, 1).save_pretrained(tmp_path / "ligr")
-    with pytest.raises(Problem, match="is for --model lirank, whose MLP reads the fields of a row, got a LiGR; with"):
+    rank.LiGR(schema, rank.LiGRConfig(8, 1)).save_pretrained(tmp_path / "ligr")
+    with pytest.raises(Problem, match="is for --model lirank, whose MLP reads the fields of a row, got a LiGR"):
         called(tmp_path / "ligr")
     plain = rank.Ranker.from_pretrained(run[0] / "model")
-    rank.LiRank(plain.schema, 4, mlp=()).save_pretrained(tmp_path / "linear")
+    rank.LiRank(plain.schema, rank.LiRankConfig(4, mlp=())).save_pretrained(tmp_path / "linear")
     with pytest.raises(Problem, match="--data must name rows that say how far the fields of"):
         called(tmp_path / "linear")
     with pytest.raises(Problem, match="ranker must have an MLP over its fields, by --mlp, got one without"):
         called(tmp_path / "linear", data=[str(folder / "train.csv")])
     one = rank.Schema({"labels": LABELS}, {"country": rank.Id(vocab=("at", "be")), "site": rank.Id(vocab=("one",))})
-    rank.LiRank(one, 4).save_pretrained(tmp_path / "one")
+    rank.LiRank(one, rank.LiRankConfig(4)).save_pretrained(tmp_path / "one")
     with pytest.raises(Problem, match=r"there must be two fields that vary, got 1 .site: it is the same in all rows"):
         called(tmp_path / "one", data=[str(folder / "train.csv")])
-
-
-def test_interactions_of_a_table(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tigon.rank.interacting.tables.STEPS", 0)
-    monkeypatch.setattr("tigon.rank.interacting.tables.EPOCHS", 3)
-    data = [str(folder / "train.csv")]
-    called(data=data, label="score", as_crosses=tmp_path / "schema.json", json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["order"] == 2
-    assert "site" in found["left_out"]
-    assert "The MLPs have losses of" in found["notes"][0]
-    schema = rank.Schema.load(tmp_path / "schema.json")
-    assert schema.is_open  # a fit takes the values of the rows that it is trained on
-    assert [name for name, field in schema.fields.items() if field.kind == "Cross"] == found["crosses"]
-    assert rank.Impressions.read(data, schema=schema).rows == 400
-    with pytest.raises(Problem, match="give the folder of a run, or a table by --data and its --label"):
-        called(data=data)
-    with pytest.raises(Problem, match="there is no column 'scor'"):
-        called(data=data, label="scor")
 
 
 def test_tasks_of_more_than_two_answers_are_named():

@@ -120,7 +120,7 @@ def test_eval_score_and_compress_agree(run, folder, tigon, tmp_path):
     assert "tables, bytes" in said.out
     assert "probabilities differ by" in said.out
     tigon("rank", "compress", out, "-o", out).problem("which is read; give another folder")
-    tigon("rank", "compress", small, "-o", tmp_path / "again").problem("tables must be of 32 bits, got those of 8")
+    tigon("rank", "compress", small, "-o", tmp_path / "again").problem("tables must have 32 bits, got tables of 8 bits")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.txt").write_text("mine")
     tigon("rank", "compress", out, "-o", tmp_path / "mine", "--overwrite").problem("holds files of another kind")

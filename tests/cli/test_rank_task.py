@@ -64,7 +64,7 @@ def arguments(tables, output, *more):
 
 
 def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_path):
-    from tigon.rank.prompt import PromptRanker
+    from tigon.rank.models.prompt import PromptRanker, read_impressions
 
     output = tmp_path / "run"
     own = ("--model_name_or_path", checkpoint, "--learning_rate", 1e-3, "--test_split_size", 0.25, "--prefix_len", 100)
@@ -79,7 +79,9 @@ def test_a_ranker_is_trained_resumed_and_read(tigon, checkpoint, tables, tmp_pat
     ranker = PromptRanker.from_pretrained(output)
     assert ranker.prefix_len == 100
     assert ranker.calibration["like"].kind == "platt"
-    data = ranker.read(tables / "rows.csv", history=tables / "events.csv", items=tables / "items.csv")
+    data = read_impressions(
+        ranker.prompt, tables / "rows.csv", history=tables / "events.csv", items=tables / "items.csv"
+    )
     scores = ranker.score(data)["like"]
     assert scores.shape == (96,)
     assert 0 < scores.min() <= scores.max() < 1  # equal where calibration finds no signal in the held-out rows

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tigon.rank.prompt import Prompt, Request
+from tigon.rank.models.prompt import Prompt, Request
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -54,7 +54,7 @@ def model(seed=0, positions=512, **options):
 
 
 def prompt(**changes):
-    return Prompt.of({**TOLD, **changes})
+    return Prompt.from_dict({**TOLD, **changes})
 
 
 def film(i, **more):

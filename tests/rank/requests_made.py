@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from tigon.rank.batch import Batch, taken
-from tigon.rank.fields import Id, Ids, Number, Time
-from tigon.rank.ragged import Ragged
-from tigon.rank.schema import Schema
+from tigon.rank.data.batch import Batch, select_rows
+from tigon.rank.data.fields import Id, Ids, Number, Time
+from tigon.rank.data.ragged import Ragged
+from tigon.rank.data.schema import Schema
 
 ITEMS = 30
 SCHEMA = Schema(
@@ -75,14 +75,14 @@ def chosen(made: Batch, candidates: list[list[int]] | None = None, events: list[
         rows = _rows(made.offsets, candidates)
         found = dataclasses.replace(
             found, offsets=offsets([len(c) for c in candidates]), rows=made.rows[rows],
-            items={name: taken(value, rows) for name, value in made.items.items()},
+            items={name: select_rows(value, rows) for name, value in made.items.items()},
             labels={name: value[rows] for name, value in made.labels.items()},
         )  # fmt: skip
     if events is not None:
         rows = _rows(made.history_offsets, events)
         found = dataclasses.replace(
             found, history_offsets=offsets([len(e) for e in events]), age=made.age[rows],
-            history={name: taken(value, rows) for name, value in made.history.items()},
+            history={name: select_rows(value, rows) for name, value in made.history.items()},
         )  # fmt: skip
     return found
 
@@ -101,7 +101,7 @@ def of_request(made: Batch, r: int) -> Batch:
     )  # fmt: skip
     return dataclasses.replace(
         kept, offsets=kept.offsets[[0, -1]], history_offsets=kept.history_offsets[[0, -1]],
-        context={name: taken(value, here) for name, value in made.context.items()},
+        context={name: select_rows(value, here) for name, value in made.context.items()},
     )  # fmt: skip
 
 

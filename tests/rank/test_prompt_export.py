@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 from prompts import model, prompt, requests, tokenizer
 
-from tigon.rank.prompt import PromptRanker
+from tigon.rank.models.prompt import PromptRanker, export_sglang
 
 
 def served(plain, body, delimiter):
@@ -41,7 +41,7 @@ def test_a_server_would_compute_the_trained_scores(tmp_path):
     from transformers import AutoModelForCausalLM
 
     own = PromptRanker(model().double().eval(), tokenizer(), prompt())
-    assert {file.name for file in own.export_sglang(requests(), tmp_path)} == {"sglang.json", "requests.jsonl"}
+    assert {file.name for file in export_sglang(own, requests(), tmp_path)} == {"sglang.json", "requests.jsonl"}
     told = json.loads((tmp_path / "sglang.json").read_text())
     assert told["delimiter_token"] == "<|unused|>"
     assert str(told["delimiter_token_id"]) in told["serve"]
@@ -65,7 +65,7 @@ def test_adapters_are_merged(tmp_path):
         peft.get_peft_model(model(), peft.LoraConfig(r=2, init_lora_weights=False)), tokenizer(), prompt()
     )
     want = own.score(requests())["like"]
-    own.export_sglang(requests(), tmp_path)
+    export_sglang(own, requests(), tmp_path)
     assert not (tmp_path / "adapter_config.json").exists()
     got = PromptRanker.from_pretrained(tmp_path).score(requests())["like"]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -75,4 +75,4 @@ def test_a_tokenizer_without_a_token_to_spare(tmp_path):
     tokens = tokenizer()
     tokens.pad_token = "<|unused|>"
     with pytest.raises(ValueError, match=r"must have a special token that no prompt uses, .* it has 3, all in use"):
-        PromptRanker(model(), tokens, prompt()).export_sglang(requests(), tmp_path)
+        export_sglang(PromptRanker(model(), tokens, prompt()), requests(), tmp_path)

@@ -12,9 +12,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 from prompts import TOLD, film, model, prompt, requests, tokenizer
 
-from tigon.rank.prompt import Calibration, PromptRanker, Request, taught
-from tigon.rank.prompt.calibrate import calibration
-from tigon.rank.prompt.distil import check_teacher, soft_target
+from tigon.rank.models.prompt import Calibration, PromptRanker, Request, add_teacher_scores, calibrate
+from tigon.rank.models.prompt.calibrate import fit_calibration
+from tigon.rank.models.prompt.distillation import check_teacher
+from tigon.rank.models.prompt.model import soft_target
 
 AGE = {"age": 1, "occupation": 1}
 
@@ -120,7 +121,7 @@ def test_it_learns_and_is_saved(tmp_path):
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.3 * first
-    own.calibrate(listed, "isotonic")
+    calibrate(own, listed, "isotonic")
     own.save_pretrained(tmp_path)
     again = PromptRanker.from_pretrained(tmp_path)
     for name, scores in own.score(listed).items():
@@ -152,7 +153,7 @@ def test_in_bf16(pure):
 def test_on_a_gpu(dtype):
     """Probabilities, loss and gradients of labels and a teacher, beside the same in fp64 on the CPU."""
     want, got = ranker(), ranker(torch.float32).to("cuda")
-    listed = taught(requests(), want)
+    listed = add_teacher_scores(requests(), want)
     if dtype == torch.bfloat16:
         got.model.to(dtype)
     close = 4e-3 if dtype == torch.float32 else 6e-2  # a product of fp32 may be one of tf32
@@ -190,7 +191,7 @@ def test_the_prefix_is_cut_as_in_training():
         (lambda: ranker().score(requests()[0]), r"requests must be a list of Request, got one"),
         (lambda: ranker().score([Request([{"titel": "x", "year": 1}], AGE)]), r"did you mean 'titel'"),
         (
-            lambda: ranker().calibrate([Request([film(0, rating=5)], AGE)]),
+            lambda: calibrate(ranker(), [Request([film(0, rating=5)], AGE)]),
             r"task like: a calibration needs rows of both classes, got 1 rows that are all 1",
         ),
     ],
@@ -211,47 +212,47 @@ def test_platt_finds_the_curve():
     generator = torch.Generator().manual_seed(0)
     s = torch.rand(20_000, generator=generator, dtype=torch.float64)
     true = torch.sigmoid(0.5 * torch.logit(s) - 1)
-    fitted = calibration(s, (torch.rand(20_000, generator=generator) < true).double())
+    fitted = fit_calibration(s, (torch.rand(20_000, generator=generator) < true).double())
     assert fitted.x == pytest.approx((0.5, -1), abs=0.06)
     assert (fitted(s).double() - true).abs().max() < 0.02
     assert fitted(s)[s.argsort()].diff().ge(0).all()
-    apart = calibration(torch.tensor([0.1, 0.2, 0.8, 0.9]), torch.tensor([0, 0, 1, 1]))
+    apart = fit_calibration(torch.tensor([0.1, 0.2, 0.8, 0.9]), torch.tensor([0, 0, 1, 1]))
     assert all(map(math.isfinite, apart.x))
     assert apart.x[0] > 0
 
 
 def test_isotonic_is_the_rising_function_of_least_squares():
     s, y = torch.tensor([0.1, 0.2, 0.2, 0.4, 0.5, 0.7]), torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0])
-    fitted = calibration(s, y, "isotonic")
+    fitted = fit_calibration(s, y, "isotonic")
     # by hand: 0 | (1 + 0 + 0) / 3 at 0.2 … 0.4 | 1 at 0.5 … 0.7
     assert fitted(s).tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3, 1, 1])
     assert fitted(torch.tensor([0.0, 0.15, 0.45, 0.99])).tolist() == pytest.approx([0, 1 / 6, 2 / 3, 1])
     assert Calibration.from_json(json.loads(json.dumps(fitted.to_json()))) == fitted
-    assert calibration(torch.tensor([0.3, 0.3]), torch.tensor([0, 1]), "isotonic")(s).tolist() == [0.5] * 6
+    assert fit_calibration(torch.tensor([0.3, 0.3]), torch.tensor([0, 1]), "isotonic")(s).tolist() == [0.5] * 6
     sklearn = pytest.importorskip("sklearn.isotonic")
     s, y = torch.rand(500), torch.rand(500).round()
     theirs = sklearn.IsotonicRegression(out_of_bounds="clip").fit(s.numpy(), y.numpy())
     at = torch.rand(500)
-    torch.testing.assert_close(calibration(s, y, "isotonic")(at), torch.tensor(theirs.predict(at.numpy())).float())
+    torch.testing.assert_close(fit_calibration(s, y, "isotonic")(at), torch.tensor(theirs.predict(at.numpy())).float())
 
 
 def test_platt_leaves_tasks_alone_that_have_no_probability():
     """Scores from 1 to 5 are no probabilities: through a logit all of them would be one."""
     own = ranker()
     before = own.score(requests())
-    assert list(own.calibrate(requests(), "platt")) == ["like"]
+    assert list(calibrate(own, requests(), "platt")) == ["like"]
     after = own.score(requests())
     assert torch.equal(after["stars"], before["stars"])
     assert not torch.equal(after["like"], before["like"])
     with pytest.raises(ValueError, match=r"a platt calibration needs labels of 0 and 1, got 5\.$"):
-        calibration(torch.rand(3), torch.tensor([0, 5, 1]))
+        fit_calibration(torch.rand(3), torch.tensor([0, 5, 1]))
 
 
 def test_one_class_cannot_be_calibrated():
     with pytest.raises(ValueError, match=r"needs rows of both classes, got 3 rows that are all 1"):
-        calibration(torch.rand(3), torch.ones(3))
+        fit_calibration(torch.rand(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"calibration must be one of platt, isotonic, got 'sigmoid'"):
-        calibration(torch.rand(3), torch.ones(3), "sigmoid")
+        fit_calibration(torch.rand(3), torch.ones(3), "sigmoid")
 
 
 # --------------------------------------------------------------------------------------------------------- teachers
@@ -269,7 +270,7 @@ def test_a_student_learns_of_its_teacher():
     teacher = ranker(torch.float32)
     student = PromptRanker(model(1, num_hidden_layers=1), tokenizer(), prompt(), distil=1.0)
     check_teacher(student, teacher)
-    listed = taught(requests(), teacher)
+    listed = add_teacher_scores(requests(), teacher)
     want = teacher.probabilities(requests())
     assert listed[1].teacher["like"][0] == pytest.approx(want["like"][4].tolist())
     optimizer = torch.optim.AdamW(student.model.parameters(), 1e-2)

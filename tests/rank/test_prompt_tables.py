@@ -9,7 +9,7 @@ pa = pytest.importorskip("pyarrow")
 pytest.importorskip("transformers")
 from prompts import TOLD, film, model, prompt, tokenizer  # noqa: E402
 
-from tigon.rank.prompt import PromptRanker, Request, Requests, read  # noqa: E402
+from tigon.rank.models.prompt import PromptRanker, Request, Requests, read_impressions  # noqa: E402
 
 DAY = 86_400
 ITEMS = pa.table({
@@ -38,18 +38,18 @@ def test_requests_say_what_the_tables_hold():
         event="{{ title }} ({{ year }}): {{ rating }} of 5, {{ ago }} before",
     )
     rows = ROWS.set_column(4, "rating", [[5, 1, 4, 2, 3]])
-    data = read(asked, rows, history=HISTORY, items=ITEMS, users=USERS)
+    data = read_impressions(asked, rows, history=HISTORY, items=ITEMS, users=USERS)
     assert data.schema.labels == ["like"]
     first, second = Requests(data, asked)
     assert first.profile == {"age": 30.0, "occupation": "cook"}
-    assert [asked.say("event", row) for row in first.events] == [  # the one at the request's time is left out
+    assert [asked.render("event", row) for row in first.events] == [  # the one at the request's time is left out
         "Psycho (1995): 2 of 5, 10 days before", "Casino (1994): 4 of 5, 1 day before",
     ]  # fmt: skip
-    assert [asked.say("candidate", row) for row in first.candidates] == [
+    assert [asked.render("candidate", row) for row in first.candidates] == [
         "Film: Heat (1990), crime, drama.", "Film: Fargo (1991), none.", "Film: Brazil (1993), none.",
     ]  # fmt: skip
     assert first.labels == {"like": [0, 1, 1], "stars": [4, 0, 1]}
-    assert asked.say("profile", second.profile) == "Age unknown, pilot."
+    assert asked.render("profile", second.profile) == "Age unknown, pilot."
     assert second.labels == {"like": [0, 1], "stars": [3, 2]}
     assert Requests(data, asked).counts() == {"like": [2, 3], "stars": [1, 1, 1, 1, 1]}
 
@@ -63,8 +63,8 @@ def test_large_whole_numbers_are_said_as_they_are(floats):
     asked = prompt(candidate="{{ isbn }}, {{ price }}, {{ year }}", profile=None, event=None, tasks={
         "like": {"question": "Yes?", "answers": {"yes": 1, "no": 0}, "label": "click"}})  # fmt: skip
     rows = {"session_id": [0] * 4, "item_id": [0, 1, 2, 3], "click": [1, 0, 0, 1]}
-    (request,) = Requests(read(asked, rows, items=items), asked)
-    said = [asked.say("candidate", row).split(", ") for row in request.candidates]
+    (request,) = Requests(read_impressions(asked, rows, items=items), asked)
+    said = [asked.render("candidate", row).split(", ") for row in request.candidates]
     assert [line[0] for line in said] == ["9780134685991", "16777217", "unknown", "3"]
     assert [line[1:] for line in said[1:]] == [["1.5", "1991"], ["2.5", "1992"], ["4", "unknown"]]
 
@@ -73,7 +73,7 @@ def test_scores_of_impressions_are_those_of_their_requests():
     asked = made()
     rows = ROWS.drop_columns(["rating"])
     own = PromptRanker(model().eval(), tokenizer(), asked)
-    data = own.read(rows, history=HISTORY, items=ITEMS, users=USERS, labelled=False)
+    data = read_impressions(own.prompt, rows, history=HISTORY, items=ITEMS, users=USERS, labelled=False)
     got = own.score(data)["like"]
     by_hand = [
         Request(
@@ -96,20 +96,20 @@ def test_the_impressions_as_their_own_history_and_a_teacher():
         event="{{ title }} {{ item }} {{ seen }} {{ click }} {{ ago }}",
         tasks={"click": {"question": "Clicked?", "answers": {"no": 0, "yes": 1}}},
     )  # fmt: skip
-    data = read(asked, rows, history="self")
+    data = read_impressions(asked, rows, history="self")
     listed = list(Requests(data, asked))
-    assert [asked.say("event", row) for row in listed[2].events] == ["x 1 whole 1 2 days", "y 2 half 0 1 day"]
+    assert [asked.render("event", row) for row in listed[2].events] == ["x 1 whole 1 2 days", "y 2 half 0 1 day"]
     assert [r.labels["click"] for r in listed] == [[1], [0], [1]]
     assert [r.teacher["click"] for r in listed] == [[[0.25, 0.75]], [None], [[0.5, 0.5]]]
     own = PromptRanker(model(), tokenizer(), asked)
     (batch,) = own.batches(Requests(data, asked), labelled=True)
-    assert batch.taught.tolist() == [True, False, True]
+    assert batch.has_teacher.tolist() == [True, False, True]
     assert own.loss(batch).isfinite()
     assert len(Requests(data, asked)[1:]) == 2
     assert Requests(data, asked)[-1] == listed[2]
-    assert Requests(data, asked).digest == Requests(read(asked, rows, history="self"), asked).digest
+    assert Requests(data, asked).digest == Requests(read_impressions(asked, rows, history="self"), asked).digest
     other = rows.set_column(3, "title", [["x", "y", "w"]])
-    assert Requests(read(asked, other, history="self"), asked).digest != Requests(data, asked).digest
+    assert Requests(read_impressions(asked, other, history="self"), asked).digest != Requests(data, asked).digest
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_impressions_as_their_own_history_and_a_teacher():
 def test_what_does_not_fit_gets_a_sentence(changes, tables, sentence):
     given = {"data": ROWS, "history": HISTORY, "items": ITEMS, "users": USERS, **tables}
     with pytest.raises(ValueError, match=sentence):
-        read(made(**changes), given.pop("data"), **given)
+        read_impressions(made(**changes), given.pop("data"), **given)
 
 
 def test_files_of_recbole_with_what_lies_beside_them(tmp_path):
@@ -138,17 +138,17 @@ def test_files_of_recbole_with_what_lies_beside_them(tmp_path):
     (tmp_path / "x.item").write_text("item_id:token\ttitle:token_seq\n7\tToy Story\n8\tHeat\n")
     (tmp_path / "x.user").write_text("user_id:token\tage:token\n1\t24\n")
     asked = prompt(profile="Age {{ age }}.", candidate="{{ title }}.", event="{{ title }}: {{ rating }}", columns={})
-    data = read(asked, str(tmp_path / "x.inter"), history="self")
+    data = read_impressions(asked, str(tmp_path / "x.inter"), history="self")
     first, second = Requests(data, asked)
-    assert asked.say("candidate", first.candidates[0]) == "Toy Story."
-    assert asked.say("profile", first.profile) == "Age 24."
-    assert [asked.say("event", row) for row in first.events] == ["Heat: 2"]
+    assert asked.render("candidate", first.candidates[0]) == "Toy Story."
+    assert asked.render("profile", first.profile) == "Age 24."
+    assert [asked.render("event", row) for row in first.events] == ["Heat: 2"]
     assert second.events == []
 
 
 def test_a_teacher_of_other_answers():
     rows = ROWS.append_column("teacher_stars", [[0.5] * 5]).set_column(4, "rating", [[5, 1, 4, 2, 3]])
     asked = made(tasks={"stars": TOLD["tasks"]["stars"]})
-    data = read(asked, rows, history=HISTORY, items=ITEMS, users=USERS)
+    data = read_impressions(asked, rows, history=HISTORY, items=ITEMS, users=USERS)
     with pytest.raises(ValueError, match=r"column 'teacher_stars' is a teacher's probability, and"):
         Requests(data, asked)

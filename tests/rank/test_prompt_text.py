@@ -10,16 +10,16 @@ pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
 from prompts import TOLD, film, prompt, requests, tokenizer
 
-from tigon.rank.prompt import Prompt, Task, pack
-from tigon.rank.prompt.pack import Request, packed, pieces
-from tigon.rank.prompt.task import Label
-from tigon.rank.prompt.verbalise import ago, spoken
+from tigon.rank.models.prompt import Prompt, Task, packing
+from tigon.rank.models.prompt.packing import Request, group_by_budget, split_request
+from tigon.rank.models.prompt.task import Label
+from tigon.rank.models.prompt.templates import format_age, to_text
 
 AGE = {"age": 1, "occupation": 2}
 
 
 def Encoder(prompt, tokenizer, prefix_len=400, positions=None):
-    return pack.Encoder(prompt, tokenizer, prefix_len, positions)
+    return packing.Encoder(prompt, tokenizer, prefix_len, positions)
 
 
 class Silent:
@@ -79,25 +79,25 @@ def test_a_prompt_that_does_not_fit_gets_a_sentence(changes, sentence):
 def test_values_cannot_write_without_end():
     made = prompt(candidate="{{ title * 1000000000 }}")
     with pytest.raises(ValueError, match=r"candidate cannot be written \(\* wants numbers"):
-        made.say("candidate", {"title": "x"})
+        made.render("candidate", {"title": "x"})
 
 
 def test_an_unknown_column_gets_the_nearest_name():
     with pytest.raises(ValueError, match=r"names 'title', and there is no such column; did you mean 'titel'\?"):
-        prompt().say("candidate", {"titel": "Heat", "year": 1995})
+        prompt().render("candidate", {"titel": "Heat", "year": 1995})
     with pytest.raises(ValueError, match=r"event names 'rating', and there is no such column; there are 'ago',"):
         prompt().check_columns("event", ["title", "year"])
     prompt().check_columns("event", ["title", "year", "rating"])
 
 
 def test_values_are_said_on_one_line():
-    assert spoken(24.0) == "24"
-    assert spoken(0.123456789) == "0.123457"
-    assert spoken(float("nan")) == spoken(None) == spoken("") == "unknown"
-    assert spoken("a\n  b") == "a b"
-    assert spoken(["x", 2.0]) == "x 2"
-    assert prompt().say("profile", {"age": 30.0, "occupation": "cook"}) == "Age 30, cook."
-    said = [ago(seconds) for seconds in (3, 61, 7200, 90_000, 2.7e6, 7e7)]
+    assert to_text(24.0) == "24"
+    assert to_text(0.123456789) == "0.123457"
+    assert to_text(float("nan")) == to_text(None) == to_text("") == "unknown"
+    assert to_text("a\n  b") == "a b"
+    assert to_text(["x", 2.0]) == "x 2"
+    assert prompt().render("profile", {"age": 30.0, "occupation": "cook"}) == "Age 30, cook."
+    said = [format_age(seconds) for seconds in (3, 61, 7200, 90_000, 2.7e6, 7e7)]
     assert said == ["moments", "1 minute", "2 hours", "1 day", "1 month", "2 years"]
 
 
@@ -117,7 +117,7 @@ def test_values_are_said_on_one_line():
     ],
 )
 def test_labels(text, row, value):
-    assert Label.of("x", text)(row) == value
+    assert Label.parse("x", text)(row) == value
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_labels(text, row, value):
 )  # fmt: skip
 def test_a_label_is_a_comparison_and_nothing_else(text):
     with pytest.raises(ValueError, match=r"label must be a column, or one compared with a number or a text"):
-        Label.of("rank.prompt: task like", text)
+        Label.parse("rank.prompt: task like", text)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def test_a_task_that_does_not_fit_gets_a_sentence(changes, sentence):
 
 def test_which_answer_is_right():
     tasks = prompt().tasks
-    assert [tasks["like"].right({"rating": r}) for r in (5, 1, None)] == [0, 1, None]
-    assert tasks["stars"].right({"rating": "3"}) == 2
+    assert [tasks["like"].find_answer({"rating": r}) for r in (5, 1, None)] == [0, 1, None]
+    assert tasks["stars"].find_answer({"rating": "3"}) == 2
     with pytest.raises(ValueError, match=r"task stars: label 'rating' is 9 in a row, and no answer has this value"):
-        tasks["stars"].right({"rating": 9})
+        tasks["stars"].find_answer({"rating": 9})
     with pytest.raises(ValueError, match=r"label 'rating >= 4': a candidate has no column 'rating'"):
-        tasks["like"].right({})
+        tasks["like"].find_answer({})
     with pytest.raises(ValueError, match=r"wants numbers, and column 'rating' holds 'good'"):
-        tasks["like"].right({"rating": "good"})
+        tasks["like"].find_answer({"rating": "good"})
 
 
 # ---------------------------------------------------------------------------------------------------------- tokens
@@ -194,7 +194,7 @@ def test_the_oldest_events_are_left_out_whole():
     tokens, request = tokenizer(), requests()[0]
     full = Encoder(prompt(), tokens).encode(request)
     assert full.dropped == 0
-    lengths = [len(Encoder(prompt(), tokens).line(prompt().say("event", e))) for e in request.events]
+    lengths = [len(Encoder(prompt(), tokens).line(prompt().render("event", e))) for e in request.events]
     for short, dropped in ((0, 0), (1, 1), (lengths[0], 1), (lengths[0] + 1, 2), (sum(lengths), 3)):
         cut = Encoder(prompt(), tokens, len(full.prefix) - short).encode(request)
         assert cut.dropped == dropped
@@ -250,15 +250,15 @@ def test_answers_begin_with_different_tokens():
 
 
 def test_packing_by_tokens():
-    assert packed([3, 3, 5, 9, 1, 1], 6) == [[0, 1], [2], [3], [4, 5]]
+    assert group_by_budget([3, 3, 5, 9, 1, 1], 6) == [[0, 1], [2], [3], [4, 5]]
     encoded = Encoder(prompt(), tokenizer()).encode(requests()[0])
-    assert list(pieces(encoded, encoded.tokens)) == [encoded]
+    assert list(split_request(encoded, encoded.tokens)) == [encoded]
     own = [sum(map(len, suffixes)) for suffixes in encoded.suffixes]
-    cut = list(pieces(encoded, len(encoded.prefix) + own[0] + own[1]))
+    cut = list(split_request(encoded, len(encoded.prefix) + own[0] + own[1]))
     assert [len(piece.suffixes) for piece in cut] == [2, 2]
     assert [s for piece in cut for s in piece.suffixes] == encoded.suffixes
     assert all(piece.prefix == encoded.prefix for piece in cut)
-    assert len(list(pieces(encoded, 1))) == 4
+    assert len(list(split_request(encoded, 1))) == 4
 
 
 @pytest.mark.parametrize(

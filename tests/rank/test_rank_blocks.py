@@ -7,8 +7,9 @@ import torch
 from requests_made import SCHEMA, batch, randomly
 
 from tigon import rank
-from tigon.rank.features.blocks import Block, blocks_of, blocks_to_json, flops, unread
-from tigon.rank.fields import Id, Number, Text
+from tigon.rank.data.fields import Id, Number, Text
+from tigon.rank.models.lirank.blocks import count_flops
+from tigon.rank.models.lirank.graph import Block, blocks_to_json, find_outputs, parse_blocks
 
 WIDTH = 8
 EVERY = (
@@ -18,7 +19,7 @@ EVERY = (
 
 
 def made(blocks, **options):
-    return rank.LiRank(SCHEMA, WIDTH, blocks=blocks, **options)
+    return rank.LiRank(SCHEMA, rank.LiRankConfig(WIDTH, blocks=blocks, **options))
 
 
 def drawn(seed=0):
@@ -27,7 +28,7 @@ def drawn(seed=0):
 
 def test_the_hand_written_model_is_a_graph():
     """The same weights by other names, the same bits and as many FLOPs."""
-    hand = rank.LiRank(SCHEMA, WIDTH, "residual", 2, 4, (6, 5), False).eval()
+    hand = rank.LiRank(SCHEMA, rank.LiRankConfig(WIDTH, "residual", 2, 4, (6, 5), False)).eval()
     cross = [Block("residual-cross", 4, (n,)) for n in (0, 1)]
     graph = made([*cross, Block("mlp", 6, (0,)), Block("mlp", 5, (3,))]).eval()
     randomly(hand)
@@ -39,7 +40,7 @@ def test_the_hand_written_model_is_a_graph():
     wide = hand.inputs.width
     crosses = 2 * (2 * wide * 12 + 2 * 4 * wide + 4 * 4 * 4)
     heads = 2 * 2 * (wide + 5)
-    assert flops(graph) == flops(hand) == crosses + 2 * wide * 6 + 2 * 6 * 5 + heads
+    assert count_flops(graph) == count_flops(hand) == crosses + 2 * wide * 6 + 2 * 6 * 5 + heads
 
 
 def test_each_block_is_its_formula():
@@ -75,7 +76,7 @@ def test_each_block_is_its_formula():
     six = linear("5.up", torch.stack([p.sum(1) for p in pairs(vectors(5, [one]))], 1))
     v = torch.stack([linear("6.others.0", one), linear("6.others.1", five)], 1)
     seven = linear("6.up", v[:, 0] * v[:, 1])
-    assert unread(EVERY) == [6, 7]
+    assert find_outputs(EVERY) == [6, 7]
     torch.testing.assert_close(graph(x), torch.cat((six, seven), 1), rtol=1e-11, atol=1e-11)
     assert graph(x).shape[1] == graph.width == 14
 
@@ -96,7 +97,7 @@ def test_products_in_bf16_say_nearly_the_same():
 
 
 def test_flops_are_those_of_the_products():
-    counted = flops(made([Block("fm", 7, (0,)), Block("dot", 9, (0, 1)), Block("gate", 3, (2,))]).blocks)
+    counted = count_flops(made([Block("fm", 7, (0,)), Block("dot", 9, (0, 1)), Block("gate", 3, (2,))]).blocks)
     inputs = made([Block("mlp", 1, (0,))]).inputs
     k, wide = len(inputs.vectors), inputs.width
     narrow = sum(2 * w * WIDTH for w in inputs.vectors if w != WIDTH)
@@ -116,27 +117,27 @@ def test_a_graph_is_trained_kept_compressed_and_exported(tmp_path):
     again = rank.Ranker.from_pretrained(tmp_path)
     want = model(drawn())
     assert all(torch.equal(z, want[label]) for label, z in again(drawn()).items())
-    small = model.compress()
-    assert small.config()["blocks"] == model.config()["blocks"]
+    small = rank.quantize_tables(model)
+    assert small.config.blocks == model.config.blocks
     assert (small(drawn())["click"] - want["click"]).abs().max() < 0.02
 
 
 def test_the_program_of_a_graph_says_what_the_ranker_says(tmp_path):
     schema = rank.Schema({"labels": ["click"]}, {"a": Id(hash_rows=9), "b": Id(hash_rows=5), "c": Number(scale="none")})
-    model = rank.LiRank(schema, 4, blocks=EVERY).eval()
+    model = rank.LiRank(schema, rank.LiRankConfig(4, blocks=EVERY)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn_like(p)
     features = {"a": torch.tensor([3, 0, 9, 1]), "b": torch.tensor([5, 1, 0, 2]), "c": torch.tensor([0.5, -1, 2, 0])}
-    (file,) = model.export(tmp_path)
+    (file,) = rank.export(model, tmp_path)
     x = model.inputs({}, features, None)
     said = torch.export.load(file).module()(features)["click"]
-    torch.testing.assert_close(said, model.logits(model.through(x))["click"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(said, model.logits(model.run_layers(x))["click"], rtol=1e-5, atol=1e-5)
     assert said.std() > 0.01
 
 
 def test_text_and_ids_of_a_graph():
-    assert blocks_of(json.loads(blocks_to_json(EVERY))) == EVERY
+    assert parse_blocks(json.loads(blocks_to_json(EVERY))) == EVERY
     assert str(EVERY[3]) == "gate 5 of 1, 3"
     assert str(EVERY[1]) == "cross 3 of x, 1"
 
@@ -172,7 +173,7 @@ def test_norms_and_temperatures_are_checked():
 
 def test_vectors_are_those_of_all_inputs():
     schema = SCHEMA.replace({"hashed": Id(hash_rows=5, hash="qr", side="row"), "note": Text()})
-    inputs = rank.LiRank(schema, WIDTH, blocks=[MLP]).inputs
+    inputs = rank.LiRank(schema, rank.LiRankConfig(WIDTH, blocks=[MLP])).inputs
     # genres are 4 wide; words attend; the hash's two tables make one vector, and a time two.
     assert sorted(inputs.vectors) == [4] + [WIDTH] * 8
     assert sum(inputs.vectors) == inputs.width

@@ -90,8 +90,8 @@ def test_found_crosses_go_into_a_schema_that_a_ranker_learns_from():
     code = torch.randint(2, (4, 4), generator=draw)
     data = {"item": [0] * 2000, "a": a.tolist(), "b": b.tolist(), "click": code[a, b].tolist()}
     weights = [np.array([[0.0, 1.0, 1.0], [0.2, 0.0, 0.1]]), np.ones((1, 2))]
-    found = rank.interactions(weights, ["item", "a", "b"], order=2)
-    schema = rank.Schema.infer(data, labels="click").replace({"item": ITEM, **found.crosses(1, hash_rows=10_000)})
+    found = rank.find_interactions(weights, ["item", "a", "b"], order=2)
+    schema = rank.infer_schema(data, labels="click").replace({"item": ITEM, **found.crosses(1, hash_rows=10_000)})
     assert "a × b" in schema.rows
     read = rank.Impressions.read(data, schema=schema)
     # Each code of the cross has one label: a table of it alone foretells all of them.
@@ -102,7 +102,7 @@ def test_found_crosses_go_into_a_schema_that_a_ranker_learns_from():
     assert len(by_code) == 16
     assert all(len(labels) == 1 for labels in by_code.values())
     torch.manual_seed(0)
-    ranker = rank.LiGR(read.schema, 8, 1, 1, setwise_layers=0)
+    ranker = rank.LiGR(read.schema, rank.LiGRConfig(8, 1, 1, setwise_layers=0))
     assert ranker(batch)["click"].shape == (2000,)
 
 

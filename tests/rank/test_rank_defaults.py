@@ -10,8 +10,8 @@ pytest.importorskip("accelerate")
 from rank_made import Linear, Requests
 
 from tigon import rank
-from tigon.rank.chance import auc_error, count_classes, find_doubts
-from tigon.rank.defaults import choose_prompt_settings, choose_settings, choose_share
+from tigon.rank.training.defaults import choose_prompt_settings, choose_settings, choose_share
+from tigon.rank.training.diagnostics import auc_error, count_classes, find_problems
 
 SIZES = [96, 1_720, 9_000, 100_000, 10**6, 10**8]
 
@@ -86,7 +86,7 @@ def doubts(history, **changed):
     given = {"steps": 600, "warmup": 30.0, "ended": False, "probabilities": True, "classes": {"click": (50, 150)}}
     given |= changed
     best = max(history, key=lambda row: row["auc"], default=None)
-    return find_doubts(best, history, "auc", given.pop("classes"), **given)
+    return find_problems(best, history, "auc", given.pop("classes"), **given)
 
 
 def rows_of(*aucs, log_loss=0.5):

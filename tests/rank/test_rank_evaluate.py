@@ -7,8 +7,8 @@ import torch
 from rank_made import Linear, Requests
 
 from tigon import rank
-from tigon.rank.evaluating import better, cuts_of, parts_of
-from tigon.rank.scoring import scored_batches
+from tigon.rank.evaluation.evaluate import is_better, parse_cutoffs, split_by_column
+from tigon.rank.evaluation.score import score_batches
 
 DATA = Requests.drawn(50, names=("click", "buy"))
 RANKER = Linear(("click", "buy"))
@@ -16,7 +16,7 @@ RANKER = Linear(("click", "buy"))
 
 def test_scores_are_those_of_the_ranker_row_by_row():
     RANKER.train()
-    scored = rank.score(RANKER, DATA, rank.Drawing(requests=7))
+    scored = rank.score(RANKER, DATA, rank.BatchOptions(requests=7))
     assert RANKER.training
     assert torch.equal(scored.offsets, DATA.offsets)
     assert torch.equal(scored.rows, torch.arange(len(DATA.x)))
@@ -27,9 +27,9 @@ def test_scores_are_those_of_the_ranker_row_by_row():
         assert not scored.logits[label].requires_grad
     torch.testing.assert_close(scored.score, logits["click"].sigmoid() + logits["buy"].sigmoid())
     assert scored.labels["buy"].tolist() == DATA.labels["buy"].tolist()
-    by_tokens = rank.score(RANKER, DATA, rank.Drawing(tokens=20))
+    by_tokens = rank.score(RANKER, DATA, rank.BatchOptions(tokens=20))
     torch.testing.assert_close(by_tokens.score, scored.score)
-    assert len(list(scored_batches(RANKER, DATA, rank.Drawing(requests=7)))) == math.ceil(50 / 7)
+    assert len(list(score_batches(RANKER, DATA, rank.BatchOptions(requests=7)))) == math.ceil(50 / 7)
     with pytest.raises(ValueError, match=r"^rank\.score: data has no requests\.$"):
         rank.score(RANKER, Requests.drawn(0))
 
@@ -46,7 +46,7 @@ def test_requests_of_a_row_each_have_no_order_to_measure():
 
 
 def test_products_in_bf16_change_the_scores_by_their_rounding():
-    wide, narrow = (rank.score(RANKER, DATA, rank.Drawing(precision=p)).score for p in ("fp32", "bf16"))
+    wide, narrow = (rank.score(RANKER, DATA, rank.BatchOptions(precision=p)).score for p in ("fp32", "bf16"))
     assert 0 < (wide - narrow).abs().max() < 0.02
 
 
@@ -84,7 +84,7 @@ def test_intervals_hold_the_value_and_draw_whole_requests():
     scored = rank.score(RANKER, DATA)
     found = rank.evaluate(scored, at=(3,), draws=60).labels["click"]
     assert all(one.low < one.value < one.high for one in found.values() if one.value != 1)
-    expected = rank.metrics.intervals(
+    expected = rank.metrics.bootstrap_interval(
         lambda w: rank.metrics.auc(scored.logits["click"], scored.labels["click"], weights=w), scored.offsets, draws=60
     )
     assert (found["auc"].low, found["auc"].high) == expected[:2]
@@ -112,7 +112,7 @@ def test_one_class_is_said():
 def test_parts_by_a_column_keep_rows_within_their_requests():
     scored = rank.score(RANKER, DATA)
     place = torch.cat([torch.arange(size) for size in DATA.sizes.tolist()]).tolist()
-    parts = parts_of(scored, place)
+    parts = split_by_column(scored, place)
     assert list(parts) == ["0", "1", "2", "3", "4"]
     for name, part in parts.items():
         assert part.rows.tolist() == [row for row, p in enumerate(place) if p == int(name)]
@@ -121,12 +121,12 @@ def test_parts_by_a_column_keep_rows_within_their_requests():
         assert rank.evaluate(part).requests == len(part.rows)
         assert torch.equal(part.logits["buy"], scored.logits["buy"][part.rows])
     numbers = torch.arange(len(DATA.x)).tolist()
-    quarters = parts_of(scored, [None, math.nan, *numbers[2:]])
+    quarters = split_by_column(scored, [None, math.nan, *numbers[2:]])
     assert (
         max(len(p.rows) for p in list(quarters.values())[:4]) - min(len(p.rows) for p in list(quarters.values())[:4])
         <= 1
     )
-    words = parts_of(scored, [f"w{row % 30}" if row % 2 else "often" for row in numbers], most=3)
+    words = split_by_column(scored, [f"w{row % 30}" if row % 2 else "often" for row in numbers], most=3)
     assert [*words][::3] == ["often", "others"]
     assert len(words) == 4
     assert sum(len(part.rows) for part in words.values()) == len(numbers)
@@ -159,10 +159,10 @@ def test_places_among_all_items():
 
 
 def test_which_of_two_values_is_better():
-    assert better("auc", 0.7, 0.6)
-    assert not better("auc", 0.6, 0.6)
-    assert better("click:log_loss", 0.3, 0.4)
-    assert not better("ece", 0.4, 0.3)
-    assert better("auc", 0.1, math.nan)
-    assert not better("auc", math.nan, 0.1)
-    assert (cuts_of("ndcg@20"), cuts_of("click:hr@3"), cuts_of("auc")) == ((20,), (3,), ())
+    assert is_better("auc", 0.7, 0.6)
+    assert not is_better("auc", 0.6, 0.6)
+    assert is_better("click:log_loss", 0.3, 0.4)
+    assert not is_better("ece", 0.4, 0.3)
+    assert is_better("auc", 0.1, math.nan)
+    assert not is_better("auc", math.nan, 0.1)
+    assert (parse_cutoffs("ndcg@20"), parse_cutoffs("click:hr@3"), parse_cutoffs("auc")) == ((20,), (3,), ())

@@ -8,7 +8,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("safetensors")
 
 from tigon import rank
-from tigon.rank.explore import Draws
+from tigon.rank.models.explorer import WeightSampler
 
 ROWS = 240
 
@@ -30,8 +30,10 @@ def data():
 @pytest.fixture
 def ranker(data):
     torch.manual_seed(0)
-    found = rank.LiRank(data.schema, width=4, layers=1, rank=2, mlp=(5,), towers={"a": ["click"], "b": ["long"]},
-                        tower_mlp=(3,)).eval()  # fmt: skip
+    found = rank.LiRank(
+        data.schema,
+        rank.LiRankConfig(width=4, layers=1, rank=2, mlp=(5,), towers={"a": ["click"], "b": ["long"]},
+                        tower_mlp=(3,))).eval()  # fmt: skip
     with torch.no_grad():
         for p in found.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -47,7 +49,7 @@ def features(ranker, data, label):
 
 @pytest.mark.parametrize("label", ["click", "long"])
 def test_the_precision_is_the_sum_over_the_rows(ranker, data, label):
-    found = rank.Explorer.fit(ranker, data, rank.Drawing(7), ridge=0.5)
+    found = rank.Explorer.fit(ranker, data, rank.BatchOptions(7), ridge=0.5)
     phi, batch = features(ranker, data, label)
     with torch.no_grad():
         p = ranker(batch)[label].double().sigmoid()
@@ -73,7 +75,7 @@ def test_row_weights_count_rows(ranker):
 
 def test_of_a_large_table_a_part_counts_for_all(ranker, data):
     whole = rank.Explorer.fit(ranker, data).precision["click"]
-    part = rank.Explorer.fit(ranker, data, rank.Drawing(4), rows=120).precision["click"]
+    part = rank.Explorer.fit(ranker, data, rank.BatchOptions(4), rows=120).precision["click"]
     assert not torch.equal(part, whole)
     assert 0.8 < float(part.trace() / whole.trace()) < 1.25
 
@@ -82,7 +84,7 @@ def test_draws_have_the_mean_and_the_covariance():
     precision = torch.tensor([[4.0, 1.0], [1.0, 0.5]]).double()
     mean = torch.tensor([1.0, -2.0]).double()
     found = rank.Explorer({"click": mean}, {"click": precision})
-    w = found.draws(0.5, seed=3).weights("click", 40_000)
+    w = found.sampler(0.5, seed=3).weights("click", 40_000)
     # Three standard errors of each.
     covariance = 0.25 * precision.inverse()
     off = 3 * (covariance.diag() / 40_000).sqrt()
@@ -93,41 +95,41 @@ def test_draws_have_the_mean_and_the_covariance():
 
 def test_a_request_has_one_draw(ranker, data):
     explorer = rank.Explorer.fit(ranker, data)
-    found = rank.score(ranker, data, explore=0.7, seed=5)
+    found = rank.score(ranker, data, sampler=rank.sample_weights(ranker, 0.7, seed=5))
     phi, batch = features(ranker, data, "long")
-    w = explorer.draws(0.7, 5).weights("long", len(data))
+    w = explorer.sampler(0.7, 5).weights("long", len(data))
     request = torch.repeat_interleave(batch.offsets.diff())
     torch.testing.assert_close(found.logits["long"], (phi * w[request]).sum(1).float(), rtol=1e-4, atol=1e-4)
     # A matter of the seed, and not of how requests are cut.
-    again = rank.score(ranker, data, rank.Drawing(7), explore=0.7, seed=5)
+    again = rank.score(ranker, data, rank.BatchOptions(7), sampler=rank.sample_weights(ranker, 0.7, seed=5))
     torch.testing.assert_close(again.score, found.score, rtol=1e-5, atol=1e-6)
-    other = rank.score(ranker, data, explore=0.7, seed=6)
+    other = rank.score(ranker, data, sampler=rank.sample_weights(ranker, 0.7, seed=6))
     assert (other.score - found.score).abs().max() > 0.05
     plain = rank.score(ranker, data)
-    assert torch.equal(rank.score(ranker, data, explore=0.0, seed=5).score, plain.score)
+    assert torch.equal(rank.score(ranker, data, sampler=rank.sample_weights(ranker, 0.0, seed=5)).score, plain.score)
     assert (found.score - plain.score).abs().mean() > 0.01
 
 
 def test_calibration_comes_behind_the_draw(data):
     torch.manual_seed(1)
-    ranker = rank.LiRank(data.schema, width=4, layers=1, rank=2, mlp=(5,), calibrate=True).eval()
+    ranker = rank.LiRank(data.schema, rank.LiRankConfig(width=4, layers=1, rank=2, mlp=(5,), calibrate=True)).eval()
     with torch.no_grad():
         for layer in ranker.isotonic:
             layer.bias.fill_(1.5)
     rank.Explorer.fit(ranker, data)
-    drawn = rank.score(ranker, data, explore=1e-6).logits["click"]
+    drawn = rank.score(ranker, data, sampler=rank.sample_weights(ranker, 1e-6)).logits["click"]
     torch.testing.assert_close(drawn, rank.score(ranker, data).logits["click"], rtol=1e-3, atol=1e-3)
 
 
 def test_choices_count_which_candidate_a_draw_puts_first(ranker, data):
     explorer = rank.Explorer.fit(ranker, data)
-    found = rank.choices(ranker, data, 0.8, label="click", draws=50, seed=2)
+    found = rank.estimate_propensities(ranker, data, 0.8, label="click", draws=50, seed=2)
     phi, _ = features(ranker, data, "click")
-    z = (phi @ explorer.draws(0.8, 2).weights("click", 50).T).view(-1, 4, 50)
+    z = (phi @ explorer.sampler(0.8, 2).weights("click", 50).T).view(-1, 4, 50)
     expected = torch.nn.functional.one_hot(z.argmax(1), 4).double().mean(1).flatten()
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(found.view(-1, 4).sum(1), torch.ones(len(data)))
-    greedy = rank.choices(ranker, data, 0.0, draws=3).view(-1, 4)
+    greedy = rank.estimate_propensities(ranker, data, 0.0, draws=3).view(-1, 4)
     assert torch.equal(greedy.argmax(1), rank.score(ranker, data).logits["click"].view(-1, 4).argmax(1))
 
 
@@ -135,10 +137,16 @@ def test_it_is_saved_beside_the_ranker(ranker, data, tmp_path):
     rank.Explorer.fit(ranker, data)
     ranker.save_pretrained(tmp_path)
     loaded = rank.Ranker.from_pretrained(tmp_path)
-    assert torch.equal(rank.score(loaded, data, explore=1.0).score, rank.score(ranker, data, explore=1.0).score)
-    small = ranker.compress()
+    assert torch.equal(
+        rank.score(loaded, data, sampler=rank.sample_weights(loaded, 1.0)).score,
+        rank.score(ranker, data, sampler=rank.sample_weights(ranker, 1.0)).score,
+    )
+    small = rank.quantize_tables(ranker)
     torch.testing.assert_close(
-        rank.score(small, data, explore=1.0).score, rank.score(ranker, data, explore=1.0).score, atol=0.05, rtol=0
+        rank.score(small, data, sampler=rank.sample_weights(small, 1.0)).score,
+        rank.score(ranker, data, sampler=rank.sample_weights(ranker, 1.0)).score,
+        atol=0.05,
+        rtol=0,
     )
     ranker.explorer = None
     ranker.save_pretrained(tmp_path)
@@ -149,34 +157,34 @@ def test_candidates_of_histories_are_explored_too():
     rows = table(40) | {"item": [f"i{n % 7}" for n in range(40)]}
     data = rank.Impressions.read(rows, labels=["click"])
     torch.manual_seed(0)
-    ranker = rank.LiGR(data.schema, width=8, layers=1, heads=2).eval()
+    ranker = rank.LiGR(data.schema, rank.LiGRConfig(width=8, layers=1, heads=2)).eval()
     explorer = rank.Explorer.fit(ranker, data)
     (batch,) = data.batches(requests=len(data))
     with torch.no_grad():
-        phi = ranker.features_of(batch)["click"]
+        phi = ranker.label_features(batch)["click"]
         weight, bias = ranker.last_layer()["click"]
         torch.testing.assert_close(phi @ weight + bias, ranker(batch)["click"])
     assert explorer.precision["click"].shape == (9, 9)
-    drawn = rank.score(ranker, data, explore=1.0).logits["click"]
+    drawn = rank.score(ranker, data, sampler=rank.sample_weights(ranker, 1.0)).logits["click"]
     assert (drawn - rank.score(ranker, data).logits["click"]).abs().mean() > 0.1
 
 
 def test_sentences(ranker, data):
     with pytest.raises(ValueError, match=r"explore needs what rank.Explorer.fit\(ranker, data\) finds"):
-        rank.score(ranker, data, explore=0.1)
+        rank.score(ranker, data, sampler=rank.sample_weights(ranker, 0.1))
     explorer = rank.Explorer.fit(ranker, data)
     with pytest.raises(ValueError, match="explore must be at least 0, got -1"):
-        rank.score(ranker, data, explore=-1.0)
+        rank.score(ranker, data, sampler=rank.sample_weights(ranker, -1.0))
     with pytest.raises(ValueError, match="label must be one of click, long, got 'buy'"):
-        rank.choices(ranker, data, 0.1, label="buy")
+        rank.estimate_propensities(ranker, data, 0.1, label="buy")
     with torch.no_grad():
         ranker.towers.heads[0].weight.add_(0.1)
     with pytest.raises(ValueError, match="weights, which have changed since"):
-        rank.score(ranker, data, explore=0.1)
+        rank.score(ranker, data, sampler=rank.sample_weights(ranker, 0.1))
     with pytest.raises(ValueError, match="ridge must be above 0, got 0"):
         rank.Explorer.fit(ranker, data, ridge=0)
     module = torch.nn.Identity()
     module.schema = data.schema
     with pytest.raises(ValueError, match="rankers with a last layer of labels; Identity has no last layer"):
         rank.Explorer.fit(module, data)
-    assert isinstance(explorer.draws(0.1), Draws)
+    assert isinstance(explorer.sampler(0.1), WeightSampler)

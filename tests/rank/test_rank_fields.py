@@ -9,7 +9,7 @@ pa = pytest.importorskip("pyarrow")
 
 from tigon.data.values import BadValue  # noqa: E402
 from tigon.rank import Id, Ids, Number, Ragged, Text, Time  # noqa: E402
-from tigon.rank.fields import KINDS  # noqa: E402
+from tigon.rank.data.fields import KINDS  # noqa: E402
 
 
 def fitted(field, *columns):

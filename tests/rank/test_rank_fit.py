@@ -10,10 +10,10 @@ pytest.importorskip("accelerate")
 from rank_made import Linear, Requests
 
 from tigon import rank
-from tigon.rank import fitting
-from tigon.rank.evaluating import check_watched
-from tigon.rank.fitting import LOSSES
-from tigon.rank.optimizing import groups, share
+from tigon.rank.evaluation.evaluate import check_monitor
+from tigon.rank.training import fit as fitting
+from tigon.rank.training.fit import LOSSES
+from tigon.rank.training.optimizers import lr_multiplier, parameter_groups
 
 TRAIN, VAL = Requests.drawn(seed=1), Requests.drawn(60, seed=2)
 QUICK = {"lr": 0.05, "epochs": 4, "batch_size": 16}
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_from_any_step_ends_at_the_same_bits(size, every):
     states = []
 
     def keep(progress):
-        states.append((progress.step, progress.found is None, copy.deepcopy(progress.state())))
+        states.append((progress.step, progress.evaluation is None, copy.deepcopy(progress.state())))
 
     whole = Linear()
     fitted = rank.fit(whole, TRAIN, VAL, options, after=keep)
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_from_before_its_last_evaluation_does_no_step_more():
     states = {}
 
     def keep(progress):
-        if progress.found is None:
+        if progress.evaluation is None:
             states[progress.step] = copy.deepcopy(progress.state())
 
     fitted = rank.fit(Linear(dropout=0.0), TRAIN, VAL, options, after=keep)
@@ -119,7 +119,7 @@ def test_early_stopping_keeps_the_best_weights():
     kept = {}
 
     def keep(progress):
-        if progress.found:
+        if progress.evaluation:
             kept[progress.step] = copy.deepcopy(ranker.state_dict())
 
     ranker = Linear(dropout=0.0)
@@ -129,7 +129,7 @@ def test_early_stopping_keeps_the_best_weights():
     assert values.index(min(values)) == len(values) - 3  # then two were none better
     assert fitted.best == fitted.history[-3]["step"] < fitted.steps < 50 * 8
     assert all(torch.equal(value, kept[fitted.best][name]) for name, value in ranker.state_dict().items())
-    assert rank.evaluate(rank.score(ranker, VAL, options.drawing)).value("log_loss") == min(values)
+    assert rank.evaluate(rank.score(ranker, VAL, options.batch_options)).value("log_loss") == min(values)
 
 
 def test_the_run_ends_where_it_is_told_and_when_the_time_is_up():
@@ -152,16 +152,16 @@ def test_the_rate_rises_and_falls():
     assert rates[top:] == sorted(rates[top:], reverse=True)
     assert max(rates) <= 0.05
     assert 0 < rates[-1] < 0.001
-    assert share("cosine", 0.0, 0.0, 0) == share("cosine", 0.1, 0.1, 0) == 1.0
-    assert share("cosine", 1.0, 0.1, 0) == share("linear", 1.0, 0.1, 0) == 0.0
-    assert share("linear", 0.55, 0.1, 0) == pytest.approx(0.5)
-    assert share("constant", 0.05, 0.1, 0) == 0.5
-    assert share("constant", 1.0, 0.1, 0) == 1.0
+    assert lr_multiplier("cosine", 0.0, 0.0, 0) == lr_multiplier("cosine", 0.1, 0.1, 0) == 1.0
+    assert lr_multiplier("cosine", 1.0, 0.1, 0) == lr_multiplier("linear", 1.0, 0.1, 0) == 0.0
+    assert lr_multiplier("linear", 0.55, 0.1, 0) == pytest.approx(0.5)
+    assert lr_multiplier("constant", 0.05, 0.1, 0) == 0.5
+    assert lr_multiplier("constant", 1.0, 0.1, 0) == 1.0
 
 
 def test_on_a_plateau_the_rate_falls_to_a_tenth_behind_each_evaluation_that_is_none_the_best(monkeypatch):
     values = iter([0.5, 0.6, 0.6, 0.7, 0.65, 0.6, 0.6])
-    monkeypatch.setattr(fitting, "watched", lambda found, metric: next(values))
+    monkeypatch.setattr(fitting, "monitored_value", lambda found, metric: next(values))
     options = rank.FitOptions(**{**QUICK, "epochs": 9}, schedule="plateau", warmup=0.0)
     rates, states = [], []
 
@@ -169,7 +169,7 @@ def test_on_a_plateau_the_rate_falls_to_a_tenth_behind_each_evaluation_that_is_n
         rows = progress.rows()
         if rows:
             rates.append((int(rows[-1]["epoch"] - 1e-9), rows[-1]["lr"] / options.lr))
-        if progress.found is not None and len(states) < 5:
+        if progress.evaluation is not None and len(states) < 5:
             states.append(copy.deepcopy(progress.state()))
         return False
 
@@ -188,12 +188,12 @@ def test_on_a_plateau_the_rate_falls_to_a_tenth_behind_each_evaluation_that_is_n
 
 def test_only_weights_of_linear_layers_decay():
     module = torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
-    decayed, others = groups(module, 0.1)
+    decayed, others = parameter_groups(module, 0.1)
     assert [p is module[1].weight for p in decayed["params"]] == [True]
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     assert len(others["params"]) == 4
     module[1].requires_grad_(False)
-    assert [len(group["params"]) for group in groups(module, 0.1)] == [3]
+    assert [len(group["params"]) for group in parameter_groups(module, 0.1)] == [3]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():
@@ -235,7 +235,7 @@ def test_what_cannot_be_fitted_gets_a_sentence():
         rank.fit(Linear(), TRAIN, one_class, rank.FitOptions(epochs=1))
     alone = rank.Impressions.read({"age": [1.0, 2.0, 3.0], "click": [0, 1, 0]})
     with pytest.raises(ValueError, match=r"one of auc.*got 'ndcg@5'; each row is a request of its own"):
-        check_watched(alone, "ndcg@5")
+        check_monitor(alone, "ndcg@5")
     with pytest.raises(ValueError, match=r"loss must be bce where each row is a request of its own.*got 'pairwise'"):
         rank.fit(rank.LiRank(alone.schema), alone, options=rank.FitOptions(loss="pairwise"))
     with pytest.raises(ValueError, match=r"metric must be of a label of click, got 'buy:auc'\.$"):

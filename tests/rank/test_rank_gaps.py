@@ -7,9 +7,9 @@ import torch
 pytest.importorskip("pyarrow")
 
 from tigon import rank
-from tigon.rank.compress_tables import compared
-from tigon.rank.fitting import LOSSES, objective_loss
-from tigon.rank.summary import summary
+from tigon.rank.data.summary import summarize
+from tigon.rank.evaluation.compare import compare_scores
+from tigon.rank.training.fit import LOSSES, objective_loss
 
 ROLES = rank.Roles(request="request", labels=("click", "long = dwell > 20"), weight="weight")
 FIELDS = {"banner": rank.Id(vocab=tuple(range(6))), "size": rank.Number(scale="none")}
@@ -42,7 +42,7 @@ def known(label, rows):
 
 def ranker(**options):
     torch.manual_seed(0)
-    return rank.LiRank(SCHEMA, 4, "none", mlp=(8,), norm="none", gate=False, **options)
+    return rank.LiRank(SCHEMA, rank.LiRankConfig(4, "none", mlp=(8,), norm="none", gate=False, **options))
 
 
 def test_missing_values_are_read_and_counted():
@@ -55,14 +55,14 @@ def test_missing_values_are_read_and_counted():
     ]
     batch = data.batch(torch.arange(len(data)))
     assert batch.partial == {"click", "long"}
-    assert batch.known("long").tolist() == (~np.isnan(rows["dwell"])).tolist()
-    assert batch.known("nothing") is None
-    assert data.batch(torch.arange(1)).to("cpu").known("long").tolist() == [False] * 6
-    assert summary(data)["labels"]["long"] == pytest.approx(
+    assert batch.label_mask("long").tolist() == (~np.isnan(rows["dwell"])).tolist()
+    assert batch.label_mask("nothing") is None
+    assert data.batch(torch.arange(1)).to("cpu").label_mask("long").tolist() == [False] * 6
+    assert summarize(data)["labels"]["long"] == pytest.approx(
         np.mean(rows["dwell"][~np.isnan(rows["dwell"])] > 20), abs=1e-4
     )
     whole = rank.Impressions.read(taken(rows, slice(6, 12)) | {"dwell": [1.0] * 6}, schema=SCHEMA)
-    assert whole.batch(torch.arange(1)).known("long") is None
+    assert whole.batch(torch.arange(1)).label_mask("long") is None
 
 
 def test_a_row_must_have_a_value_of_one_label():
@@ -123,16 +123,16 @@ def test_posteriors_anchors_and_calibration_leave_rows_out():
     none = rank.Impressions.read(
         {**rows, "click": np.nan_to_num(rows["click"]), "dwell": np.full(240, np.nan)}, schema=SCHEMA
     )
-    fisher = rank.Anchor.of(made, none, rank.Drawing(10)).fisher
+    fisher = rank.FisherPrior.estimate(made, none, rank.BatchOptions(10)).fisher
     assert float(fisher["towers.heads.0.weight"].sum()) > 0
     assert float(fisher["towers.heads.1.weight"].sum()) == 0
     with pytest.raises(ValueError, match="data must have values of label 'long', got none in 240 rows"):
-        made.calibrate(none)
-    made.calibrate(data)
+        rank.calibrate(made, none)
+    rank.calibrate(made, data)
     own = {label: layer.weight.clone() for label, layer in zip(made.labels, made.isotonic, strict=True)}
-    made.calibrate(rank.Impressions.read(taken(rows, ~np.isnan(rows["dwell"])), schema=SCHEMA))
+    rank.calibrate(made, rank.Impressions.read(taken(rows, ~np.isnan(rows["dwell"])), schema=SCHEMA))
     torch.testing.assert_close(made.isotonic[1].weight, own["long"])
-    assert set(compared(made, made.compress(), data).auc) == {"click", "long"}
+    assert set(compare_scores(made, rank.quantize_tables(made), data).auc) == {"click", "long"}
 
 
 def test_a_fit_learns_from_rows_without_a_value_of_one_label():

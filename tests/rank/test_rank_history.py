@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tigon.rank.history import ordered, windows
+from tigon.rank.data.history import find_windows, sort_events
 
 USERS = st.integers(0, 3)
 # Few and far times: ties within a user, between users, and with requests.
@@ -30,7 +30,7 @@ def by_a_loop(events, requests):
 def test_windows_are_what_a_loop_finds(device, events, requests):
     actor, when = torch.tensor(events, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
     user, time = torch.tensor(requests, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)
-    order = ordered(actor, when)
-    found = windows(actor[order], when[order], user, time)
+    order = sort_events(actor, when)
+    found = find_windows(actor[order], when[order], user, time)
     listed = [order[a:b].tolist() for a, b in zip(found.start.tolist(), found.end.tolist(), strict=True)]
     assert (listed, found.same.tolist()) == by_a_loop(events, requests)

@@ -12,7 +12,7 @@ pa = pytest.importorskip("pyarrow")
 
 from tigon.data.values import BadValue  # noqa: E402
 from tigon.rank import Batch, Id, Ids, Impressions, Number, Ragged, Roles, Schema, Text, Time  # noqa: E402
-from tigon.rank.labels import Label  # noqa: E402
+from tigon.rank.data.labels import Label  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SCHEMA = Schema(
@@ -195,7 +195,7 @@ def test_labels_that_compare(label, name, expected):
     assert {k: v.tolist() for k, v in data.batch(torch.arange(3)).labels.items()} == {name: expected}
     assert data.schema.labels == [name]
     # What a label is made of is no feature.
-    assert Label.of(label).column not in data.schema.fields
+    assert Label.parse(label).column not in data.schema.fields
 
 
 def test_names_and_columns_follow_the_requests():

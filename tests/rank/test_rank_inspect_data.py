@@ -10,7 +10,7 @@ pytest.importorskip("typer")
 from tigon.cli.problem import Problem
 from tigon.rank import Impressions, Schema
 from tigon.rank.cli.inspect_data import inspect_data
-from tigon.rank.summary import summary
+from tigon.rank.data.summary import summarize
 
 INTER = """user_id:token\titem_id:token\trating:float\ttimestamp:float
 u\ta\t5\t100
@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 def test_a_table_is_summed_up(folder):
-    found = summary(Impressions.read(folder, history="self", labels=["like = rating >= 4"]))
+    found = summarize(Impressions.read(folder, history="self", labels=["like = rating >= 4"]))
     fields = {one.pop("name"): one for one in found.pop("fields")}
     assert found == {
         "requests": 3, "rows": 4, "events": 4,

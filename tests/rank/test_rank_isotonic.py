@@ -3,8 +3,8 @@
 import torch
 
 from tigon import rank
-from tigon.rank.features.calibrate import Rows, calibrated
-from tigon.rank.features.isotonic import HIGH, LOW, STEP, Isotonic, isotonic
+from tigon.rank.models.lirank.calibrate import Rows, fit_isotonic
+from tigon.rank.models.lirank.isotonic import HIGH, LOW, STEP, Isotonic, isotonic
 
 BUCKETS = 501
 
@@ -68,19 +68,19 @@ def test_it_learns_the_log_odds_of_each_segment():
     y = (torch.rand(len(x), generator=draw) < truth.sigmoid()).float()
     # Of the last segment there is a handful of rows: it keeps near what is true of all.
     kept = (segment < 2) | (torch.arange(len(x)) < 30)
-    weight, bias = calibrated(x[kept], y[kept], None, segment[kept], 3, 1.0)
+    weight, bias = fit_isotonic(x[kept], y[kept], None, segment[kept], 3, 1.0)
     at = torch.linspace(-2, 2, 9, dtype=torch.float64)
     for number in (0, 1):
         found = isotonic(at, weight, bias, torch.full((9,), number))
         assert (found - (0.5 * at + shift[number])).abs().max() < 0.25
-    shared = calibrated(x[kept], y[kept], None, None, 1, 1.0)
+    shared = fit_isotonic(x[kept], y[kept], None, None, 1, 1.0)
     few = isotonic(at, weight, bias, torch.full((9,), 2))
     assert (few - isotonic(at, *shared)).abs().max() < 1.5
     before, after = (rank.metrics.ece(z.sigmoid(), y[kept]) for z in (x[kept], isotonic(x[kept].double(), *shared)))
     assert after < 0.2 * before
     # Rows of weight 0 are as good as absent.
     weights = kept.float()
-    again = calibrated(x, y, weights * len(x) / kept.sum() * kept.sum() / len(x), None, 1, 1.0)
+    again = fit_isotonic(x, y, weights * len(x) / kept.sum() * kept.sum() / len(x), None, 1, 1.0)
     torch.testing.assert_close(isotonic(at, *again), isotonic(at, *shared), atol=1e-2, rtol=0)
 
 
@@ -101,7 +101,7 @@ def test_it_is_as_good_as_isotonic_regression_and_better_than_one_slope():
     x = torch.randn(8000, generator=draw)
     y = (torch.rand(8000, generator=draw) < (3 * x.clamp(-1, 0.5)).sigmoid()).float()
     fit, held = slice(0, 4000), slice(4000, None)
-    weight, bias = calibrated(x[fit], y[fit], None, None, 1, 1.0)
+    weight, bias = fit_isotonic(x[fit], y[fit], None, None, 1, 1.0)
     ours = rank.metrics.log_loss(isotonic(x[held].double(), weight, bias).sigmoid(), y[held])
     theirs = rank.metrics.log_loss(pooled(x[fit], y[fit], x[held]).clamp(1e-3, 1 - 1e-3), y[held])
     # Pooled blocks are steps, which fit the noise between them.
@@ -109,5 +109,5 @@ def test_it_is_as_good_as_isotonic_regression_and_better_than_one_slope():
     a, b = Rows(x[fit].double(), y[fit].double(), None, None).platt()
     z = a * x[held].double() + b - (a - 1) * LOW
     assert ours < rank.metrics.log_loss(z.sigmoid(), y[held]) - 0.001
-    few = calibrated(x[:100] / 50, y[:100], None, None, 1, 1.0)  # logits of one bucket or two, all too small
+    few = fit_isotonic(x[:100] / 50, y[:100], None, None, 1, 1.0)  # logits of one bucket or two, all too small
     assert rank.metrics.log_loss(isotonic(x[held].double() / 50, *few).sigmoid(), y[held]) < ours + 0.05

@@ -8,16 +8,17 @@ import torch.nn.functional as F
 from requests_made import SCHEMA, batch, chosen, of_request, randomly
 
 from tigon.kernels import use_backend
-from tigon.rank.fields import Id
-from tigon.rank.ranker import Ranker
-from tigon.rank.schema import Schema
-from tigon.rank.sequence.model import THETA, LiGR
+from tigon.rank.data.fields import Id
+from tigon.rank.data.schema import Schema
+from tigon.rank.models.ligr.config import LiGRConfig
+from tigon.rank.models.ligr.model import THETA, LiGR
+from tigon.rank.models.ranker import Ranker
 
 HISTORIES, CANDIDATES = [4, 0, 7, 1], [3, 2, 1, 5]
 
 
 def ranker(**options):
-    return randomly(LiGR(SCHEMA, 16, 3, 2, **options))
+    return randomly(LiGR(SCHEMA, LiGRConfig(16, 3, 2, **options)))
 
 
 def close(got, expected, at_most=1e-12):
@@ -90,7 +91,7 @@ def test_tokens_are_normed_sums_of_what_fields_are():
     def normed(x):
         return torch.nn.functional.layer_norm(x, x.shape, tokens.norm.weight, tokens.norm.bias)
 
-    table = {name: tokens.of(name) for name in tokens.names}
+    table = {name: tokens.field_tokens(name) for name in tokens.names}
     assert set(table) == set(SCHEMA.fields)
     code, gap = made.history, torch.tensor([1000.0, 5.0])
 
@@ -195,7 +196,7 @@ def test_appended_events_are_those_of_encoding_all():
     past = dataclasses.replace(past, age=past.age - elapsed[of])
     before = model.encode(past)
     kept = before.keys.clone()
-    cache = before.append(chosen(made, events=new), elapsed)
+    cache = model.append(before, chosen(made, events=new), elapsed)
     expected = model.encode(made)
     assert cache.lengths == expected.lengths
     for name in ("keys", "values"):
@@ -207,8 +208,8 @@ def test_appended_events_are_those_of_encoding_all():
         # One event at a time, and nothing at last.
         by_one = model.encode(chosen(made, events=[[], [], [], []]))
         for place in range(7):
-            by_one = by_one.append(chosen(made, events=[[place] if place < n else [] for n in HISTORIES]))
-        by_one = by_one.append(chosen(made, events=[[]] * 4))
+            by_one = model.append(by_one, chosen(made, events=[[place] if place < n else [] for n in HISTORIES]))
+        by_one = model.append(by_one, chosen(made, events=[[]] * 4))
         close(model.score(by_one, made), model(made))
 
 
@@ -233,8 +234,10 @@ def test_every_weight_gets_a_finite_gradient():
 
 
 def test_unseen_values_and_empty_histories_have_logits():
-    model = LiGR(SCHEMA, 16, 3, 2).eval()
-    assert not model.tokens.of("item").table[0].any()  # an item that training does not have adds nothing at first
+    model = LiGR(SCHEMA, LiGRConfig(16, 3, 2)).eval()
+    assert (
+        not model.tokens.field_tokens("item").table[0].any()
+    )  # an item that training does not have adds nothing at first
     made = batch([0, 0], [2, 1])
     made = dataclasses.replace(made, items={**made.items, "item": torch.zeros(3, dtype=torch.int64)})
     with torch.no_grad():
@@ -254,7 +257,7 @@ def test_dropout_is_of_training_alone():
 
 def test_bf16_is_near():
     torch.manual_seed(0)
-    model, made = LiGR(SCHEMA, 32, 3, 2), batch(HISTORIES, CANDIDATES)
+    model, made = LiGR(SCHEMA, LiGRConfig(32, 3, 2)), batch(HISTORIES, CANDIDATES)
     with torch.no_grad():
         expected = model(made)
         with torch.autocast("cpu", torch.bfloat16):
@@ -268,8 +271,8 @@ def test_kernels_give_the_logits_and_gradients_of_references(backend, device):
     """Of forward, of a cache with an appended event, and of the next item; sequences of length 1 are among them."""
     made = batch([5, 0, 2], [3, 1, 2]).to(device)
     torch.manual_seed(0)
-    exact = randomly(LiGR(SCHEMA, 32, 2, 2), std=0.2)
-    model = LiGR(SCHEMA, 32, 2, 2).to(device)
+    exact = randomly(LiGR(SCHEMA, LiGRConfig(32, 2, 2)), std=0.2)
+    model = LiGR(SCHEMA, LiGRConfig(32, 2, 2)).to(device)
     model.load_state_dict(exact.state_dict())
     exact.train()
     on_cpu = made.to("cpu")
@@ -286,18 +289,20 @@ def test_kernels_give_the_logits_and_gradients_of_references(backend, device):
     torch.testing.assert_close(got.double().cpu(), loss, rtol=1e-4, atol=0)
     for (name, _), a, b in zip(model.named_parameters(), own, gradients, strict=True):
         assert (a.double().cpu() - b).norm() <= 1e-4 * b.norm() + 1e-7, name
-    cache = model.encode(chosen(made, events=[[0, 1, 2], [], [0]])).append(chosen(made, events=[[3, 4], [], [1]]))
+    cache = model.append(
+        model.encode(chosen(made, events=[[0, 1, 2], [], [0]])), chosen(made, events=[[3, 4], [], [1]])
+    )
     with torch.no_grad():
         close({name: z.double().cpu() for name, z in model.score(cache, made).items()}, expected, 1e-4)
 
 
 def test_the_score_weighs_probabilities():
     logits = {"click": torch.tensor([0.0, 2.0]), "like": torch.tensor([-1.0, 1.0])}
-    model = LiGR(SCHEMA, 16, 1, 2, setwise_layers=0, weights={"click": 0.5, "like": 2.0})
+    model = LiGR(SCHEMA, LiGRConfig(16, 1, 2, setwise_layers=0, weights={"click": 0.5, "like": 2.0}))
     expected = 0.5 * logits["click"].sigmoid() + 2 * logits["like"].sigmoid()
     torch.testing.assert_close(model.combine(logits), expected)
     torch.testing.assert_close(
-        LiGR(SCHEMA, 16, 1, 2, setwise_layers=0).combine(logits), sum(z.sigmoid() for z in logits.values())
+        LiGR(SCHEMA, LiGRConfig(16, 1, 2, setwise_layers=0)).combine(logits), sum(z.sigmoid() for z in logits.values())
     )
     with pytest.raises(ValueError, match=r"LiGR.combine: logits must have 'like', got \['click'\]"):
         model.combine({"click": logits["click"]})
@@ -308,7 +313,7 @@ def test_the_score_weighs_probabilities():
 
 def test_a_saved_ranker_is_the_same(tmp_path):
     torch.manual_seed(1)
-    model, made = LiGR(SCHEMA, 16, 2, 2, gate=False, weights={"like": 1.0}), batch(HISTORIES, CANDIDATES)
+    model, made = LiGR(SCHEMA, LiGRConfig(16, 2, 2, gate=False, weights={"like": 1.0})), batch(HISTORIES, CANDIDATES)
     model.save_pretrained(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "schema.json", "config.json", "model.safetensors", "manifest.json",
@@ -317,7 +322,7 @@ def test_a_saved_ranker_is_the_same(tmp_path):
     assert type(loaded) is LiGR
     assert not loaded.training
     assert loaded.schema == SCHEMA
-    assert loaded.config() == model.config()
+    assert loaded.config == model.config
     assert loaded.score_weights == {"click": 0.0, "like": 1.0}
     with torch.no_grad():
         close(loaded(made), model.eval()(made), 0)
@@ -326,7 +331,7 @@ def test_a_saved_ranker_is_the_same(tmp_path):
 def test_what_is_no_ranker_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="folder must be a folder, got the file"):
-        LiGR(SCHEMA, 16, 1, 2).save_pretrained(tmp_path / "file")
+        LiGR(SCHEMA, LiGRConfig(16, 1, 2)).save_pretrained(tmp_path / "file")
     with pytest.raises(ValueError, match=r"LiGR.from_pretrained: folder must hold config.json"):
         LiGR.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"kind": "other"}')
@@ -335,7 +340,7 @@ def test_what_is_no_ranker_is_refused(tmp_path):
 
 
 def test_files_that_do_not_fit_together_are_refused(tmp_path):
-    LiGR(SCHEMA, 16, 2, 2).save_pretrained(tmp_path)
+    LiGR(SCHEMA, LiGRConfig(16, 2, 2)).save_pretrained(tmp_path)
     (tmp_path / "schema.json").write_text((tmp_path / "schema.json").read_text() + " ")
     with pytest.raises(ValueError, match=r"schema.json is not what was written"):
         LiGR.from_pretrained(tmp_path)
@@ -359,7 +364,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
 
 
 def test_what_makes_no_model_is_refused():
-    model, made = LiGR(SCHEMA, 16, 2, 2), batch([1, 2], [1, 1])
+    model, made = LiGR(SCHEMA, LiGRConfig(16, 2, 2)), batch([1, 2], [1, 1])
     for options, words in (
         ({"width": 18}, r"width a multiple of 2 · heads, got 18, 2 and 2"),
         ({"layers": 0}, "must be positive"),
@@ -368,15 +373,15 @@ def test_what_makes_no_model_is_refused():
         ({"weights": {"buy": 1.0}}, r"weights must be of the labels \['click', 'like'\], got one of 'buy'"),
     ):
         with pytest.raises(ValueError, match=words):
-            LiGR(SCHEMA, **{"width": 16, "layers": 2, "heads": 2, **options})
+            LiGR(SCHEMA, LiGRConfig(**{"width": 16, "layers": 2, "heads": 2, **options}))
     with pytest.raises(ValueError, match=r"LiGR: every request must have a candidate, got none for request 1"):
         model(batch([1, 2], [1, 0]))
     with pytest.raises(ValueError, match="got none for request 0"):
         model.score(model.encode(made), batch([1, 2], [0, 1]))
     with pytest.raises(ValueError, match=r"LiGR.score: batch must have the cache's 2 requests, got 1"):
         model.score(model.encode(made), batch([1], [1]))
-    with pytest.raises(ValueError, match=r"Cache.append: batch must have the cache's 2 requests, got 1"):
-        model.encode(made).append(batch([1], [1]))
+    with pytest.raises(ValueError, match=r"LiGR.append: batch must have the cache's 2 requests, got 1"):
+        model.append(model.encode(made), batch([1], [1]))
     with pytest.raises(ValueError, match=r"Cache.select: requests must lie in \[0, 2\), got 2"):
         model.encode(made).select([0, 2])
     without = dataclasses.replace(made, context={})
@@ -384,4 +389,4 @@ def test_what_makes_no_model_is_refused():
         model(without)
     items = Schema({"item": "item"}, {"item": SCHEMA.fields["item"]})
     with pytest.raises(ValueError, match="the schema must name labels to score candidates, got none"):
-        LiGR(items, 16, 1, 2)(made)
+        LiGR(items, LiGRConfig(16, 1, 2))(made)

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tigon import rank
 from tigon.kernels import use_backend
 from tigon.kernels.dispatch import meta_as_gpu
-from tigon.rank.compress_tables import compared, sizes
-from tigon.rank.features import aligned, towers
-from tigon.rank.features.cross import CrossLayers
-from tigon.rank.fields import Id, Ids, Number, Text, Time
+from tigon.rank.data.fields import Id, Ids, Number, Text, Time
+from tigon.rank.data.schema import Schema
+from tigon.rank.evaluation.compare import compare_scores
 from tigon.rank.kernels.batch_norm_relu import batch_norm_relu
-from tigon.rank.schema import Schema
+from tigon.rank.models.lirank import padded_linear, towers
+from tigon.rank.models.lirank.cross_layers import CrossLayers
+from tigon.rank.models.lirank.quantize import count_bytes
 
 QR = SCHEMA.replace(
     {"hashed": Id(hash_rows=5, hash="qr", side="row"), "wide": Id(hash_rows=7, dim=4, side="context"), "note": Text()}
@@ -27,7 +28,7 @@ SMALL = {"width": 8, "rank": 4, "layers": 2, "mlp": (6,)}
 
 
 def made(schema=QR, **options):
-    return rank.LiRank(schema, **{**SMALL, **options})
+    return rank.LiRank(schema, rank.LiRankConfig(**{**SMALL, **options}))
 
 
 def drawn(candidates=(3, 1, 4), seed=0, schema=QR):
@@ -47,7 +48,7 @@ def field_of(model, name, value):
             every = [c for side in ("context", "rows", "attention") for c in group.columns[side]]
             for number, column in enumerate(every):
                 if (column.name, column.part) == (name, part):
-                    return group.tables.rows_of(number)[code]
+                    return group.tables.column_weight(number)[code]
         raise AssertionError(name)
 
     if isinstance(field, Number):
@@ -61,7 +62,7 @@ def field_of(model, name, value):
         part = "attention" if field.pool == "attention" else "code"
         rows = [row(part, code) for code in value.tolist()]
         if not rows:
-            return [torch.zeros(field.dim or model.options["width"]).double()]
+            return [torch.zeros(field.dim or model.config.width).double()]
         rows = torch.stack(rows)
         if part == "code":
             return [rows.mean(0)]
@@ -159,7 +160,7 @@ def test_widths_that_are_no_multiple_of_8_get_zeros_where_that_is_faster(gate, n
 
     plain = found()
     counts = []
-    monkeypatch.setattr(aligned, "pays", lambda layer, x: counts.append(layer.out_features) is None)
+    monkeypatch.setattr(padded_linear, "is_padding_faster", lambda layer, x: counts.append(layer.out_features) is None)
     for a, b in zip(plain, found(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
     assert 11 in counts
@@ -177,7 +178,7 @@ def test_hooks_and_adapters_of_hidden_layers_are_called(monkeypatch):
     model.mlp[1].linear.register_forward_hook(lambda layer, args, y: 3 * y)
     changed = model(requests)
     assert not torch.equal(changed["click"], plain["click"])
-    monkeypatch.setattr(aligned, "pays", lambda layer, x: True)
+    monkeypatch.setattr(padded_linear, "is_padding_faster", lambda layer, x: True)
     torch.testing.assert_close(model(requests), changed)
     model.mlp[2].linear.__class__ = Adapter
     twice = model(requests)
@@ -192,7 +193,7 @@ def test_a_relu_that_is_a_products_last_step_is_torchs(padded, monkeypatch, back
     x = torch.randn(40, 13, generator=draw).to(device).requires_grad_()
     layer = torch.nn.Linear(13, 11, device=device)
     dy = torch.randn(40, 11, generator=draw).to(device)
-    monkeypatch.setattr(aligned, "pays", lambda layer, x: padded)
+    monkeypatch.setattr(padded_linear, "is_padding_faster", lambda layer, x: padded)
 
     def found(of):
         y = of(layer, x)
@@ -200,14 +201,14 @@ def test_a_relu_that_is_a_products_last_step_is_torchs(padded, monkeypatch, back
         return y[:, :11], *torch.autograd.grad(y[:, :11], (x, layer.weight, layer.bias), dy)
 
     plain = found(lambda layer, x: F.relu(layer(x)))
-    for a, b in zip(found(aligned.linear_relu), plain, strict=True):
+    for a, b in zip(found(padded_linear.linear_relu), plain, strict=True):
         torch.testing.assert_close(a, b)
     # Of a layer that is frozen, or adapted, as well.
     layer.requires_grad_(False)
-    y = aligned.linear_relu(layer, x)[:, :11]
+    y = padded_linear.linear_relu(layer, x)[:, :11]
     torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], plain[1])
     layer.register_forward_hook(lambda layer, args, y: 2 * y)
-    torch.testing.assert_close(aligned.linear_relu(layer, x)[:, :11], 2 * plain[0])
+    torch.testing.assert_close(padded_linear.linear_relu(layer, x)[:, :11], 2 * plain[0])
 
 
 def test_what_a_hidden_layer_makes_of_a_weight_that_is_not_finite_is_seen(backend, device):
@@ -215,14 +216,14 @@ def test_what_a_hidden_layer_makes_of_a_weight_that_is_not_finite_is_seen(backen
     layer = torch.nn.Linear(4, 3, device=device)
     with torch.no_grad():
         layer.weight[1] = float("nan")
-        y = aligned.linear_relu(layer, torch.ones(5, 4, device=device))
+        y = padded_linear.linear_relu(layer, torch.ones(5, 4, device=device))
     assert y[:, 1].isnan().all()
     assert y[:, [0, 2]].isfinite().all()
 
 
 def test_a_product_of_two_dtypes_is_refused_as_torchs(backend, device):
     with pytest.raises(RuntimeError, match="dtype"):
-        aligned.linear_relu(torch.nn.Linear(4, 3, device=device), torch.ones(5, 4, device=device).bfloat16())
+        padded_linear.linear_relu(torch.nn.Linear(4, 3, device=device), torch.ones(5, 4, device=device).bfloat16())
 
 
 def test_calibration_is_fitted_on_the_logits_that_it_is_applied_to(backend, device):
@@ -230,20 +231,20 @@ def test_calibration_is_fitted_on_the_logits_that_it_is_applied_to(backend, devi
     model, requests = made(calibrate=True, norm="none", gate=False).to(device).eval(), drawn().to(device)
     with torch.autocast(device.type, torch.bfloat16):
         want = model(requests)
-        logits = model.uncalibrated(requests)
+        logits = model.raw_logits(requests)
     assert all(z.dtype == torch.float32 for z in logits.values())
-    for name, z in model.calibrated(logits, None).items():
+    for name, z in model.apply_calibration(logits, None).items():
         assert torch.equal(z, want[name])
 
 
 def test_what_a_subclass_makes_of_hidden_and_logits_counts(backend, device):
     class Twice(rank.LiRank):
-        def hidden(self, batch):
-            return 2 * super().hidden(batch)
+        def compute_hidden(self, batch):
+            return 2 * super().compute_hidden(batch)
 
     torch.manual_seed(0)
-    model, requests = Twice(QR, **SMALL, gate=False, norm="none").to(device), drawn().to(device)
-    got, want = model(requests), model.logits(rank.LiRank.hidden(model, requests) * 2)
+    model, requests = Twice(QR, rank.LiRankConfig(**SMALL, gate=False, norm="none")).to(device), drawn().to(device)
+    got, want = model(requests), model.logits(rank.LiRank.compute_hidden(model, requests) * 2)
     for name, z in want.items():
         torch.testing.assert_close(got[name], z)
 
@@ -283,7 +284,7 @@ def test_heads_read_what_stands_beside_each_other_where_it_is(options, together,
         sum(z.square().sum() for z in logits.values()).backward()
         return *logits.values(), *(p.grad for p in model.parameters() if p.grad is not None)
 
-    plain = found(lambda requests: model.logits(model.hidden(requests)))
+    plain = found(lambda requests: model.logits(model.compute_hidden(requests)))
     assert all(z.dtype == torch.float32 for z in plain[:2])
     for a, b in zip(found(model), plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -306,12 +307,12 @@ def test_heads_read_what_stands_beside_each_other_where_it_is(options, together,
 
 
 def test_zeros_are_put_beside_large_products_of_16_bits_on_a_gpu_alone():
-    assert aligned.is_slow(65_536, 640, 3500)
-    assert aligned.is_slow(65_536, 3500, 3500)
-    assert not aligned.is_slow(65_536, 3504, 3504)
-    assert not aligned.is_slow(256, 3500, 3500)
+    assert padded_linear.is_slow(65_536, 640, 3500)
+    assert padded_linear.is_slow(65_536, 3500, 3500)
+    assert not padded_linear.is_slow(65_536, 3504, 3504)
+    assert not padded_linear.is_slow(256, 3500, 3500)
     layer = torch.nn.Linear(3500, 3500, device="meta")
-    assert not aligned.pays(layer, torch.empty(65_536, 3500, device="meta", dtype=torch.bfloat16))
+    assert not padded_linear.is_padding_faster(layer, torch.empty(65_536, 3500, device="meta", dtype=torch.bfloat16))
 
 
 @pytest.mark.gpu
@@ -324,13 +325,13 @@ def test_on_a_gpu_the_zeros_change_nothing(inputs, outputs):
     def found(of):
         x.grad = layer.weight.grad = layer.bias.grad = None
         with torch.autocast("cuda", torch.bfloat16):
-            assert aligned.pays(layer, x)
+            assert padded_linear.is_padding_faster(layer, x)
             y = of(x)
         y[:, :outputs].float().square().mean().backward()
         assert y[:, outputs:].count_nonzero() == 0
         return y[:, :outputs], x.grad, layer.weight.grad, layer.bias.grad
 
-    for a, b in zip(found(lambda x: aligned.linear(layer, x)), found(layer), strict=True):
+    for a, b in zip(found(lambda x: padded_linear.linear(layer, x)), found(layer), strict=True):
         assert (a - b).norm() < 4e-3 * b.norm()
 
 
@@ -351,10 +352,10 @@ def trained(layers, x, backend):
 @pytest.mark.parametrize("gate", [True, False])
 def test_the_kernels_of_batch_norm_and_gate_are_torchs_layers(gate, padded, rows, device, monkeypatch):
     torch.manual_seed(0)
-    layers = randomly(towers.mlp(6, (11, 5, 16), gate, "batch", 0.0)).float().to(device)
+    layers = randomly(towers.build_mlp(6, (11, 5, 16), gate, "batch", 0.0)).float().to(device)
     x = 3 + torch.randn(rows, 6, device=device)
     expected, calls = trained(layers, x, "torch"), []
-    monkeypatch.setattr(aligned, "pays", lambda layer, x: padded)
+    monkeypatch.setattr(padded_linear, "is_padding_faster", lambda layer, x: padded)
 
     def counted(h, *args, **options):
         calls.append(h.shape[1])
@@ -371,9 +372,9 @@ def test_the_kernels_of_batch_norm_and_gate_are_torchs_layers(gate, padded, rows
 
 def test_hidden_layers_copy_no_activations_and_leave_no_pass_to_torch(monkeypatch):
     """Of three layers with zeros behind their columns: products, one kernel each way, and the sum of two gradients."""
-    monkeypatch.setattr(aligned, "pays", lambda layer, x: True)
-    monkeypatch.setattr(aligned, "_computed_in", lambda x: x.dtype)  # the meta device has no autocast
-    layers = towers.mlp(8, (11, 5, 13), True, "batch", 0.0).to("meta")
+    monkeypatch.setattr(padded_linear, "is_padding_faster", lambda layer, x: True)
+    monkeypatch.setattr(padded_linear, "_computed_in", lambda x: x.dtype)  # the meta device has no autocast
+    layers = towers.build_mlp(8, (11, 5, 13), True, "batch", 0.0).to("meta")
     x = torch.empty(70, 8, device="meta", requires_grad=True)
 
     class Seen(TorchDispatchMode):
@@ -386,7 +387,7 @@ def test_hidden_layers_copy_no_activations_and_leave_no_pass_to_torch(monkeypatc
     names: list[str] = []
     with meta_as_gpu(), Seen():
         for layer in layers:
-            x = layer.padded(x)
+            x = layer.forward_padded(x)
         x.backward(torch.empty_like(x))
     assert set(names) <= {"empty", "new_empty", "empty_like", "addmm", "mm", "add", "detach"}, names
     assert names.count("add") == 3
@@ -448,7 +449,7 @@ def test_kernels_say_what_the_references_say(bits, device):
     with torch.no_grad():
         for p in model.parameters():
             p += 0.3 * torch.randn_like(p)
-    model = (model if bits == 32 else model.compress()).to(device)
+    model = (model if bits == 32 else rank.quantize_tables(model)).to(device)
     requests, found = drawn((2, 1)).to(device), {}
     for backend in ("torch", "triton"):
         model.zero_grad()
@@ -472,7 +473,7 @@ def test_in_narrow_products_and_of_one_row_it_is_finite(norm):
     model(one)["click"].sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     wide = model.eval()(drawn())["click"]
-    for ranker in (model, model.compress()):
+    for ranker in (model, rank.quantize_tables(model)):
         with torch.autocast("cpu", torch.bfloat16):
             z = ranker(drawn())["click"]
         assert z.dtype == torch.float32
@@ -513,7 +514,7 @@ def _items():
 
 
 def _ligr():
-    return rank.LiGR(_items().schema, 8, 1, 2)
+    return rank.LiGR(_items().schema, rank.LiGRConfig(8, 1, 2))
 
 
 def test_data_of_other_codes_are_refused():
@@ -568,19 +569,19 @@ def test_a_saved_ranker_and_its_program_are_the_same(bits, tmp_path):
     with torch.no_grad():
         for p in model.parameters():
             p += 0.2 * torch.randn_like(p)
-    model = model.eval() if bits == 32 else model.compress()
+    model = model.eval() if bits == 32 else rank.quantize_tables(model)
     requests = drawn()
     with torch.no_grad():
         expected = model(requests)
     model.save_pretrained(tmp_path / "run")
     loaded = rank.Ranker.from_pretrained(tmp_path / "run")
     assert type(loaded) is rank.LiRank
-    assert (loaded.config(), loaded.score_weights) == (model.config(), {"click": 0.0, "like": 1.0})
+    assert (loaded.config, loaded.score_weights) == (model.config, {"click": 0.0, "like": 1.0})
     with torch.no_grad():
         assert all(torch.equal(z, expected[label]) for label, z in loaded(requests).items())
     if bits == 32:  # a program of whose ranker `tigon rank export` makes
         return
-    (file,) = loaded.export(tmp_path / "program")
+    (file,) = rank.export(loaded, tmp_path / "program")
     program = torch.export.load(file)
     assert not any("tigon" in str(node.target) for node in program.graph.nodes)
     request = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
@@ -601,32 +602,32 @@ def test_a_saved_ranker_and_its_program_are_the_same(bits, tmp_path):
 def test_tables_of_8_bits_weigh_less_and_score_alike():
     torch.manual_seed(0)
     schema = Schema({"labels": ["click"]}, {"a": Id(hash_rows=500), "b": Id(hash_rows=90, hash="qr"), "c": Number()})
-    model = rank.LiRank(schema, 30, rank=4, mlp=(8,)).eval()
+    model = rank.LiRank(schema, rank.LiRankConfig(30, rank=4, mlp=(8,))).eval()
     with torch.no_grad():
         model.inputs.tables()[0].weight.normal_()
-    small = model.compress()
+    small = rank.quantize_tables(model)
     rows = 501 + 91 + 91
-    assert (sizes(model)["tables"], sizes(small)["tables"]) == (120 * rows, 34 * rows)
-    assert sizes(model)["rest"] == sizes(small)["rest"]
-    assert model.options["bits"] == 32
+    assert (count_bytes(model)["tables"], count_bytes(small)["tables"]) == (120 * rows, 34 * rows)
+    assert count_bytes(model)["rest"] == count_bytes(small)["rest"]
+    assert model.config.bits == 32
     draw = torch.Generator().manual_seed(0)
     data = rank.Impressions.read({
         **{name: torch.randint(9999, (600,), generator=draw).numpy() for name in "ab"},
         "c": torch.randn(600, generator=draw).numpy(), "click": torch.randint(2, (600,), generator=draw).numpy(),
     }, schema=schema)  # fmt: skip
     model.schema = small.schema = data.schema
-    found = compared(model, small, data)
+    found = compare_scores(model, small, data)
     assert 0 < found.mean < found.largest < 0.05
     before, after = found.auc["click"]
     assert before == pytest.approx(after, abs=0.01)
-    with pytest.raises(ValueError, match=r"^LiRank\.compress: tables must be of 32 bits, got those of 8"):
-        small.compress()
+    with pytest.raises(ValueError, match=r"^rank\.quantize_tables: tables must have 32 bits, got tables of 8 bits"):
+        rank.quantize_tables(small)
     with pytest.raises(ValueError, match=r"tables of 8 bits cannot be trained; train first, and compress then"):
         rank.fit(small, data, None, rank.FitOptions(epochs=1))
     with torch.no_grad():
         model.inputs.tables()[0].weight[3] = 1e6
     with pytest.raises(ValueError, match=r"weight must be finite and within ±65504"):
-        model.compress()
+        rank.quantize_tables(model)
 
 
 # ------------------------------------------------------------------------------------------------- what makes no model
@@ -666,6 +667,6 @@ def test_what_makes_no_model_is_refused():
         with pytest.raises(ValueError, match=f"^{words}"):
             Id(**options)
     with pytest.raises(ValueError, match=r"LiGR: hash of an Id must be 'mod', got 'qr', which LiRank reads"):
-        rank.LiGR(QR, 16, 1, 2)
+        rank.LiGR(QR, rank.LiGRConfig(16, 1, 2))
     with pytest.raises(ValueError, match=r"LiGR: the schema must name items, .*, or take LiRank"):
-        rank.LiGR(Schema({"labels": "y"}, {"x": Number()}), 16, 1, 2)
+        rank.LiGR(Schema({"labels": "y"}, {"x": Number()}), rank.LiGRConfig(16, 1, 2))

@@ -168,7 +168,7 @@ def test_what_is_not_defined_is_nan_and_counted():
             found = getattr(metrics, name)(empty, empty, offsets, **options)
             assert math.isnan(found.mean)
             assert (found.left_out, len(found.values)) == (groups, groups)
-            assert metrics.intervals(found, draws=3) == pytest.approx((math.nan, math.nan, 3), nan_ok=True)
+            assert metrics.bootstrap_interval(found, draws=3) == pytest.approx((math.nan, math.nan, 3), nan_ok=True)
 
 
 def test_large_ties_are_exact_enough():
@@ -191,8 +191,8 @@ def test_an_interval_holds_the_mean_as_often_as_it_says():
     held = 0
     for seed in range(200):
         values = torch.rand(100, dtype=torch.float64, generator=draw)
-        found = metrics.Grouped(float(values.mean()), values, torch.ones_like(values), 0)
-        low, high, left_out = metrics.intervals(found, draws=200, level=0.9, seed=seed)
+        found = metrics.GroupMetric(float(values.mean()), values, torch.ones_like(values), 0)
+        low, high, left_out = metrics.bootstrap_interval(found, draws=200, level=0.9, seed=seed)
         held += low <= 0.5 <= high
         assert left_out == 0
     assert abs(held - 180) <= 4 * math.sqrt(200 * 0.9 * 0.1)
@@ -201,12 +201,12 @@ def test_an_interval_holds_the_mean_as_often_as_it_says():
 def test_groups_are_drawn_whole_and_blocks_change_nothing(monkeypatch):
     scores, labels = drawn(2, tied=False)
     found = metrics.recall(scores, labels, OFFSETS, k=2)
-    several = metrics.intervals(found, draws=50)
+    several = metrics.bootstrap_interval(found, draws=50)
     assert several.low < found.mean < several.high
-    assert several == metrics.intervals(found, draws=50)
-    assert several != metrics.intervals(found, draws=50, seed=1)
+    assert several == metrics.bootstrap_interval(found, draws=50)
+    assert several != metrics.bootstrap_interval(found, draws=50, seed=1)
     monkeypatch.setattr(metrics, "DRAWN", 1)
-    assert metrics.intervals(found, draws=50) == pytest.approx(several, rel=1e-14)
+    assert metrics.bootstrap_interval(found, draws=50) == pytest.approx(several, rel=1e-14)
 
     seen = []
 
@@ -214,7 +214,7 @@ def test_groups_are_drawn_whole_and_blocks_change_nothing(monkeypatch):
         seen.append(weights)
         return float(weights.sum())
 
-    metrics.intervals(count, OFFSETS, draws=20)
+    metrics.bootstrap_interval(count, OFFSETS, draws=20)
     for weights in seen:
         times = [weights[a:b].unique().tolist() for a, b in pairwise(OFFSETS.tolist()) if b > a]
         assert all(len(one) == 1 for one in times)
@@ -227,14 +227,16 @@ def test_the_interval_of_a_metric_of_all_rows():
     labels = torch.randint(0, 2, (600,), generator=draw)
     scores = labels + torch.randn(600, generator=draw)
     offsets = torch.arange(0, 601, 6)
-    low, high, left_out = metrics.intervals(lambda w: metrics.auc(scores, labels, weights=w), offsets, draws=100)
+    low, high, left_out = metrics.bootstrap_interval(
+        lambda w: metrics.auc(scores, labels, weights=w), offsets, draws=100
+    )
     assert low < metrics.auc(scores, labels) < high < low + 0.15
     assert left_out == 0
     two = torch.tensor([0, 1, 2])
-    pair = metrics.intervals(lambda w: metrics.auc(two[:2].float(), two[:2], weights=w), two, draws=100)
+    pair = metrics.bootstrap_interval(lambda w: metrics.auc(two[:2].float(), two[:2], weights=w), two, draws=100)
     assert pair[:2] == (1, 1)
     assert 25 < pair.left_out < 75  # one of the two groups alone, half the time
-    nothing = metrics.intervals(lambda w: float(w.mean()), torch.tensor([0]), draws=2)
+    nothing = metrics.bootstrap_interval(lambda w: float(w.mean()), torch.tensor([0]), draws=2)
     assert nothing == pytest.approx((math.nan, math.nan, 2), nan_ok=True)
 
 
@@ -258,10 +260,16 @@ def test_bad_input_gets_a_sentence():
         (lambda: metrics.ndcg(s, y, gain="log"), "ndcg: gain must be one of exponential, linear, got 'log'"),
         (lambda: metrics.ndcg(s, y, k=0), "ndcg: k must be a positive integer, got 0"),
         (lambda: metrics.recall(s, y, k=None), "recall: k must be a positive integer, got None"),
-        (lambda: metrics.intervals(found, off), "intervals: offsets must be given for a function"),
-        (lambda: metrics.intervals(lambda w: 0.0), "intervals: offsets must be given for a function"),
-        (lambda: metrics.intervals(found, level=95), "intervals: level must lie between 0 and 1, got 95"),
-        (lambda: metrics.intervals(found, draws=0), "intervals: draws must be a positive integer, got 0"),
+        (lambda: metrics.bootstrap_interval(found, off), "bootstrap_interval: offsets must be given for a function"),
+        (lambda: metrics.bootstrap_interval(lambda w: 0.0), "bootstrap_interval: offsets must be given for a function"),
+        (
+            lambda: metrics.bootstrap_interval(found, level=95),
+            "bootstrap_interval: level must lie between 0 and 1, got 95",
+        ),
+        (
+            lambda: metrics.bootstrap_interval(found, draws=0),
+            "bootstrap_interval: draws must be a positive integer, got 0",
+        ),
     ]
     for call, said in bad:
         with pytest.raises(ValueError, match=rf"^rank\.metrics\.{said}"):
@@ -276,4 +284,6 @@ def test_metrics_are_computed_on_the_device(device):
         there = getattr(metrics, name)(scores.to(device), labels.to(device), OFFSETS.to(device), **options)
         assert there.values.device.type == device.type
         torch.testing.assert_close(there.values.cpu(), here.values, rtol=1e-13, atol=0, equal_nan=True)
-        assert metrics.intervals(there, draws=20) == pytest.approx(metrics.intervals(here, draws=20), rel=1e-12)
+        assert metrics.bootstrap_interval(there, draws=20) == pytest.approx(
+            metrics.bootstrap_interval(here, draws=20), rel=1e-12
+        )

@@ -10,21 +10,23 @@ import torch
 import torch.nn.functional as F
 from requests_made import ITEMS, SCHEMA, batch, chosen, randomly
 
-from tigon.rank.fields import Id
-from tigon.rank.schema import Schema
-from tigon.rank.sequence.model import LiGR
+from tigon import rank
+from tigon.rank.data.fields import Id
+from tigon.rank.data.schema import Schema
+from tigon.rank.models.ligr.config import LiGRConfig
+from tigon.rank.models.ligr.model import LiGR
 
 HISTORIES = [4, 0, 7, 1]
 NARROW = SCHEMA.replace({"item": Id(hash_rows=ITEMS, side="item", history=True, dim=6)})
 
 
 def ranker(schema=SCHEMA, **options):
-    return randomly(LiGR(schema, 16, 2, 2, **options), std=0.3)
+    return randomly(LiGR(schema, LiGRConfig(16, 2, 2, **options)), std=0.3)
 
 
 def catalogue(model):
     """(codes, 16), each item as wide as the stream."""
-    tokens = model.tokens.of("item")
+    tokens = model.tokens.field_tokens("item")
     return tokens.project(tokens.table)
 
 
@@ -35,13 +37,13 @@ def test_the_loss_is_that_of_every_event_by_what_came_before_it(schema):
     items[[1, 6]] = 0  # unseen items are no targets
     loss = model.next_item_loss(made)
     loss.backward()
-    gradient = model.tokens.of("item").table.grad.clone()
+    gradient = model.tokens.field_tokens("item").table.grad.clone()
     model.zero_grad()
     terms = []
     for r, n in enumerate(HISTORIES):
         for event in range(n):
             before = chosen(made, events=[[*range(event)] if s == r else [] for s in range(4)])
-            x, _, layout = model.histories(before, context=False)
+            x, _, layout = model.encode_histories(before, context=False)
             z = x[layout.cu_suffix[r + 1].long() - 1] @ catalogue(model)[1:].t()
             target = items[int(made.history_offsets[r]) + event]
             if target:
@@ -49,18 +51,18 @@ def test_the_loss_is_that_of_every_event_by_what_came_before_it(schema):
     expected = torch.stack(terms).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     expected.backward()
-    torch.testing.assert_close(gradient, model.tokens.of("item").table.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, model.tokens.field_tokens("item").table.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_recommendations_and_ranks_are_those_of_sorted_scores(seen, monkeypatch):
-    from tigon.rank.sequence import next_item
+    from tigon.rank.models.ligr import next_item
 
     monkeypatch.setattr(next_item, "MOST", 2 * (ITEMS + 1))  # two requests at a time
     model, made = ranker(), batch(HISTORIES, [2, 3, 1, 2])
     with torch.no_grad():
         scores = model.next_item_scores(made)
-        x, _, layout = model.histories(made, context=False)
+        x, _, layout = model.encode_histories(made, context=False)
         expected = x[layout.cu_suffix[1:].long() - 1] @ catalogue(model).t()
         torch.testing.assert_close(scores[:, 1:], expected[:, 1:])
         assert (scores[:, 0] == -torch.inf).all()
@@ -92,12 +94,12 @@ def test_no_event_is_predicted_by_what_its_request_says():
     loss = model.next_item_loss(told)
     assert torch.equal(loss, model.next_item_loss(made))
     loss.backward()
-    assert all(p.grad is None for name in ("query", "at") for p in model.tokens.of(name).parameters())
+    assert all(p.grad is None for name in ("query", "at") for p in model.tokens.field_tokens(name).parameters())
     assert model.tokens.start.grad.norm() > 0
     with torch.no_grad():
         assert torch.equal(model.next_item_scores(told), model.next_item_scores(made))
         # Candidates are shown by the request itself, and read it.
-        told, made = (model.histories(one)[0] for one in (told, made))
+        told, made = (model.encode_histories(one)[0] for one in (told, made))
         assert not torch.allclose(told, made)
 
 
@@ -125,7 +127,7 @@ def test_it_learns_what_comes_next():
     """Items follow each other in a ring: after a few steps the next one is first."""
     torch.manual_seed(0)
     schema = Schema({"item": "item"}, {"item": Id(hash_rows=12, side="item", history=True)})
-    model = LiGR(schema, 32, 2, 2, ages=False)
+    model = LiGR(schema, LiGRConfig(32, 2, 2, ages=False))
     items = (torch.arange(6)[None] + torch.arange(12)[:, None]) % 12 + 1
     made = dataclasses.replace(batch([6] * 12, [1] * 12, schema), history={"item": items.flatten()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -142,7 +144,7 @@ def test_it_learns_what_comes_next():
 def test_what_has_no_next_item_is_refused():
     schema = Schema({"item": "item", "labels": ["click"]}, {"item": Id(hash_rows=9, side="item")})
     with pytest.raises(ValueError, match="the history must have the items' field 'item' to predict"):
-        LiGR(schema, 16, 1, 2).next_item_loss(batch([1], [1], schema))
+        LiGR(schema, LiGRConfig(16, 1, 2)).next_item_loss(batch([1], [1], schema))
     model, made = ranker(), batch([1], [1])
     with pytest.raises(ValueError, match=r"recommend: k must lie in \[1, 30\].*got 31"):
         model.recommend(made, 31)
@@ -182,8 +184,8 @@ def test_exported_programs_give_the_same_logits_without_tigon(tmp_path):
     schema = Schema(
         {"item": "item", "labels": ["click", "like"], "action": ["what"]}, {name: SCHEMA.fields[name] for name in names}
     )
-    model = LiGR(schema, 16, 2, 2)  # one layer of candidates by themselves, and one of a set
-    files = model.export(tmp_path / "programs")
+    model = LiGR(schema, LiGRConfig(16, 2, 2))  # one layer of candidates by themselves, and one of a set
+    files = rank.export(model, tmp_path / "programs")
     assert [path.name for path in files] == ["encode.pt2", "score.pt2"]
     assert model.training
     made = batch([3, 0, 9, 1, 2], [4, 1, 2, 7, 3], schema, seed=5)
@@ -213,5 +215,5 @@ def test_exported_programs_give_the_same_logits_without_tigon(tmp_path):
 
 def test_a_file_is_no_folder_of_programs(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"LiGR.export: folder must be a folder, got the file"):
-        LiGR(SCHEMA, 16, 1, 2).export(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"rank.export: folder must be a folder, got the file"):
+        rank.export(LiGR(SCHEMA, LiGRConfig(16, 1, 2)), tmp_path / "file")

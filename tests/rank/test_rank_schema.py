@@ -6,7 +6,7 @@ import pytest
 
 pa = pytest.importorskip("pyarrow")
 
-from tigon.rank import Id, Ids, Impressions, Number, Roles, Schema, Text, Time  # noqa: E402
+from tigon.rank import Id, Ids, Impressions, Number, Roles, Schema, Text, Time, infer_schema  # noqa: E402
 
 ROWS = {
     "session_id": ["s1", "s1", "s2", "s2", "s3"],
@@ -84,7 +84,7 @@ def test_of_ones_own_events_the_labels_are_actions():
 
 
 def test_many_values_are_hashed_but_not_the_items(monkeypatch):
-    monkeypatch.setattr("tigon.rank.infer.MANY", 2)
+    monkeypatch.setattr("tigon.rank.data.infer.MANY", 2)
     fields = read().schema.fields
     assert fields["item_id"].rows == 4
     assert fields["genres"].rows == 3
@@ -105,8 +105,8 @@ def test_numbers_of_many_values_are_amounts_and_ids_by_name_are_not():
 
 
 def test_a_schema_is_inferred_by_itself():
-    assert Schema.infer(ROWS, history=HISTORY, items=ITEMS, users=USERS) == read().schema
-    assert Schema.infer(ROWS, labels=["click"], request="user_id").roles.request == "user_id"
+    assert infer_schema(ROWS, history=HISTORY, items=ITEMS, users=USERS) == read().schema
+    assert infer_schema(ROWS, labels=["click"], request="user_id").roles.request == "user_id"
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(1), pa.binary_view()], ids=str)
@@ -133,7 +133,7 @@ def test_a_side_follows_from_most_rows():
 
 @pytest.mark.parametrize("index", ["__index_level_0__", "", "Unnamed: 0"])
 def test_an_index_that_pandas_wrote_is_no_feature(index):
-    schema = Schema.infer({index: [10, 11, 12], "age": [1.5, 2.5, 4.5], "click": [0, 1, 0]})
+    schema = infer_schema({index: [10, 11, 12], "age": [1.5, 2.5, 4.5], "click": [0, 1, 0]})
     assert [*schema.fields] == ["age"]
     assert "index that pandas wrote" in schema.left_out[index]
     assert [*Schema({}, {index: Number()}).fields] == [index]  # whoever names it has it

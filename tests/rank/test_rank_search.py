@@ -18,21 +18,22 @@ import optuna  # noqa: E402
 from requests_made import SCHEMA, batch  # noqa: E402
 
 from tigon import rank  # noqa: E402
-from tigon.rank.features.blocks import KINDS, Block, blocks_of, flops  # noqa: E402
-from tigon.rank.searching import evolve, guide  # noqa: E402
-from tigon.rank.searching.evolve import Tried, chosen, distinct, shared, survivors  # noqa: E402
-from tigon.rank.searching.fidelity import Smaller, whole  # noqa: E402
-from tigon.rank.searching.measuring import log_loss  # noqa: E402
-from tigon.rank.searching.processes import is_locked, locked, unlocked  # noqa: E402
-from tigon.rank.searching.space import WIDTHS, Space, depth, graph_of, key, tokens  # noqa: E402
-from tigon.rank.searching.study import Study  # noqa: E402
+from tigon.rank.models.lirank.blocks import count_flops  # noqa: E402
+from tigon.rank.models.lirank.graph import KINDS, Block, parse_blocks  # noqa: E402
+from tigon.rank.search import evolution, guide  # noqa: E402
+from tigon.rank.search.evolution import choose_graph, select_distinct, select_survivors, shared_fraction  # noqa: E402
+from tigon.rank.search.fidelity import ReducedData, reduce_vocabularies  # noqa: E402
+from tigon.rank.search.measures import log_loss  # noqa: E402
+from tigon.rank.search.space import WIDTHS, Space, depth, graph_from_tokens, graph_key, graph_tokens  # noqa: E402
+from tigon.rank.search.study import Study, is_locked, release  # noqa: E402
+from tigon.rank.search.trial import Trial  # noqa: E402
 
 SPACE = Space()
 
 
 def drawn_graphs(n, space=SPACE, seed=0):
     random = Random(seed)
-    return [space.drawn(random) for _ in range(n)]
+    return [space.draw(random) for _ in range(n)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the space
@@ -40,10 +41,10 @@ def drawn_graphs(n, space=SPACE, seed=0):
 
 def test_random_graphs_are_of_every_kind_and_size():
     graphs = drawn_graphs(300)
-    assert all(SPACE.allows(graph) and blocks_of(graph) == graph for graph in graphs)
+    assert all(SPACE.allows(graph) and parse_blocks(graph) == graph for graph in graphs)
     assert {len(graph) for graph in graphs} == set(range(1, 8))
     assert {(b.kind, b.width) for graph in graphs for b in graph} == {(k, w) for k in KINDS for w in WIDTHS[k]}
-    assert len({key(graph) for graph in graphs}) > 280
+    assert len({graph_key(graph) for graph in graphs}) > 280
     small = Space(("mlp", "fm"), 2, vectors=1)
     for graph in drawn_graphs(50, small):
         assert len(graph) <= 2
@@ -54,9 +55,9 @@ def test_a_mutant_differs_in_one_token():
     random = Random(1)
     ways = set()
     for graph in drawn_graphs(150, seed=2):
-        found = SPACE.mutant(graph, random)
+        found = SPACE.mutate(graph, random)
         assert SPACE.allows(found)
-        assert key(found) != key(graph) or found != graph
+        assert graph_key(found) != graph_key(graph) or found != graph
         if len(found) != len(graph):
             ways.add(len(found) - len(graph))
             if len(found) > len(graph):
@@ -75,7 +76,7 @@ def test_what_read_a_block_that_goes_reads_what_it_read():
     graph = (Block("mlp", 32, (0,)), Block("cross", 8, (1,)), Block("dot", 16, (0, 2)))
     gone = set()
     for seed in range(200):
-        found = SPACE.mutant(graph, Random(seed))
+        found = SPACE.mutate(graph, Random(seed))
         if len(found) == 2:
             gone.add(found)
     assert gone == {
@@ -87,14 +88,14 @@ def test_what_read_a_block_that_goes_reads_what_it_read():
 
 def test_tokens_are_a_graph_and_its_key_has_no_order():
     for graph in drawn_graphs(50):
-        assert graph_of(tokens(graph)) == graph
+        assert graph_from_tokens(graph_tokens(graph)) == graph
     a, b = Block("mlp", 32, (0,)), Block("cross", 8, (0,))
     first = (a, b, Block("gate", 8, (1,)))
     second = (b, a, Block("gate", 8, (2,)))
     other = (b, a, Block("gate", 8, (1,)))
-    assert key(first) == key(second) != key(other)
+    assert graph_key(first) == graph_key(second) != graph_key(other)
     assert (depth(first), depth((a,))) == (2, 1)
-    assert tokens((a, Block("gate", 16, (0, 1)))) == {
+    assert graph_tokens((a, Block("gate", 16, (0, 1)))) == {
         "blocks": 2, "1 kind": "mlp", "1 level": 0, "1 inputs": 1, "2 kind": "gate", "2 level": 1, "2 inputs": 3
     }  # fmt: skip
 
@@ -109,7 +110,7 @@ def test_tokens_are_a_graph_and_its_key_has_no_order():
     ],
 )
 def test_a_space_without_a_path_is_refused(options, sentence):
-    with pytest.raises(ValueError, match=rf"^rank\.search: .*{sentence}"):
+    with pytest.raises(ValueError, match=rf"^rank\.search_blocks: .*{sentence}"):
         Space(**options)
 
 
@@ -118,14 +119,14 @@ def test_a_space_without_a_path_is_refused(options, sentence):
 
 def test_survivors_are_young_and_good_and_cheap():
     graphs = drawn_graphs(70, seed=3)
-    tried = [Tried(n, graph, 0.5 + 0.001 * n, 10_000 - n) for n, graph in enumerate(graphs)]
-    found = survivors(tried)
+    tried = [Trial(n, graph, 0.5 + 0.001 * n, 10_000 - n) for n, graph in enumerate(graphs)]
+    found = select_survivors(tried)
     assert [one.number for one in found] == list(range(20, 40))  # 0 to 19 are too old
     # A tenth of the rank by FLOPs: 11 places there are worth more than one place by loss.
-    assert evolve.ranks([0.3, 0.1, 0.3, 0.2]) == [2, 0, 2, 1]
+    assert evolution.dense_ranks([0.3, 0.1, 0.3, 0.2]) == [2, 0, 2, 1]
     costs = [300, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130]
-    close = [Tried(n, graphs[n], 0.1 * n, costs[n]) for n in range(13)]
-    assert [one.number for one in survivors(close)][:2] == [1, 0]
+    close = [Trial(n, graphs[n], 0.1 * n, costs[n]) for n in range(13)]
+    assert [one.number for one in select_survivors(close)][:2] == [1, 0]
 
 
 def test_the_best_that_are_fitted_are_no_mutants_of_one_another():
@@ -134,13 +135,13 @@ def test_the_best_that_are_fitted_are_no_mutants_of_one_another():
 
     a, b, c, d = ("mlp", 32), ("mlp", 64), ("cross", 8), ("gate", 8)
     graphs = [graph(a, b, c), graph(a, b, d), graph(b, b, c, d), graph(a, d), graph(c)]
-    assert shared(graphs[0], graphs[1]) == pytest.approx(2 / 3)
-    assert shared(graphs[0], graphs[2]) == pytest.approx(4 / 7)  # b, which the first has once, counts once
-    assert shared(graphs[0], graphs[0]) == 1
-    tried = [Tried(9 - n, one, 0.1 + n, 1) for n, one in enumerate(graphs)]
+    assert shared_fraction(graphs[0], graphs[1]) == pytest.approx(2 / 3)
+    assert shared_fraction(graphs[0], graphs[2]) == pytest.approx(4 / 7)  # b, which the first has once, counts once
+    assert shared_fraction(graphs[0], graphs[0]) == 1
+    tried = [Trial(9 - n, one, 0.1 + n, 1) for n, one in enumerate(graphs)]
 
     def numbers(most, of=tried):
-        return [one.number for one in distinct(of, most)]
+        return [one.number for one in select_distinct(of, most)]
 
     # Of the second and third more than half is the first's; of the fourth two of five, of the fifth one of two.
     assert numbers(3) == [9, 6, 5]
@@ -154,23 +155,25 @@ def test_the_best_that_are_fitted_are_no_mutants_of_one_another():
 
 def test_the_first_are_random_and_then_the_guide_is_followed(monkeypatch):
     graphs = drawn_graphs(20, seed=4)
-    tried = [Tried(n, graph, 1.0 + n, 1) for n, graph in enumerate(graphs)]
-    seen = {key(graph) for graph in graphs}
+    tried = [Trial(n, graph, 1.0 + n, 1) for n, graph in enumerate(graphs)]
+    seen = {graph_key(graph) for graph in graphs}
     for sampler in ("random", "evolution"):
-        assert chosen(SPACE, sampler, tried[:19], seen, 0, 19) == chosen(SPACE, "random", tried[:19], seen, 0, 19)
+        assert choose_graph(SPACE, sampler, tried[:19], seen, 0, 19) == choose_graph(
+            SPACE, "random", tried[:19], seen, 0, 19
+        )
     offered = []
 
-    def picked(tried, mutants, seed):
+    def pick_graph(tried, mutants, seed):
         offered[:] = mutants
         return mutants[7]
 
-    monkeypatch.setattr(evolve, "picked", picked)
-    found = chosen(SPACE, "evolution", tried, seen, 0, 20)
+    monkeypatch.setattr(evolution, "pick_graph", pick_graph)
+    found = choose_graph(SPACE, "evolution", tried, seen, 0, 20)
     assert found == offered[7]
-    assert len(offered) == len({key(one) for one in offered}) > 50
-    assert not seen & {key(one) for one in offered}
-    again = chosen(SPACE, "evolution", tried, seen, 0, 20)
-    assert again == found != chosen(SPACE, "evolution", tried, seen, 1, 20)
+    assert len(offered) == len({graph_key(one) for one in offered}) > 50
+    assert not seen & {graph_key(one) for one in offered}
+    again = choose_graph(SPACE, "evolution", tried, seen, 0, 20)
+    assert again == found != choose_graph(SPACE, "evolution", tried, seen, 1, 20)
 
 
 def test_the_guide_learns_what_makes_a_graph_good():
@@ -180,10 +183,10 @@ def test_the_guide_learns_what_makes_a_graph_good():
         return -sum(block.kind == "cross" for block in graph)
 
     graphs = drawn_graphs(140, seed=5)
-    tried = [Tried(n, graph, loss(graph), 1) for n, graph in enumerate(graphs[:100])]
-    found = guide.picked(tried, graphs[100:], 0)
+    tried = [Trial(n, graph, loss(graph), 1) for n, graph in enumerate(graphs[:100])]
+    found = guide.pick_graph(tried, graphs[100:], 0)
     assert loss(found) <= sorted(map(loss, graphs[100:]))[3]
-    assert guide.picked(tried, graphs[100:], 0) == found
+    assert guide.pick_graph(tried, graphs[100:], 0) == found
     assert guide.grades([0.5, 0.1, 0.9, 0.2]).tolist() == [2, 7, 0, 5]
 
 
@@ -205,7 +208,7 @@ class Ten:
 
 def test_a_share_is_drawn_and_codes_are_folded():
     data = Ten()
-    small = Smaller(data, 0.25, 4)
+    small = ReducedData(data, 0.25, 4)
     drawn = list(small.batches(requests=1))
     assert (len(small), len(drawn), len(list(small.batches(requests=1, skip=2)))) == (3, 3, 1)
     assert {name: field.rows for name, field in small.schema.fields.items() if name in small.sizes} == {
@@ -217,9 +220,9 @@ def test_a_share_is_drawn_and_codes_are_folded():
         assert torch.equal(one.items["genres"].offsets, full.items["genres"].offsets)
         assert one.items["genres"].values.le(4).all()
         assert torch.equal(one.items["position"].isnan(), full.items["position"].isnan())
-    ranker = rank.LiRank(small.schema, 4, blocks=[Block("dot", 3, (0,))])
+    ranker = rank.LiRank(small.schema, rank.LiRankConfig(4, blocks=[Block("dot", 3, (0,))]))
     assert set(ranker(drawn[0])) == {"click", "like"}
-    assert whole(data, None).schema is SCHEMA
+    assert reduce_vocabularies(data, None).schema is SCHEMA
 
 
 # ------------------------------------------------------------------------------------------------------------ a search
@@ -250,34 +253,34 @@ def options(trials, **more):
 def whole_search(parts, tmp_path_factory):
     """One of 22 trials: the last two are not random."""
     folder = tmp_path_factory.mktemp("studies") / "whole"
-    return folder, rank.search(*parts, options(22), folder=folder, test=parts[1])
+    return folder, rank.search_blocks(*parts, options(22), folder=folder, test=parts[1])
 
 
 def losses(found):
-    return [(one.number, key(one.graph), one.loss) for one in found.trials]
+    return [(one.number, graph_key(one.graph), one.loss) for one in found.trials]
 
 
 def test_a_search_finds_and_fits(whole_search, parts):
     folder, found = whole_search
     assert [one.number for one in found.trials] == list(range(22))
-    assert len({key(one.graph) for one in found.trials}) == 22
+    assert len({graph_key(one.graph) for one in found.trials}) == 22
     assert (found.failed, found.stopped) == (0, False)
     assert found.best.loss == min(one.loss for one in found.trials)
-    assert {one.number for one in found.refitted} == {one.number for one in distinct(found.trials, 2)}
-    assert found.best.number in {one.number for one in found.refitted}
-    first = found.refitted[0]
-    assert first.validation["log_loss"] <= found.refitted[1].validation["log_loss"]
+    assert {one.number for one in found.refits} == {one.number for one in select_distinct(found.trials, 2)}
+    assert found.best.number in {one.number for one in found.refits}
+    first = found.refits[0]
+    assert first.validation["log_loss"] <= found.refits[1].validation["log_loss"]
     assert first.test == first.validation  # the same table
     ranker = rank.Ranker.from_pretrained(first.folder)
     assert log_loss(ranker, parts[1], FIT) == pytest.approx(first.validation["log_loss"], rel=1e-6)
-    assert flops(ranker) == first.flops
-    assert blocks_of(json.loads((folder / "blocks.json").read_text())) == first.graph
+    assert count_flops(ranker) == first.flops
+    assert parse_blocks(json.loads((folder / "blocks.json").read_text())) == first.graph
     # What Optuna, and so its dashboard, sees of it.
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "journal.log")))
     (name,) = optuna.get_all_study_names(storage)
     study = optuna.load_study(study_name=name, storage=storage)
     assert study.best_value == found.best.loss
-    assert graph_of(study.best_trial.params) == found.best.graph
+    assert graph_from_tokens(study.best_trial.params) == found.best.graph
     assert list((folder / "processes").iterdir()) == []
 
 
@@ -288,8 +291,8 @@ def test_a_trial_is_a_fit_on_the_share(whole_search, parts):
     _, found = whole_search
     train, val = parts
     torch.manual_seed(0)
-    ranker = rank.LiRank(train.schema, blocks=found.trials[1].graph, **MODEL)
-    rank.fit(ranker, Smaller(train, 0.5, None), None, dataclasses.replace(FIT, epochs=1))
+    ranker = rank.LiRank(train.schema, rank.LiRankConfig(blocks=found.trials[1].graph, **MODEL))
+    rank.fit(ranker, ReducedData(train, 0.5, None), None, dataclasses.replace(FIT, epochs=1))
     assert log_loss(ranker, val, FIT) == pytest.approx(found.trials[1].loss, rel=1e-6)
 
 
@@ -299,12 +302,12 @@ def test_a_search_that_was_stopped_or_killed_goes_on(whole_search, parts, tmp_pa
 
     def after(progress):
         steps.append(progress)
-        return progress.trials == 20 and progress.found is None  # in the midst of the next one
+        return progress.trials == 20 and progress.result is None  # in the midst of the next one
 
-    first = rank.search(*parts, options(22), folder=tmp_path, after=after)
-    assert (first.stopped, len(first.trials), first.refitted) == (True, 20, [])
+    first = rank.search_blocks(*parts, options(22), folder=tmp_path, after=after)
+    assert (first.stopped, len(first.trials), first.refits) == (True, 20, [])
     assert steps[-1].best == first.best
-    assert any(step.found == first.trials[3] for step in steps)
+    assert any(step.result == first.trials[3] for step in steps)
     # As a process leaves it that is killed: a trial at work, and half a line.
     journal = tmp_path / "journal.log"
     study = Study(tmp_path, json.loads(about(journal)), SPACE, "evolution", 0, {})
@@ -312,15 +315,15 @@ def test_a_search_that_was_stopped_or_killed_goes_on(whole_search, parts, tmp_pa
     study.close()
     with open(journal, "ab") as file:
         file.write(b'{"op_code": 5, "worker')
-    found = rank.search(*parts, options(22), folder=tmp_path, test=parts[1])
-    assert [key(one.graph) for one in found.trials[:20]] == [key(one.graph) for one in want.trials[:20]]
+    found = rank.search_blocks(*parts, options(22), folder=tmp_path, test=parts[1])
+    assert [graph_key(one.graph) for one in found.trials[:20]] == [graph_key(one.graph) for one in want.trials[:20]]
     assert len(found.trials) == 22
     assert [one.number for one in found.trials[20:]] == [22, 23]  # 20 was stopped, 21 killed
     assert not any(line.startswith(b'{"op_code": 5, "worker') for line in journal.read_bytes().splitlines())
     # Nothing is left to do: what was fitted stays, and is not fitted again.
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("refits/*/*")}
-    again = rank.search(*parts, options(22), folder=tmp_path, test=parts[1])
-    assert again.refitted == found.refitted
+    again = rank.search_blocks(*parts, options(22), folder=tmp_path, test=parts[1])
+    assert again.refits == found.refits
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("refits/*/*")} == kept
     assert losses(again) == losses(found)
 
@@ -348,7 +351,7 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts):
         ),
     ):
         with pytest.raises(ValueError, match=sentence):
-            rank.search(*arguments, folder=folder)
+            rank.search_blocks(*arguments, folder=folder)
 
 
 def test_a_study_of_an_earlier_version_has_todays_defaults_of_what_it_did_not_know(whole_search, parts, tmp_path):
@@ -363,14 +366,14 @@ def test_a_study_of_an_earlier_version_has_todays_defaults_of_what_it_did_not_kn
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "schedule" not in about(journal)
     assert "sampler" not in about(journal)
-    assert losses(rank.search(*parts, options(22), folder=tmp_path / "study")) == losses(found)
+    assert losses(rank.search_blocks(*parts, options(22), folder=tmp_path / "study")) == losses(found)
     plateau = dataclasses.replace(FIT, schedule="plateau")
     with pytest.raises(ValueError, match="begun with fit schedule=cosine, and now there is schedule=plateau"):
-        rank.search(*parts, options(22, fit=plateau), folder=tmp_path / "study")
+        rank.search_blocks(*parts, options(22, fit=plateau), folder=tmp_path / "study")
 
 
 def test_a_loss_that_is_not_finite_fails_its_trial_alone(parts, tmp_path, monkeypatch):
-    from tigon.rank.searching import search as module
+    from tigon.rank.search import search as module
 
     real = module.log_loss
     calls = []
@@ -380,33 +383,33 @@ def test_a_loss_that_is_not_finite_fails_its_trial_alone(parts, tmp_path, monkey
         return math.nan if len(calls) == 2 else real(*arguments)
 
     monkeypatch.setattr(module, "log_loss", sometimes)
-    found = rank.search(*parts, options(3, sampler="random"), folder=tmp_path)
+    found = rank.search_blocks(*parts, options(3, sampler="random"), folder=tmp_path)
     assert ([one.number for one in found.trials], found.failed) == ([0, 2], 1)
     monkeypatch.setattr(module, "log_loss", lambda *_: math.nan)
     with pytest.raises(FloatingPointError, match="no trial had a finite loss; a lower lr"):
-        rank.search(*parts, options(1), folder=tmp_path / "none")
+        rank.search_blocks(*parts, options(1), folder=tmp_path / "none")
 
 
 def test_processes_share_the_trials_of_a_study(tmp_path):
     one, two = (Study(tmp_path, {"of": 1}, SPACE, "random", 0, {}) for _ in range(2))
     first, second = one.ask(3), two.ask(3)
     assert first[1] != second[1]
-    assert (one.others(), len(one.counted())) == (2, 2)
+    assert (one.count_running(), len(one.counting_trials())) == (2, 2)
     third = one.ask(3)
     assert two.ask(3) is None
     two.close()  # with its trial at work: another takes its place
     three = Study(tmp_path, {"of": 1}, SPACE, "random", 0, {})
-    assert len(three.counted()) == 2
+    assert len(three.counting_trials()) == 2
     assert three.ask(3)[0].number == 3
     for trial, graph in (first, third):
         one.tell(trial, 0.5, 10, graph)
-    assert [one.number for one in three.tried()] == [0, 2]
+    assert [one.number for one in three.finished_trials()] == [0, 2]
     handle = one.claim()
     assert three.claim() is None
-    one.release(handle)
+    release(handle)
     again = three.claim()
     assert again is not None
-    three.release(again)
+    release(again)
     for study in (one, three):
         study.close()
 
@@ -414,7 +417,7 @@ def test_processes_share_the_trials_of_a_study(tmp_path):
 def test_a_lock_ends_with_its_process(tmp_path):
     file = tmp_path / "alive"
     code = (
-        "import sys, pathlib; from tigon.rank.searching.processes import locked; locked(pathlib.Path(sys.argv[1])); "
+        "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); "
         "print('there', flush=True); input()"
     )
     process = subprocess.Popen(
@@ -422,13 +425,11 @@ def test_a_lock_ends_with_its_process(tmp_path):
     )  # fmt: skip
     assert process.stdout.readline() == b"there\n"
     assert is_locked(file)
-    assert locked(file) is None
     process.kill()
     process.communicate()
     assert file.exists()
     assert not is_locked(file)
     assert not file.exists()
-    unlocked(locked(file), file)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +445,7 @@ def test_a_lock_ends_with_its_process(tmp_path):
     ],
 )
 def test_options_out_of_range_are_refused(changes, sentence):
-    with pytest.raises(ValueError, match=rf"^rank\.search: {sentence}"):
+    with pytest.raises(ValueError, match=rf"^rank\.search_blocks: {sentence}"):
         rank.SearchOptions(**changes)
 
 
@@ -453,5 +454,7 @@ def test_what_is_missing_is_named(parts, tmp_path, monkeypatch):
 
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else found(name))
-    with pytest.raises(ImportError, match=r"^rank\.search needs optuna: pip install '\.\[search\]' in a checkout"):
-        rank.search(*parts, folder=tmp_path)
+    with pytest.raises(
+        ImportError, match=r"^rank\.search_blocks needs optuna: pip install '\.\[search\]' in a checkout"
+    ):
+        rank.search_blocks(*parts, folder=tmp_path)

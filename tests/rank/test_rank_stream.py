@@ -12,8 +12,8 @@ pytest.importorskip("accelerate")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tigon import rank  # noqa: E402
-from tigon.rank.held import Held  # noqa: E402
-from tigon.rank.stream import MIB, size_of  # noqa: E402
+from tigon.rank.data.in_memory import InMemoryImpressions  # noqa: E402
+from tigon.rank.data.stream import MIB, count_bytes  # noqa: E402
 
 ROLES = {"request": "request", "user": "user", "item": "item", "time": "time", "labels": ["click"]}
 
@@ -119,14 +119,14 @@ def test_an_order_is_drawn_among_row_groups_and_can_be_gone_on_with(both):
 def test_what_is_in_memory_keeps_to_its_budget(both, monkeypatch):
     """Of tensors, by the garbage collector, at every batch; and row groups that are skipped are not read."""
     whole, stream = both
-    budget, table = stream.mebibytes * MIB, size_of(whole._held)
+    budget, table = stream.mebibytes * MIB, count_bytes(whole._memory)
     assert table > 2 * budget
     gc.collect()
-    before = {id(one) for one in gc.get_objects() if isinstance(one, Held)}
+    before = {id(one) for one in gc.get_objects() if isinstance(one, InMemoryImpressions)}
     most = 0
     for _ in stream.batches(requests=50, shuffle=torch.Generator().manual_seed(0)):
-        alive = (one for one in gc.get_objects() if isinstance(one, Held) and id(one) not in before)
-        most = max(most, sum(map(size_of, alive)))
+        alive = (one for one in gc.get_objects() if isinstance(one, InMemoryImpressions) and id(one) not in before)
+        most = max(most, sum(map(count_bytes, alive)))
     assert 0 < most <= budget
     assert 0 < stream.most <= budget
     loads = []
@@ -159,12 +159,12 @@ def test_a_fit_goes_on_to_the_same_bits(both):
     states = {}
 
     def keep(progress):
-        if progress.found is None:
+        if progress.evaluation is None:
             states[progress.step] = copy.deepcopy(progress.state())
 
     def made():
         torch.manual_seed(0)
-        return rank.LiGR(train.schema, 16, 1, 2, setwise_layers=0)
+        return rank.LiGR(train.schema, rank.LiGRConfig(16, 1, 2, setwise_layers=0))
 
     ranker, again = made(), made()
     fitted = rank.fit(ranker, train, held, options, after=keep)
@@ -190,8 +190,8 @@ def test_rows_of_features_alone_are_streamed(tmp_path):
     assert torch.equal(torch.cat([batch.rows for batch in found]), expected.rows)
     for name in ("color", "size"):
         assert torch.equal(torch.cat([batch.items[name] for batch in found]), expected.items[name])
-    assert size_of(whole._held) > 119 * len(rows["said"][0])
-    ranker = rank.LiRank(stream.schema, 4, layers=1, rank=4, mlp=(8,))
+    assert count_bytes(whole._memory) > 119 * len(rows["said"][0])
+    ranker = rank.LiRank(stream.schema, rank.LiRankConfig(4, layers=1, rank=4, mlp=(8,)))
     fitted = rank.fit(ranker, stream, options=rank.FitOptions(epochs=1, batch_size=40))
     assert fitted.steps == sum(1 for _ in stream.batches(requests=40))
 

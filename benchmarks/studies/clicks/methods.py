@@ -84,8 +84,9 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
     """`rank.LiRank` by `rank.fit`. Its isotonic layer rests in training, and is fitted on the validation at the end."""
     torch.manual_seed(seed)
     ranker = rank.LiRank(
-        data.schema, fit.width, setting["cross"], fit.layers, None if setting.get("full") else fit.rank, fit.mlp,
-        setting["gate"], setting["dropout"], True,
+        data.schema,
+        rank.LiRankConfig(fit.width, setting["cross"], fit.layers, None if setting.get("full") else fit.rank, fit.mlp,
+        setting["gate"], setting["dropout"], True),
     ).to(device)  # fmt: skip
     assert ranker.isotonic is not None
     ranker.isotonic.requires_grad_(False)
@@ -96,18 +97,18 @@ def lirank(data: Clicks, seed: int, setting: Setting, fit: Fit, device: torch.de
         precision="fp32", seed=seed,
     )  # fmt: skip
     fitted = rank.fit(ranker, train, validation, options)
-    drawing = rank.Drawing(8192, precision="fp32")
+    batch_options = rank.BatchOptions(8192, precision="fp32")
 
     def chances(of: Any, rows: Rows) -> Floats:
-        return of_logits(rank.score(of, rows, drawing).logits[LABEL])
+        return of_logits(rank.score(of, rows, batch_options).logits[LABEL])
 
     found = chances(ranker, validation), chances(ranker, test)
     steps = -(-len(train) // fit.batch_size)
     label = test.labels.double().cpu().numpy()
     more = [("int8", "fp32", metrics.measure_all(found[1], label) | {"bytes": table_bytes(ranker)})]
-    small = ranker.compress()
+    small = rank.quantize_tables(ranker)
     more.append(("int8", "int8", metrics.measure_all(chances(small, test), label) | {"bytes": table_bytes(small)}))
-    ranker.calibrate(validation, drawing)
+    rank.calibrate(ranker, validation, batch_options)
     more += calibration.rows(*found, validation.labels, label, chances(ranker, test))
     parameters = sum(p.numel() for p in ranker.parameters() if p.requires_grad)
     return Scored(*found, fitted.steps / steps, fitted.best / steps, parameters, more)

@@ -23,7 +23,7 @@ from studies.clicks.data import LABEL, TRAIN, Clicks, Rows
 from studies.clicks.methods import columns, fuxictr_model
 from tigon import rank
 from tigon.kernels import cdiv
-from tigon.rank.optimizing import groups
+from tigon.rank.training.optimizers import parameter_groups
 from tigon.training import RowAdagrad
 
 
@@ -166,8 +166,9 @@ def table(sizes: Sizes, batches: int) -> Clicks:
 def build(sizes: Sizes, rows: Rows, device: torch.device) -> rank.LiRank:
     torch.manual_seed(0)
     return rank.LiRank(
-        rows.schema, sizes.width, "residual" if sizes.attention else "dcn", sizes.layers, sizes.rank, sizes.mlp,
-        sizes.gated, norm="batch" if sizes.gated else "none",
+        rows.schema,
+        rank.LiRankConfig(sizes.width, "residual" if sizes.attention else "dcn", sizes.layers, sizes.rank, sizes.mlp,
+        sizes.gated, norm="batch" if sizes.gated else "none"),
     ).to(device)  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def lirank_step(
     own = {id(p) for p in tables}
     others = [p for p in ranker.parameters() if id(p) not in own]
     cuda = device.type == "cuda"
-    grouped = groups(ranker, 0.01, own)
+    grouped = parameter_groups(ranker, 0.01, own)
     optimizers = torch.optim.AdamW(grouped, lr=share * 1e-3, fused=cuda), RowAdagrad(tables, lr=share * 0.02)
 
     def step() -> Tensor:

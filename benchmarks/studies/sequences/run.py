@@ -171,7 +171,8 @@ class LiGRSide(Side):
             fields["stars"] = rank.Id(hash_rows=5, side="action")
             roles["action"] = ["stars"]
         self.ranker = rank.LiGR(
-            rank.Schema(roles, fields), width, layers, heads, setwise_layers=0, dropout=dropout, ages=times, **options
+            rank.Schema(roles, fields),
+            rank.LiGRConfig(width, layers, heads, setwise_layers=0, dropout=dropout, ages=times, **options),
         )
         self.times, self.stars = times, stars
 
@@ -190,12 +191,12 @@ class LiGRSide(Side):
         return self.ranker.next_item_loss(self.batch(slices(self.data, users, 2, LONGEST + 1)))
 
     def hidden(self, users: Tensor, left_out: int) -> Tensor:
-        x, _, layout = self.ranker.histories(self.batch(slices(self.data, users, left_out, LONGEST)))
+        x, _, layout = self.ranker.encode_histories(self.batch(slices(self.data, users, left_out, LONGEST)))
         return x[layout.cu_suffix[1:].long() - 1]
 
     @property
     def table(self) -> Tensor:
-        return self.ranker.tokens.of("item").table
+        return self.ranker.tokens.field_tokens("item").table
 
 
 class SASRecLayer(nn.Module):
@@ -429,11 +430,11 @@ def padded_logits(ranker: rank.LiGR, batch: rank.Batch, layout: tigon.PrefixLayo
 
     The same weights, the same logits; tokens are those of the ranker. bf16 and shapes that a user of torch would have.
     """
-    from tigon.rank.sequence.tokens import events_of
+    from tigon.rank.models.ligr.tokens import event_tokens
 
     device = layout.device
     offsets = layout.cu_prefix.long() - torch.arange(layout.requests + 1, device=device)
-    history, newest = events_of(ranker.tokens, batch, offsets)
+    history, newest = event_tokens(ranker.tokens, batch, offsets)
     candidates = ranker.tokens.candidates(batch.items, newest[layout.request])
     prefix = torch.tensor(layout.prefix_lengths, device=device)
     count = torch.tensor([len(s) for s in layout.suffix_lengths], device=device)
@@ -445,7 +446,7 @@ def padded_logits(ranker: rank.LiGR, batch: rank.Batch, layout: tigon.PrefixLayo
     x[:, :P][there_p] = history
     x[:, P:][there_c] = candidates
     position = torch.cat((row_p.expand(R, P), prefix[:, None].expand(R, C)), 1)
-    cos, sin = (t.unsqueeze(2) for t in ranker.angles(position, torch.get_autocast_dtype(device.type)
+    cos, sin = (t.unsqueeze(2) for t in ranker.rotary_angles(position, torch.get_autocast_dtype(device.type)
                 if torch.is_autocast_enabled(device.type) else x.dtype))  # fmt: skip
     causal = (row_p[:, None] >= row_p).expand(R, P, P)
     reads = there_p[:, None].expand(R, C, P)
@@ -521,7 +522,7 @@ def cost(device: torch.device) -> Iterator[Row]:
     )
     cuda = device.type == "cuda"
     torch.manual_seed(0)
-    ranker = rank.LiGR(schema, width, layers, heads).to(device).eval()
+    ranker = rank.LiGR(schema, rank.LiGRConfig(width, layers, heads)).to(device).eval()
     with torch.no_grad():  # so that every part moves the logits
         for p in ranker.parameters():
             if p.dim() > 1:

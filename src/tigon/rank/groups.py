@@ -1,4 +1,4 @@
-"""Rows in ragged groups: what losses and metrics check alike, and what both compute of groups.
+"""Rows in ragged groups: the checks and the sums that losses and metrics share.
 
 Group g is the rows offsets[g] to offsets[g + 1] − 1. Sums go by segments, without atomics: the same bits on every run.
 """
@@ -57,8 +57,10 @@ class Groups(NamedTuple):
         return torch.arange(1, len(self.row) + 1, device=self.row.device) - self.offsets[self.row]
 
 
-def grouped(name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, weights: Tensor | None = None) -> Groups:
-    """Check what stands beside scores, and find the group of each row.
+def check_groups(
+    name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, weights: Tensor | None = None
+) -> Groups:
+    """Check labels, offsets and weights against scores, and find the group of each row.
 
     Raises: ValueError for shapes, dtypes and devices that do not fit; for values of offsets where they can be looked at
     without waiting.

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from tigon.kernels import is_concrete
 from tigon.ops.cross_entropy import REDUCTIONS, Reduction
 from tigon.ops.targets import CHECKS
-from tigon.rank.groups import Groups, discounts, grouped
+from tigon.rank.groups import Groups, check_groups, discounts
 
 __all__ = ["approx_ndcg", "bce", "lambda_loss", "pairwise", "softmax"]
 
@@ -60,10 +60,10 @@ def bce(
     Returns: 0-d or (n,), in fp32 (fp64 for fp64 scores). 0 for no rows.
     Raises: ValueError for shapes, dtypes and devices that do not fit; on the CPU for labels outside 0 to 1.
     """
-    s, y, w, _ = _taken("rank.losses.bce", scores, labels, offsets, weights, reduction, most=1.0)
+    s, y, w, _ = _check_inputs("rank.losses.bce", scores, labels, offsets, weights, reduction, most=1.0)
     losses = F.softplus(s) - y * s
     losses = losses if w is None else w * losses
-    return _reduced(losses, torch.ones_like(losses, dtype=torch.bool), reduction)
+    return _reduce(losses, torch.ones_like(losses, dtype=torch.bool), reduction)
 
 
 def softmax(
@@ -85,17 +85,17 @@ def softmax(
     Returns: 0-d or (G,), in fp32 (fp64 for fp64 scores). 0 if no group has a positive.
     Raises: ValueError for shapes, dtypes and devices that do not fit; on the CPU for negative labels.
     """
-    s, y, w, groups = _taken("rank.losses.softmax", scores, labels, offsets, weights, reduction)
+    s, y, w, groups = _check_inputs("rank.losses.softmax", scores, labels, offsets, weights, reduction)
     y = y if w is None else w * y
     mass = groups.sum(y)
     counted = mass > 0
-    s = _without(s, counted, groups)
+    s = _mask_groups(s, counted, groups)
     shifted = s - groups.largest(s)[groups.row]
     # Both terms are positive, so nothing cancels: shifted is at most 0, and its log-sum-exp at least 0.
     own = groups.sum(torch.where(y > 0, y * shifted, 0.0))
     lse = torch.where(counted, groups.sum(shifted.exp()), 1.0).log()
     losses = lse - own / torch.where(counted, mass, 1.0) if normalize else mass * lse - own
-    return _reduced(losses, counted, reduction)
+    return _reduce(losses, counted, reduction)
 
 
 def pairwise(
@@ -115,7 +115,7 @@ def pairwise(
     Returns: 0-d or (G,), in fp32 (fp64 for fp64 scores). 0 if no group has a pair.
     Raises: ValueError for shapes, dtypes and devices that do not fit; on the CPU for negative labels.
     """
-    s, y, w, groups = _taken("rank.losses.pairwise", scores, labels, offsets, weights, reduction)
+    s, y, w, groups = _check_inputs("rank.losses.pairwise", scores, labels, offsets, weights, reduction)
     counted = _differ(y, groups)
 
     def terms(there: Tensor, s: Pair, y: Pair, w: Pair) -> Tensor:
@@ -124,8 +124,8 @@ def pairwise(
         return torch.stack((torch.where(above, losses, 0.0).sum((1, 2)), above.sum((1, 2)).to(losses.dtype)))
 
     w = torch.ones_like(s) if w is None else w
-    losses, pairs = _over_pairs(terms, groups, _without(s, counted, groups), y, w)
-    return _reduced(losses / torch.where(counted, pairs, 1.0), counted, reduction)
+    losses, pairs = _over_pairs(terms, groups, _mask_groups(s, counted, groups), y, w)
+    return _reduce(losses / torch.where(counted, pairs, 1.0), counted, reduction)
 
 
 def approx_ndcg(
@@ -151,7 +151,7 @@ def approx_ndcg(
     name = "rank.losses.approx_ndcg"
     if not temperature > 0:
         raise ValueError(f"{name}: temperature must be positive, got {temperature}.")
-    s, y, w, groups = _taken(name, scores, labels, offsets, weights, reduction)
+    s, y, w, groups = _check_inputs(name, scores, labels, offsets, weights, reduction)
     gain = torch.exp2(y) - 1
     gain = gain if w is None else w * gain
     best = _ideal(gain, groups)
@@ -162,9 +162,9 @@ def approx_ndcg(
         rank = 0.5 + torch.where(there, torch.sigmoid((s.other - s.own) / temperature), 0.0).sum(2)
         return (gain.own.squeeze(2) * discounts(rank)).sum(1)[None]
 
-    dcg = _over_pairs(terms, groups, _without(s, counted, groups), gain)[0]
+    dcg = _over_pairs(terms, groups, _mask_groups(s, counted, groups), gain)[0]
     losses = 1 - dcg / torch.where(counted, best, 1.0)
-    return _reduced(losses, counted, reduction)
+    return _reduce(losses, counted, reduction)
 
 
 def lambda_loss(
@@ -193,9 +193,9 @@ def lambda_loss(
     name = "rank.losses.lambda_loss"
     if not mu >= 0:
         raise ValueError(f"{name}: mu must not be negative, got {mu}.")
-    s, y, w, groups = _taken(name, scores, labels, offsets, weights, reduction)
+    s, y, w, groups = _check_inputs(name, scores, labels, offsets, weights, reduction)
     counted = _differ(y, groups)
-    s = _without(s, counted, groups)
+    s = _mask_groups(s, counted, groups)
     gain = torch.exp2(y) - 1
     order = groups.order(s)
     rank = torch.empty_like(order).index_copy_(0, order, groups.place()).to(s.dtype)
@@ -208,17 +208,17 @@ def lambda_loss(
         return torch.where(above, losses, 0.0).sum((1, 2))[None]
 
     losses = _over_pairs(terms, groups, s, y, gain, rank, torch.ones_like(s) if w is None else w)[0]
-    return _reduced(losses / torch.where(counted, _ideal(gain, groups), 1.0), counted, reduction)
+    return _reduce(losses / torch.where(counted, _ideal(gain, groups), 1.0), counted, reduction)
 
 
-def _taken(
+def _check_inputs(
     name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, weights: Tensor | None, reduction: str,
     most: float = torch.inf,
 ) -> tuple[Tensor, Tensor, Tensor | None, Groups]:  # fmt: skip
     """Scores, labels and weights in the dtype of the loss, and the groups."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
-    groups = grouped(name, scores, labels, offsets, weights)
+    groups = check_groups(name, scores, labels, offsets, weights)
     for argument, value, top in (("labels", labels, most), ("weights", weights, torch.inf)):
         # Looking at values stalls a GPU.
         if value is None or not (CHECKS or value.device.type == "cpu") or not is_concrete(value):
@@ -240,7 +240,7 @@ class Pair(NamedTuple):
     other: Tensor
 
 
-def _without(s: Tensor, counted: Tensor, groups: Groups) -> Tensor:
+def _mask_groups(s: Tensor, counted: Tensor, groups: Groups) -> Tensor:
     """Scores with 0 in groups that do not count: whatever stands there, not even NaN comes of it."""
     return torch.where(counted[groups.row], s, 0.0) if groups.number else s
 
@@ -288,19 +288,19 @@ def _over_pairs(terms: Callable[..., Tensor], groups: Groups, s: Tensor, *column
         blocks = [[(slice(0, 0), 1, slice(0, 1))]]
     again = torch.is_grad_enabled() and s.requires_grad and (len(blocks) > 1 or len(blocks[0]) > 1)
 
-    def computed(part: slice, L: int, rows: slice) -> Tensor:
+    def compute_block(part: slice, L: int, rows: slice) -> Tensor:
         if not again:
             return block(s, part, L, rows)
-        found: Tensor = checkpoint(block, s, part, L, rows, use_reentrant=False, preserve_rng_state=False)
-        return found
+        out: Tensor = checkpoint(block, s, part, L, rows, use_reentrant=False, preserve_rng_state=False)
+        return out
 
-    found = [reduce(torch.add, (computed(*arguments) for arguments in same)) for same in blocks]
+    found = [reduce(torch.add, (compute_block(*arguments) for arguments in same)) for same in blocks]
     found.append(found[0].new_zeros(len(found[0]), groups.number - filled))
     back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
     return torch.cat(found, 1)[:, back]
 
 
-def _reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
+def _reduce(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
     losses = torch.where(counted, losses, 0.0)
     if reduction == "none":
         return losses

@@ -1,15 +1,15 @@
-"""How good scores are: metrics of all rows and of ragged groups, on the scores' device, in fp64.
+"""Metrics of scores: over all rows and over ragged groups, on the scores' device, in fp64.
 
 Group g, what one request showed, is the rows offsets[g] to offsets[g + 1] − 1; without offsets all rows are one group.
 
     auc, log_loss, ece                      of all rows together: a float
-    gauc, ndcg, mrr, hit_rate, recall,      of each group: `Grouped`, the mean over the groups that say something, with
-    precision                               the value of each and how many were left out
+    gauc, ndcg, mrr, hit_rate, recall,      of each group: `GroupMetric`, the mean over groups for which the metric is
+    precision                               defined, per-group values, and the number of undefined groups
 
 **Equal scores** count as the mean over all orders of the rows that have them, as in scikit-learn's `roc_auc_score` and
 `ndcg_score`: no metric depends on how rows stand. `tigon.retrieve.metrics` has those of rankings of all items.
 
-`intervals` says how much of a metric is chance, by drawing groups again.
+`bootstrap_interval` resamples groups for a confidence interval.
 """
 
 from __future__ import annotations
@@ -20,11 +20,21 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tigon.rank.groups import Groups, discounts, grouped
-from tigon.rank.ranked import Ranked, check_labels, check_positive, check_values, checked_weights
+from tigon.rank.groups import Groups, check_groups, discounts
+from tigon.rank.sorted_groups import SortedGroups, check_labels, check_positive, check_values, check_weights
 
 __all__ = [
-    "Grouped", "Interval", "auc", "ece", "gauc", "hit_rate", "intervals", "log_loss", "mrr", "ndcg", "precision",
+    "GroupMetric",
+    "Interval",
+    "auc",
+    "bootstrap_interval",
+    "ece",
+    "gauc",
+    "hit_rate",
+    "log_loss",
+    "mrr",
+    "ndcg",
+    "precision",
     "recall",
 ]  # fmt: skip
 
@@ -33,14 +43,14 @@ Gain = Literal["exponential", "linear"]
 DRAWN = 1 << 22
 
 
-class Grouped(NamedTuple):
+class GroupMetric(NamedTuple):
     """A metric of groups.
 
     Attributes:
-        mean: over the groups that count, by their weights; NaN if none does.
-        values: (G,) fp64, NaN for groups that were left out.
+        mean: over the groups with a value, by their weights; NaN if there is none.
+        values: (G,) fp64, NaN for undefined groups.
         weights: (G,) fp64.
-        left_out: how many groups were.
+        left_out: number of groups for which the metric is undefined.
     """
 
     mean: float
@@ -50,7 +60,7 @@ class Grouped(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """What `intervals` found.
+    """A bootstrap interval.
 
     Attributes:
         low, high: between them lies the metric of as many draws as `level` says; NaN if no draw has one.
@@ -73,26 +83,26 @@ def auc(scores: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> flo
 
     Source: Mann & Whitney 1947, https://doi.org/10.1214/aoms/1177730491; equal to scikit-learn's `roc_auc_score`.
     """
-    ranked = Ranked.of("rank.metrics.auc", scores, labels, None, binary=True, weights=weights)
+    ranked = SortedGroups.sort("rank.metrics.auc", scores, labels, None, binary=True, weights=weights)
     return float(ranked.auc()[0])
 
 
 def gauc(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, weights: Tensor | None = None
-) -> Grouped:  # fmt: skip
+) -> GroupMetric:  # fmt: skip
     """AUC within each group; the mean by the groups' numbers of rows. Groups of one class are left out.
 
     Args:
         scores: (n,) floats. labels: (n,), 0 or 1.
         offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
         weights: (G,), of groups; ones for the plain mean. None: how many rows each has.
-    Returns: `Grouped`.
+    Returns: `GroupMetric`.
     Raises: ValueError for what does not fit, NaN scores, and labels that are not 0 or 1.
 
     Source: Zhu et al. 2017, https://doi.org/10.1145/3097983.3098134; Zhou et al. 2018, https://arxiv.org/abs/1706.06978
     """
     name = "rank.metrics.gauc"
-    ranked = Ranked.of(name, scores, labels, offsets, binary=True)
+    ranked = SortedGroups.sort(name, scores, labels, offsets, binary=True)
     rows = ranked.groups.offsets.diff().double()
     return _mean(name, ranked.auc(), rows if weights is None else weights)
 
@@ -141,7 +151,7 @@ def ece(probabilities: Tensor, labels: Tensor, *, bins: int = 15, weights: Tenso
 def ndcg(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int | None = None,
     gain: Gain = "exponential", weights: Tensor | None = None,
-) -> Grouped:  # fmt: skip
+) -> GroupMetric:  # fmt: skip
     """Normalised discounted cumulative gain: Σ G / log₂(1 + rank) over the first k, by its value in the best order.
 
     Args:
@@ -150,7 +160,7 @@ def ndcg(
         k: how many rows of a group count. None: all.
         gain: "exponential", G = 2^y − 1; "linear", G = y, as scikit-learn's `ndcg_score`. Alike for labels of 0 and 1.
         weights: (G,), of groups. None: all alike.
-    Returns: `Grouped`; groups without a positive label are left out.
+    Returns: `GroupMetric`; groups without a positive label are left out.
     Raises: ValueError for what does not fit, NaN scores and negative labels.
 
     Source: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418; the exponential gain, Burges et al. 2005,
@@ -160,7 +170,7 @@ def ndcg(
     name = "rank.metrics.ndcg"
     if gain not in get_args(Gain):
         raise ValueError(f"{name}: gain must be one of {', '.join(get_args(Gain))}, got {gain!r}.")
-    ranked = Ranked.of(name, scores, labels, offsets, k)
+    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
     value = torch.exp2(ranked.label) - 1 if gain == "exponential" else ranked.label
     groups, k = ranked.groups, k or len(scores)
     place = torch.arange(1, max(groups.longest(), 1) + 1, dtype=torch.float64, device=value.device)
@@ -176,7 +186,7 @@ def ndcg(
 def mrr(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int | None = None,
     weights: Tensor | None = None,
-) -> Grouped:  # fmt: skip
+) -> GroupMetric:  # fmt: skip
     """Mean reciprocal rank: 1 / rank of the first positive row, 0 if it is not among the first k.
 
     Args:
@@ -184,17 +194,17 @@ def mrr(
         offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
         k: how many rows of a group count. None: all.
         weights: (G,), of groups. None: all alike.
-    Returns: `Grouped`; groups without a positive row are left out.
+    Returns: `GroupMetric`; groups without a positive row are left out.
     Raises: ValueError for what does not fit, NaN scores and negative labels.
     """
     name = "rank.metrics.mrr"
-    ranked = Ranked.of(name, scores, labels, offsets, k)
-    return _mean(name, ranked.of_first(1 / ranked.place.double(), k or len(scores)), weights)
+    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
+    return _mean(name, ranked.mean_at_first_positive(1 / ranked.place.double(), k or len(scores)), weights)
 
 
 def hit_rate(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int, weights: Tensor | None = None
-) -> Grouped:
+) -> GroupMetric:
     """Whether any of a group's first k rows is positive.
 
     Args:
@@ -202,18 +212,18 @@ def hit_rate(
         offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
         k: how many rows of a group count.
         weights: (G,), of groups. None: all alike.
-    Returns: `Grouped`; groups without a positive row are left out.
+    Returns: `GroupMetric`; groups without a positive row are left out.
     Raises: ValueError for what does not fit, NaN scores and negative labels.
     """
     name = "rank.metrics.hit_rate"
     check_positive(name, "k", k)
-    ranked = Ranked.of(name, scores, labels, offsets, k)
-    return _mean(name, ranked.of_first(torch.ones_like(ranked.label), k), weights)
+    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
+    return _mean(name, ranked.mean_at_first_positive(torch.ones_like(ranked.label), k), weights)
 
 
 def recall(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int, weights: Tensor | None = None
-) -> Grouped:
+) -> GroupMetric:
     """The share of a group's positive rows that are among its first k. It cannot reach 1 where there are more than k.
 
     Args:
@@ -221,18 +231,18 @@ def recall(
         offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
         k: how many rows of a group count.
         weights: (G,), of groups. None: all alike.
-    Returns: `Grouped`; groups without a positive row are left out.
+    Returns: `GroupMetric`; groups without a positive row are left out.
     Raises: ValueError for what does not fit, NaN scores and negative labels.
     """
     name = "rank.metrics.recall"
     check_positive(name, "k", k)
-    ranked = Ranked.of(name, scores, labels, offsets, k)
-    return _mean(name, ranked.found(k) / ranked.positives(), weights)
+    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
+    return _mean(name, ranked.count_hits(k) / ranked.positives(), weights)
 
 
 def precision(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int, weights: Tensor | None = None
-) -> Grouped:
+) -> GroupMetric:
     """The share of positive rows among the first k of a group, by k also where the group has fewer.
 
     Args:
@@ -240,17 +250,17 @@ def precision(
         offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
         k: how many rows of a group count.
         weights: (G,), of groups. None: all alike.
-    Returns: `Grouped`; groups without a positive row are left out.
+    Returns: `GroupMetric`; groups without a positive row are left out.
     Raises: ValueError for what does not fit, NaN scores and negative labels.
     """
     name = "rank.metrics.precision"
     check_positive(name, "k", k)
-    ranked = Ranked.of(name, scores, labels, offsets, k)
-    return _mean(name, torch.where(ranked.positives() > 0, ranked.found(k) / k, torch.nan), weights)
+    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
+    return _mean(name, torch.where(ranked.positives() > 0, ranked.count_hits(k) / k, torch.nan), weights)
 
 
-def intervals(
-    metric: Grouped | Callable[[Tensor], float], offsets: Tensor | None = None, *, draws: int = 1000,
+def bootstrap_interval(
+    metric: GroupMetric | Callable[[Tensor], float], offsets: Tensor | None = None, *, draws: int = 1000,
     level: float = 0.95, seed: int = 0,
 ) -> Interval:  # fmt: skip
     """Bootstrap interval of a metric: groups are drawn again, since the rows of one are not independent.
@@ -264,18 +274,18 @@ def intervals(
         level: the share of them between the ends.
         seed: of the draws, which are the same on every device.
     Returns: `Interval`.
-    Raises: ValueError for options out of range, for offsets missing or beside a `Grouped`.
+    Raises: ValueError for options out of range, for offsets missing or beside a `GroupMetric`.
 
     Source: the percentile interval of Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
-    name = "rank.metrics.intervals"
+    name = "rank.metrics.bootstrap_interval"
     check_positive(name, "draws", draws)
     if not 0 < level < 1:
         raise ValueError(f"{name}: level must lie between 0 and 1, got {level}.")
-    if isinstance(metric, Grouped) != (offsets is None):
-        raise ValueError(f"{name}: offsets must be given for a function of weights, and not beside a Grouped.")
+    if isinstance(metric, GroupMetric) != (offsets is None):
+        raise ValueError(f"{name}: offsets must be given for a function of weights, and not beside a GroupMetric.")
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(metric, Grouped):
+    if isinstance(metric, GroupMetric):
         counted = ~metric.values.isnan()
         found = _drawn_means(metric.values[counted], metric.weights[counted], draws, generator)
     else:
@@ -290,17 +300,17 @@ def intervals(
     return Interval(low, high, draws - len(defined))
 
 
-def _mean(name: str, values: Tensor, weights: Tensor | None) -> Grouped:
+def _mean(name: str, values: Tensor, weights: Tensor | None) -> GroupMetric:
     weights = torch.ones_like(values) if weights is None else weights
     if weights.shape != values.shape or weights.device != values.device:
         raise ValueError(
             f"{name}: weights must be ({len(values)},), one a group, on {values.device}, got {tuple(weights.shape)} on "
             f"{weights.device}."
         )
-    weights = checked_weights(name, weights)
+    weights = check_weights(name, weights)
     counted = ~values.isnan()
     mean = (values[counted] * weights[counted]).sum() / weights[counted].sum()
-    return Grouped(float(mean), values, weights, int((~counted).sum()))
+    return GroupMetric(float(mean), values, weights, int((~counted).sum()))
 
 
 def _drawn_means(values: Tensor, weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
@@ -322,8 +332,8 @@ def _times(sizes: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _probabilities(name: str, p: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    grouped(name, p, labels, None, weights)
+    check_groups(name, p, labels, None, weights)
     check_values(name, "probabilities", p, "lie between 0 and 1", (p >= 0) & (p <= 1))
     check_labels(name, labels, binary=True)
     p = p.detach().double()
-    return p, labels.double(), torch.ones_like(p) if weights is None else checked_weights(name, weights)
+    return p, labels.double(), torch.ones_like(p) if weights is None else check_weights(name, weights)

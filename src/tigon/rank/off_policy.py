@@ -1,4 +1,4 @@
-"""What another policy would have earned, by the log of one that was in use.
+"""Off-policy estimates: the reward of a policy, from the log of another.
 
     replay  mean of r over the rows where the policy takes the logged action
     IPS     mean of w r,   w = π(a|x) / μ(a|x)
@@ -25,27 +25,27 @@ import math
 import torch
 from torch import Tensor
 
-from tigon.rank.evaluating import Measured
+from tigon.rank.evaluation.evaluate import MetricValue
 
 
-def replay(reward: Tensor, matches: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> Measured:
+def replay(reward: Tensor, matches: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> MetricValue:
     """The mean reward of the rows where a policy takes the logged action. For logs of a uniform policy.
 
     Args:
         reward: (n,), of the logged action. matches: (n,) bool, or how likely the policy takes that action, from 0 to 1.
         draws: of the bootstrap over rows; 0: no interval. level: of the interval. seed: of the draws.
-    Returns: `rank.Measured`; NaN if no row matches. `left_out`: how many rows say nothing.
+    Returns: `rank.MetricValue`; NaN if no row matches. `left_out`: how many rows say nothing.
     Raises: ValueError for shapes that do not fit and values out of range.
     """
-    reward, matches = _taken("replay", reward=reward, matches=matches)
-    _from_0_to_1("replay", "matches", matches)
-    return _measured(matches * reward, matches, draws, level, seed, int((matches == 0).sum()))
+    reward, matches = _check_inputs("replay", reward=reward, matches=matches)
+    _check_probabilities("replay", "matches", matches)
+    return _estimate(matches * reward, matches, draws, level, seed, int((matches == 0).sum()))
 
 
 def ips(
     reward: Tensor, logged: Tensor, target: Tensor, *, clip: float = math.inf, draws: int = 1000, level: float = 0.95,
     seed: int = 0,
-) -> Measured:  # fmt: skip
+) -> MetricValue:  # fmt: skip
     """Inverse propensity scoring: the mean reward, each row by how much more likely the policy takes its action.
 
     Args:
@@ -54,65 +54,67 @@ def ips(
             question.
         clip: the largest weight of a row: less variance, and a bias.
         draws, level, seed: as those of `replay`.
-    Returns: `rank.Measured`.
+    Returns: `rank.MetricValue`.
     Raises: ValueError for shapes that do not fit and values out of range.
     """
-    reward, w = _weighted("ips", reward, logged, target, clip)
-    return _measured(w * reward, None, draws, level, seed)
+    reward, w = _importance_weights("ips", reward, logged, target, clip)
+    return _estimate(w * reward, None, draws, level, seed)
 
 
 def snips(
     reward: Tensor, logged: Tensor, target: Tensor, *, clip: float = math.inf, draws: int = 1000, level: float = 0.95,
     seed: int = 0,
-) -> Measured:  # fmt: skip
+) -> MetricValue:  # fmt: skip
     """Self-normalised `ips`: divided by the mean weight, which is 1 in expectation.
 
     Args:
         reward, logged, target, clip: as those of `ips`.
         draws, level, seed: as those of `replay`.
-    Returns: `rank.Measured`; NaN if all weights are 0.
+    Returns: `rank.MetricValue`; NaN if all weights are 0.
     Raises: ValueError as `ips`.
     """
-    reward, w = _weighted("snips", reward, logged, target, clip)
-    return _measured(w * reward, w, draws, level, seed)
+    reward, w = _importance_weights("snips", reward, logged, target, clip)
+    return _estimate(w * reward, w, draws, level, seed)
 
 
-def direct(expected: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> Measured:
-    """The direct method: what a model of rewards expects of the policy.
+def direct(expected: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> MetricValue:
+    """The direct method: the expected reward of the policy under a model of rewards.
 
     Args:
         expected: (n,), Σ_b π(b|x) q(x, b) of each row.
         draws, level, seed: as those of `replay`.
-    Returns: `rank.Measured`, whose interval knows nothing of the model's own error.
+    Returns: `rank.MetricValue`, whose interval knows nothing of the model's own error.
     Raises: ValueError for another shape.
     """
-    (expected,) = _taken("direct", expected=expected)
-    return _measured(expected, None, draws, level, seed)
+    (expected,) = _check_inputs("direct", expected=expected)
+    return _estimate(expected, None, draws, level, seed)
 
 
 def dr(
     reward: Tensor, logged: Tensor, target: Tensor, predicted: Tensor, expected: Tensor, *, clip: float = math.inf,
     draws: int = 1000, level: float = 0.95, seed: int = 0,
-) -> Measured:  # fmt: skip
-    """Doubly robust: the direct method, and `ips` of what the model of rewards gets wrong.
+) -> MetricValue:  # fmt: skip
+    """Doubly robust: the direct method, plus `ips` of the errors of the model of rewards.
 
     Args:
         reward, logged, target, clip: as those of `ips`.
         predicted: (n,), q(x, a) of the logged action. expected: (n,), Σ_b π(b|x) q(x, b). q is of other rows.
         draws, level, seed: as those of `replay`.
-    Returns: `rank.Measured`.
+    Returns: `rank.MetricValue`.
     Raises: ValueError as `ips`.
     """
-    reward, w = _weighted("dr", reward, logged, target, clip)
-    _, predicted, expected = _taken("dr", reward=reward, predicted=predicted, expected=expected)
-    return _measured(expected + w * (reward - predicted), None, draws, level, seed)
+    reward, w = _importance_weights("dr", reward, logged, target, clip)
+    _, predicted, expected = _check_inputs("dr", reward=reward, predicted=predicted, expected=expected)
+    return _estimate(expected + w * (reward - predicted), None, draws, level, seed)
 
 
-def _weighted(name: str, reward: Tensor, logged: Tensor, target: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def _importance_weights(
+    name: str, reward: Tensor, logged: Tensor, target: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
     """Rewards and weights, fp64."""
-    reward, logged, target = _taken(name, reward=reward, logged=logged, target=target)
+    reward, logged, target = _check_inputs(name, reward=reward, logged=logged, target=target)
     for what, p in (("logged", logged), ("target", target)):
-        _from_0_to_1(name, what, p)
+        _check_probabilities(name, what, p)
     if bool((logged == 0).any()):
         row = int((logged == 0).nonzero()[0])
         raise ValueError(f"off_policy.{name}: logged must be above 0, for actions that were taken, got 0 in row {row}.")
@@ -121,7 +123,7 @@ def _weighted(name: str, reward: Tensor, logged: Tensor, target: Tensor, clip: f
     return reward, (target / logged).clamp(max=clip)
 
 
-def _taken(name: str, **given: Tensor) -> list[Tensor]:
+def _check_inputs(name: str, **given: Tensor) -> list[Tensor]:
     first, n = next((key, len(x)) for key, x in given.items())
     for key, x in given.items():
         if x.dim() != 1 or len(x) != n or not n:
@@ -135,12 +137,14 @@ def _taken(name: str, **given: Tensor) -> list[Tensor]:
     return [x.detach().cpu().double() for x in given.values()]
 
 
-def _from_0_to_1(name: str, key: str, p: Tensor) -> None:
+def _check_probabilities(name: str, key: str, p: Tensor) -> None:
     if bool(((p < 0) | (p > 1 + 1e-6)).any()):
         raise ValueError(f"off_policy.{name}: {key} must be from 0 to 1, got {float(p.min())} to {float(p.max())}.")
 
 
-def _measured(value: Tensor, weight: Tensor | None, draws: int, level: float, seed: int, left_out: int = 0) -> Measured:
+def _estimate(
+    value: Tensor, weight: Tensor | None, draws: int, level: float, seed: int, left_out: int = 0
+) -> MetricValue:
     """Σ value / Σ weight, None for ones, with the quantiles of the same over rows drawn again with repetition."""
     if isinstance(draws, bool) or draws < 0 or not 0 < level < 1:
         raise ValueError(f"off_policy: draws must be at least 0 and level in (0, 1), got {draws} and {level}.")
@@ -149,7 +153,7 @@ def _measured(value: Tensor, weight: Tensor | None, draws: int, level: float, se
     top, bottom = parts.sum(0).tolist()
     found = top / bottom if bottom else math.nan
     if not draws or found != found:
-        return Measured(found, None, None, left_out)
+        return MetricValue(found, None, None, left_out)
     generator, sums = torch.Generator().manual_seed(seed), []
     for _ in range(draws):
         # How often each row is drawn.
@@ -158,4 +162,4 @@ def _measured(value: Tensor, weight: Tensor | None, draws: int, level: float, se
     again = torch.stack(sums)
     again = (again[:, 0] / again[:, 1])[again[:, 1] > 0]
     low, high = again.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
-    return Measured(found, low, high, left_out)
+    return MetricValue(found, low, high, left_out)

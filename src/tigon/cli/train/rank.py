@@ -1,4 +1,4 @@
-"""`tigon train --task rank`: a language model that answers questions about what requests show (tigon.rank.prompt)."""
+"""`tigon train --task rank`: fit a language model that ranks the candidates of requests (tigon.rank.models.prompt)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from tigon.cli.model import Source, load_model
 from tigon.cli.problem import Problem, needs, one_line
 from tigon.cli.train.options import TrainOptions, trl
 from tigon.cli.train.run import build_model, find_source, find_tokenizer
-from tigon.rank.chance import find_doubts
-from tigon.rank.defaults import choose_prompt_settings
 from tigon.rank.metrics import auc, log_loss
-from tigon.rank.prompt.distil import check_teacher
-from tigon.rank.prompt.model import PromptRanker, default_prefix_len
-from tigon.rank.prompt.pack import Encoded, Encoder, PromptBatch, joined
-from tigon.rank.prompt.reading import Requests, read
-from tigon.rank.prompt.verbalise import FILE, Prompt
+from tigon.rank.models.prompt.calibrate import calibrate
+from tigon.rank.models.prompt.distillation import check_teacher
+from tigon.rank.models.prompt.model import PromptRanker, default_prefix_len
+from tigon.rank.models.prompt.packing import Encoded, Encoder, PromptBatch, collate
+from tigon.rank.models.prompt.requests import Requests, read_impressions
+from tigon.rank.models.prompt.templates import FILE, Prompt
+from tigon.rank.training.defaults import choose_prompt_settings
+from tigon.rank.training.diagnostics import find_problems
 
 # Requests whose text a tokenizer is trained on, where the model has none.
 TOKENIZER_REQUESTS = 2000
@@ -101,7 +102,7 @@ class PromptTrainer(Trainer):
         batch: PromptBatch = inputs["batch"]
         with torch.no_grad(), self.compute_loss_context_manager():
             z, whole = self.ranker.read_answers(batch, model)
-            loss = self.ranker.loss_of(z, batch, whole)
+            loss = self.ranker.loss_from_logits(z, batch, whole)
         whole = z.new_zeros(len(z)) if whole is None else whole
         sizes = [len(own) for own in batch.shared.layout.suffix_lengths]
         rows = (z.float().cpu(), batch.task.cpu(), batch.labels.cpu(), whole.float().cpu())
@@ -131,7 +132,7 @@ class PromptTrainer(Trainer):
             return metrics
         z, task, labels, whole = (torch.cat(part) for part in zip(*self.seen, strict=True))
         rows = PromptBatch(None, task, labels, None, None)  # type: ignore[arg-type]  # no model reads it
-        metrics["eval_loss"] = float(self.ranker.loss_of(z, rows, whole))
+        metrics["eval_loss"] = float(self.ranker.loss_from_logits(z, rows, whole))
         for t, (name, one) in enumerate(self.ranker.prompt.tasks.items()):
             mine = (task == t) & (labels >= 0)
             p = z[mine][:, self.ranker.columns[t]].softmax(-1)
@@ -154,7 +155,7 @@ class PromptTrainer(Trainer):
         rows = [{name.removeprefix("eval_"): value for name, value in row.items() if isinstance(value, (int, float))}
                 for row in self.state.log_history if "eval_loss" in row]  # fmt: skip
         row = {f"{name}:auc": rows[-1].get(f"auc_{name}", float("nan")) for name in self.classes} if rows else None
-        for warning in find_doubts(
+        for warning in find_problems(
             row, rows, "loss", self.classes if rows else {}, steps=self.state.global_step,
             warmup=self.args.get_warmup_steps(self.state.max_steps), ended=False, probabilities=False,
             more="Try more steps (num_train_epochs=…, or a smaller per_device_train_batch_size=…), or another "
@@ -164,7 +165,7 @@ class PromptTrainer(Trainer):
             print(f"warning: {sentence}.", flush=True)
         if self.calibration != "none" and self.eval_dataset is not None:
             try:
-                self.ranker.calibrate(self.eval_dataset.requests, self.calibration)  # type: ignore[union-attr]
+                calibrate(self.ranker, self.eval_dataset.requests, self.calibration)  # type: ignore[union-attr]
             except ValueError as error:
                 self.ranker.calibration.clear()
                 print(f"not calibrated: {one_line(error)}", flush=True)
@@ -213,7 +214,7 @@ def make_trainer(options: TrainOptions) -> tuple[PromptTrainer, Any]:
         raise Problem(where + one_line(error)) from error
     made = PromptTrainer(
         model=model, args=trainer, train_dataset=train_rows, eval_dataset=test_rows, processing_class=tokenizer,
-        data_collator=lambda encoded: {"batch": joined(encoded)},
+        data_collator=lambda encoded: {"batch": collate(encoded)},
     )  # fmt: skip
     # An attribute that is no module of the trainer's model: tokens lie where the model does.
     made.ranker, made.calibration = ranker.to(trainer.device), own.calibrate
@@ -224,7 +225,9 @@ def read_requests(options: TrainOptions, prompt: Prompt) -> Requests:
     """The requests of --dataset_name. Raises Problem for what cannot be read, and for a task of one class."""
     own, name = options.extra, options.data.dataset_name
     try:
-        requests = Requests(read(prompt, name, history=own.history, items=own.items, users=own.users), prompt)
+        requests = Requests(
+            read_impressions(prompt, name, history=own.history, items=own.items, users=own.users), prompt
+        )
         counts = requests.counts()
     except (ValueError, OSError) as error:
         raise Problem(f"--dataset_name {name}: {one_line(error)}") from error
@@ -257,11 +260,11 @@ def choose_settings(options: TrainOptions, requests: Requests, source: Source) -
 
 def sample_texts(requests: Requests, prompt: Prompt) -> list[str]:
     """The text of some requests: what a tokenizer is trained on."""
-    texts = [prompt.say("instruction", {})]
+    texts = [prompt.render("instruction", {})]
     for request in islice(requests, TOKENIZER_REQUESTS):
-        texts += [prompt.say("profile", request.profile)] if prompt.profile is not None else []
-        texts += [prompt.say("event", row) for row in request.events] if prompt.event is not None else []
-        texts += [prompt.say(part, row) for row in request.candidates for part in ("candidate", *prompt.tasks)]
+        texts += [prompt.render("profile", request.profile)] if prompt.profile is not None else []
+        texts += [prompt.render("event", row) for row in request.events] if prompt.event is not None else []
+        texts += [prompt.render(part, row) for row in request.candidates for part in ("candidate", *prompt.tasks)]
     return texts + [answer for task in prompt.tasks.values() for answer in task.answers]
 
 

@@ -36,20 +36,21 @@ def compress(
     inputs: list[str | Path] = [run, *([run / "model"] if (run / "model").is_dir() else []), *(data or [])]
     check_output_folder(f"{NAME}: --output", output, overwrite=overwrite, is_own=_is_ranker, inputs=inputs)
     from tigon.cli.screen import screen
-    from tigon.rank.cli.evaluate import drawing_of
+    from tigon.rank import LiRank
+    from tigon.rank.cli.evaluate import parse_batch_options
     from tigon.rank.cli.opened import Opened
 
     console = screen(stderr=True, soft_wrap=True)
     with console.status(f"reading {run}"):
         opened = Opened(NAME, run, place)
-        if not hasattr(opened.ranker, "compress"):
+        if not isinstance(opened.ranker, LiRank):
             raise Problem(
                 f"{NAME}: is for --model lirank, whose tables are large, got a {type(opened.ranker).__name__}"
             )
         files = data or opened.options.get("data")
         # Labels are read where there are any.
         table = opened.read(files, [], [], [], labelled=False) if files else None
-    found = _compressed(opened.ranker, table, drawing_of(NAME, opened, batch_size, None, precision), output)
+    found = _compressed(opened.ranker, table, parse_batch_options(NAME, opened, batch_size, None, precision), output)
     if json:
         print(encoder.dumps(found))
         return
@@ -64,14 +65,15 @@ def _is_ranker(folder: Path) -> bool:
     return "config.json" in names and names <= known
 
 
-def _compressed(ranker: Any, table: Any, drawing: Any, output: Path) -> dict[str, Any]:
-    from tigon.rank.compress_tables import compared, sizes
+def _compressed(ranker: Any, table: Any, batch_options: Any, output: Path) -> dict[str, Any]:
+    from tigon.rank.evaluation.compare import compare_scores
+    from tigon.rank.models.lirank.quantize import count_bytes, quantize_tables
 
     with sentences(NAME):
-        small = ranker.compress()
-        found: dict[str, Any] = {"before": sizes(ranker), "after": sizes(small)}
+        small = quantize_tables(ranker)
+        found: dict[str, Any] = {"before": count_bytes(ranker), "after": count_bytes(small)}
         if table is not None and len(table):
-            found["scores"] = compared(ranker, small, table, drawing)._asdict()
+            found["scores"] = compare_scores(ranker, small, table, batch_options)._asdict()
         staged = output.with_name(output.name + ".partial")
         shutil.rmtree(staged, ignore_errors=True)
         small.save_pretrained(staged)

@@ -56,7 +56,7 @@ def evaluate(
     from tigon.cli.kept_runs import circumstances
     from tigon.cli.screen import screen, show
     from tigon.rank.cli.opened import Opened
-    from tigon.rank.evaluating import OBJECTIVES
+    from tigon.rank.evaluation.evaluate import OBJECTIVES
 
     if objective is not None and objective not in OBJECTIVES:
         raise Problem(f"{NAME}: --objective must be one of {', '.join(OBJECTIVES)}, got {objective}")
@@ -73,9 +73,9 @@ def evaluate(
             opened = Opened(NAME, folder, place)
             table = opened.read(data, history or [], items or [], users or [], labelled=True)
         opened.check_binary(left_out)
-        drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
+        batch_options = parse_batch_options(NAME, opened, batch_size, history_max, precision)
         with console.status(f"scoring {table.rows:,} rows"), sentences(NAME):
-            parts = _measured(opened, table, drawing, objective or opened.objective, cuts, by, draws)
+            parts = _measured(opened, table, batch_options, objective or opened.objective, cuts, by, draws)
         found[seed] = next(iter(parts.values()))
     whole = found[next(iter(found))]
     results = {
@@ -103,31 +103,31 @@ def evaluate(
     console.print(f"{whole.requests:,} requests; {output / RESULTS} and {output / PICTURE}")
 
 
-def drawing_of(command: str, opened: Any, batch_size: int, history_max: int | None, precision: str) -> Any:
-    """`rank.Drawing` of a command's options. The history is as long as in training, where nothing else is said."""
-    from tigon.rank.scoring import PRECISIONS, Drawing
+def parse_batch_options(command: str, opened: Any, batch_size: int, history_max: int | None, precision: str) -> Any:
+    """`rank.BatchOptions` of a command's options. The history is as long as in training, where nothing else is said."""
+    from tigon.rank.data.batches import PRECISIONS, BatchOptions
 
     if precision not in PRECISIONS:
         raise Problem(f"{command}: --precision must be one of {', '.join(PRECISIONS)}, got {precision}")
     longest = opened.options.get("history_max") if history_max is None else history_max
-    return Drawing(batch_size, None, longest, precision)
+    return BatchOptions(batch_size, None, longest, precision)
 
 
 def _measured(
-    opened: Any, table: Any, drawing: Any, objective: str, cuts: list[int], by: str | None, draws: int
+    opened: Any, table: Any, batch_options: Any, objective: str, cuts: list[int], by: str | None, draws: int
 ) -> dict[str, Any]:
     """Evaluations by the name of the part: of all rows first."""
     from tigon import rank
-    from tigon.rank.evaluating import parts_of
-    from tigon.rank.scoring import joined
+    from tigon.rank.evaluation.evaluate import split_by_column
+    from tigon.rank.evaluation.score import concat_scores
 
     if objective == "next-item":
         if by is not None:
             raise Problem(f"{NAME}: --by is for --objective impressions")
-        return {"all": rank.evaluate_next_items(opened.ranker, table, cuts, drawing, draws=draws)}
+        return {"all": rank.evaluate_next_items(opened.ranker, table, cuts, batch_options, draws=draws)}
     column = None if by is None else table.column(by)
-    scored = joined([part for part, _ in opened.scored(table, drawing)])
-    parts = {"all": scored} | ({} if column is None else parts_of(scored, column))
+    scored = concat_scores([part for part, _ in opened.scored(table, batch_options)])
+    parts = {"all": scored} | ({} if column is None else split_by_column(scored, column))
     return {name: rank.evaluate(part, cuts, draws=draws) for name, part in parts.items()}
 
 

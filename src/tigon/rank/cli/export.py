@@ -44,6 +44,7 @@ def export(
                         inputs=[run, *(data or []), *(history or []), *(items or []), *(users or [])])  # fmt: skip
     import torch
 
+    from tigon import rank
     from tigon.cli.screen import screen
     from tigon.rank.cli.opened import Opened
 
@@ -51,12 +52,12 @@ def export(
     with console.status(f"reading {run}"):
         opened = Opened(NAME, run, torch.device("cpu"))
     kind = type(opened.ranker).__name__
-    if to == "sglang" and not hasattr(opened.ranker, "export_sglang"):
+    if to == "sglang" and not opened.by_prompt:
         raise Problem(
             f"{NAME}: --to sglang is for rankers by prompts, which are language models; a {kind} goes to torch-export "
             "or onnx"
         )
-    if to != "sglang" and not hasattr(opened.ranker, "export"):
+    if to != "sglang" and opened.by_prompt:
         raise Problem(
             f"{NAME}: --to {to} is for rankers of features and sequences; a {kind} is a language model, which goes to "
             "sglang"
@@ -66,12 +67,14 @@ def export(
     staged = folder.with_name(folder.name + ".partial")
     shutil.rmtree(staged, ignore_errors=True)
     if to == "sglang":
+        from tigon.rank.models.prompt import export_sglang
+
         with sentences(NAME):
             table = opened.read(data or [], history or [], items or [], users or [], labelled=False)
-            files = opened.ranker.export_sglang(table, staged)
+            files = export_sglang(opened.ranker, table, staged)
     else:
         with console.status("exporting"), sentences(NAME):
-            files = opened.ranker.export(staged)
+            files = rank.export(opened.ranker, staged)
             if to == "onnx":
                 files = [_onnx(file, OUTPUTS.get(file.stem, opened.ranker.schema.labels)) for file in files]
     shutil.rmtree(folder, ignore_errors=True)

@@ -12,10 +12,10 @@ from tigon.cli.kept_runs import check_room, make_room, read_record
 from tigon.cli.problem import Problem, count_processes, device_of, integers, needs, seeds_of
 from tigon.cli.progress import working
 from tigon.cli.screen import screen
-from tigon.rank.cli.going_on import WEIGHTS, anchored, folder_of, take
-from tigon.rank.cli.models import arguments_of, blocks_of, choose
+from tigon.rank.cli.models import arguments_of, choose, read_blocks
 from tigon.rank.cli.shared import digest, paths_of, sentences, weights_of, within
 from tigon.rank.cli.streaming import streamed
+from tigon.rank.cli.warm_start import WEIGHTS, adopt_model, find_ranker_folder, should_save_priors
 
 NAME = "rank fit"
 _RUN, _DATA, _MODEL, _STEP = "Run", "Data", "Model", "Optimization"
@@ -41,12 +41,12 @@ def fit(
     weight: Annotated[str | None, within(_DATA, "Column of how much a row counts; default: sample_weight.")] = None,
     output: Annotated[Path, within(_RUN, "Folder for checkpoints, the ranker and results.", "--output", "-o")] = Path("rank-run"),
     from_run: Annotated[Path | None, within(_RUN, "Folder of a run, or of a ranker, to go on from on newer data; new values get rows of their own.", "--from")] = None,
-    resume: Annotated[bool, within(_RUN, "Go on from the newest whole checkpoint in --output, with its options.", "--resume")] = False,
+    resume: Annotated[bool, within(_RUN, "Resume from the latest complete checkpoint in --output, with its original options.", "--resume")] = False,
     overwrite: Annotated[bool, within(_RUN, "Delete the run that is in --output.", "--overwrite")] = False,
-    anchors: Annotated[bool | None, within(_RUN, "Whether to leave what --from needs, twice the size of the ranker, for which the data is read once more; default: with bce and without row-adagrad.", "--anchors/--no-anchors")] = None,
+    save_priors: Annotated[bool | None, within(_RUN, "Save the Fisher information that a later --from run needs (twice the size of the ranker, one extra pass over the data); default: with bce and without row-adagrad.", "--save-priors/--no-save-priors")] = None,
     save_every: Annotated[int, within(_RUN, "Steps between checkpoints.", min=1)] = 500,
     log_every: Annotated[int, within(_RUN, "Steps between log lines.", min=1)] = 50,
-    model: Annotated[str, within(_MODEL, "ligr, by what a user did before, or lirank, by the features of a row.")] = "ligr",
+    model: Annotated[str, within(_MODEL, "ligr, by the history of a user, or lirank, by the features of a row.")] = "ligr",
     width: Annotated[int | None, within(_MODEL, "Width of the tokens; of the embeddings of lirank. \\[default: from the data]", min=1)] = None,
     layers: Annotated[int | None, within(_MODEL, "Layers, the set-wise ones among them; cross layers of lirank. \\[default: from the data]", min=1)] = None,
     heads: Annotated[int | None, within(_MODEL, "ligr: heads of attention. \\[default: from the data]", min=1)] = None,
@@ -69,10 +69,10 @@ def fit(
     table_optimizer: Annotated[str, within(_STEP, "Of embeddings: adamw as of the rest, or row-adagrad, which touches the rows of a step alone (lirank).")] = "adamw",
     table_lr: Annotated[float, within(_STEP, "Peak of the learning rate of row-adagrad.")] = 0.02,
     weight_decay: Annotated[float, within(_STEP, "Decay of the weights of linear layers.")] = 0.01,
-    warmup: Annotated[float, within(_STEP, "Share of the run in which the rate rises.")] = 0.05,
-    schedule: Annotated[str, within(_STEP, "Of the rate: cosine, linear, constant, or plateau, a tenth behind each evaluation that is none the best.")] = "cosine",
+    warmup: Annotated[float, within(_STEP, "Fraction of steps used for learning-rate warm-up.")] = 0.05,
+    schedule: Annotated[str, within(_STEP, "Learning-rate schedule: cosine, linear, constant, or plateau, which divides the rate by 10 after each evaluation that does not improve.")] = "cosine",
     clip: Annotated[float, within(_STEP, "Largest norm of the gradients; 0: any.")] = 1.0,
-    anchor: Annotated[float, within(_STEP, "With --from: how much what older data was sure of is held; n / m counts it as n rows beside the m of now.", min=0)] = 0.1,
+    prior_strength: Annotated[float, within(_STEP, "With --from: strength of the penalty that keeps parameters close to the previous run; n / m weighs the old data as n rows against m new ones.", min=0)] = 0.1,
     epochs: Annotated[int | None, within(_STEP, "Most passes over the requests. \\[default: from the data]", min=1)] = None,
     max_minutes: Annotated[float | None, within(_STEP, "Most minutes of training; default: any.")] = None,
     batch_size: Annotated[int | None, within(_STEP, "Requests of a step. \\[default: from the data]", min=1)] = None,
@@ -111,13 +111,13 @@ def fit(
         if not data:
             raise Problem(f"{NAME}: --data must name the impressions to train on")
         if from_run is not None:
-            place_of = folder_of(from_run, output)
-            take(given, place_of)
+            place_of = find_ranker_folder(from_run, output)
+            adopt_model(given, place_of)
             given["from_run"] = str(place_of)
         check_room(NAME, output, overwrite)
         for name in ("data", "history", "items", "users", "val", "test"):
             given[name] = paths_of(given[name] or [])
-        given["blocks"] = None if blocks is None else blocks_of(NAME, blocks.expanduser())
+        given["blocks"] = None if blocks is None else read_blocks(NAME, blocks.expanduser())
         given["schema"] = None if schema is None else str(schema.expanduser().resolve())
         given["stream"] = streamed(given)  # so that a run that goes on reads them as it did
     place = device_of(device, NAME)
@@ -167,5 +167,5 @@ def _options(given: dict[str, Any]) -> Any:
     chosen["label_weights"] = weights_of(NAME, "--label-weight", given["label_weight"] or [])
     with sentences(NAME):
         options = FitOptions(**chosen)
-    anchored(given.get("anchors"), options)
+    should_save_priors(given.get("save_priors"), options)
     return options

@@ -16,10 +16,10 @@ from tigon.cli.kept_runs import Interrupts, circumstances, load, save
 from tigon.cli.metrics_file import append, repair
 from tigon.cli.problem import Problem, integers
 from tigon.cli.progress import Steps, working
-from tigon.rank.cli.going_on import anchored, leave, ranker_of, schema_of
 from tigon.rank.cli.models import made
 from tigon.rank.cli.shared import after_own, as_options, history_of, metrics_table, sentences, spread
 from tigon.rank.cli.streaming import read_train
+from tigon.rank.cli.warm_start import load_schema, load_warm_start, save_warm_start, should_save_priors
 
 NAME = "rank fit"
 RESULTS, PICTURE, MODEL, SCHEMA = "results.json", "fit.png", "model", "schema.json"
@@ -38,7 +38,7 @@ class Tables(NamedTuple):
 def read_tables(command: str, given: dict[str, Any]) -> Tables:
     """The impressions that options name; the others with the schema of those to train on."""
     from tigon.rank import Impressions, Schema
-    from tigon.rank.defaults import choose_share
+    from tigon.rank.training.defaults import choose_share
 
     roles: dict[str, Any] = {name: given[name] for name in ROLES if given[name] is not None}
     roles |= {plural: given[name] for plural, name in (("labels", "label"), ("action", "action")) if given[name]}
@@ -47,7 +47,7 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
         if schema is None and given.get("from_run"):
             if roles:
                 raise Problem(f"{command}: --from has the columns already, got --{next(iter(roles))} besides")
-            schema = schema_of(Path(given["from_run"]))
+            schema = load_schema(Path(given["from_run"]))
         elif schema is not None and roles:
             raise Problem(f"{command}: --schema has the columns already, got --{next(iter(roles))} besides")
         sides: dict[str, Any] = {name: given[name] or None for name in ("items", "users")}
@@ -87,8 +87,8 @@ class Run:
         import torch
 
         from tigon.cli.screen import screen
-        from tigon.rank.evaluating import check_watched
-        from tigon.rank.fitting import check
+        from tigon.rank.evaluation.evaluate import check_monitor
+        from tigon.rank.training.fit import check_arguments
 
         self.output, self.record, self.tables, self.options, self.device = output, record, tables, options, device
         self.given, self.again = record["options"], output if again is None else again
@@ -96,26 +96,26 @@ class Run:
         self.saved = time.monotonic()
         self.marked, self.shown, self.shown_loss = time.perf_counter(), 0, ""
         torch.manual_seed(self.given["seed"])
-        self.anchors: list[Any] = []
+        self.priors: list[Any] = []
         self.warnings: list[str] = []
         with sentences(NAME):
             if self.given.get("from_run"):
                 place = Path(self.given["from_run"])
-                self.ranker, self.anchors = ranker_of(place, tables.train.schema, options)
+                self.ranker, self.priors = load_warm_start(place, tables.train.schema, options)
             else:
                 self.ranker = made(NAME, self.given, tables.train.schema)
             self.ranker.to(device)
-            check(self.ranker, tables.train, tables.val, options)
+            check_arguments(self.ranker, tables.train, tables.val, options)
             if tables.val is not None and options.objective == "impressions":
-                check_watched(tables.val, options.watched)
+                check_monitor(tables.val, options.monitor)
             if tables.val is not None and getattr(self.ranker, "isotonic", None) is not None:
-                from tigon.rank.features.calibrate import check_classes
+                from tigon.rank.models.lirank.calibrate import check_classes
 
-                check_classes(tables.val, options.drawing, "--calibrate: the rows to validate on")
+                check_classes(tables.val, options.batch_options, "--calibrate: the rows to validate on")
 
     def go(self) -> None:
-        from tigon.rank.summary import one_valued
-        from tigon.rank.telling import seldom, telling
+        from tigon.rank.data.leakage import find_leaky_fields, find_rare_crosses
+        from tigon.rank.data.summary import find_constant_fields
 
         train, val, _ = self.tables
         ranker = self.ranker
@@ -133,7 +133,10 @@ class Run:
         if self.given.get("stream"):
             self.console.print(f"from {train.pieces:,} row groups, {self.given['stream_mib']:,} MiB at a time")
         with working(self.console, "looking at what single fields say"):
-            notes, self.warnings = [*train.notes, *one_valued(train)], [*telling(train), *seldom(train)]
+            notes, self.warnings = (
+                [*train.notes, *find_constant_fields(train)],
+                [*find_leaky_fields(train), *find_rare_crosses(train)],
+            )
         for note in notes:
             self.console.print(f"note: {note}")
         for warning in self.warnings:
@@ -187,10 +190,10 @@ class Run:
             last[:] = [progress]
             steps.show(progress.step if by_steps else int(progress.epoch), self.shown_loss)
             now = time.monotonic()
-            log = progress.step % self.given["log_every"] == 0 or progress.found is not None
-            keep = interrupts.signal or (progress.step % self.given["save_every"] == 0 and progress.found is None)
+            log = progress.step % self.given["log_every"] == 0 or progress.evaluation is not None
+            keep = interrupts.signal or (progress.step % self.given["save_every"] == 0 and progress.evaluation is None)
             # Evaluations are where a run is cut without loss; a short epoch must not wait for the disk.
-            keep = keep or (progress.found is not None and now - self.saved > 20)
+            keep = keep or (progress.evaluation is not None and now - self.saved > 20)
             if log or keep:
                 self._log(progress)
             if keep:
@@ -199,7 +202,7 @@ class Run:
 
         with interrupts, sentences(NAME), steps, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "rank.fit: ")  # which `Fitted.warnings` has, too
-            fitted = rank.fit(ranker, train, val, self.options, anchors=self.anchors, state=state, after=after)
+            fitted = rank.fit(ranker, train, val, self.options, priors=self.priors, state=state, after=after)
         for progress in last:  # the steps since the last line
             append(self.output / METRICS, *progress.rows())
         if fitted.stopped:
@@ -215,8 +218,10 @@ class Run:
         if val is None:
             self.console.print("note: without rows that are held out, calibration is what training made of it")
             return
+        from tigon.rank import calibrate
+
         with sentences(NAME), working(self.console, "calibrating on the validation"):
-            ranker.calibrate(val, self.options.drawing)
+            calibrate(ranker, val, self.options.batch_options)
         self.console.print(f"calibrated on the {val.rows:,} rows of the validation, whose log loss and ECE gain by it")
 
     def _near(self, data: Any) -> Any:
@@ -250,10 +255,12 @@ class Run:
                 f"{shown['steps_per_second']:,.1f} steps/s"
             )
         self.marked, self.shown = now, progress.step
-        if progress.found is not None:
-            watched = self.options.watched
-            self.console.print(f"step {progress.step:,}: {watched} {progress.found[watched]:.4f} on the validation")
-            rows = [*rows, {**progress.found, "event": "evaluation"}]
+        if progress.evaluation is not None:
+            watched = self.options.monitor
+            self.console.print(
+                f"step {progress.step:,}: {watched} {progress.evaluation[watched]:.4f} on the validation"
+            )
+            rows = [*rows, {**progress.evaluation, "event": "evaluation"}]
         append(self.output / METRICS, *rows)
 
     # ----------------------------------------------------------------------------------------------------- the end
@@ -262,9 +269,9 @@ class Run:
         staged = self.output / STAGING / MODEL
         shutil.rmtree(staged, ignore_errors=True)
         ranker.save_pretrained(staged)
-        anchors = self.anchors if anchored(self.given.get("anchors"), self.options) else None
+        priors = self.priors if should_save_priors(self.given.get("save_priors"), self.options) else None
         with working(self.console, "keeping what exploring and later fits need"), sentences(NAME):
-            leave(staged, ranker, self.tables.train, self.options, anchors)
+            save_warm_start(staged, ranker, self.tables.train, self.options, priors)
         seal(staged, largest=None)
         shutil.rmtree(self.output / MODEL, ignore_errors=True)
         publish(staged, self.output / MODEL)
@@ -276,7 +283,7 @@ class Run:
                for name, one in found.items()},
             **circumstances(self.device),
         }  # fmt: skip
-        plot(self.output / PICTURE, self.output / METRICS, self.options.watched, fitted.history)
+        plot(self.output / PICTURE, self.output / METRICS, self.options.monitor, fitted.history)
         write_json(self.output / RESULTS, {**results, "options": self.given})
         self.record["results"] = results
         write_json(self.output / RECORD, self.record)
@@ -288,15 +295,15 @@ class Run:
 
         found = {}
         at = sorted(set(integers(NAME, "--at", self.given["at"])))
-        drawing, draws, seed = self.options.drawing, self.given["draws"], self.given["seed"]
+        batch_options, draws, seed = self.options.batch_options, self.given["draws"], self.given["seed"]
         for name, data in (("validation", self.tables.val), ("test", self.tables.test)):
             if data is None:
                 continue
             with working(self.console, f"measuring on the {name}"), sentences(NAME):
                 if self.options.objective == "next-item":
-                    found[name] = evaluate_next_items(ranker, data, at, drawing, draws=draws, seed=seed)
+                    found[name] = evaluate_next_items(ranker, data, at, batch_options, draws=draws, seed=seed)
                 else:
-                    found[name] = evaluate(score(ranker, data, drawing), at, draws=draws, seed=seed)
+                    found[name] = evaluate(score(ranker, data, batch_options), at, draws=draws, seed=seed)
         return found
 
     def _show(self, found: dict[str, Any], fitted: Any) -> None:

@@ -44,7 +44,7 @@ def inspect(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is in --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Of a run: fields, parameters by part, and tokens, FLOPs and time of a request. Of a table: what it holds."""
+    """Describe a run: fields, parameters by part, and tokens, FLOPs and time of a request; or describe a table."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if not target.is_dir() or not any((target / name).exists() for name in ("run.json", "config.json", "prompt.yaml")):
         from tigon.rank.cli.inspect_data import inspect_data
@@ -69,7 +69,7 @@ def inspect(
         raise Problem(f"{NAME}: --output is for the schema of a table, got the folder of a ranker, {target}")
     place = device_of(device, NAME)
     from tigon.cli.screen import screen
-    from tigon.rank.cli.evaluate import drawing_of
+    from tigon.rank.cli.evaluate import parse_batch_options
     from tigon.rank.cli.inspected import costs, fields_of, parameters_of
     from tigon.rank.cli.opened import Opened
 
@@ -86,7 +86,9 @@ def inspect(
     }  # fmt: skip
     if table is not None and len(table):
         with working(console, "timing a batch"), sentences(NAME):
-            found["request"] = costs(opened.ranker, table, drawing_of(NAME, opened, batch_size, history_max, "auto"))
+            found["request"] = costs(
+                opened.ranker, table, parse_batch_options(NAME, opened, batch_size, history_max, "auto")
+            )
     if json:
         print(encoder.dumps(found))
         return

@@ -36,8 +36,8 @@ def inspect_data(
     Raises: Problem for what cannot be read.
     """
     from tigon.rank import Impressions, Schema
-    from tigon.rank.summary import summary
-    from tigon.rank.telling import seldom, telling
+    from tigon.rank.data.leakage import find_leaky_fields, find_rare_crosses
+    from tigon.rank.data.summary import summarize
 
     console = screen(stderr=True, soft_wrap=True)
     with sentences(NAME), working(console, f"reading {paths}"):
@@ -46,8 +46,8 @@ def inspect_data(
         if output is not None:
             data.schema.save(output)
     with working(console, "looking at what single fields say"):
-        found = summary(data)
-        found["notes"] = [*found["notes"], *telling(data), *seldom(data)]
+        found = summarize(data)
+        found["notes"] = [*found["notes"], *find_leaky_fields(data), *find_rare_crosses(data)]
     if json:
         print(encoder.dumps(found, ensure_ascii=False))
     else:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.rank.scoring import Drawing, device_of, evaluating
+from tigon.rank.data.batches import BatchOptions, eval_mode, get_device
+from tigon.rank.models.ligr.model import LiGR
 
 # Batches that are counted and timed, at most, and after how many seconds no other one is begun.
 BATCHES, SECONDS = 5, 2.0
@@ -33,23 +34,23 @@ def parameters_of(ranker: nn.Module) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
-def costs(ranker: Any, data: Any, drawing: Drawing) -> dict[str, Any]:
-    """Of a request, as a mean over some batches: events, candidates, FLOPs, milliseconds, and their floor on a GPU.
+def costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]:
+    """Means of a request over some batches: events, candidates, FLOPs, milliseconds, and their floor on a GPU.
 
     FLOPs are those of linear layers, and of attention where the ranker's config says how wide it is. The floor is the
     time of so many FLOPs at the rate of the largest matrix product that the device reaches.
     """
-    device = device_of(ranker)
+    device = get_device(ranker)
     seen, events, candidates, flops, seconds = 0, 0, 0, 0.0, []
     began = time.perf_counter()
-    with evaluating(ranker):
-        for number, batch in enumerate(drawing.batches(data, device)):
+    with eval_mode(ranker):
+        for number, batch in enumerate(batch_options.batches(data, device)):
             if number == BATCHES or (number and time.perf_counter() - began > SECONDS):
                 break
-            with _Linear(ranker) as linear, drawing.autocast(device):
+            with _Linear(ranker) as linear, batch_options.autocast(device):
                 ranker(batch)
             flops += linear.flops + _attention(ranker, batch)
-            seconds.append(_timed(ranker, batch, drawing) / batch.requests)
+            seconds.append(_timed(ranker, batch, batch_options) / batch.requests)
             seen, events, candidates = seen + batch.requests, events + batch.events, candidates + batch.candidates
     found: dict[str, Any] = {
         "requests": len(data), "events": events / seen, "candidates": candidates / seen,
@@ -70,13 +71,13 @@ def _measure_matmul_rate(device: torch.device) -> float:
     return 2e3 * n**3 / float(do_bench(lambda: a @ b, return_mode="median"))
 
 
-def _timed(ranker: Any, batch: Any, drawing: Drawing) -> float:
+def _timed(ranker: Any, batch: Any, batch_options: BatchOptions) -> float:
     """Seconds of a forward pass, of a batch that was counted and so has compiled what it needs."""
-    device = device_of(ranker)
+    device = get_device(ranker)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    with drawing.autocast(device):
+    with batch_options.autocast(device):
         ranker(batch)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -85,14 +86,14 @@ def _timed(ranker: Any, batch: Any, drawing: Drawing) -> float:
 
 def _attention(ranker: Any, batch: Any) -> int:
     """FLOPs of q kᵀ and of its product with v, over the tokens that a token reads."""
-    config = ranker.config()
-    if "heads" not in config:
+    if not isinstance(ranker, LiGR):
         return 0
-    width, layers = config["width"], config["layers"]
+    config = ranker.config
+    width, layers = config.width, config.layers
     prefix, own = batch.history_offsets.diff() + 1, batch.offsets.diff()
     causal = prefix * (prefix + 1) // 2
     alone, across = own * (prefix + 1), own * (prefix + own)
-    setwise = config.get("setwise_layers", 0)
+    setwise = config.setwise_layers
     pairs = layers * causal + (layers - setwise) * alone + setwise * across
     return int(4 * width * pairs.sum())
 

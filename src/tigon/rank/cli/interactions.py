@@ -1,4 +1,4 @@
-"""`tigon rank interactions`: which fields of a ranker, or columns of a table, act together; and a schema of crosses."""
+"""`tigon rank interactions`: which fields of a ranker act together; and a schema of crosses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tigon.cli.outputs import PICTURES, check_output_file
+from tigon.cli.outputs import check_output_file
 from tigon.cli.problem import Problem, device_of, needs
 from tigon.cli.progress import working
-from tigon.rank.cli.shared import paths_of, sentences
+from tigon.rank.cli.shared import sentences
 
 NAME = "rank interactions"
 METHODS = ("persistence", "nid")
@@ -20,20 +20,11 @@ OF_RUN = ("run.json", "results.json", "schema.json", "config.json", "model")
 
 
 def interactions(
-    run: Annotated[
-        Path | None, typer.Argument(help="Folder of a run of --model lirank, or of a ranker; none: --data and --label.")
-    ] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a run of --model lirank, or of a ranker.")],
     data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Without a run: the table that small MLPs are fitted to. Of a run: rows that say how far its fields "
-            "vary; default: those of the run."
-        ),
+        list[str] | None, typer.Option(help="Rows that say how far the fields vary; default: the data of the run.")
     ] = None,
-    label: Annotated[
-        str | None,
-        typer.Option(help="Of the table, as for `tigon rank fit`; of a run one of its labels, default: all."),
-    ] = None,
+    label: Annotated[str | None, typer.Option(help="A label of the run; default: all.")] = None,
     top: Annotated[int, typer.Option(help="How many sets are shown.", min=1)] = 20,
     pairs: Annotated[bool, typer.Option("--pairs", help="All pairs, as --order 2.")] = False,
     order: Annotated[
@@ -41,58 +32,43 @@ def interactions(
         typer.Option(help="How many features sets have; default: any number; with --as-crosses pairs.", min=2),
     ] = None,
     method: Annotated[str, typer.Option(help="persistence or nid.")] = "persistence",
-    plot: Annotated[Path | None, typer.Option(help=f"A picture of the strengths: {', '.join(PICTURES)}.")] = None,
     as_crosses: Annotated[
         Path | None,
         typer.Option(help="Where to write the schema with crosses of the strongest sets, for the next fit."),
     ] = None,
     crosses: Annotated[int, typer.Option(help="Of --as-crosses: how many.", min=1)] = 5,
     hash_rows: Annotated[int, typer.Option(help="Of --as-crosses: how many codes each has.", min=2)] = 100_000,
-    networks: Annotated[int, typer.Option(help="Without a run: how many MLPs are fitted.", min=1)] = 3,
-    seed: Annotated[int, typer.Option(help="Of rows that are drawn, and of the MLPs.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the rows that are sampled.", min=0)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Which features act together, from the weights of an MLP: that of a run, or one that is fitted to a table."""
-    needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors", *(["matplotlib"] if plot else []))
+    """Which fields act together, from the weights of the MLP of a run."""
+    needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     order = _order(pairs or (as_crosses is not None and order is None), order)
     if method not in METHODS:
         raise Problem(f"{NAME}: --method must be one of {', '.join(METHODS)}, got {method}")
-    if run is None and not (data and label):
-        raise Problem(f"{NAME}: give the folder of a run, or a table by --data and its --label")
-    inputs: list[str | Path] = [*([] if run is None else [run / name for name in OF_RUN]), *(data or [])]
-    for option, file, suffixes in (("--plot", plot, PICTURES), ("--as-crosses", as_crosses, (".json",))):
-        if file is not None:
-            check_output_file(f"{NAME}: {option}", file, suffixes, overwrite=overwrite, inputs=inputs)
+    if as_crosses is not None:
+        inputs: list[str | Path] = [*(run / name for name in OF_RUN), *(data or [])]
+        check_output_file(f"{NAME}: --as-crosses", as_crosses, (".json",), overwrite=overwrite, inputs=inputs)
     place = device_of(device, NAME)
     from tigon import rank
     from tigon.cli.screen import screen
 
     console = screen(stderr=True, soft_wrap=True)
     with sentences(NAME):
-        if run is not None:
-            model, schema = _of_run(console, run, data, label, seed, place)
-        else:
-            schema = _of_table(paths_of(data or []), str(label))
-            with working(console, "fitting MLPs"):
-                model = rank.fit_mlp(paths_of(data or []), str(label), networks=networks, seed=seed, device=place)
-        found = rank.interactions(model, order=order, method=method)  # type: ignore[arg-type]
+        model, schema = _read_run(console, run, data, label, seed, place)
+        found = rank.find_interactions(model, order=order, method=method)  # type: ignore[arg-type]
         made = {} if as_crosses is None else found.crosses(crosses, hash_rows=hash_rows, schema=schema)
         if as_crosses is not None and not made:
             raise Problem(f"{NAME}: --as-crosses: no set is of ids and numbers of an impression, of which crosses are")
-        if plot is not None:
-            plot.parent.mkdir(parents=True, exist_ok=True)
-            found.explain(plot, top=top)
         if as_crosses is not None:
             as_crosses.parent.mkdir(parents=True, exist_ok=True)
             schema.replace(made).save(as_crosses)
     if json:
-        print(encoder.dumps(_told(found, model, top, method, list(made)), ensure_ascii=False))
+        print(encoder.dumps(_to_dict(found, model, top, method, list(made)), ensure_ascii=False))
         return
     _show(console, found, model, top)
-    if plot is not None:
-        console.print(f"the picture is in {plot}")
     if as_crosses is not None:
         print(
             f"the schema with {', '.join(made)} is in {as_crosses}; tigon rank fit --schema {as_crosses} fits with it"
@@ -105,7 +81,7 @@ def _order(pairs: bool, order: int | None) -> int | None:
     return 2 if pairs else order
 
 
-def _of_run(console: Any, run: Path, data: list[str] | None, label: str | None, seed: int, place: Any) -> Any:
+def _read_run(console: Any, run: Path, data: list[str] | None, label: str | None, seed: int, place: Any) -> Any:
     """The MLP of a run, and its schema."""
     from tigon import rank
     from tigon.rank.cli.opened import Opened
@@ -114,40 +90,19 @@ def _of_run(console: Any, run: Path, data: list[str] | None, label: str | None, 
         opened = Opened(NAME, run, place)
         if not isinstance(opened.ranker, rank.LiRank):
             kind = "a language model" if opened.by_prompt else f"a {type(opened.ranker).__name__}"
-            raise Problem(
-                f"{NAME}: is for --model lirank, whose MLP reads the fields of a row, got {kind}; with --data and "
-                "--label in place of a run, an MLP is fitted to the table"
-            )
+            raise Problem(f"{NAME}: is for --model lirank, whose MLP reads the fields of a row, got {kind}")
         files = data or opened.options.get("data")
         if not files:
             raise Problem(f"{NAME}: --data must name rows that say how far the fields of {run} vary")
         table = opened.read(files, [], [], [], labelled=False)
-        return rank.mlp_of(opened.ranker, table, label, seed=seed), opened.ranker.schema
+        return rank.extract_mlp(opened.ranker, table, label, seed=seed), opened.ranker.schema
 
 
-def _of_table(files: list[str], label: str) -> Any:
-    """The schema that a fit would infer, with what it leaves open."""
-    from tigon.rank.opening import opened
-
-    return opened(files, None, None, None, None, {"labels": (label,)})[1]
-
-
-def _notes(found: Any, model: Any) -> list[str]:
-    from tigon.rank import TableMLP
-
-    if not isinstance(model, TableMLP):
-        return list(found.notes)
-    losses = ", ".join(f"{loss:.4f}" for loss in model.loss)
-    fit = f"The MLPs have losses of {losses} on held-out rows; the best constant has {model.constant:.4f}."
-    left_out = [f"Column {name!r} is left out: {why}." for name, why in model.left_out.items()]
-    return [fit, *left_out, *found.notes]
-
-
-def _told(found: Any, model: Any, top: int, method: str, crosses: list[str]) -> dict[str, Any]:
+def _to_dict(found: Any, model: Any, top: int, method: str, crosses: list[str]) -> dict[str, Any]:
     return {
         "method": method, "order": found.order, "fields": list(found.names), "sets": len(found),
-        "interactions": found.explain(top=top).to_pylist(), "left_out": dict(model.left_out), "crosses": crosses,
-        "notes": _notes(found, model),
+        "interactions": found.to_table(top).to_pylist(), "left_out": dict(model.left_out), "crosses": crosses,
+        "notes": list(found.notes),
     }  # fmt: skip
 
 
@@ -162,5 +117,5 @@ def _show(console: Any, found: Any, model: Any, top: int) -> None:
     for one in found[:top]:
         table.add_row(" × ".join(one.features), f"{one.strength:.4g}", f"{one.share:.1%}", f"{one.units:,}")
     show(screen(width=None if sys.stdout.isatty() else 10_000), table)
-    for note in _notes(found, model):
+    for note in list(found.notes):
         console.print(f"note: {note}")

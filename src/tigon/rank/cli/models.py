@@ -62,19 +62,19 @@ def _towers(command: str, given: list[str]) -> dict[str, list[str]]:
     return towers
 
 
-def blocks_of(command: str, file: Path) -> list[dict[str, Any]]:
+def read_blocks(command: str, file: Path) -> list[dict[str, Any]]:
     """The blocks of a JSON file, as `tigon rank search` leaves it.
 
     Raises: Problem for a file that holds none.
     """
-    from tigon.rank.features.blocks import blocks_of
+    from tigon.rank.models.lirank.graph import parse_blocks
 
     try:
         found = read_json(file, kind=list)
     except DamagedFileError as error:
         raise Problem(f"{command}: --blocks must be a list of blocks in JSON: {error}") from error
     with sentences(command):
-        return [{**block._asdict(), "inputs": list(block.inputs)} for block in blocks_of(found)]
+        return [{**block._asdict(), "inputs": list(block.inputs)} for block in parse_blocks(found)]
 
 
 def choose(given: dict[str, Any], train: Any) -> list[str]:
@@ -83,7 +83,7 @@ def choose(given: dict[str, Any], train: Any) -> list[str]:
     given: a command's options, in which they are None. train: the impressions to train on.
     Returns: the names of those that were chosen.
     """
-    from tigon.rank.defaults import choose_settings, choose_sizes
+    from tigon.rank.training.defaults import choose_settings, choose_sizes
 
     chosen: dict[str, Any] = {}
     if not given.get("from_run"):
@@ -115,4 +115,6 @@ def made(command: str, given: dict[str, Any], schema: Any) -> Any:
     from tigon import rank
 
     arguments = arguments_of(command, given)
-    return {"ligr": rank.LiGR, "lirank": rank.LiRank}[given["model"]](schema, **arguments)
+    if given["model"] == "ligr":
+        return rank.LiGR(schema, rank.LiGRConfig(**arguments))
+    return rank.LiRank(schema, rank.LiRankConfig(**arguments))

@@ -39,7 +39,7 @@ class Opened:
         self.by_prompt = (place / PROMPT).is_file()
         with sentences(command):
             if self.by_prompt:
-                from tigon.rank.prompt import PromptRanker
+                from tigon.rank.models.prompt import PromptRanker
 
                 self.ranker: Any = PromptRanker.from_pretrained(place, device=device)
             elif (place / CONFIG).is_file():
@@ -65,7 +65,9 @@ class Opened:
             events = after_own(events, [path for path in self.options.get("data", []) if path not in data])
         with sentences(self.command):
             if self.by_prompt:
-                return self.ranker.read(data, history=events, labelled=labelled, **sides)
+                from tigon.rank.models.prompt import read_impressions
+
+                return read_impressions(self.ranker.prompt, data, history=events, labelled=labelled, **sides)
             return Impressions.read(data, history=events, schema=self.ranker.schema, labelled=labelled, **sides)
 
     @property
@@ -103,27 +105,29 @@ class Opened:
             )
 
     def scored(
-        self, data: Any, drawing: Any, *, explore: float = 0.0, seed: int = 0
+        self, data: Any, batch_options: Any, *, explore: float = 0.0, seed: int = 0
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """`rank.Scored` of all rows and what is written of each label, a piece at a time, request by request."""
+        """`rank.Scores` of all rows and what is written of each label, a piece at a time, request by request."""
         import torch
 
-        from tigon.rank import Scored
-        from tigon.rank.scoring import scored_batches
+        from tigon.rank import Scores
+        from tigon.rank.evaluation.score import score_batches
+        from tigon.rank.models.explorer import sample_weights
 
         with sentences(self.command):
             if not self.by_prompt:
-                for part in scored_batches(self.ranker, data, drawing, explore=explore, seed=seed):
+                sampler = sample_weights(self.ranker, explore, seed=seed) if explore else None
+                for part in score_batches(self.ranker, data, batch_options, sampler=sampler):
                     yield part, {label: logits.sigmoid() for label, logits in part.logits.items()}
                 return
-            # Of answers that are worth 0 and 1, which alone have labels, the score is a probability.
+            # The score is a probability where the answers have the values 0 and 1, which alone have labels.
             p, tasks = self.ranker.score(data), self.ranker.prompt.tasks
             first = data.batch(torch.arange(len(data)), history_max=0)
             likely = {name: value for name, value in p.items() if set(tasks[name].values) == {0.0, 1.0}}
             labels = {name: y for name, y in first.labels.items() if name in likely}
             logits = {name: torch.logit(value.double(), eps=1e-12).float() for name, value in likely.items()}
             total = torch.stack(list(p.values())).sum(0)
-            yield Scored(first.offsets, first.rows, logits, total, labels, first.weights), p
+            yield Scores(first.offsets, first.rows, logits, total, labels, first.weights), p
 
 
 def _options(command: str, folder: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def score(
     import torch
 
     from tigon.cli.screen import screen
-    from tigon.rank.cli.evaluate import drawing_of
+    from tigon.rank.cli.evaluate import parse_batch_options
     from tigon.rank.cli.opened import Opened
     from tigon.rank.cli.shared import sentences
 
@@ -67,13 +67,13 @@ def score(
         table = opened.read(data, history or [], items or [], users or [], labelled=False)
     if explore:
         opened.check_explorer()
-    drawing = drawing_of(NAME, opened, batch_size, history_max, precision)
+    batch_options = parse_batch_options(NAME, opened, batch_size, history_max, precision)
     with sentences(NAME):
         beside = _beside(table, keep or [])
     for note in table.notes:
         console.print(f"note: {note}")
     roles = table.schema.roles
-    # Of one type in all pieces, whatever is missing in one of them.
+    # One type for all pieces, whatever is missing in one of them.
     requests = _arrow(table.request_ids)
     names = _names([roles.request or "request", *beside], list(opened.labels))
     for name, own in names.items():
@@ -85,7 +85,7 @@ def score(
     partial = output.with_name(output.name + ".partial")
     try:
         with _writer(partial, output.suffix) as write, console.status(f"scoring {table.rows:,} rows"):
-            for part, values in opened.scored(table, drawing, explore=explore, seed=seed):
+            for part, values in opened.scored(table, batch_options, explore=explore, seed=seed):
                 sizes, n = part.offsets.diff(), len(part.rows)
                 of = torch.repeat_interleave(sizes) + request
                 columns = {names["data", roles.request or "request"]: requests.take(pa.array(of.numpy()))}

@@ -93,7 +93,7 @@ def _searched(console: Any, tables: Any, options: Any, output: Path, place: Any,
     train, val = (near(part, place) for part in tables[:2])
     said = f"{len(train):,} requests to train on, {len(val):,} held out; labels {', '.join(train.schema.labels)}"
     with interrupts, sentences(NAME), Bar(console, options, interrupts, said) as bar:
-        found = rank.search(train, val, options, folder=output, test=tables.test, device=place, after=bar)
+        found = rank.search_blocks(train, val, options, folder=output, test=tables.test, device=place, after=bar)
     tables.train.schema.save(output / SCHEMA)
     if plot and found.trials:
         picture(output, found)
@@ -102,7 +102,7 @@ def _searched(console: Any, tables: Any, options: Any, output: Path, place: Any,
             f"{NAME}: stopped after {len(found.trials):,} trials, which are kept; the same command goes on",
             code=128 + interrupts.signal,
         )
-    if not found.refitted and options.best:
+    if not found.refits and options.best:
         print(f"{len(found.trials):,} trials are at their end; the process that ends the last fits the best of them")
         return
     write_json(output / RESULTS, {**results_of(found, options), **circumstances(place)})
@@ -111,7 +111,7 @@ def _searched(console: Any, tables: Any, options: Any, output: Path, place: Any,
     show(screen(width=None if sys.stdout.isatty() else 10_000), table_of(found))
     if found.failed:
         print(f"{found.failed:,} trials had no finite loss")
-    if found.refitted:
-        first = found.refitted[0]
+    if found.refits:
+        first = found.refits[0]
         print(f"the ranker of trial {first.number} is in {first.folder}, its blocks in {output / 'blocks.json'}; to fit it otherwise: "
               f"tigon rank fit --model lirank --schema {shlex.quote(str(output / SCHEMA))} --blocks {shlex.quote(str(output / 'blocks.json'))} --data …")

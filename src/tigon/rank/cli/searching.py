@@ -1,4 +1,4 @@
-"""What `tigon rank search` does around `rank.search`: its folder, its progress, its table and its picture."""
+"""What `tigon rank search` does around `rank.search_blocks`: its folder, its progress, its table and its picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
     if not (output / JOURNAL).exists():
         raise Problem(f"{NAME}: --output {output} holds files that no study wrote; give another --output")
     if overwrite:
-        from tigon.rank.searching.processes import is_locked
+        from tigon.rank.search.study import is_locked
 
         if any(is_locked(file) for file in (output / "processes").glob("*")):
             raise Problem(f"{NAME}: another process searches in {output}; wait for its end, or give another --output")
@@ -101,7 +101,7 @@ class Bar:
         self.bar.stop()
 
     def __call__(self, progress: Any) -> bool:
-        best, found = progress.best, progress.found
+        best, found = progress.best, progress.result
         if self.said:  # by now nothing was wrong
             self.console.print(self.said)
             self.said = ""
@@ -127,7 +127,7 @@ def results_of(found: Any, options: Any) -> dict[str, Any]:
         {"trial": one.number, "blocks": blocks(one.graph), "FLOPs": one.flops, "parameters": one.parameters,
          "validation": one.validation, "test": one.test, "steps": one.steps, "seconds": one.seconds,
          "folder": str(one.folder)}
-        for one in found.refitted
+        for one in found.refits
     ]  # fmt: skip
     return {
         "trials": len(found.trials) + found.failed, "failed": found.failed,
@@ -146,13 +146,13 @@ def table_of(found: Any) -> Any:
     from rich.table import Table
 
     losses = {one.number: one.loss for one in found.trials}
-    tested = any(one.test for one in found.refitted)
-    names = ["log loss, all rows", "AUC"] + ["test log loss", "test AUC"] * tested if found.refitted else []
+    tested = any(one.test for one in found.refits)
+    names = ["log loss, all rows", "AUC"] + ["test log loss", "test AUC"] * tested if found.refits else []
     table = Table("trial", "blocks", "FLOPs", "log loss, trial", *names)
-    for one in found.refitted or sorted(found.trials, key=lambda one: (one.loss, one.number))[:5]:
+    for one in found.refits or sorted(found.trials, key=lambda one: (one.loss, one.number))[:5]:
         graph = "\n".join(f"{n}: {block}" for n, block in enumerate(one.graph, 1))
         cells = [str(one.number), graph, f"{one.flops:,}", f"{losses[one.number]:.5f}"]
-        if found.refitted:
+        if found.refits:
             values = [one.validation, *([one.test] if tested else [])]
             cells += [f"{of[name]:.5f}" for of in values for name in ("log_loss", "auc")]
         table.add_row(*cells)

@@ -90,7 +90,7 @@ class Runs:
                          **{name: found[name]["metrics"] for name in PARTS if name in found}})  # fmt: skip
         summary = {name: summarized([row[name] for row in rows]) for name in PARTS if name in rows[0]}
         results = {"seeds": rows, "summary": summary, **circumstances(self.device)}
-        plot(self.output / PICTURE, rows, self.options.watched)
+        plot(self.output / PICTURE, rows, self.options.monitor)
         write_json(self.output / RESULTS, {**results, "options": self.record["options"]})
         self.record["results"] = results
         write_json(self.output / RECORD, self.record)

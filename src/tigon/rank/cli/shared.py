@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OWN = ("self", "positives", "none")
 # Labels and parts that are shown side by side.
 MOST_COLUMNS = 4
-# Of a file that is larger, the digest reads this much at its beginning and its end.
+# The digest reads this much of the beginning and the end of a larger file.
 DIGESTED = 32 << 20
 
 
@@ -67,7 +67,7 @@ OPTIONS = {
     for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "schedule",
                  "epochs", "batch_size", "batch_tokens", "history_max", "metric", "eval_every", "patience", "seed",
                  "width", "layers", "heads", "setwise_layers", "dropout", "at", "cross", "rank", "mlp", "norm",
-                 "calibrate", "table_optimizer", "table_lr", "anchor", "explore", "blocks", "trials", "sampler",
+                 "calibrate", "table_optimizer", "table_lr", "prior_strength", "explore", "blocks", "trials", "sampler",
                  "kinds", "most", "rows", "hash_rows", "best", "order")
 } | {
     "mebibytes": "stream-mib", "history": "history", "label_weights": "label-weight", "weights": "score-weight",

@@ -2,7 +2,7 @@
 
 Source: Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167
 
-Rows may have columns of zeros behind the normed ones, as `tigon.rank.features.aligned` puts them, and so has the
+Rows may have columns of zeros behind the normed columns, as LiRank's padded linear layers put them, and so has the
 result. The bytes that move are the floor: h twice and y forward; dy and h twice and dh backward. The relu's mask is
 computed again from h.
 """

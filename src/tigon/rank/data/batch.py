@@ -1,0 +1,110 @@
+"""A batch of requests: their candidates, and the history that each request may read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.rank.data.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Batch:
+    """R requests, C candidates and E events as ragged tensors, without padding.
+
+    Attributes:
+        offsets: (R + 1,) int64 on the CPU: the candidates of request r are offsets[r] … offsets[r + 1] − 1.
+        history_offsets: (R + 1,) int64 on the CPU: its events, oldest first, are history_offsets[r] ….
+        context: fields of side "context", of R values each.
+        items: fields of the sides "item" and "row", of C values each, the item's own id among them.
+        history: fields of `schema.history`, of E values each.
+        age: (E,) float64, seconds from the event to its request, above 0.
+        labels: (C,) float32, 0 and 1, by name; empty where the table has none. NaN where a row has no value of one.
+        weights: (C,) float32, or None.
+        rows: (C,) int64, the rows of the table.
+        partial: the labels of which rows of the table have no value; `known` says which of the batch have one.
+        requests, candidates, events: R, C and E.
+
+    A field's values are int64 codes, float32 numbers, `Ragged` lists of codes, a list of str, or int64 microseconds.
+    """
+
+    offsets: Tensor
+    history_offsets: Tensor
+    context: dict[str, Any]
+    items: dict[str, Any]
+    history: dict[str, Any]
+    age: Tensor
+    labels: dict[str, Tensor]
+    weights: Tensor | None
+    rows: Tensor
+    partial: frozenset[str] = frozenset()
+
+    @property
+    def requests(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def candidates(self) -> int:
+        return len(self.rows)
+
+    @property
+    def events(self) -> int:
+        return len(self.age)
+
+    def label_mask(self, label: str) -> Tensor | None:
+        """A mask of rows with a value of a label.
+
+        Args:
+            label: one of `labels`, or another.
+        Returns: (C,) bool; None for labels without gaps.
+        """
+        return ~self.labels[label].isnan() if label in self.partial and label in self.labels else None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device; offsets stay on the CPU.
+
+        Args:
+            device: such as "cuda".
+        """
+
+        def there(value: Any) -> Any:
+            return value if value is None or isinstance(value, list) else move(value, device, pin=True)
+
+        sides = (self.context, self.items, self.history)
+        context, items, history = ({k: there(v) for k, v in side.items()} for side in sides)
+        labels = {name: there(value) for name, value in self.labels.items()}
+        return Batch(
+            self.offsets, self.history_offsets, context, items, history, there(self.age), labels, there(self.weights),
+            there(self.rows), self.partial,
+        )  # fmt: skip
+
+
+def labelled_rows(batch: Any, label: str) -> Tensor | None:
+    """`Batch.label_mask`; None for other batches of a `BatchSource`, whose rows all have labels."""
+    out: Tensor | None = batch.label_mask(label) if hasattr(batch, "label_mask") else None
+    return out
+
+
+def move(value: Any, device: torch.device | str, pin: bool = False) -> Any:
+    """Values of a field on a device.
+
+    pin: copy what goes to a GPU by way of pinned memory, so that the host does not wait. For batches: it takes memory
+    that nothing else can have.
+    """
+    if isinstance(value, Ragged):
+        return Ragged(move(value.values, device, pin), move(value.offsets, device, pin))
+    if pin and value.device.type == "cpu" and torch.device(device).type == "cuda":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
+
+
+def select_rows(value: Any, rows: Tensor, total: int | None = None) -> Any:
+    """The values of some rows of a field. total: how many values lists have in all, if that is known."""
+    if isinstance(value, Ragged):
+        return value.take(rows, total)
+    if isinstance(value, list):
+        return [value[row] for row in rows.tolist()]
+    return value[rows]

@@ -1,0 +1,478 @@
+"""The kinds of fields: how the values of a column become tensors.
+
+    Id       one of a vocabulary, or hashed            int64 (n,), 0 for a missing or an unseen value
+    Number   scaled to about N(0, 1)                   float32 (n,), NaN for a missing value
+    Ids      a list of them                            Ragged int64
+    Cross    several of a row's features as one        int64 (n,), 0 where all of them are missing
+    Text     as it is                                  list of str
+    Time     microseconds since 1970 in UTC            int64 (n,)
+
+What a field leaves open, such as a vocabulary or the quantiles of a number, is fitted once, on the data to train on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tigon.data.arrow import hashes, keys, kinds_agree, numbers, times
+from tigon.data.values import BadValue
+from tigon.rank.data.ragged import Ragged
+
+Side = Literal["context", "item", "row", "action"]
+Scale = Literal["quantile", "log", "none"]
+Pool = Literal["mean", "attention"]
+Unit = Literal["s", "ms", "us", "ns"]
+Hash = Literal["mod", "qr"]
+# Points between which the scale of a number is a straight line.
+KNOTS = 256
+# Codes are kept as int32: so many hashes are told apart at most.
+MOST_CODES = 2**31 - 2
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column of a table, and how its values become tensors.
+
+    Args:
+        side: where it belongs. "context": one value a request, such as a feature of its user. "item": a feature of the
+            item, looked up for the events of a history too. "row": what is known of the impression alone, such as its
+            position. "action": what an event of a history says that happened.
+        history: whether events have this feature of their items.
+    """
+
+    kind: ClassVar[str]
+    side: Side = dataclasses.field(default="row", kw_only=True)
+    history: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check_choice("side", Side)
+        if self.history and self.side != "item":
+            raise ValueError(f"{self.kind}: history=True is for fields of side 'item', got side {self.side!r}.")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to be fitted."""
+        return False
+
+    def fit(self, columns: Sequence[Any]) -> Field:
+        """This field with its open options fitted.
+
+        columns: what `values` made of each column that has it.
+        """
+        return self
+
+    def values(self, column: Any) -> Any:
+        """What `fit` reads of a column: small where it can be.
+
+        Raises: BadValue if a value is of another kind.
+        """
+        return column
+
+    def encode(self, column: Any) -> Any:
+        """The values of a pyarrow array.
+
+        Raises: BadValue if a value is of another kind.
+        """
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """What makes this field again, as JSON holds it."""
+        result = {}
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if value != one.default:
+                result[one.name] = list(value) if isinstance(value, tuple) else value
+        return result
+
+    def _check_list(self, name: str, holds: type | tuple[type, ...], what: str) -> tuple[Any, ...]:
+        """An option that is a list, as a tuple. A text is none, though Python could take it for one of its letters."""
+        value = getattr(self, name)
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            listed = tuple(value)
+            if all(isinstance(one, holds) for one in listed):
+                return listed
+        raise ValueError(f"{self.kind}: {name} must be a list of {what}, got {value!r}.")
+
+    def _check_choice(self, name: str, words: Any) -> None:
+        if getattr(self, name) not in get_args(words):
+            known = ", ".join(map(repr, get_args(words)))
+            raise ValueError(f"{self.kind}: {name} must be one of {known}, got {getattr(self, name)!r}.")
+
+
+@dataclass(frozen=True)
+class _Coded(Field):
+    """Values with codes: 1 and on in the order of a vocabulary, or hashes of their texts."""
+
+    vocab: tuple[str | int, ...] | None = None
+    hash_rows: int | None = None
+    dim: int | None = None
+    grows: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grows and self.vocab is None:
+            raise ValueError(f"{self.kind}: grows=True is for a vocab that new values are put behind, got none.")
+        if self.vocab is not None and self.hash_rows is not None:
+            raise ValueError(f"{self.kind}: vocab and hash_rows exclude each other, got both.")
+        for name in ("hash_rows", "dim"):
+            value = getattr(self, name)
+            least = 2 if name == "hash_rows" else 1
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_integer and least <= value < 2**62):
+                what = "a positive integer" if least == 1 else "an integer of at least 2, or all values have one code"
+                raise ValueError(f"{self.kind}: {name} must be {what}, got {value!r}.")
+        if self.vocab is not None:
+            object.__setattr__(self, "vocab", self._check_list("vocab", object, "values"))
+            kinds = {type(value) for value in self.vocab}
+            if not kinds <= {str} and not kinds <= {int}:
+                named = ", ".join(sorted(kind.__name__ for kind in kinds))
+                raise ValueError(f"{self.kind}: vocab must hold strings or integers, of one kind, got {named}.")
+            if len(set(self.vocab)) < len(self.vocab):
+                raise ValueError(f"{self.kind}: vocab must name each value once.")
+
+    @property
+    def is_open(self) -> bool:
+        return self.grows or (self.vocab is None and self.hash_rows is None)
+
+    @property
+    def rows(self) -> int:
+        """How many codes there are, 0 among them: the rows of a table of embeddings."""
+        if self.is_open:
+            raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
+        return 1 + (len(self.vocab) if self.vocab is not None else self._hashes)
+
+    @property
+    def _hashes(self) -> int:
+        """How many hashes are told apart."""
+        return self.hash_rows or 0
+
+    def fit(self, columns: Sequence[Any]) -> Field:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        if not self.is_open:
+            return self
+        found = kinds_agree([*columns, self._vocab_array])
+        values = pc.unique(pa.concat_arrays(found[:-1])).drop_null() if columns else found[-1].slice(0, 0)
+        values = values.take(pc.sort_indices(values))
+        if self.vocab:
+            if found[-1].type != self._vocab_array.type:
+                raise ValueError(
+                    f"vocab holds integers such as {self.vocab[0]}, and a new value must be one, too, got "
+                    f"{next(v for v in values.to_pylist() if not re.fullmatch('-?[0-9]+', v))!r}."
+                )
+            # Codes of values that are known stay, whatever values come.
+            values = values.filter(pc.invert(pc.is_in(values, found[-1])))
+        return dataclasses.replace(self, vocab=(*(self.vocab or ()), *values.to_pylist()), grows=False)
+
+    def values(self, column: Any) -> Any:
+        """The different keys."""
+        import pyarrow.compute as pc
+
+        return pc.unique(keys(column))
+
+    @functools.cached_property
+    def _vocab_array(self) -> Any:
+        import pyarrow as pa
+
+        values = self.vocab or ()
+        return pa.array(values, pa.int64() if values and isinstance(values[0], int) else pa.large_string())
+
+    def codes(self, column: Any) -> Tensor:
+        """(n,) int64 of what `keys` returned."""
+        import pyarrow.compute as pc
+
+        if self.is_open:
+            raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
+        if self.hash_rows is not None:
+            hashed, missing = hashes(column)
+            codes = np.where(missing, 0, 1 + (hashed % np.uint64(self._hashes)).astype(np.int64))
+            return torch.from_numpy(codes)
+        column, known = kinds_agree([column, self._vocab_array])
+        found = pc.index_in(column, value_set=known).cast("int64")
+        return torch.from_numpy(np.array(pc.add(found, 1).fill_null(0)))
+
+
+@dataclass(frozen=True)
+class Id(_Coded):
+    """One of a set of strings or integers, such as an item. Code 0 is a missing value or one that is not in the set.
+
+    Args:
+        vocab: the values of the codes 1, 2, …; None to take those of the data, in their order.
+        hash_rows: instead of a vocabulary, how many codes the hashes of the values are spread over.
+        dim: width of its embedding; None for the model's own.
+        hash: of hash_rows m. "mod": m codes, a row of a table each. "qr": m² codes, at most 2³¹ − 2, whose embedding is
+            the product of two rows, of the quotient by m and of the remainder, in two tables of m rows; `rank.LiRank`
+            reads it. Source: Shi et al. 2020, https://arxiv.org/abs/1909.02107
+        grows: of a vocab: whether the data's other values get the codes behind it, as `Schema.expandable` asks for.
+        side: "context" (of the request), "item", "row" (of the impression) or "action" (of an event).
+        history: of side "item": whether events have it, too.
+    """
+
+    kind = "Id"
+    hash: Hash = "mod"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_choice("hash", Hash)
+        if self.hash == "qr" and self.hash_rows is None:
+            raise ValueError("Id: hash 'qr' needs hash_rows, how many rows each of its two tables has.")
+
+    @property
+    def _hashes(self) -> int:
+        rows = self.hash_rows or 0
+        return min(rows * rows, MOST_CODES) if self.hash == "qr" else rows
+
+    def encode(self, column: Any) -> Tensor:
+        return self.codes(keys(column))
+
+
+@dataclass(frozen=True)
+class Ids(_Coded):
+    """A list of strings or integers, such as genres, of which the last `max` are kept. A missing list is empty.
+
+    Args:
+        vocab, hash_rows, dim, grows: as those of `Id`.
+        max: how many values of a list are kept, from its end.
+        pool: how a model makes one vector of them, "mean" or "attention".
+        side, history: as those of `Id`.
+    """
+
+    kind = "Ids"
+    max: int = 50
+    pool: Pool = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_choice("pool", Pool)
+        if not isinstance(self.max, int) or self.max < 1:
+            raise ValueError(f"Ids: max must be a positive integer, got {self.max!r}.")
+
+    def values(self, column: Any) -> Any:
+        """The different keys."""
+        return super().values(_as_list_column(column).flatten())
+
+    def encode(self, column: Any) -> Ragged:
+        column = _as_list_column(column)
+        lengths = torch.from_numpy(np.array(column.value_lengths().fill_null(0).cast("int64")))
+        offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        try:
+            codes = self.codes(keys(column.flatten()))
+        except BadValue as error:
+            row = int(torch.searchsorted(offsets[1:], error.position, right=True))
+            raise BadValue(row, f"must be a list of strings or integers: {error}") from None
+        kept = lengths.clamp(max=self.max)
+        return Ragged(codes, offsets).slices(offsets[1:] - kept, kept)
+
+
+def _as_list_column(column: Any) -> Any:
+    import pyarrow as pa
+    import pyarrow.types as types
+
+    kind = column.type
+    if types.is_null(kind):
+        return pa.nulls(len(column), pa.list_(pa.int64()))
+    if types.is_fixed_size_list(kind):
+        return column.cast(pa.list_(kind.value_type))
+    if not (types.is_list(kind) or types.is_large_list(kind)):
+        raise BadValue(0, f"must be a list of strings or integers, got {kind}")
+    return column
+
+
+@dataclass(frozen=True)
+class Number(Field):
+    """A number, brought to about N(0, 1). A missing one is NaN.
+
+    Args:
+        scale: "quantile": by its rank among the numbers that were seen, beyond them as their ends. "log": sign(x)
+            log(1 + |x|), centred and divided by its standard deviation. "none": as it is.
+        knots, scores: of scale "quantile": rising numbers, and what each becomes; between two of them, in proportion.
+        center, spread: of scale "log": what is subtracted, and what it is divided by then.
+        side, history: as those of `Id`.
+    """
+
+    kind = "Number"
+    scale: Scale = "quantile"
+    knots: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()
+    center: float | None = None
+    spread: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_choice("scale", Scale)
+        for name in ("knots", "scores"):
+            object.__setattr__(self, name, self._check_list(name, (int, float), "numbers"))
+        for name in ("center", "spread"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                raise ValueError(f"Number: {name} must be a number, got {value!r}.")
+        if len(self.knots) != len(self.scores) or not all(a < b for a, b in pairwise(self.knots)):
+            raise ValueError(
+                f"Number: knots must rise, with a score each, got {len(self.knots)} and {len(self.scores)} scores."
+            )
+        if self.spread is not None and not self.spread > 0:
+            raise ValueError(f"Number: spread must be above 0, got {self.spread!r}.")
+
+    @property
+    def is_open(self) -> bool:
+        return (self.scale == "quantile" and not self.knots) or (self.scale == "log" and self.spread is None)
+
+    def fit(self, columns: Sequence[Any]) -> Field:
+        if not self.is_open:
+            return self
+        x = np.concatenate([np.zeros(0), *columns])
+        x = x[~np.isnan(x)]
+        if self.scale == "log":
+            x = np.sign(x) * np.log1p(np.abs(x))
+            spread = float(x.std()) if len(x) else 0.0
+            return dataclasses.replace(self, center=float(x.mean()) if len(x) else 0.0, spread=spread or 1.0)
+        if not len(x):
+            return dataclasses.replace(self, knots=(0.0,), scores=(0.0,))
+        x.sort()
+        levels = (np.arange(KNOTS) + 0.5) / KNOTS
+        knots = np.unique(np.concatenate((x[[0, -1]], x[(levels * len(x)).astype(np.int64)])))
+        # The middle of the ranks that a number takes, so that frequent numbers are no outliers.
+        rank = (np.searchsorted(x, knots) + np.searchsorted(x, knots, side="right")) / (2 * len(x))
+        scores = torch.special.ndtri(torch.from_numpy(rank)).numpy()
+        seen = np.interp(x, knots, scores)
+        scores = (scores - seen.mean()) / (float(seen.std()) or 1.0)
+        return dataclasses.replace(self, knots=tuple(knots.tolist()), scores=tuple(scores.tolist()))
+
+    def values(self, column: Any) -> npt.NDArray[np.float64]:
+        """The numbers."""
+        return numbers(column)
+
+    def encode(self, column: Any) -> Tensor:
+        x = numbers(column)
+        if self.is_open:
+            raise ValueError(f"Number: scale {self.scale!r} is not fitted; read data with this schema first.")
+        if self.scale == "quantile":
+            x = np.where(np.isnan(x), np.nan, np.interp(x, self.knots, self.scores))
+        elif self.scale == "log":
+            x = (np.sign(x) * np.log1p(np.abs(x)) - (self.center or 0.0)) / (self.spread or 1.0)
+        return torch.from_numpy(x.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class Cross(Id):
+    """Several features of an impression as one: a hashed code for each combination of their values.
+
+    To models it is an `Id`. A number counts by which sixteenth of its quantiles it is in. `rank.find_interactions` says
+    which features are worth it.
+
+    Args:
+        of: names of fields of the same schema, two or more: `Id`, or `Number` of scale "quantile", of any side but
+            "action".
+        hash_rows: how many codes the combinations are spread over.
+        dim, hash: as those of `Id`.
+        vocab, grows: None and False; combinations are hashed.
+        side, history: "row" and False, whatever those of its features: events have no crosses.
+    """
+
+    kind = "Cross"
+    of: tuple[str, ...] = ()
+    # A dataclass has the fields of its base first; by keywords alone, `of` is what comes by place.
+    vocab: None = dataclasses.field(default=None, init=False, repr=False)
+    grows: bool = dataclasses.field(default=False, init=False, repr=False)
+    hash_rows: int | None = dataclasses.field(default=100_000, kw_only=True)
+    dim: int | None = dataclasses.field(default=None, kw_only=True)
+    hash: Hash = dataclasses.field(default="mod", kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "of", (self.of,) if isinstance(self.of, str) else self._check_list("of", object, "fields")
+        )
+        super().__post_init__()
+        if self.side != "row":
+            raise ValueError(f"Cross: side must be 'row', got {self.side!r}.")
+        if self.hash_rows is None:
+            raise ValueError("Cross: hash_rows must be an integer of at least 2, got None.")
+        if len(set(self.of)) < max(2, len(self.of)) or not all(isinstance(name, str) for name in self.of):
+            raise ValueError(f"Cross: of must name two fields or more, each once, got {self.of!r}.")
+
+    def encode(self, column: Any) -> Tensor:
+        raise ValueError(f"Cross: it is made of the fields {', '.join(map(repr, self.of))}, not of a column.")
+
+
+@dataclass(frozen=True)
+class Text(Field):
+    """A text, kept as it is; a missing one is "". The values of a list are joined by spaces.
+
+    Models of sequences leave texts out, models of prompts read them.
+
+    Args:
+        side, history: as those of `Id`.
+    """
+
+    kind = "Text"
+
+    def encode(self, column: Any) -> list[str]:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        try:
+            if pa.types.is_nested(column.type):
+                column = pc.binary_join(column.cast(pa.list_(pa.string())), " ")
+            return [text or "" for text in column.cast(pa.large_string()).to_pylist()]
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            raise BadValue(0, f"must be a text, got {column.type}") from None
+
+
+@dataclass(frozen=True)
+class Time(Field):
+    """A time, as int64 microseconds since 1970 in UTC. Times without a zone are in UTC; a missing one is −2⁶³.
+
+    Args:
+        unit: of times that are plain numbers: "s", "ms", "us" or "ns" since 1970. None: what makes the latest of them
+            fall between 1973 and 5138, seconds if they are smaller.
+        side, history: as those of `Id`.
+    """
+
+    kind = "Time"
+    MISSING: ClassVar[int] = -(2**63)
+    unit: Unit | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.unit is not None:
+            self._check_choice("unit", Unit)
+
+    @property
+    def is_open(self) -> bool:
+        return self.unit is None
+
+    def values(self, column: Any) -> float:
+        """The largest number; 0 if times are no numbers."""
+        import pyarrow.types as types
+
+        if not (types.is_integer(column.type) or types.is_floating(column.type)):
+            return 0.0
+        return float(np.nanmax(np.abs(numbers(column)), initial=0.0))
+
+    def fit(self, columns: Sequence[Any]) -> Field:
+        if not self.is_open:
+            return self
+        units: tuple[Unit, ...] = ("s", "ms", "us", "ns")
+        largest = max(columns, default=0.0)
+        place = 0 if largest < 1e11 else min(3, 1 + int(math.log10(largest / 1e11) // 3))
+        return dataclasses.replace(self, unit=units[place])
+
+    def encode(self, column: Any) -> Tensor:
+        found, missing = times(column, self.unit or "s")
+        return torch.from_numpy(np.where(missing, self.MISSING, found))
+
+
+KINDS: dict[str, type[Field]] = {kind.kind: kind for kind in (Id, Number, Ids, Cross, Text, Time)}

@@ -1,0 +1,307 @@
+"""Impressions: who was shown which item, when, and the outcome; in memory, in batches of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.data.arrow import nearest
+from tigon.rank.data.batch import Batch
+from tigon.rank.data.history_leaks import Exposures, check_history_leaks
+from tigon.rank.data.in_memory import InMemoryImpressions
+from tigon.rank.data.infer import fit_schema
+from tigon.rank.data.load import load_tables
+from tigon.rank.data.materialize import materialize
+from tigon.rank.data.ragged import expand_spans, offsets_from_lengths
+from tigon.rank.data.schema import Schema
+from tigon.rank.data.split import By, choose_held_out
+from tigon.rank.data.tables import Tables
+
+
+class Source(NamedTuple):
+    """The tables of impressions. schema: before fitting."""
+
+    tables: Tables
+    schema: Schema
+    labelled: bool
+
+
+class Impressions:
+    """Requests, their candidates, and their histories; made by `read`.
+
+    The tables are tensors in memory, and a batch is a gather, without a data loader.
+
+    Attributes:
+        schema: roles and fitted fields.
+        notes: sentences on counts while reading: unknown items, events at the time of a request, labels of one class.
+        rows: number of impressions; `len` is the number of requests.
+        request_ids, item_ids: the id of each request, and the item of each candidate, as in the table.
+        device: of the tensors.
+    """
+
+    def __init__(self, held: InMemoryImpressions, source: Source, which: Tensor | None = None) -> None:
+        self._memory, self._source = held, source
+        self._which = torch.arange(len(held.offsets) - 1) if which is None else which
+
+    @classmethod
+    def read(
+        cls,
+        data: Any,
+        *,
+        history: Any = None,
+        items: Any = None,
+        users: Any = None,
+        schema: Schema | None = None,
+        labelled: bool = True,
+        **roles: Any,
+    ) -> Impressions:
+        """Impressions of a table, one row for each.
+
+        The history of a request is what its user did strictly earlier than the request's time, the earliest of its
+        rows. Events at exactly that time are left out and counted.
+
+        Args:
+            data: a file or files (parquet, csv, JSON lines, arrow), a pyarrow.Table, a pandas or polars DataFrame, or a
+                dict of arrays.
+            history: events in the same forms, with user, item and time; "self" for the impressions themselves,
+                "positives" for those with a positive label, and a list such as ["self", "train.parquet"] adds earlier
+                impressions; None for no history.
+            items, users: tables of features, one row for each item or user. RecBole's tables beside its .inter file
+            are found.
+            schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
+            labelled: whether the labels have to be there, one of them at least in each row; a table to score has none,
+                or columns without a value.
+            roles: without a schema, the arguments of `Roles`; columns with usual names are found.
+
+        Raises: ValueError, in a sentence, for a file that cannot be read, a column that is wanting (with the nearest
+            name), a label that is not 0 or 1, a row without a value of any label, a history without times, and values
+            that do not fit their field.
+        """
+        tables, schema = load_tables(data, history, items, users, schema, roles, labelled)
+        return cls(materialize(tables, fit_schema(schema, tables), labelled), Source(tables, schema, labelled))
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __repr__(self) -> str:
+        return f"Impressions({len(self):,} requests, {self.rows:,} rows, {len(self._memory.event_time):,} events)"
+
+    @property
+    def schema(self) -> Schema:
+        return self._memory.schema
+
+    @property
+    def notes(self) -> list[str]:
+        return self._memory.notes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self._memory.rows.device
+
+    @property
+    def rows(self) -> int:
+        """Impressions of all requests."""
+        return int(self._sizes().sum())
+
+    @property
+    def request_ids(self) -> list[Any]:
+        """The id of each request: its value in the request's column, or the number of its first row."""
+        held = self._memory
+        if held.requests is None:
+            return list(held.rows[held.offsets[:-1][self._which].to(self.device)].tolist())
+        return list(held.requests.take(self._which.numpy()).to_pylist())
+
+    @property
+    def item_ids(self) -> list[Any]:
+        """The items of all candidates, request by request, as in the table.
+
+        Raises: ValueError if no column is the item.
+        """
+        if self.schema.roles.item is None:
+            raise ValueError("rank.Impressions: no column of these impressions is the item; name one by item=….")
+        return self.column(self.schema.roles.item)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the table's columns."""
+        return list(self._source.tables.rows)
+
+    def column(self, name: str) -> list[Any]:
+        """A column of the table, for all candidates, request by request.
+
+        Args:
+            name: of the column.
+        Raises: ValueError if there is none.
+        """
+        table = self._source.tables.rows
+        if name not in table:
+            raise ValueError(f"rank.Impressions: there is no column {name!r}; {nearest(name, table)}")
+        return list(table[name].take(self._row_numbers(self._which)).to_pylist())
+
+    def _row_numbers(self, which: Tensor) -> Any:
+        """The table rows of requests, as a numpy array."""
+        offsets = self._memory.offsets
+        places = expand_spans(offsets[which], offsets_from_lengths(offsets[which + 1] - offsets[which]))
+        return self._memory.rows[places.to(self.device)].cpu().numpy()
+
+    def to(self, device: torch.device | str, *, pin: bool = False) -> Impressions:
+        """The same impressions with all tensors on a device.
+
+        Args:
+            device: such as "cuda".
+            pin: copy to a GPU through pinned memory, so that the host does not wait.
+        """
+        return Impressions(self._memory.to(device, pin), self._source, self._which)
+
+    def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Impressions, Impressions]:
+        """Split into requests to train on and held-out requests. Open parts of the schema are fitted again on the
+        training part, so that items of the held-out part alone are unknown, as in production. Histories stay: a
+        held-out request reads all earlier events of its user, in either part.
+
+        Args:
+            by: "time": the latest requests are held out, requests of the same time together. "request": random
+            requests.
+            fraction: share of held-out requests, from 0 to 1.
+            seed: of the random split.
+        Returns: (train, held), each in the order of the table.
+        Raises: ValueError for another word or fraction; by "time" without times; by "request" if the history is the
+            impressions themselves, or has events of held-out requests, which would leak their labels into training.
+        """
+        time = None if self._memory.time is None else self._memory.time.cpu()[self._which]
+        held = choose_held_out(time, len(self), by, fraction, seed, self._source.tables.own)
+        if by == "request":
+            parts = (self._exposures(self._which[part]) for part in (~held, held))
+            check_history_leaks(self._source.tables, self.schema, *parts)
+        latest = None
+        if by == "time" and time is not None and held.any() and not held.all():
+            latest = int(time[~held].max())
+        trained = self._memory
+        if self._source.schema.is_open and held.any() and not held.all():
+            rows = self._row_numbers(self._which[~held])
+            schema = fit_schema(self._source.schema, self._source.tables.part(rows, latest, self.schema))
+            if schema != self.schema:
+                trained = materialize(self._source.tables, schema, self._source.labelled).to(self.device)
+        return tuple(Impressions(trained, self._source, self._which[part]) for part in (~held, held))  # type: ignore[return-value]
+
+    def _exposures(self, which: Tensor) -> Exposures:
+        """The rows of requests, and the time of each."""
+        held = self._memory
+        time = torch.zeros(len(held.offsets) - 1, dtype=torch.int64) if held.time is None else held.time.cpu()
+        sizes = held.offsets[which + 1] - held.offsets[which]
+        return Exposures(self._row_numbers(which), time[which].repeat_interleave(sizes).numpy())
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    def batch(
+        self, indices: Tensor, *, history_max: int | None = None, device: torch.device | str | None = None
+    ) -> Batch:
+        """The batch of some requests.
+
+        Args:
+            indices: (R,) int64, which requests, from 0 to len(self) − 1.
+            history_max: maximum of events of a request, the latest.
+            device: of the batch; None for the device of the data.
+        Returns: a `Batch`, requests in the order of indices.
+        Raises: ValueError if an index is out of range.
+        """
+        held, at = self._memory, self.device
+        indices = torch.as_tensor(indices).cpu()
+        if indices.dim() != 1 or indices.dtype != torch.int64:
+            raise ValueError(
+                f"Impressions.batch: indices must be (R,) int64, got {tuple(indices.shape)} {indices.dtype}."
+            )
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+            raise ValueError(
+                f"Impressions.batch: indices must be from 0 to {len(self) - 1:,}, got "
+                f"{int(indices.min()):,} to {int(indices.max()):,}."
+            )
+        which = self._which[indices]
+        first, last = self._events(which, history_max)
+        offsets, history_offsets = (
+            offsets_from_lengths(held.offsets[which + 1] - held.offsets[which]),
+            offsets_from_lengths(last - first),
+        )
+        rows = _spans(held.offsets[which], offsets, at)
+        events = _spans(first, history_offsets, at)
+        here, ones = which.to(at, non_blocking=True), torch.arange(len(which) + 1)
+        age = torch.zeros(0, dtype=torch.float64, device=at)
+        if held.time is not None:
+            lengths = history_offsets.diff().to(at, non_blocking=True)
+            now = torch.repeat_interleave(held.time[here], lengths, output_size=len(events))
+            age = (now - held.event_time[events]).double() / 1e6
+        batch = Batch(
+            offsets,
+            history_offsets,
+            {name: one.take(here, which, ones) for name, one in held.context.items()},
+            {name: one.take(rows, held.offsets[which], offsets) for name, one in held.items.items()},
+            {name: one.take(events, first, history_offsets) for name, one in held.history.items()},
+            age,
+            {name: one[rows] for name, one in held.labels.items()},
+            None if held.weights is None else held.weights[rows],
+            held.rows[rows],
+            held.partial,
+        )
+        return batch if device is None or torch.device(device) == at else batch.to(device)
+
+    def batches(
+        self,
+        *,
+        requests: int | None = None,
+        tokens: int | None = None,
+        shuffle: torch.Generator | None = None,
+        history_max: int | None = None,
+        device: torch.device | str | None = None,
+        skip: int = 0,
+    ) -> Iterator[Batch]:
+        """All requests, batch after batch.
+
+        Args:
+            requests: number of requests of a batch; or
+            tokens: maximum of events and candidates of a batch; a larger request is a batch by itself.
+            shuffle: generator of the order; None keeps the order of the table.
+            history_max, device: as in `batch`.
+            skip: number of batches to skip at the beginning, to resume a run.
+        Raises: ValueError unless one of requests and tokens is given, and is positive.
+        """
+        size = requests if tokens is None else tokens
+        if (requests is None) == (tokens is None) or size is None or size < 1:
+            raise ValueError(
+                f"Impressions.batches: give requests or tokens, a positive number, got requests={requests}, "
+                f"tokens={tokens}."
+            )
+        order = torch.arange(len(self)) if shuffle is None else torch.randperm(len(self), generator=shuffle)
+        costs = torch.ones(len(self), dtype=torch.int64)
+        if tokens is not None:
+            first, last = self._events(self._which, history_max)
+            costs = self._sizes() + last - first
+        ends = costs[order].cumsum(0)
+        start = number = 0
+        while start < len(order):
+            spent = int(ends[start - 1]) if start else 0
+            end = max(start + 1, int(torch.searchsorted(ends, spent + size, right=True)))
+            if number >= skip:
+                yield self.batch(order[start:end], history_max=history_max, device=device)
+            start, number = end, number + 1
+
+    def _sizes(self) -> Tensor:
+        """(len,) candidates of each request."""
+        return self._memory.offsets[self._which + 1] - self._memory.offsets[self._which]
+
+    def _events(self, which: Tensor, history_max: int | None) -> tuple[Tensor, Tensor]:
+        """First and last event of requests, the latest `history_max`."""
+        first, last = self._memory.first[which], self._memory.last[which]
+        if history_max is None:
+            return first, last
+        if history_max < 0:
+            raise ValueError(f"Impressions: history_max must be 0 or more, got {history_max}.")
+        return torch.maximum(first, last - history_max), last
+
+
+def _spans(first: Tensor, offsets: Tensor, device: torch.device) -> Tensor:
+    """`spans` on a device, of numbers that the host has."""
+    total = int(offsets[-1])
+    return expand_spans(first.to(device, non_blocking=True), offsets.to(device, non_blocking=True), total)

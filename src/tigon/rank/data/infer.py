@@ -1,0 +1,220 @@
+"""Infer a schema: the role and field of each column, by its name, its type and its values."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from typing import Any
+
+import numpy as np
+
+from tigon.data.arrow import keys
+from tigon.data.values import BadValue, Ints
+from tigon.rank.data.fields import Field, Id, Ids, Number, Side, Text, Time
+from tigon.rank.data.labels import Label
+from tigon.rank.data.schema import Roles, Schema
+from tigon.rank.data.tables import ACTIONS, NAME, SPOKEN, Tables
+
+# Integers with at most so many values are classes, not amounts.
+FEW = 32
+# Beyond so many values, all but the items are hashed.
+MANY = 1_000_000
+# Spaces in an average string from which it is a text.
+SPACES = 3.0
+ID_ENDINGS = ("id", "_code", "_type", "category", "class")
+# What `tigon.data.libsvm` calls one-hot fields.
+ONE_HOT = re.compile(r"field_\d+")
+# What pandas calls the index of a DataFrame in parquet, in csv, and where it has read such a csv.
+INDEX = re.compile(r"__index_level_\d+__||Unnamed: \d+")
+
+
+def fit_schema(schema: Schema, tables: Tables) -> Schema:
+    """The schema with its open fields fitted on the tables.
+
+    Raises: ValueError for a value that does not fit its field.
+    """
+    roles = schema.roles
+    made: dict[str, Field] = {}
+    if roles.time is not None and roles.time not in schema.fields and roles.time in tables.rows:
+        schema = Schema(roles, {**schema.fields, roles.time: Time(side="context")})._because(schema.left_out)
+    for name, field in schema.fields.items():
+        if not field.is_open:
+            continue
+        found = {}
+        for table in _homes(name, field, schema.roles):
+            if name in tables.columns(table):
+                try:
+                    found[table] = field.values(tables.columns(table)[name])
+                except BadValue as error:
+                    raise tables.bad(table, name, field.kind, error) from None
+        try:
+            made[name] = field.fit([*found.values()])
+        except ValueError as error:
+            raise ValueError(f"{NAME}: column {name!r} ({field.kind}): {error}") from None
+        if isinstance(field, Time):
+            _one_unit(name, field, found)
+    return schema.replace(made) if made else schema
+
+
+def _one_unit(name: str, field: Time, largest: dict[str, float]) -> None:
+    """Raise if numbers of two tables look like times of different units."""
+    units = {table: field.fit([x]).options()["unit"] for table, x in largest.items() if x}
+    if len(set(units.values())) > 1:
+        said = ", and ".join(f"in {SPOKEN[table]} like {unit}" for table, unit in units.items())
+        raise ValueError(f"{NAME}: column {name!r} (Time) must have one unit, but looks {said} since 1970.")
+
+
+def _homes(name: str, field: Field, roles: Roles) -> tuple[str, ...]:
+    """The tables whose values a field is fitted on."""
+    if name in (roles.item, roles.time):
+        return ("rows", "history")
+    sides = {"context": ("rows", "users"), "item": ("rows", "history", "items"), "row": ("rows",)}
+    return sides.get(field.side, ("history",))
+
+
+def infer_fields(tables: Tables, roles: Roles) -> Schema:
+    """Roles and fields for tables. `left_out` says why a column is no field."""
+    fields: dict[str, Field] = {}
+    if roles.item is not None:
+        fields[roles.item] = Id(side="item", history=tables.history is not None)
+    left_out: dict[str, str] = {}
+    for name in roles.action:
+        column = tables.column("history", name, "an action")
+        guess = infer_field(name, column)
+        fields[name] = Id(side="action") if isinstance(guess, str) else dataclasses.replace(guess, side="action")
+    if roles.user is not None:
+        if tables.history is None and roles.user in tables.rows:
+            fields[roles.user] = Id(side="context")
+        else:
+            left_out[roles.user] = "the history says who the user is"
+    if roles.time is not None and roles.time in tables.rows:
+        fields[roles.time] = Time(side="context")
+    happened = {Label.parse(text).column for text in roles.labels} | {*roles.action}
+    groups = _Groups(tables, roles)
+    for table in ("rows", "items", "users"):
+        for name, column in tables.columns(table).items():
+            if name in fields or name in (roles.request, roles.user, roles.weight) or name in left_out:
+                continue
+            if name in happened or (table == "rows" and name in ACTIONS):
+                left_out[name] = "it says what happened" + ("" if name in happened else ", by its name")
+                continue
+            guess = infer_field(name, column)
+            if isinstance(guess, str):
+                left_out[name] = guess
+                continue
+            side: Side = "item" if table == "items" or name in tables.columns("items") else "context"
+            if table == "rows" and side != "item":
+                side = groups.side(column)
+            known = tables.history is not None and (
+                name in tables.columns("history") or name in tables.columns("items")
+            )
+            fields[name] = dataclasses.replace(guess, side=side, history=side == "item" and known)
+    for name in tables.columns("history"):
+        if name not in fields and name not in (roles.user, roles.time, roles.request):
+            left_out.setdefault(name, "events alone have it; name it by action=… if it says what happened")
+    return Schema(roles, fields)._because(left_out)
+
+
+def infer_field(name: str, column: Any) -> Field | str:
+    """The field that a column's type and values suggest, or why it is none."""
+    import pyarrow.compute as pc
+    import pyarrow.types as types
+
+    kind = column.type
+    if column.null_count == len(column):
+        return "it has no values"
+    if INDEX.fullmatch(name.strip()):
+        return "it numbers the rows, as an index that pandas wrote, by its name"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = kind.value_type
+        if types.is_string(inner) or types.is_large_string(inner) or types.is_integer(inner):
+            return Ids(hash_rows=MANY) if pc.count_distinct(column.flatten()).as_py() > MANY else Ids()
+        return f"it holds lists of {inner}"
+    bytes_ = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
+    if types.is_nested(kind) or types.is_time(kind) or any(of(kind) for of in bytes_):
+        return f"{kind} is nothing that a model reads"
+    if types.is_duration(kind):
+        return "it holds durations; give them as numbers"
+    distinct = pc.count_distinct(column, mode="all").as_py()
+    if distinct == 1:
+        return "it has one value only"
+    coded = Id(hash_rows=MANY) if distinct > MANY else Id()
+    if types.is_string(kind) or types.is_large_string(kind):
+        texts = pc.unique(column).drop_null().cast("large_string")
+        if pc.mean(pc.count_substring(texts, " ")).as_py() >= SPACES:
+            return Text()
+        return Time() if _are_times(texts) else coded
+    if types.is_temporal(kind):
+        return Time()
+    if types.is_boolean(kind):
+        return Id()
+    whole = types.is_integer(kind)
+    if types.is_floating(kind) and distinct <= FEW:
+        values = np.array(pc.unique(column).cast("float64").drop_null())
+        whole = bool(np.all(np.isnan(values) | (values == np.floor(values))))
+    named = name.lower().endswith(ID_ENDINGS) or ONE_HOT.fullmatch(name) is not None
+    if whole and (distinct <= FEW or (types.is_integer(kind) and named)):
+        return coded
+    return Number()
+
+
+def _are_times(texts: Any) -> bool:
+    import pyarrow as pa
+
+    try:
+        return texts.slice(0, 1000).cast(pa.timestamp("us")) is not None
+    except pa.ArrowInvalid:
+        return False
+
+
+class _Groups:
+    """Groups of rows in which a column may be constant: the rows of an item, of a request, of a user."""
+
+    def __init__(self, tables: Tables, roles: Roles) -> None:
+        import pyarrow as pa
+
+        rows: Any = tables.rows
+        self.item = _codes(rows[roles.item]) if roles.item in rows else None
+        self.request = _codes(rows[roles.request]) if roles.request in rows else None
+        self.user = _codes(rows[roles.user]) if roles.user in rows else None
+        if self.request is None and self.user is not None and roles.time in rows:
+            time = _codes(rows[roles.time])
+            self.request = _codes(pa.array(self.user * (int(time.max(initial=0)) + 1) + time))
+
+    def side(self, column: Any) -> Side:
+        """The side of the groups that the column is constant in. Of several, those with most rows beyond the first
+        count: in few rows, an item is shown to one kind of user by accident.
+        """
+        codes = _codes(column)
+        found: tuple[int, Side] = (0, "row")
+        sides: tuple[tuple[Ints | None, Side], ...] = (
+            (self.item, "item"), (self.request, "context"), (self.user, "context"),
+        )  # fmt: skip
+        for group, side in sides:
+            if group is not None and _constant(codes, group) and (side == "item" or _constant(codes, self.request)):
+                found = max(found, (len(group) - int(group.max(initial=0)), side), key=lambda one: one[0])
+        return found[1]
+
+
+def _codes(column: Any) -> Ints:
+    """A number for each value, from 0; missing ones have one too."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.types as types
+
+    if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
+        column = pc.binary_join(column.cast(pa.list_(pa.string())), "\x1f")
+    elif not types.is_floating(column.type):
+        with contextlib.suppress(BadValue):
+            column = keys(column)
+    return np.array(column.dictionary_encode().indices.cast("int64").fill_null(-1)) + 1
+
+
+def _constant(codes: Ints, group: Ints | None) -> bool:
+    """Whether each group has one code."""
+    if group is None:
+        return False
+    first = np.zeros(int(group.max(initial=0)) + 1, dtype=np.int64)
+    first[group] = codes
+    return bool((first[group] == codes).all())

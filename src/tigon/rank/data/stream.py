@@ -1,0 +1,323 @@
+"""Impressions larger than memory: row groups of parquet files, read a buffer at a time.
+
+    shuffled row groups → buffers of at most half of the memory → shuffled requests of each buffer
+
+A thread reads the next buffer while the current buffer is in use. A buffer is copied to the device as a whole, through
+pinned memory, and batches are gathers there, as with `Impressions`. Events, items and users stay in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.data.arrow import kinds_agree
+from tigon.data.lazily import ParquetColumns
+from tigon.rank.data.batch import Batch
+from tigon.rank.data.history_leaks import Exposures, check_history_leaks
+from tigon.rank.data.impressions import Impressions, Source
+from tigon.rank.data.in_memory import InMemoryImpressions
+from tigon.rank.data.infer import fit_schema
+from tigon.rank.data.labels import Label
+from tigon.rank.data.load import load_tables
+from tigon.rank.data.materialize import earliest_times, group_requests, materialize, read_times
+from tigon.rank.data.ragged import expand_spans, offsets_from_lengths
+from tigon.rank.data.schema import Schema
+from tigon.rank.data.split import By, choose_held_out
+from tigon.rank.data.tables import OWN, Tables
+
+NAME = "rank.Stream"
+MIB = 1 << 20
+
+
+class Index(NamedTuple):
+    """Where the requests are.
+
+    Attributes:
+        offsets: (R + 1,) int64, the first row of each request in the files.
+        time: (R,) int64 microseconds, the earliest of its rows; None without times.
+        pieces: (P + 1,) int64: piece p is the requests pieces[p] … pieces[p + 1] − 1, which begin in one row group.
+    """
+
+    offsets: Tensor
+    time: Tensor | None
+    pieces: Tensor
+
+
+class Buffer(NamedTuple):
+    """Some pieces in memory. rows: of the files, for each row of the impressions."""
+
+    data: Impressions
+    rows: Tensor
+
+
+class Stream:
+    """`rank.Impressions` of parquet files, read during iteration; made by `read`.
+
+    `rank.fit`, `rank.score` and `rank.Explorer` take a stream in place of `Impressions`. At most `mebibytes` of
+    impressions are in memory, in two buffers. The order depends on the files, the memory and the generator alone, so
+    that a resumed run has the same bits.
+
+    Attributes:
+        schema: roles and fields, with everything fitted.
+        notes: sentences on what was counted while reading.
+        rows: how many impressions all requests have; `len` is how many requests there are.
+        pieces: row groups in which requests begin. most: largest size so far of two buffers together, in bytes.
+    """
+
+    def __init__(self, tables: Tables, schema: tuple[Schema, Schema], index: Index, mebibytes: float) -> None:
+        assert isinstance(tables.rows, ParquetColumns)
+        self._tables, (self._open, self.schema), self._index = tables, schema, index
+        self._which = torch.ones(len(index.offsets) - 1, dtype=torch.bool)
+        self.mebibytes, self.most = mebibytes, 0
+        self.notes: list[str] = []
+        self._measure_row_bytes()
+
+    @classmethod
+    def read(
+        cls,
+        data: Any,
+        *,
+        history: Any = None,
+        items: Any = None,
+        users: Any = None,
+        schema: Schema | None = None,
+        mebibytes: float = 1024.0,
+        **roles: Any,
+    ) -> Stream:
+        """Impressions of parquet files in which the rows of a request are adjacent.
+
+        Inferring and fitting a schema reads a column at a time.
+
+        Args:
+            data: a parquet file, a folder of them, or a list.
+            history, items, users, schema, roles: as `Impressions.read`; a history is a table of events.
+            mebibytes: most memory of the impressions.
+        Raises: ValueError as `Impressions.read`; for requests whose rows stand apart, and for row groups that are too
+            large for the memory.
+        """
+        if history is not None and (history in OWN if isinstance(history, str) else {*OWN} & {*map(str, history)}):
+            raise ValueError(
+                f"{NAME}: history must be a table of events, not the impressions themselves, got {history!r}."
+            )
+        columns = ParquetColumns(NAME, data)
+        tables, schema = load_tables(columns, history, items, users, schema, roles)
+        found = fit_schema(schema, tables)
+        return cls(tables, (schema, found), _build_index(tables, found, columns), mebibytes)
+
+    def __len__(self) -> int:
+        return int(self._which.sum())
+
+    def __repr__(self) -> str:
+        return f"Stream({len(self):,} requests, {self.rows:,} rows, {self.pieces:,} row groups)"
+
+    @property
+    def rows(self) -> int:
+        return int(self._index.offsets.diff()[self._which].sum())
+
+    @property
+    def pieces(self) -> int:
+        return len(self._index.pieces) - 1
+
+    def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Stream, Stream]:
+        """Requests to train on, and requests that are held out, as `Impressions.split`.
+
+        Args:
+            by, fraction, seed: as there.
+        Returns: (train, held).
+        Raises: ValueError as there.
+        """
+        index, own = self._index, self._which.nonzero()[:, 0]
+        time = None if index.time is None else index.time[own]
+        held = choose_held_out(time, len(own), by, fraction, seed, False)
+        kept, left = own[~held], own[held]
+        if by == "request":
+            check_history_leaks(self._tables, self.schema, self._exposures(kept), self._exposures(left))
+        schema = self.schema
+        if self._open.is_open and len(kept) and len(left):
+            latest = None if by == "request" or time is None else int(time[~held].max())
+            schema = fit_schema(self._open, self._tables.part(self._exposures(kept).rows, latest, schema))
+        made = []
+        for part in (kept, left):
+            one = Stream(self._tables, (self._open, schema), index, self.mebibytes)
+            one._which = torch.zeros_like(self._which)
+            one._which[part] = True
+            made.append(one)
+        return made[0], made[1]
+
+    def batches(
+        self,
+        *,
+        requests: int | None = None,
+        tokens: int | None = None,
+        shuffle: torch.Generator | None = None,
+        history_max: int | None = None,
+        device: torch.device | str | None = None,
+        skip: int = 0,
+    ) -> Iterator[Batch]:
+        """All requests, batch after batch. The last batch of a buffer may be a smaller one.
+
+        Args:
+            requests, tokens, history_max, device, skip: as `Impressions.batches`. Buffers whose batches are all left
+                out are not read, if batches are of so many requests.
+            shuffle: draws the order of the row groups, and of the requests in a buffer; None keeps that of the files.
+        """
+        buffers = self._buffers(shuffle)
+        seeds = [None if shuffle is None else int(torch.randint(1 << 62, (1,), generator=shuffle)) for _ in buffers]
+        if requests is not None and tokens is None and requests > 0:
+            counts = [-(-sum(self._count(piece) for piece in buffer) // requests) for buffer in buffers]
+            while counts and skip >= counts[0]:
+                skip -= counts.pop(0)
+                del buffers[0], seeds[0]
+        place = torch.device("cpu" if device is None else device)
+        with ThreadPoolExecutor(1) as pool:
+            waiting: Future[Buffer] | None = pool.submit(self._load, buffers[0]) if buffers else None
+            for number, seed in enumerate(seeds):
+                assert waiting is not None
+                buffer = waiting.result()
+                further = number + 1 < len(buffers)
+                waiting = pool.submit(self._load, buffers[number + 1]) if further else None
+                data, rows = buffer.data.to(place, pin=True), buffer.rows.to(place)
+                del buffer
+                order = None if seed is None else torch.Generator().manual_seed(seed)
+                drawn = 0
+                for batch in data.batches(requests=requests, tokens=tokens, shuffle=order, history_max=history_max):
+                    drawn += 1
+                    if drawn > skip:
+                        yield dataclasses.replace(batch, rows=rows[batch.rows])
+                skip = max(0, skip - drawn)
+                if waiting is not None:
+                    self.most = max(self.most, count_bytes(data._memory) + count_bytes(waiting.result().data._memory))
+                del data  # before a third is read
+
+    # ------------------------------------------------------------------------------------------------------- buffers
+
+    def _buffers(self, shuffle: torch.Generator | None) -> list[list[int]]:
+        """Pieces in groups that fit into half of the memory."""
+        pieces = [piece for piece in range(self.pieces) if self._count(piece)]
+        if shuffle is not None:
+            pieces = [pieces[i] for i in torch.randperm(len(pieces), generator=shuffle).tolist()]
+        buffers: list[list[int]] = []
+        room = 0.0
+        for piece in pieces:
+            weight = self._row_bytes * self._piece_rows(piece)
+            if not buffers or weight > room:
+                buffers.append([])
+                room = self.mebibytes * MIB / 2
+            buffers[-1].append(piece)
+            room -= weight
+        return buffers
+
+    def _count(self, piece: int) -> int:
+        """Requests of a piece that are part of this stream."""
+        first, last = self._index.pieces[piece : piece + 2].tolist()
+        return int(self._which[first:last].sum())
+
+    def _piece_rows(self, piece: int) -> int:
+        first, last = self._index.pieces[piece : piece + 2]
+        return int(self._index.offsets[last] - self._index.offsets[first])
+
+    def _load(self, pieces: Sequence[int]) -> Buffer:
+        """The impressions of pieces, and their events."""
+        import pyarrow as pa
+
+        columns, parts, numbers = self._tables.rows, [], []
+        assert isinstance(columns, ParquetColumns)
+        for piece in pieces:
+            first, last = self._index.pieces[piece : piece + 2].tolist()
+            a, b = int(self._index.offsets[first]), int(self._index.offsets[last])
+            kept = self._which[first:last].repeat_interleave(self._index.offsets[first : last + 1].diff())
+            part = pa.table(columns.between(a, b, self._columns_to_read()))
+            parts.append(part if kept.all() else part.filter(pa.array(kept.numpy())))
+            numbers.append(torch.arange(a, b)[kept])
+        rows = {name: column.combine_chunks() for name, column in
+                zip(parts[0].column_names, pa.concat_tables(parts).columns, strict=True)}  # fmt: skip
+        tables = self._with_own_events(dataclasses.replace(self._tables, rows=rows))
+        held = materialize(tables, self.schema, True)
+        nothing = Tables({}, None)  # what was read can go: batches are drawn of tensors
+        return Buffer(Impressions(held, Source(nothing, self.schema, True)), torch.cat(numbers))
+
+    def _columns_to_read(self) -> list[str]:
+        """The columns that are read."""
+        roles = self.schema.roles
+        labels = [Label.parse(text).column for text in roles.labels]
+        named = [*self.schema.fields, roles.request, roles.item, roles.user, roles.time, roles.weight, *labels]
+        return [name for name in dict.fromkeys(named) if name is not None and name in self._tables.rows]
+
+    def _with_own_events(self, tables: Tables) -> Tables:
+        """Without the events of other users, which are in none of these histories."""
+        import pyarrow.compute as pc
+
+        user = self.schema.roles.user
+        if tables.history is None or user is None:
+            return tables
+        actors, users = kinds_agree([tables.keys(table, user, "the user") for table in ("history", "rows")])
+        kept = pc.is_in(actors, value_set=pc.unique(users))
+        history = {name: column.filter(kept) for name, column in tables.history.items()}
+        return dataclasses.replace(tables, history=history)
+
+    def _measure_row_bytes(self) -> None:
+        """Find how many bytes a row takes, by the largest piece. Raise if two of its size do not fit."""
+        sizes = [self._piece_rows(piece) for piece in range(self.pieces)]
+        largest = int(np.argmax(sizes))
+        loaded = self._load([largest])
+        self._row_bytes = count_bytes(loaded.data._memory) / sizes[largest]
+        self.notes += loaded.data.notes
+        if 2 * self._row_bytes * sizes[largest] > self.mebibytes * MIB:
+            raise ValueError(
+                f"{NAME}: mebibytes must hold two row groups, of up to {sizes[largest]:,} rows and "
+                f"{self._row_bytes * sizes[largest] / MIB:,.3g} MiB each, got {self.mebibytes:g}; files with smaller "
+                "row groups need less."
+            )
+
+    def _exposures(self, which: Tensor) -> Exposures:
+        offsets = self._index.offsets
+        sizes = offsets[which + 1] - offsets[which]
+        time = torch.zeros(len(offsets) - 1, dtype=torch.int64) if self._index.time is None else self._index.time
+        return Exposures(
+            expand_spans(offsets[which], offsets_from_lengths(sizes)).numpy(),
+            time[which].repeat_interleave(sizes).numpy(),
+        )
+
+
+def count_bytes(held: InMemoryImpressions) -> int:
+    """The bytes of all tensors, and of texts."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, Tensor):
+            return value.nbytes
+        if isinstance(value, dict):
+            return sum(map(count, value.values()))
+        if isinstance(value, list):
+            return sum(map(sys.getsizeof, value))
+        return sum(map(count, value)) if isinstance(value, tuple) else 0
+
+    return sum(count(getattr(held, field.name)) for field in dataclasses.fields(held) if field.name != "schema")
+
+
+def _build_index(tables: Tables, schema: Schema, columns: ParquetColumns) -> Index:
+    roles = schema.roles
+    group, names = group_requests(tables, roles)
+    step = np.diff(group)
+    if len(apart := np.flatnonzero((step != 0) & (step != 1))):
+        row = int(apart[0]) + 1
+        said = f"row {row:,}" if names is None else f"{names[int(group[row])].as_py()!r}"
+        raise ValueError(
+            f"{NAME}: the rows of a request must stand together, and those of {said} do not; sort the files by request."
+        )
+    offsets = offsets_from_lengths(torch.from_numpy(np.bincount(group)))
+    time = None
+    if roles.time is not None and roles.time in columns:
+        time = earliest_times(read_times(tables, "rows", schema), offsets)
+    first = torch.searchsorted(offsets[:-1].contiguous(), torch.from_numpy(columns.starts[:-1]))
+    pieces = torch.cat((first, torch.tensor([len(offsets) - 1]))).unique()
+    assert all(a < b for a, b in pairwise(pieces.tolist()))
+    return Index(offsets, time, pieces)

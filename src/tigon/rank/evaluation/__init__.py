@@ -1,0 +1,1 @@
+"""Scores of a ranker, and metrics of them."""

@@ -1,0 +1,46 @@
+"""How far the scores of two rankers differ on one table."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tigon.rank import metrics
+from tigon.rank.data.batches import BatchOptions, BatchSource
+from tigon.rank.evaluation.score import score
+
+
+class ScoreDifference(NamedTuple):
+    """Differences between the scores of two rankers on one table.
+
+    Attributes:
+        largest, mean: absolute differences of the labels' probabilities.
+        auc: by label, (before, after), where the table has the label.
+    """
+
+    largest: float
+    mean: float
+    auc: dict[str, tuple[float, float]]
+
+
+def compare_scores(
+    before: Any, after: Any, data: BatchSource, batch_options: BatchOptions = BatchOptions()
+) -> ScoreDifference:
+    """Score a table with a ranker and with its copy from `rank.quantize_tables`.
+
+    Args:
+        before, after: `rank.LiRank`. data: `rank.Impressions`.
+        batch_options: how data is cut into batches.
+    Raises: ValueError if there are no requests.
+    """
+    first, second = (score(ranker, data, batch_options) for ranker in (before, after))
+    off = torch.stack([(first.logits[name].sigmoid() - z.sigmoid()).abs() for name, z in second.logits.items()])
+    auc = {}
+    for name, y in first.labels.items():
+        known = ~y.isnan()
+        weights = None if first.weights is None else first.weights[known]
+        both = tuple(metrics.auc(one.logits[name][known], y[known], weights=weights) for one in (first, second))
+        if both[0] == both[0]:
+            auc[name] = (both[0], both[1])
+    return ScoreDifference(float(off.max()), float(off.double().mean()), auc)

@@ -1,0 +1,300 @@
+"""Metrics of each label of a ranker's scores, with bootstrap intervals, over all rows and over parts of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.rank import metrics
+from tigon.rank.data.batches import BatchOptions, BatchSource, eval_mode, get_device
+from tigon.rank.evaluation.score import Scores, concat_scores
+from tigon.rank.metrics import GroupMetric, Interval
+from tigon.rank.sorted_groups import check_positive
+
+# The smaller, the better.
+ERRORS = ("log_loss", "ece")
+OBJECTIVES = ("impressions", "next-item")
+MISSING, OTHERS, BY_SCORE = "(missing)", "others", " by score"
+# Metrics that early stopping can monitor, by objective.
+OF_ORDER = r"mrr|(?:ndcg|hr)@[1-9]\d*"
+METRICS = {"impressions": rf"auc|log_loss|ece|gauc|{OF_ORDER}", "next-item": OF_ORDER}
+
+
+class MetricValue(NamedTuple):
+    """One metric.
+
+    Attributes:
+        value: NaN where it is not defined, such as the AUC of one class.
+        low, high: the ends of its bootstrap interval; None if none was drawn.
+        left_out: the number of requests for which the metric is undefined; 0 for metrics of rows.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    left_out: int
+
+
+class Evaluation(NamedTuple):
+    """Metrics of a ranker.
+
+    Attributes:
+        labels: by label, then by metric: "auc", "log_loss" and "ece" of the rows; "gauc", "mrr", and for each k
+            "ndcg@k" and "hr@k" of the requests, where one has several rows.
+        rows, requests: how many there were.
+        notes: sentences on undefined metrics and on rows that were left out, with the reason.
+    """
+
+    labels: dict[str, dict[str, MetricValue]]
+    rows: int
+    requests: int
+    notes: list[str]
+
+    def value(self, metric: str) -> float:
+        """A metric by its name.
+
+        Args:
+            metric: such as "auc" or "ndcg@10", for the mean over the labels; "click:auc" for one of them.
+        Raises: ValueError if there is no such metric.
+        """
+        label, _, name = metric.rpartition(":")
+        alone = {known: found for known, found in self.labels.items() if not known.endswith(BY_SCORE)}
+        chosen = {label: self.labels.get(label, {})} if label else alone
+        if not all(name in found for found in chosen.values()):
+            measured = next(iter(alone.values()), {})
+            why = "" if "mrr" in measured else "; each row is a request of its own, which has no order to measure"
+            raise ValueError(
+                f"rank.evaluate: a metric must be one of {', '.join(measured)}, or LABEL:METRIC with a label of "
+                f"{', '.join(self.labels)}, got {metric!r}{why}."
+            )
+        return sum(found[name].value for found in chosen.values()) / len(chosen)
+
+
+def is_better(metric: str, value: float, than: float) -> bool:
+    """Whether a value of this metric is better than another; anything is better than NaN."""
+    sign = -1 if metric.rpartition(":")[2] in ERRORS else 1
+    return sign * value > sign * than or (than != than and value == value)
+
+
+def parse_cutoffs(metric: str) -> tuple[int, ...]:
+    """The k of a metric such as "ndcg@10"; () for one without."""
+    found = re.fullmatch(r".*@([1-9]\d*)", metric)
+    return (int(found[1]),) if found else ()
+
+
+def monitored_value(found: Evaluation, metric: str) -> float:
+    """The value of the metric that early stopping monitors.
+
+    Raises: ValueError if there is no such metric, or it is not defined.
+    """
+    value = found.value(metric)
+    if value != value:
+        why = f": {'; '.join(found.notes)}" if found.notes else ""
+        raise ValueError(f"rank.fit: metric {metric} is not defined on val{why}.")
+    return value
+
+
+def check_monitor(data: BatchSource, metric: str) -> None:
+    """Raise the errors of `monitored_value` before training: rows and labels suffice to find them.
+
+    Args:
+        data: with labels. metric: of impressions.
+    """
+    parts = []
+    for batch in data.batches(requests=1 << 16, history_max=0):
+        labels = {label: y.cpu() for label, y in batch.labels.items()}
+        zeros = torch.zeros(len(batch.rows))
+        weights = None if batch.weights is None else batch.weights.cpu()
+        logits = dict.fromkeys(labels, zeros)
+        parts.append(Scores(batch.offsets.cpu(), batch.rows.cpu(), logits, zeros, labels, weights))
+    monitored_value(evaluate(concat_scores(parts), parse_cutoffs(metric)), metric)
+
+
+def evaluate(
+    scored: Scores, at: Sequence[int] = (1, 5, 10), *, draws: int = 0, level: float = 0.95, seed: int = 0
+) -> Evaluation:
+    """Measure scores against the labels beside them.
+
+    A label's probabilities, the sigmoids of its logits, are measured by AUC, log loss and ECE; the order of its logits
+    within requests by GAUC, NDCG, MRR and hit rate. With several labels the order of `scored.score`, which is what is
+    served, is measured too, against each label, as "LABEL by score". Metrics of
+    order are left out where each request has one row. Rows without a value of a label are left out of its metrics.
+
+    Args:
+        scored: what `rank.score` returned for a table with labels.
+        at: the cut-offs k of NDCG and hit rate.
+        draws: bootstrap samples for the intervals; 0: no intervals.
+        level: coverage of the intervals.
+        seed: of the draws.
+    Returns: `rank.Evaluation`.
+    Raises: ValueError if there are no labels, and for cut-offs that are not positive.
+    """
+    if not scored.labels:
+        raise ValueError("rank.evaluate: scored must have labels, got those of a table without.")
+    for k in at:
+        check_positive("rank.evaluate", "at", k)
+    draw = _Bootstrap(draws, level, seed)
+    found: dict[str, dict[str, MetricValue]] = {}
+    notes: list[str] = []
+    ordered = bool((scored.offsets.diff() > 1).any())
+    known = {label: _labelled_rows(scored, y) for label, y in scored.labels.items()}
+    for label, own in known.items():
+        y = own.labels[label]
+        found[label] = _row_metrics(own, label, draw)
+        if ordered:
+            found[label] |= _order_metrics(own, own.logits[label], y, at, draw)
+        if len(y) < len(scored.rows):
+            gaps = len(scored.rows) - len(y)
+            notes.append(f"{label}: {gaps:,} of {len(scored.rows):,} rows have no value: left out")
+        notes += _notes(label, y, own.offsets, found[label])
+    if len(scored.labels) > 1 and ordered:
+        for label, own in known.items():
+            found[f"{label}{BY_SCORE}"] = _order_metrics(own, own.score, own.labels[label], at, draw)
+    return Evaluation(found, len(scored.rows), len(scored.offsets) - 1, notes)
+
+
+def _labelled_rows(scored: Scores, y: Tensor) -> Scores:
+    """The rows that have a value of a label."""
+    missing = y.isnan()
+    return scored.take(~missing) if bool(missing.any()) else scored
+
+
+def evaluate_next_items(
+    ranker: Any, data: BatchSource, at: Sequence[int] = (1, 5, 10), batch_options: BatchOptions = BatchOptions(), *,
+    draws: int = 0, seed: int = 0,
+) -> Evaluation:  # fmt: skip
+    """Full rankings: the place of each request's positive item among all items but those of its history.
+
+    Args:
+        ranker: one with `next_item_ranks(batch)`, (R,) places from 1, such as `rank.LiGR`.
+        data: requests with one positive row each, `rank.Impressions`; without labels, each request's first row.
+        at: the cut-offs k of NDCG and hit rate.
+        batch_options: `rank.BatchOptions`, how the table is cut into batches.
+        draws, seed: as for `rank.evaluate`.
+    Returns: `rank.Evaluation` with one label, "next item".
+    Raises: ValueError if the ranker cannot rank all items, or there are no requests.
+    """
+    if not hasattr(ranker, "next_item_ranks"):
+        raise ValueError(f"rank.evaluate_next_items: {type(ranker).__name__} does not rank all items.")
+    if not len(data):
+        raise ValueError("rank.evaluate_next_items: data has no requests.")
+    device, places = get_device(ranker), []
+    with eval_mode(ranker):
+        for batch in batch_options.batches(data, device):
+            with batch_options.autocast(device):
+                places.append(ranker.next_item_ranks(batch).cpu())
+    place = torch.cat(places).double()
+    place = torch.where(place > 0, place, torch.nan)  # 0: the request has no positive row
+    draw = _Bootstrap(draws, 0.95, seed)
+    values = {"mrr": 1 / place}
+    for k in at:
+        check_positive("rank.evaluate_next_items", "at", k)
+        values |= {f"ndcg@{k}": (place <= k) / torch.log2(1 + place), f"hr@{k}": (place <= k).double()}
+    values = {name: torch.where(place.isnan(), torch.nan, x) for name, x in values.items()}
+    ones, without = torch.ones_like(place), int(place.isnan().sum())
+    found = {
+        name: draw.measure_requests(GroupMetric(float(x.nanmean()), x, ones, without)) for name, x in values.items()
+    }
+    why = "have no positive row, or one whose item the schema does not know: left out"
+    notes = [f"{without:,} of {len(place):,} requests {why}"] if without else []
+    return Evaluation({"next item": found}, len(place), len(place), notes)
+
+
+def split_by_column(scored: Scores, column: Sequence[Any], most: int = 20) -> dict[str, Scores]:
+    """The rows of each value of a column, for metrics of each.
+
+    Numbers of more than `most` values are cut at their quartiles. The `most` most frequent of other values have a part
+    each; the rest is "others".
+
+    Args:
+        scored: what `rank.score` returned.
+        column: n values, request by request, as `data.column(name)` of `rank.Impressions`; None or NaN: missing.
+        most: parts that there are at most, beside "others".
+    Returns: scores of the rows of each part, by its name; requests without rows in a part are no part of it.
+    """
+    values = [None if value != value else value for value in column]
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    there = sum(value is not None for value in values)
+    if len(set(map(str, values))) > most and len(numbers) == there:
+        ends = np.quantile(numbers, (0, 0.25, 0.5, 0.75, 1)).tolist()  # torch's takes 2²⁴ numbers at most
+        names = [f"{low:g} … {high:g}" for low, high in pairwise(ends)]
+        keys = [MISSING if x is None else names[sum(x > end for end in ends[1:-1])] for x in values]
+        order = [*names, MISSING]
+    else:
+        keys = [MISSING if value is None else str(value) for value in values]
+        counts = Counter(keys)
+        number = {str(value): value for value in numbers}
+        if len(counts) <= most:  # as they are read: numbers by size
+            order = sorted(counts, key=lambda key: (key not in number, number.get(key, 0), key))
+        else:
+            order = sorted(counts, key=lambda key: (-counts[key], key))[:most]
+        keys = [key if key in order else OTHERS for key in keys]
+        order.append(OTHERS)
+    return {name: scored.take(torch.tensor([key == name for key in keys])) for name in order if name in keys}
+
+
+class _Bootstrap(NamedTuple):
+    """How intervals are drawn."""
+
+    draws: int
+    level: float
+    seed: int
+
+    def measure_requests(self, found: GroupMetric) -> MetricValue:
+        if not self.draws:
+            return MetricValue(found.mean, None, None, found.left_out)
+        return self._with(found.mean, metrics.bootstrap_interval(found, **self._asdict()), found.left_out)
+
+    def measure_rows(self, measure: Callable[[Tensor | None], float], scored: Scores) -> MetricValue:
+        value = measure(scored.weights)
+        if not self.draws or value != value:
+            return MetricValue(value, None, None, 0)
+
+        def measure_resampled(weights: Tensor) -> float:
+            return measure(weights if scored.weights is None else weights * scored.weights)
+
+        return self._with(value, metrics.bootstrap_interval(measure_resampled, scored.offsets, **self._asdict()), 0)
+
+    @staticmethod
+    def _with(value: float, interval: Interval, left_out: int) -> MetricValue:
+        return MetricValue(value, interval.low, interval.high, left_out)
+
+
+def _row_metrics(scored: Scores, label: str, draw: _Bootstrap) -> dict[str, MetricValue]:
+    y, logits = scored.labels[label], scored.logits[label]
+    p = logits.double().sigmoid()
+    return {
+        "auc": draw.measure_rows(lambda weights: metrics.auc(logits, y, weights=weights), scored),
+        "log_loss": draw.measure_rows(lambda weights: metrics.log_loss(p, y, weights=weights), scored),
+        "ece": draw.measure_rows(lambda weights: metrics.ece(p, y, weights=weights), scored),
+    }
+
+
+def _order_metrics(
+    scored: Scores, order: Tensor, y: Tensor, at: Sequence[int], draw: _Bootstrap
+) -> dict[str, MetricValue]:
+    found = {"gauc": metrics.gauc(order, y, scored.offsets), "mrr": metrics.mrr(order, y, scored.offsets)}
+    for k in at:
+        found[f"ndcg@{k}"] = metrics.ndcg(order, y, scored.offsets, k=k)
+        found[f"hr@{k}"] = metrics.hit_rate(order, y, scored.offsets, k=k)
+    return {name: draw.measure_requests(value) for name, value in found.items()}
+
+
+def _notes(label: str, y: Tensor, offsets: Tensor, found: dict[str, MetricValue]) -> list[str]:
+    if not len(y):
+        return [f"{label}: there are no rows"]
+    if found["auc"].value != found["auc"].value:
+        return [f"{label}: all rows are {y[0]:g}, so there is no AUC, and no order to measure"]
+    left_out = (("mrr", "no positive row", "NDCG, MRR and HR"), ("gauc", "one class", "GAUC"))
+    return [
+        f"{label}: {found[name].left_out:,} of {len(offsets) - 1:,} requests have {why}: left out of {metrics}"
+        for name, why, metrics in left_out
+        if name in found and found[name].left_out
+    ]

@@ -1,0 +1,102 @@
+"""Score all rows of a table by a ranker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, eval_mode, get_device
+from tigon.rank.models.explorer import WeightSampler
+
+
+class Scores(NamedTuple):
+    """Scores of all rows, request by request, on the CPU.
+
+    Attributes:
+        offsets: (R + 1,) int64: request r is the rows offsets[r] to offsets[r + 1] − 1 of the others.
+        rows: (n,) int64, which row of the table each is.
+        logits: by label, (n,) fp32; their sigmoids are the probabilities.
+        score: (n,) fp32, by which rows are ordered: the sum of the probabilities, by the ranker's weights.
+        labels: by label, (n,) fp32, NaN where a row has no value of one; {} for a table without.
+        weights: (n,) fp32, or None.
+    """
+
+    offsets: Tensor
+    rows: Tensor
+    logits: dict[str, Tensor]
+    score: Tensor
+    labels: dict[str, Tensor]
+    weights: Tensor | None
+
+    def take(self, kept: Tensor) -> Scores:
+        """Some of the rows; requests that lose all of theirs go, too.
+
+        Args:
+            kept: (n,) bool, which rows.
+        """
+        before = torch.cat((kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)))
+        weights = None if self.weights is None else self.weights[kept]
+        logits, labels = ({name: x[kept] for name, x in values.items()} for values in (self.logits, self.labels))
+        return Scores(before[self.offsets].unique(), self.rows[kept], logits, self.score[kept], labels, weights)
+
+
+def score_batches(
+    ranker: Any,
+    data: BatchSource,
+    batch_options: BatchOptions = BatchOptions(),
+    *,
+    sampler: WeightSampler | None = None,
+) -> Iterator[Scores]:
+    """`score`, a batch at a time, for tables whose scores do not fit in memory."""
+    check_schema("rank.score", ranker, data)
+    device = get_device(ranker)
+    if sampler is not None:
+        sampler.explorer.check("rank.score", ranker)
+    with eval_mode(ranker):
+        for batch in batch_options.batches(data, device):
+            with batch_options.autocast(device):
+                logits = ranker(batch) if sampler is None else sampler.logits(ranker, batch)
+            logits = {name: value.float() for name, value in logits.items()}
+            weights = None if batch.weights is None else batch.weights.cpu()
+            yield Scores(
+                batch.offsets.cpu(), batch.rows.cpu(), {name: value.cpu() for name, value in logits.items()},
+                ranker.combine(logits).cpu(), {name: value.cpu() for name, value in batch.labels.items()}, weights,
+            )  # fmt: skip
+
+
+def score(
+    ranker: Any,
+    data: BatchSource,
+    batch_options: BatchOptions = BatchOptions(),
+    *,
+    sampler: WeightSampler | None = None,
+) -> Scores:
+    """Score every row of a table, on the device of the ranker.
+
+    Args:
+        ranker: a `rank.Ranker`, which is scored in evaluation mode.
+        data: `rank.Impressions`, with labels or without.
+        batch_options: `rank.BatchOptions`, how the table is cut into batches; it changes scores by rounding alone.
+        sampler: `rank.sample_weights(ranker, …)`, which draws the weights of the last layer for each request; None: the
+            fitted weights.
+    Returns: `rank.Scores`.
+    Raises: ValueError if there are no requests, or the sampler is of other weights.
+    """
+    if not len(data):
+        raise ValueError("rank.score: data has no requests.")
+    return concat_scores(list(score_batches(ranker, data, batch_options, sampler=sampler)))
+
+
+def concat_scores(parts: list[Scores]) -> Scores:
+    """Scores of one batch after another as one."""
+    sizes = torch.cat([part.offsets.diff() for part in parts])
+    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    first = parts[0]
+    logits = {name: torch.cat([part.logits[name] for part in parts]) for name in first.logits}
+    labels = {name: torch.cat([part.labels[name] for part in parts]) for name in first.labels}
+    weights = None if first.weights is None else torch.cat([part.weights for part in parts if part.weights is not None])
+    rows, order = (torch.cat([getattr(part, name) for part in parts]) for name in ("rows", "score"))
+    return Scores(offsets, rows, logits, order, labels, weights)

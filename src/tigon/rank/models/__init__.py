@@ -1,0 +1,1 @@
+"""Rankers: LiGR, LiRank and rankers by prompts."""

@@ -1,0 +1,178 @@
+"""A LiGR as two programs of `torch.export`, which run where Tigon is not installed.
+
+    encode(history, context, age, lengths)           → keys, values, newest
+    score(keys, values, newest, lengths, candidates) → {label: logits (B, C)}
+
+B requests, T events and C candidates a request are free from 1 upwards; rows are padded at the end. Codes are int64,
+numbers fp32.
+
+    history     field → (B, T), with a last dimension for `Ids`, whose lists end in −1. The oldest event first.
+    context     field → (B,), likewise.
+    age         (B, T) fp64, seconds before the request.
+    lengths     (B,) int64, the events of each request; what stands behind them is not read.
+    keys        (layers, B, 1 + T, heads, D), and values: of the context, then of the events.
+    newest      (B,) fp64, the age of the newest event; add the seconds that passed before you score.
+    candidates  field → (B, C), likewise; fields of items and rows together.
+    present     (B, C) bool, which of them are there: those of `setwise_layers` read each other.
+
+Attention is torch's, with masks made from the lengths inside the programs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.kernels import use_backend
+from tigon.ops.rope import rope
+from tigon.rank.data.fields import Ids, Number
+from tigon.rank.data.schema import Schema
+from tigon.rank.models.ligr.model import LiGR
+
+ENCODE, SCORE = "encode.pt2", "score.pt2"
+
+
+class Encode(nn.Module):
+    """Contexts and histories of padded requests to keys and values."""
+
+    def __init__(self, ranker: LiGR) -> None:
+        super().__init__()
+        self.ranker = ranker
+
+    def forward(
+        self, history: dict[str, Tensor], context: dict[str, Tensor], age: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, newest = embed_padded_events(self.ranker, history, context, age, lengths)
+        kept: list[tuple[Tensor, Tensor]] = []
+        run_padded_layers(self.ranker, x, kept)
+        keys, values = (torch.stack(side) for side in zip(*kept, strict=True))
+        return keys, values, newest
+
+
+class Score(nn.Module):
+    """Candidates of padded requests to logits."""
+
+    def __init__(self, ranker: LiGR) -> None:
+        super().__init__()
+        self.ranker = ranker
+
+    def forward(
+        self, keys: Tensor, values: Tensor, newest: Tensor, lengths: Tensor, candidates: dict[str, Tensor],
+        present: Tensor,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        ranker, C = self.ranker, present.shape[1]
+        x = ranker.tokens.candidates(candidates, newest.unsqueeze(1).expand(-1, C))
+        cos, sin = ranker.rotary_angles((1 + lengths).unsqueeze(1).expand(-1, C), x.dtype)
+        past = torch.arange(keys.shape[2], device=x.device) <= lengths.unsqueeze(1)
+        alone = torch.eye(C, dtype=torch.bool, device=x.device)
+        for number, layer in enumerate(ranker.layers):
+            across = number >= ranker.setwise_from
+            own = alone | present.unsqueeze(1) if across else alone.expand(lengths.shape[0], C, C)
+            seen = torch.cat((past.unsqueeze(1).expand(-1, C, -1), own), -1)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, number: int = number, seen: Tensor = seen) -> Tensor:
+                q, k = rope(q, k, cos, sin, unsqueeze_dim=2)
+                k, v = torch.cat((keys[number], k), 1), torch.cat((values[number], v), 1)
+                return _attention(q, k, v, seen.unsqueeze(1))
+
+            x = layer(x, attend)
+        return ranker.logits(ranker.norm(x))
+
+
+def embed_padded_events(
+    ranker: LiGR, history: dict[str, Tensor], context: dict[str, Tensor], age: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(B, 1 + T, width) tokens, and the age of the newest events; see `tokens.event_tokens` for packed events."""
+    B, T = age.shape
+    place = torch.arange(T, device=age.device)
+    before = torch.where(place > 0, age[:, (place - 1).clamp(min=0)], torch.inf)
+    events = ranker.tokens.events(history, before - age)
+    x = torch.cat((ranker.tokens.context(context, B).unsqueeze(1), events), 1)
+    last = age.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1))[:, 0]
+    return x, torch.where(lengths > 0, last, torch.inf)
+
+
+def run_padded_layers(ranker: LiGR, x: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+    """The stream of (B, N, width) tokens behind all layers and the last norm. What is behind a row's end changes none
+    before it."""
+    cos, sin = ranker.rotary_angles(torch.arange(x.shape[1], device=x.device), x.dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = rope(q, k, cos, sin, unsqueeze_dim=2)
+        if kept is not None:
+            kept.append((k, v))
+        return _attention(q, k, v)
+
+    x = ranker.dropout(x)
+    for layer in ranker.layers:
+        x = layer(x, attend)
+    out: Tensor = ranker.norm(x)
+    return out
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """(B, N, H, D); seen: (B, 1, N, K), or None for causal."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None).transpose(1, 2)
+
+
+def export_ligr(ranker: LiGR, folder: Path) -> list[Path]:
+    training = ranker.training
+    ranker.eval()
+    try:
+        # References alone: they become operations of torch.
+        with use_backend("torch"), torch.no_grad():
+            programs = _trace_programs(ranker)
+    finally:
+        ranker.train(training)
+    files = []
+    for name, program in programs.items():
+        torch.export.save(program, folder / name)
+        files.append(folder / name)
+    return files
+
+
+def _trace_programs(ranker: LiGR) -> dict[str, Any]:
+    dim, device, schema = torch.export.Dim, ranker.device, ranker.schema
+    B, T, C, P = dim("requests", min=1), dim("events", min=1), dim("candidates", min=1), dim("rows", min=2)
+    sizes = {"B": 3, "T": 5, "C": 4}
+
+    def examples(side: str, more: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        values, dims = {}, {}
+        for name in ranker.tokens.sides[side]:
+            values[name] = _example_values(schema, name, [sizes[letter] for letter in more], device)
+            dims[name] = {n: {"B": B, "T": T, "C": C}[letter] for n, letter in enumerate(more)}
+            if isinstance(schema.fields[name], Ids):
+                dims[name][len(more)] = dim(f"most_{ranker.tokens.names.index(name)}_{side}", min=1)
+        return values, dims
+
+    history, history_dims = examples("events", "BT")
+    context, context_dims = examples("context", "B")
+    candidates, candidate_dims = examples("candidates", "BC")
+    age = torch.arange(15.0, 0, -1, dtype=torch.float64, device=device).view(3, 5)
+    lengths = torch.tensor([5, 0, 3], device=device)
+    encode = Encode(ranker)
+    given = history, context, age, lengths
+    shapes = {"history": history_dims, "context": context_dims, "age": {0: B, 1: T}, "lengths": {0: B}}
+    keys, values, newest = encode(*given)
+    programs = {ENCODE: torch.export.export(encode, given, dynamic_shapes=shapes)}
+    present = torch.ones(3, 4, dtype=torch.bool, device=device)
+    shapes = {
+        "keys": {1: B, 2: P}, "values": {1: B, 2: P}, "newest": {0: B}, "lengths": {0: B},
+        "candidates": candidate_dims, "present": {0: B, 1: C},
+    }  # fmt: skip
+    encoded = keys, values, newest, lengths, candidates, present
+    return programs | {SCORE: torch.export.export(Score(ranker), encoded, dynamic_shapes=shapes)}
+
+
+def _example_values(schema: Schema, name: str, shape: list[int], device: torch.device) -> Tensor:
+    field = schema.fields[name]
+    if isinstance(field, Number):
+        return torch.zeros(shape, device=device)
+    if isinstance(field, Ids):
+        return torch.zeros(*shape, 2, dtype=torch.int64, device=device)
+    return torch.zeros(shape, dtype=torch.int64, device=device)

@@ -1,0 +1,161 @@
+"""Fit isotonic layers on held-out rows, by the log loss of their labels.
+
+A model is overconfident on its training data. The isotonic layer learns from held-out rows by how much, and
+does so for each segment where the layer has segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, eval_mode
+from tigon.rank.models.lirank.isotonic import LOW, Isotonic, isotonic
+from tigon.rank.models.lirank.model import LiRank
+
+NAME = "rank.calibrate"
+# Slopes are compared with that of Platt scaling, which is 0 or falls where logits say nothing.
+LEAST_SLOPE = 1e-3
+
+
+def calibrate(
+    ranker: LiRank, data: BatchSource, batch_options: BatchOptions = BatchOptions(8192), *, strength: float = 1.0
+) -> None:
+    """Fit the isotonic layers of a LiRank in place, on rows that the other layers were not trained on.
+
+    Args:
+        ranker: `rank.LiRank` with `calibrate` in its config.
+        data: `rank.Impressions` with labels.
+        batch_options: `rank.BatchOptions`, how data is cut into batches.
+        strength: of the penalty that keeps the slopes near Platt's, one for all logits, and the slopes of a segment
+            near those of all rows; more where rows are few.
+    Raises: ValueError for a ranker without isotonic layers, and for data without labels or with one class alone.
+    """
+    if ranker.isotonic is None:
+        raise ValueError(f"{NAME}: the ranker must have isotonic layers, LiRank(…, calibrate=True), got none.")
+    if not strength > 0:
+        raise ValueError(f"{NAME}: strength must be above 0, got {strength}.")
+    if not len(data):
+        raise ValueError(f"{NAME}: data has no requests.")
+    check_schema(NAME, ranker, data)
+    check_classes(data, batch_options)
+    logits, labels, weights, segment = _rows(ranker, data, batch_options)
+    for name, layer in zip(ranker.labels, ranker.isotonic, strict=True):
+        assert isinstance(layer, Isotonic)
+        known = ~labels[name].isnan()
+        w, s = (None if x is None else x[known] for x in (weights, segment))
+        found = fit_isotonic(logits[name][known], labels[name][known], w, s, layer.weight.shape[0], strength)
+        with torch.no_grad():
+            layer.weight.copy_(found[0])
+            layer.bias.copy_(found[1])
+
+
+def check_classes(data: BatchSource, batch_options: BatchOptions, what: str = "data") -> None:
+    """Raise if a label is the same in all rows. what: the name of the rows in the error."""
+    parts = [batch.labels for batch in batch_options._replace(history_max=0).batches(data, torch.device("cpu"))]
+    for name in parts[0] if parts else ():
+        y = torch.cat([part[name] for part in parts])
+        many, y = len(y), y[~y.isnan()]
+        if many and not len(y):
+            raise ValueError(f"{NAME}: {what} must have values of label {name!r}, got none in {many:,} rows.")
+        if len(y) and bool((y == y[0]).all()):
+            raise ValueError(
+                f"{NAME}: {what} must have both classes of label {name!r}, got {y[0].item():g} in all {len(y):,} rows."
+            )
+
+
+def _rows(
+    ranker: LiRank, data: BatchSource, batch_options: BatchOptions
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None, Tensor | None]:
+    """Logits before calibration, labels, weights and segments of all rows."""
+    logits, labels, weights, segments = list[dict[str, Tensor]](), list[dict[str, Tensor]](), [], []
+    with eval_mode(ranker):
+        for batch in batch_options.batches(data, ranker.device):
+            if missing := [label for label in ranker.labels if label not in batch.labels]:
+                raise ValueError(f"{NAME}: data must have the label {missing[0]!r}, got {sorted(batch.labels)}.")
+            with batch_options.autocast(ranker.device):
+                logits.append(ranker.raw_logits(batch))
+            labels.append(batch.labels)
+            weights += [] if batch.weights is None else [batch.weights]
+            segment = ranker.calibration_segments(batch)
+            segments += [] if segment is None else [segment]
+    z, y = ({name: torch.cat([part[name] for part in parts]) for name in ranker.labels} for parts in (logits, labels))
+    w, s = (torch.cat(parts) if parts else None for parts in (weights, segments))
+    return z, y, w, s
+
+
+def fit_isotonic(
+    x: Tensor, labels: Tensor, weights: Tensor | None, segment: Tensor | None, segments: int, strength: float
+) -> tuple[Tensor, Tensor]:
+    """The weight and the bias that minimise the log loss of labels by logits x, plus a penalty on slopes.
+
+    First a x + b is fitted (Platt scaling), then the slopes w, with strength · ½ Σ (w / a − 1)². With several segments
+    each then departs from that function of all rows as far as its own rows say.
+
+    Args:
+        x, labels, weights: (n,). segment: (n,) int64 in [0, segments).
+    Returns: (segments, K) and (segments,) fp64.
+    """
+    x, y = x.double(), labels.double()
+    rows = Rows(x, y, None if weights is None else weights.double(), segment)
+    a, b = rows.platt()
+    # Slopes in units of Platt's, so that all of them have one scale.
+    a = a.clamp(min=LEAST_SLOPE)
+    u, b = rows._replace(segment=None).fit_near(torch.ones_like(Isotonic().weight).to(x), b, a, strength, 0.0)
+    if segment is not None:
+        u, b = rows.fit_near(u.repeat(segments, 1), b.repeat(segments), a, strength, strength)
+    return a * u, b
+
+
+class Rows(NamedTuple):
+    """fp64 rows: logits x, labels y, weights or None, and segments or None, (n,) each."""
+
+    x: Tensor
+    y: Tensor
+    weights: Tensor | None
+    segment: Tensor | None
+
+    def loss(self, z: Tensor) -> Tensor:
+        """The sum of the log losses of logits z."""
+        found = F.binary_cross_entropy_with_logits(z, self.y, reduction="none")
+        return (found if self.weights is None else found * self.weights).sum()
+
+    def platt(self) -> tuple[Tensor, Tensor]:
+        """a and b, (1,) each, of the best a x + b."""
+        # Logits are scaled to unit spread, so that the solver's steps fit; and no step is too long for few rows.
+        spread = self.x.std(correction=0).clamp(min=1e-12)
+        middle = self.x.mean()
+        a, b = self.x.new_zeros(1, requires_grad=True), self.x.new_zeros(1, requires_grad=True)
+        scaled = (self.x - middle) / spread
+        _minimize([a, b], lambda: self.loss(a * scaled + b) + a.square().sum() / 2)
+        slope = a.detach() / spread
+        return slope, b.detach() - slope * middle + (slope - 1) * LOW
+
+    def fit_near(self, u0: Tensor, b0: Tensor, unit: Tensor, of_slope: float, of_bias: float) -> tuple[Tensor, Tensor]:
+        """Slopes (segments, K), in units of `unit`, and biases (segments,) near u0 and b0."""
+        u, b = (t.clone().requires_grad_() for t in (u0, b0))
+
+        def loss() -> Tensor:
+            away = of_slope * (u - u0).square().sum() + of_bias * (b - b0).square().sum()
+            return self.loss(isotonic(self.x, unit * u, b, self.segment)) + away / 2
+
+        _minimize([u, b], loss)
+        return u.detach(), b.detach()
+
+
+def _minimize(values: list[Tensor], loss: Callable[[], Tensor]) -> None:
+    """Minimise a convex loss in place."""
+    solver = torch.optim.LBFGS(values, max_iter=200, history_size=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        solver.zero_grad()
+        result = loss()
+        result.backward()
+        return result
+
+    with torch.enable_grad():
+        solver.step(closure)

@@ -1,0 +1,60 @@
+"""A LiRank as one program of `torch.export`, which runs where Tigon is not installed.
+
+    score(features) → {label: logits (B,)}
+
+    features    field → (B,), a row for each candidate; codes and times are int64, numbers fp32. `Ids` are (B, most),
+                with −1 behind a list's last.
+
+B rows are free from 1 upwards. What is one in a request is given for each of its rows. Calibration is part of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels import use_backend
+from tigon.rank.data.fields import Ids, Number
+from tigon.rank.models.lirank.inputs import SIDES
+from tigon.rank.models.lirank.model import LiRank
+
+SCORE = "score.pt2"
+
+
+class Score(nn.Module):
+    """Rows of features to logits."""
+
+    def __init__(self, ranker: LiRank) -> None:
+        super().__init__()
+        self.ranker = ranker
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        ranker = self.ranker
+        x = ranker.inputs(features, features, None, plain=True)
+        segment = None if ranker.segment is None else features[ranker.segment]
+        return ranker.apply_calibration(ranker.logits(ranker.run_layers(x)), segment)
+
+
+def export_lirank(ranker: LiRank, folder: Path) -> list[Path]:
+    dim = torch.export.Dim
+    rows = dim("rows", min=1)
+    features: dict[str, Tensor] = {}
+    dims: dict[str, dict[int, Any]] = {}
+    for number, name in enumerate(name for side in SIDES for name in ranker.inputs.names[side]):
+        field, lists = ranker.schema.fields[name], isinstance(ranker.schema.fields[name], Ids)
+        dtype = torch.float32 if isinstance(field, Number) else torch.int64
+        features[name] = torch.zeros((3, 2) if lists else (3,), dtype=dtype, device=ranker.device)
+        dims[name] = {0: rows, 1: dim(f"most_{number}", min=1)} if lists else {0: rows}
+    training = ranker.training
+    ranker.eval()
+    try:
+        # References alone: they become operations of torch.
+        with use_backend("torch"), torch.no_grad():
+            program = torch.export.export(Score(ranker), (features,), dynamic_shapes={"features": dims})
+    finally:
+        ranker.train(training)
+    torch.export.save(program, folder / SCORE)
+    return [folder / SCORE]

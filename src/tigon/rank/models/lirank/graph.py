@@ -1,0 +1,90 @@
+"""Graphs of blocks as plain data: what each block is, which blocks it reads, and their JSON.
+
+`tigon.rank.models.lirank.blocks` says what a block computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from tigon.data.arrow import nearest
+
+Kind = Literal["mlp", "fm", "dot", "cross", "residual-cross", "gate"]
+KINDS: tuple[str, ...] = get_args(Kind)
+# The kinds whose width is a rank, and that come out as wide as the features.
+CROSSES: tuple[str, ...] = ("cross", "residual-cross", "gate")
+
+
+class Block(NamedTuple):
+    """A layer of a graph.
+
+    Attributes:
+        kind: "mlp", "fm", "dot", "cross", "residual-cross" or "gate".
+        width: of what comes out of mlp, fm and dot; the rank of the others, which come out as wide as the features.
+        inputs: what it reads: 0 is the features, n the n-th block, which comes before it.
+    """
+
+    kind: str
+    width: int
+    inputs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.width} of {', '.join('x' if n == 0 else str(n) for n in self.inputs)}"
+
+
+def parse_blocks(told: Sequence[Block | Mapping[str, Any]]) -> tuple[Block, ...]:
+    """Blocks as `Block`s, checked: each reads something, and nothing that comes behind it.
+
+    Args:
+        told: `Block`s, or dicts of their attributes, as JSON holds them.
+    Raises: ValueError for blocks that make no graph from the features to the towers.
+    """
+    if isinstance(told, (str, Mapping)) or not isinstance(told, Sequence) or not told:
+        raise ValueError(
+            "LiRank: blocks must be a list of blocks, such as {'kind': 'mlp', 'width': 64, 'inputs': [0]}: without one "
+            f"no path leads from the features to the towers; got {told!r}."
+        )
+    result = tuple(_block(number, one) for number, one in enumerate(told, 1))
+    for number, (kind, width, inputs) in enumerate(result, 1):
+        said = f"LiRank: blocks: block {number}, {kind},"
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise ValueError(f"LiRank: blocks: there is no kind {kind!r}; {nearest(str(kind), list(KINDS))}")
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise ValueError(f"{said} must have a positive width, got {width!r}.")
+        if not inputs:
+            raise ValueError(f"{said} must read the features, 0, or a block before it: no path leads to it, got [].")
+        for n in inputs:
+            if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < number:
+                raise ValueError(
+                    f"{said} must read the features, 0, or a block before it, from 1 to {number - 1}, got {n!r}."
+                    if number > 1
+                    else f"{said} is the first and can read the features alone, 0, got {n!r}."
+                )
+        if len(set(inputs)) < len(inputs):
+            raise ValueError(f"{said} must read each of its inputs once, got {list(inputs)}.")
+    return result
+
+
+def _block(number: int, told: Any) -> Block:
+    if isinstance(told, Block):
+        return told
+    names = Block._fields
+    if not isinstance(told, Mapping) or set(told) != set(names) or not isinstance(told["inputs"], (list, tuple)):
+        raise ValueError(
+            f"LiRank: blocks: block {number} must have {', '.join(names)}, the last a list, and nothing else, got "
+            f"{told!r}."
+        )
+    return Block(told["kind"], told["width"], tuple(told["inputs"]))
+
+
+def blocks_to_json(blocks: Sequence[Block]) -> str:
+    """Blocks as JSON, a line each: a list of {"kind": …, "width": …, "inputs": […]}."""
+    return "[\n  " + ",\n  ".join(json.dumps({**b._asdict(), "inputs": list(b.inputs)}) for b in blocks) + "\n]\n"
+
+
+def find_outputs(blocks: Sequence[Block]) -> list[int]:
+    """The numbers of the blocks that no other block reads, from 1."""
+    read = {n for block in blocks for n in block.inputs}
+    return [n for n in range(1, len(blocks) + 1) if n not in read]

@@ -1,0 +1,258 @@
+"""The inputs x₀ of cross layers and MLP: one row of numbers for each candidate.
+
+    Id, Ids   a row of a table; the mean of the list's rows, or their attention with Ids(pool="attention")
+    Id(qr)    E_q[⌊i/m⌋] ⊙ E_r[i mod m] of a hash i, two rows of small tables in place of one of a large one
+    Number    x · slope + shift, and a vector of its own where it is missing
+    Time      a row for the hour of the day, and one for the day of the week, in UTC
+
+Tables of one width are read in one launch, over all of their fields. What a request has, and not each of its
+candidates, is read once for the request.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels import autocast_dtype
+from tigon.ops.embedding import embedding
+from tigon.rank.data.fields import Field, Id, Ids, Number, Text, Time
+from tigon.rank.data.ragged import Ragged
+from tigon.rank.data.schema import Schema
+from tigon.rank.models.ligr.tokens import DAY, HOUR, pool_by_attention, pool_by_attention_padded
+from tigon.rank.models.lirank.config import Bits
+from tigon.rank.models.lirank.embedding_tables import EmbeddingTables
+
+STD = 0.01
+SIDES = ("context", "rows")
+
+
+class Column(NamedTuple):
+    """One use of a table. part: of its values: "code", "quotient", "remainder", "hour", "day" or "attention"."""
+
+    name: str
+    part: str
+    rows: int
+
+
+class Group(nn.Module):
+    """The fields whose tables share a width, in the order context, rows, attention; products come first in a side."""
+
+    def __init__(self, columns: dict[str, list[Column]], width: int, bits: Bits) -> None:
+        super().__init__()
+        self.columns = columns
+        every = [column for side in (*SIDES, "attention") for column in columns[side]]
+        self.tables = EmbeddingTables([column.rows for column in every], width, bits)
+        # Quotients stand before the remainders of the same fields.
+        self.products = {side: sum(c.part == "quotient" for c in columns[side]) for side in SIDES}
+        self.first = {"context": 0, "rows": len(columns["context"])}
+        self.first["attention"] = self.first["rows"] + len(columns["rows"])
+        self.queries = nn.ParameterList(nn.Parameter(torch.zeros(width)) for _ in columns["attention"])
+        if bits == 32:
+            self.reset(every)
+
+    @torch.no_grad()
+    def reset(self, every: list[Column]) -> None:
+        """Small random rows; the rows of missing and unseen values start at zero."""
+        nn.init.normal_(self.tables.weight, std=STD)
+        for number, column in enumerate(every):
+            rows = self.tables.column_weight(number)
+            # A quotient multiplies: around 1 it leaves the remainder's row as it is.
+            rows += float(column.part == "quotient")
+            rows[0] = float(column.part == "quotient")
+
+    def join_products(self, found: Tensor, side: str) -> Tensor:
+        """(n, vectors · width) of bags (n, columns of the side, width)."""
+        if products := self.products[side]:
+            both = found[:, :products] * found[:, products : 2 * products]
+            found = torch.cat((both, found[:, 2 * products :]), 1)
+        return found.flatten(1)
+
+
+class Inputs(nn.Module):
+    """Candidates as rows of numbers.
+
+    Args:
+        schema: whose fields of context, items and rows are read; `Text` is not.
+        width: of embeddings, where a field has none of its own. bits: of tables.
+
+    Attributes:
+        width: of x₀. names: the fields that are read, by side. vectors: the widths of the vectors that x₀ is made of,
+            one for each use of a table and each number, in their order.
+
+    Raises: ValueError if there is nothing to read.
+    """
+
+    def __init__(self, schema: Schema, width: int, bits: Bits = 32) -> None:
+        super().__init__()
+        sides = {"context": schema.context, "rows": {**schema.items, **schema.rows}}
+        self.fields = {side: {n: f for n, f in sides[side].items() if not isinstance(f, Text)} for side in SIDES}
+        self.names = {side: list(self.fields[side]) for side in SIDES}
+        if not any(self.names.values()):
+            raise ValueError("LiRank: the schema must have a field to read beside texts, got none.")
+        widths: dict[int, dict[str, list[Column]]] = {}
+        self.numbers: dict[str, list[str]] = {side: [] for side in SIDES}
+        for side, fields in self.fields.items():
+            for name, field in fields.items():
+                if isinstance(field, Number):
+                    self.numbers[side].append(name)
+                    continue
+                group = widths.setdefault(
+                    getattr(field, "dim", None) or width, {side: [] for side in (*SIDES, "attention")}
+                )
+                for column in _field_columns(name, field):
+                    group["attention" if column.part == "attention" else side].append(column)
+        for group in widths.values():
+            for side in SIDES:
+                order = {"quotient": 0, "remainder": 1}
+                group[side].sort(key=lambda column: order.get(column.part, 2))
+        self.groups = nn.ModuleList(Group(columns, dim, bits) for dim, columns in sorted(widths.items()))
+        count = sum(map(len, self.numbers.values()))
+        self.slope = nn.Parameter(STD * torch.randn(count, width))
+        self.shift = nn.Parameter(torch.zeros(count, width))
+        self.missing = nn.Parameter(torch.zeros(count, width))
+        self.vectors = [one for side in SIDES for one in self._vectors(side, width)]
+        self.width = sum(self.vectors)
+
+    def _vectors(self, side: str, width: int) -> list[int]:
+        """The widths of a side's vectors, in the order of `forward`."""
+        found: list[int] = []
+        for group in self._groups():
+            pool_by_attention = sum(column.name in self.fields[side] for column in group.columns["attention"])
+            number = len(group.columns[side]) - group.products[side] + pool_by_attention
+            found += [group.tables.width] * number
+        return found + [width] * len(self.numbers[side])
+
+    def _groups(self) -> list[Group]:
+        return [group for group in self.groups if isinstance(group, Group)]
+
+    def tables(self) -> list[EmbeddingTables]:
+        """The tables, one of each width."""
+        return [group.tables for group in self._groups()]
+
+    def owners(self) -> list[str]:
+        """The field of each number of x₀, in the order of `forward`."""
+        result: list[str] = []
+        for side in SIDES:
+            for group in self._groups():
+                width, own, products = group.tables.width, group.columns[side], group.products[side]
+                pool_by_attention = [
+                    column for column in group.columns["attention"] if column.name in self.fields[side]
+                ]
+                for column in (*own[:products], *own[2 * products :], *pool_by_attention):
+                    result += [column.name] * width
+            for name in self.numbers[side]:
+                result += [name] * self.slope.shape[1]
+        return result
+
+    def forward(
+        self, context: dict[str, Any], rows: dict[str, Any], request: Tensor | None, *, plain: bool = False
+    ) -> Tensor:
+        """(C, width), in autocast's dtype or that of the weights.
+
+        context, rows: values of the fields of each side. request: (C,) int64, the request of each row; None if each row
+        is a request of its own. plain: by operators of torch alone; lists are padded then, (C, most) with −1.
+        """
+        dtype = autocast_dtype(self.slope.device.type) or self.slope.dtype
+        values = {"context": context, "rows": rows}
+        for side in SIDES:
+            for name in self.names[side]:
+                if name not in values[side]:
+                    raise ValueError(f"LiRank: batch must have the field {name!r}, got {sorted(values[side])}.")
+        pieces: dict[str, list[Tensor]] = {side: [] for side in SIDES}
+        for group in self._groups():
+            found = self._bags(group, values, request is None, plain, dtype)
+            for side, bags in found.items():
+                pieces[side].append(group.join_products(bags, side))
+            for number, column in enumerate(group.columns["attention"]):
+                side = "context" if column.name in self.fields["context"] else "rows"
+                pieces[side].append(_pool_by_attention(group, number, values[side][column.name], plain, dtype))
+        first = 0
+        for side in SIDES:
+            last = first + len(self.numbers[side])
+            if first < last:
+                x = torch.stack([values[side][name] for name in self.numbers[side]], 1)
+                pieces[side].append(self._scale_numbers(x, slice(first, last)).to(dtype))
+            first = last
+        if request is not None and pieces["context"]:
+            # Not by indexing, whose gradient on a GPU is a sort of every number of x₀.
+            pieces["context"] = [embedding(request, torch.cat(pieces["context"], 1))]
+        every = [*pieces["context"], *pieces["rows"]]
+        return torch.cat(every, 1) if len(every) > 1 else every[0]
+
+    def _bags(
+        self, group: Group, values: dict[str, dict[str, Any]], one_size: bool, plain: bool, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """(n, columns, width) of each side that has columns. one_size: both sides have as many rows."""
+        given = {
+            side: [_table_rows(column, self.fields[side][column.name], values[side][column.name]) for column in columns]
+            for side in SIDES
+            if (columns := group.columns[side])
+        }
+        if plain:
+            return {
+                side: torch.stack(
+                    [_look_up_plain(group.tables, one, group.first[side] + n, dtype) for n, one in enumerate(of)], 1
+                )
+                for side, of in given.items()
+            }
+        if one_size and len(given) == 2:
+            both = group.tables.bags([*given["context"], *given["rows"]], 0, dtype)
+            sizes = [len(of) for of in given.values()]
+            return dict(zip(given, both.split(sizes, 1), strict=True))
+        return {side: group.tables.bags(of, group.first[side], dtype) for side, of in given.items()}
+
+    def _scale_numbers(self, x: Tensor, which: slice) -> Tensor:
+        """(n, numbers · width) of numbers (n, numbers)."""
+        x = x.unsqueeze(-1).to(self.slope.dtype)
+        known = ~x.isnan()
+        found = torch.where(known, x, 0) * self.slope[which] + self.shift[which]
+        return torch.where(known, found, self.missing[which]).flatten(1)
+
+
+def _field_columns(name: str, field: Field) -> list[Column]:
+    """The uses that a field makes of tables."""
+    if isinstance(field, Time):
+        return [Column(name, "hour", 25), Column(name, "day", 8)]
+    if isinstance(field, Id) and field.hash == "qr":
+        m = field.hash_rows or 0
+        return [Column(name, "quotient", 1 - (1 - field.rows) // m), Column(name, "remainder", 1 + m)]
+    assert isinstance(field, (Id, Ids))
+    attends = isinstance(field, Ids) and field.pool == "attention"
+    return [Column(name, "attention" if attends else "code", field.rows)]
+
+
+def _table_rows(column: Column, field: Field, value: Any) -> Any:
+    """The table rows of a column's values; 0 for missing values."""
+    if column.part in ("hour", "day"):
+        of = value // HOUR % 24 if column.part == "hour" else value // DAY % 7
+        return torch.where(value == Time.MISSING, 0, 1 + of)
+    if column.part in ("quotient", "remainder"):
+        m = getattr(field, "hash_rows", 1)
+        place = (value - 1).clamp(min=0)
+        return torch.where(value > 0, 1 + (place // m if column.part == "quotient" else place % m), 0)
+    return value
+
+
+def _look_up_plain(tables: EmbeddingTables, value: Tensor, column: int, dtype: torch.dtype) -> Tensor:
+    """(n, width): the rows of codes (n,), or the means of padded lists (n, most)."""
+    if value.dim() == 1:
+        return tables.look_up_plain(value, column, dtype)
+    there = (value >= 0).unsqueeze(-1)
+    rows = tables.look_up_plain(value.clamp(min=0), column, dtype)
+    return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
+
+
+def _pool_by_attention(group: Group, number: int, value: Any, plain: bool, dtype: torch.dtype) -> Tensor:
+    """(n, width): the attention of a query over the rows of each list."""
+    column, query = group.first["attention"] + number, group.queries[number].to(dtype)
+    if plain:
+        there = (value >= 0).unsqueeze(-1)
+        return pool_by_attention_padded(group.tables.look_up_plain(value.clamp(min=0), column, dtype), query, there)
+    assert isinstance(value, Ragged)
+    rows = group.tables.look_up(value.values, column, dtype)
+    if not len(rows):  # segment_reduce refuses it
+        return rows.new_zeros(value.number, rows.shape[1]) + rows.sum()
+    return pool_by_attention(rows, query, value.offsets)

@@ -1,0 +1,108 @@
+"""Fit calibrations of a ranker by prompts on requests that it was not trained on.
+
+Sources: Platt 1999; Zadrozny & Elkan 2002, https://doi.org/10.1145/775047.775151; pool-adjacent-violators, Ayer et al.
+1955.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.rank.models.prompt.calibration import EDGE, KINDS, Calibration, Kind
+from tigon.rank.models.prompt.model import PromptRanker
+from tigon.rank.models.prompt.task import NAME
+
+
+def calibrate(
+    ranker: PromptRanker, requests: Any, kind: Kind = "platt", *, tokens: int = 16384
+) -> dict[str, Calibration]:
+    """Fit the calibration of each task, and keep it as `ranker.calibration`.
+
+    Args:
+        ranker: a `PromptRanker`.
+        requests: with labels, not those of training.
+        kind: "platt" or "isotonic". Platt's is for probabilities: tasks with answers other than 0 and 1 get none.
+        tokens: in a pass of the model.
+    Raises: ValueError for a task whose rows are all of one class.
+    """
+    listed = list(ranker.iterate_requests(requests))
+    scores, values = ranker.score(listed, tokens=tokens, calibrated=False), ranker.labels(listed)
+    for name, own in scores.items():
+        if kind == "platt" and set(ranker.prompt.tasks[name].values) != {0.0, 1.0}:
+            continue
+        known = ~values[name].isnan()
+        try:
+            ranker.calibration[name] = fit_calibration(own[known], values[name][known], kind)
+        except ValueError as error:
+            raise ValueError(f"{NAME}: task {name}: {str(error).removeprefix(NAME + ': ')}") from None
+    return ranker.calibration
+
+
+def fit_calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Calibration:
+    """Fit a calibration on rows that were not trained on.
+
+    Args:
+        scores: (n,) probabilities.
+        labels: (n,) what happened, 0 and 1; for isotonic any numbers.
+        kind: "platt" or "isotonic".
+    Raises: ValueError for an unknown kind, for rows of one class, of which nothing can be learned, and for labels that
+        Platt's curve cannot be fitted on.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"{NAME}: calibration must be one of {', '.join(KINDS)}, got {kind!r}.")
+    s, y = scores.detach().double().cpu(), labels.detach().double().cpu()
+    if not len(y) or bool((y == y[0]).all()):
+        got = "no rows" if not len(y) else f"{len(y)} rows that are all {y[0]:g}"
+        raise ValueError(f"{NAME}: a calibration needs rows of both classes, got {got}.")
+    others = y[(y != 0) & (y != 1)]
+    if kind == "platt" and len(others):
+        raise ValueError(f"{NAME}: a platt calibration needs labels of 0 and 1, got {others[0]:g}.")
+    return _platt(s, y) if kind == "platt" else _isotonic(s, y)
+
+
+def _platt(s: Tensor, y: Tensor) -> Calibration:
+    z = torch.logit(s, EDGE)
+    # Platt's targets: of few rows without an overlap the slope would grow without end.
+    n1, n0 = y.sum(), (1 - y).sum()
+    target = torch.where(y > 0, (n1 + 1) / (n1 + 2), 1 / (n0 + 2))
+    # The cross entropy is convex in (a, b): Newton steps, halved where they are too long.
+    rows = torch.stack((z, torch.ones_like(z)), 1)
+    at = rows.new_tensor([1.0, 0.0])
+    for _ in range(100):
+        p = torch.sigmoid(rows @ at)
+        slope = rows.mT @ (p - target)
+        if float(slope.abs().max()) < 1e-9 * len(y):
+            break
+        curve = (rows * (p * (1 - p)).unsqueeze(1)).mT @ rows + 1e-9 * torch.eye(2, dtype=rows.dtype)
+        step, before = torch.linalg.solve(curve, slope), _log_loss(rows @ at, target)
+        while float(_log_loss(rows @ (at - step), target)) > float(before) and float(step.abs().max()) > 1e-9:
+            step = step / 2
+        at = at - step
+    # Scores that say the opposite are worth nothing; their order stays all the same.
+    return Calibration("platt", (max(float(at[0]), EDGE), float(at[1])))
+
+
+def _log_loss(z: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.functional.binary_cross_entropy_with_logits(z, target, reduction="sum")
+
+
+def _isotonic(s: Tensor, y: Tensor) -> Calibration:
+    """Pool adjacent violators over the scores, equal scores first."""
+    scores, place, count = s.unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros_like(scores).index_add_(0, place, y) / count
+    blocks: list[list[float]] = []  # mean, weight, first score, last score
+    for at, m, n in zip(scores.tolist(), mean.tolist(), count.tolist(), strict=True):
+        blocks.append([m, n, at, at])
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            m2, n2, _, last = blocks.pop()
+            m1, n1, first, _ = blocks[-1]
+            blocks[-1] = [(m1 * n1 + m2 * n2) / (n1 + n2), n1 + n2, first, last]
+    x, values = [], []
+    for m, _, first, last in blocks:
+        for at in (first,) if first == last else (first, last):
+            x.append(at)
+            values.append(m)
+    return Calibration("isotonic", tuple(x), tuple(values))

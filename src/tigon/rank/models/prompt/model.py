@@ -1,0 +1,356 @@
+"""A language model that ranks: it reads a request once, and answers questions about each candidate.
+
+Source: Firooz et al. 2025, 360Brew, https://arxiv.org/abs/2501.16450
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.files import DamagedFileError, read_json
+from tigon.fusion.shared_prefix.batch import find_fusion
+from tigon.losses.choices import IGNORED
+from tigon.manifest import MANIFEST, check_manifest, write_manifest
+from tigon.rank.models.prompt.calibration import Calibration
+from tigon.rank.models.prompt.packing import Encoded, Encoder, PromptBatch, Request, collate, split_request
+from tigon.rank.models.prompt.requests import Requests
+from tigon.rank.models.prompt.task import NAME
+from tigon.rank.models.prompt.templates import FILE, Prompt
+
+SETTINGS = "ranker.json"
+
+
+class PromptRanker(nn.Module):
+    """Ranks by the probabilities of answers to questions about each candidate, with the prefix computed once.
+
+    Args:
+        model: a causal language model of transformers, also under PEFT. It is fused with shared_prefix=True when it is
+            first run, unless it is already.
+        tokenizer: the model's.
+        prompt: a `Prompt`, the dict of its arguments, or the path of a prompt.yaml.
+        prefix_len: most tokens of a prefix; the oldest events are left out first. None: 1024, or three quarters of the
+            model's positions where these are fewer.
+        distil: the teacher's part of the target, where requests have a teacher, from 0 to 1.
+        vocabulary_weight: μ, how much of the right answer's cross entropy over the whole vocabulary the loss has beside
+            that among the answers: of the token that the answer begins with. 0: none, and no product over all words.
+
+    Attributes:
+        calibration: task → the function that its scores go through; empty before `calibrate(ranker, …)`.
+
+    Raises: ValueError as `Prompt`, for answers that begin with the same token, and for a prefix_len that the model has
+        no positions for.
+
+        ranker = PromptRanker(model, tokenizer, "prompt.yaml")
+        request = Request(candidates=[{"title": "Heat"}, {"title": "Fargo"}], profile={"age": 30})
+        scores = ranker.score([request])["like"]
+    """
+
+    tokens: Tensor
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, prompt: Prompt | Mapping[str, Any] | str | os.PathLike[str], *,
+        prefix_len: int | None = None, distil: float = 0.5, vocabulary_weight: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if isinstance(prompt, (str, os.PathLike)):
+            prompt = Prompt.load(prompt)
+        elif not isinstance(prompt, Prompt):
+            prompt = Prompt.from_dict(prompt)
+        if not 0 <= distil <= 1:
+            raise ValueError(f"{NAME}: distil must lie between 0 and 1, got {distil}.")
+        if not 0 <= vocabulary_weight < math.inf:
+            raise ValueError(f"{NAME}: vocabulary_weight must be at least 0, got {vocabulary_weight}.")
+        self.vocabulary_weight = vocabulary_weight
+        self.model, self.tokenizer, self.prompt, self.distil = model, tokenizer, prompt, distil
+        positions = max_positions(model)
+        self.prefix_len = default_prefix_len(positions) if prefix_len is None else prefix_len
+        self.encoder = Encoder(prompt, tokenizer, self.prefix_len, positions)
+        self.calibration: dict[str, Calibration] = {}
+        # All answers of all tasks at once, each token once: one product, and one gradient of the head.
+        tokens = sorted({token for own in self.encoder.answers.values() for token in own})
+        width = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        if tokens[-1] >= width:
+            raise ValueError(f"{NAME}: the head has {width} classes, and an answer begins with token {tokens[-1]}.")
+        self.register_buffer("tokens", torch.tensor(tokens), persistent=False)
+        self.columns = [[tokens.index(token) for token in own] for own in self.encoder.answers.values()]
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    def batches(
+        self, requests: Iterable[Request], *, tokens: int = 16384, labelled: bool = False
+    ) -> Iterable[PromptBatch]:
+        """The requests in their order, in batches of at most about `tokens` tokens.
+
+        Args:
+            requests: each with at least one candidate. A request larger than a batch is cut between candidates.
+            tokens: of prefixes and suffixes together.
+            labelled: whether their labels are read.
+        """
+        waiting: list[Encoded] = []
+        room = tokens
+        for request in requests:
+            for piece in split_request(self.encoder.encode(request, labelled=labelled), tokens):
+                if waiting and piece.tokens > room:
+                    yield collate(waiting)
+                    waiting, room = [], tokens
+                waiting.append(piece)
+                room -= piece.tokens
+        if waiting:
+            yield collate(waiting)
+
+    def logits(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
+        """Logits of all answers after each suffix, (C, U) in fp32; columns as in `columns` of each task.
+
+        Args:
+            batch: of `batches`.
+            model: in place of the ranker's, such as a wrapper around it.
+        """
+        self.fuse_shared_prefix()
+        return batch.shared.next_logits(self.model if model is None else model, self.tokens)
+
+    def read_answers(self, batch: PromptBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor | None]:
+        """`logits`, and (C,) the right answers' cross entropy over the whole vocabulary; None for a weight of 0.
+
+        Args:
+            batch: of `batches`, with labels.
+            model: in place of the ranker's, such as a wrapper around it.
+        """
+        if not self.vocabulary_weight:
+            return self.logits(batch, model), None
+        self.fuse_shared_prefix()
+        target = torch.full_like(batch.labels, IGNORED)
+        for t, answers in enumerate(self.encoder.answers.values()):
+            mine = (batch.task == t) & (batch.labels != IGNORED)
+            target[mine] = torch.tensor(answers)[batch.labels[mine]]
+        return batch.shared.next_token(self.model if model is None else model, self.tokens, target)
+
+    def loss(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
+        """Cross entropy of the answers, 0-d: the mean over the rows of each task, then over tasks by their weights.
+
+        With a `vocabulary_weight` that over the whole vocabulary is added to each task's.
+
+        Args:
+            batch: of `batches`, with labels.
+            model: in place of the ranker's, such as a wrapper around it.
+        """
+        z, whole = self.read_answers(batch, model)
+        return self.loss_from_logits(z, batch, whole)
+
+    def loss_from_logits(self, z: Tensor, batch: PromptBatch, whole: Tensor | None = None) -> Tensor:
+        """`loss`, from the result of `read_answers`.
+
+        Args:
+            z: of `read_answers`, or of `logits`.
+            batch: the same batch.
+            whole: of `read_answers`.
+        """
+        task, labels = batch.task.to(z.device), batch.labels.to(z.device)
+        total = z.new_zeros(())
+        weights = sum(task.weight for task in self.prompt.tasks.values())
+        for t, one in enumerate(self.prompt.tasks.values()):
+            # Rows of other tasks count for nothing; a selection by their number would wait for the GPU.
+            mine = task == t
+            columns = torch.tensor(self.columns[t]).to(z.device, non_blocking=True)
+            own = z.index_select(1, columns)
+            target = torch.where(mine, labels, IGNORED)
+            if batch.teacher is None or batch.has_teacher is None:
+                loss = _cross_entropy(own, target)
+            else:
+                teacher = batch.teacher.to(z.device)[:, : own.shape[1]].to(own.dtype)
+                soft, counted = soft_target(target, teacher, batch.has_teacher.to(z.device) & mine, self.distil)
+                losses = -(soft * own.log_softmax(-1)).sum(-1)
+                loss = losses.sum() / counted.sum().clamp(min=1)
+            if whole is not None:
+                right = (target != IGNORED).to(loss.dtype)
+                loss = loss + self.vocabulary_weight * (whole * right).sum() / right.sum().clamp(min=1)
+            total = total + one.weight / weights * loss
+        return total
+
+    # -------------------------------------------------------------------------------------------------------- scores
+
+    @torch.no_grad()
+    def probabilities(self, requests: Any, *, tokens: int = 16384) -> dict[str, Tensor]:
+        """Probabilities of the answers, by task: (C, K) fp32 on the CPU, candidates in the order of the requests.
+
+        Args:
+            requests: a list of `Request`, or `rank.Impressions`.
+            tokens: in a pass of the model.
+        Raises: ValueError for requests that the prompt cannot be written for.
+        """
+        was = self.model.training
+        self.model.eval()
+        found: list[list[Tensor]] = [[] for _ in self.prompt.tasks]
+        try:
+            for batch in self.batches(self.iterate_requests(requests), tokens=tokens):
+                z = self.logits(batch).cpu()
+                for t, columns in enumerate(self.columns):
+                    found[t].append(z[batch.task == t][:, columns].float().softmax(-1))
+        finally:
+            self.model.train(was)
+        empty = [torch.empty(0, len(columns)) for columns in self.columns]
+        return {
+            name: torch.cat(own) if own else none
+            for name, own, none in zip(self.prompt.tasks, found, empty, strict=True)
+        }
+
+    def score(self, requests: Any, *, tokens: int = 16384, calibrated: bool = True) -> dict[str, Tensor]:
+        """Scores by task, Σ_k value_k p_k: (C,) fp32 on the CPU, candidates in the order of the requests.
+
+        Of a task with the answers 1 and 0 this is the probability of 1.
+
+        Args:
+            requests: a list of `Request`, or `rank.Impressions`.
+            tokens: in a pass of the model.
+            calibrated: whether scores go through `calibration`, where there is one.
+        Raises: ValueError for requests that the prompt cannot be written for.
+        """
+        scores = {}
+        for name, p in self.probabilities(requests, tokens=tokens).items():
+            own = p @ torch.tensor(self.prompt.tasks[name].values)
+            scores[name] = self.calibration[name](own) if calibrated and name in self.calibration else own
+        return scores
+
+    def labels(self, requests: Any) -> dict[str, Tensor]:
+        """The values of the right answers, by task: (C,) fp32, NaN where one is not known.
+
+        Args:
+            requests: a list of `Request`, or `rank.Impressions`.
+        """
+        found: dict[str, list[float]] = {name: [] for name in self.prompt.tasks}
+        for request in self.iterate_requests(requests):
+            for own in self.encoder._targets(request, True)[0]:
+                for (name, task), at in zip(self.prompt.tasks.items(), own, strict=True):
+                    found[name].append(task.values[at] if at >= 0 else float("nan"))
+        return {name: torch.tensor(values) for name, values in found.items()}
+
+    def iterate_requests(self, requests: Any) -> Iterable[Request]:
+        """The requests of a list of `Request`, or of `rank.Impressions`."""
+        if isinstance(requests, Request):
+            raise ValueError(f"{NAME}: requests must be a list of Request, got one.")
+        if hasattr(requests, "batches"):
+            return Requests(requests, self.prompt)
+        out: Iterable[Request] = requests
+        return out
+
+    # --------------------------------------------------------------------------------------------------------- files
+
+    def fuse_shared_prefix(self) -> None:
+        """Fuse the model with shared_prefix=True, unless it is."""
+        try:
+            find_fusion(self.model)
+        except ValueError:
+            from tigon.fusion.engine.model import fuse
+
+            fuse(self.model, shared_prefix=True)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write model, tokenizer, prompt.yaml, ranker.json, and a manifest.json with checksums.
+
+        Args:
+            folder: is made if it is not there.
+        """
+        self.model.save_pretrained(folder)  # type: ignore[operator]
+        self.tokenizer.save_pretrained(folder)
+        self.save_settings(folder)
+        write_manifest(Path(folder), sorted(file.name for file in Path(folder).iterdir() if file.name != MANIFEST))
+
+    def save_settings(self, folder: str | os.PathLike[str]) -> None:
+        """Write prompt.yaml and ranker.json beside a model that is saved already.
+
+        Args:
+            folder: of the model.
+        """
+        told = {
+            "kind": "prompt", "prefix_len": self.prefix_len,
+            "calibration": {name: one.to_json() for name, one in self.calibration.items()},
+        }  # fmt: skip
+        self.prompt.save(Path(folder) / FILE)
+        (Path(folder) / SETTINGS).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        if (Path(folder) / MANIFEST).exists():
+            write_manifest(Path(folder), [FILE, SETTINGS])
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> PromptRanker:
+        """The ranker of a folder that `save_pretrained` or `tigon train --task rank` wrote.
+
+        Args:
+            folder: with a model, or PEFT adapters whose model is found by their configuration.
+            dtype: of the weights; by default bf16 on a GPU that has it, else fp32.
+            device: where the model goes.
+        Raises: ValueError for a folder without prompt.yaml, and for files that are damaged.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        place = Path(folder)
+        if not (place / FILE).is_file():
+            raise ValueError(f"{NAME}: {place} must hold {FILE}, written by tigon train --task rank.")
+        if dtype is None:
+            has_bf16 = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported()
+            dtype = torch.bfloat16 if has_bf16 else torch.float32
+        check_manifest(place)
+        prompt, told = Prompt.load(place / FILE), read_json(place / SETTINGS, required=("prefix_len", "calibration"))
+        try:
+            calibrations = {name: Calibration.from_json(one) for name, one in told["calibration"].items()}
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise DamagedFileError(f"{place / SETTINGS} has no calibration that can be read: {error}") from error
+        try:
+            if (place / "adapter_config.json").is_file():
+                from peft import AutoPeftModelForCausalLM
+
+                model = AutoPeftModelForCausalLM.from_pretrained(str(place), dtype=dtype)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(str(place), dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(str(place))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # transformers raises what its readers of damaged files raise
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DamagedFileError(f"{place} holds no model that can be loaded: {said}") from error
+        ranker = cls(model, tokenizer, prompt, prefix_len=told["prefix_len"])
+        ranker.calibration = calibrations
+        return ranker.to(device).eval()
+
+
+def soft_target(labels: Tensor, teacher: Tensor, has_teacher: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The mixed target (n, K), and (n,) how much each row counts: 0 where it has neither label nor teacher.
+
+    Args:
+        labels: (n,) places of answers, −100 for none.
+        teacher: (n, K) probabilities. has_teacher: (n,) bool, where there are any.
+        share: the teacher's part, from 0 to 1.
+    """
+    known = labels != IGNORED
+    hard = F.one_hot(labels.where(known, 0), teacher.shape[1]).to(teacher.dtype)
+    part = has_teacher.to(teacher.dtype) * known.logical_not().to(teacher.dtype).add(known * share)
+    target = hard * ((1 - part) * known).unsqueeze(1) + teacher * part.unsqueeze(1)
+    return target, (target.sum(1) > 0).to(teacher.dtype)
+
+
+def _cross_entropy(z: Tensor, target: Tensor) -> Tensor:
+    """The mean over the rows that count, 0 where none does."""
+    total = torch.nn.functional.cross_entropy(z, target, reduction="sum")
+    return total / (target != IGNORED).sum().clamp(min=1)
+
+
+def default_prefix_len(positions: int | None) -> int:
+    """1024 tokens, or three quarters of the positions where these are fewer."""
+    return 1024 if positions is None else max(1, min(1024, positions * 3 // 4))
+
+
+def max_positions(model: Any) -> int | None:
+    """How many positions a model has."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = getattr(text, "max_position_embeddings", None)
+    return found if isinstance(found, int) else None

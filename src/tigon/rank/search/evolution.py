@@ -1,0 +1,97 @@
+"""Choose the graph of the next trial: at first random graphs, then mutants of survivors that a guide picks.
+
+The newest `AGE` trials are candidates. The `POPULATION` candidates with the lowest rank by loss, plus a tenth of the
+rank by FLOPs, survive. A parent is drawn with a probability of 1 / its place among them, and the guide picks one of
+`MUTANTS` untried graphs that differ from the parent in one token.
+
+Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434; survival by age: Real et al. 2019, regularized
+evolution, https://arxiv.org/abs/1802.01548
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Literal
+
+from tigon.rank.search.guide import pick_graph
+from tigon.rank.search.space import TRIES, Graph, Space, graph_key
+from tigon.rank.search.trial import Trial
+
+Sampler = Literal["evolution", "random"]
+FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20
+# Weight of the rank by FLOPs; the rank by loss has the weight 1.
+FLOPS_SHARE = 0.1
+# Two graphs count as alike above this share of common blocks.
+ALIKE = 0.5
+
+
+def select_survivors(tried: Sequence[Trial]) -> list[Trial]:
+    """Those that may be parents, the best first."""
+    young = sorted(tried, key=lambda one: one.number)[-AGE:]
+    losses, flops = dense_ranks([one.loss for one in young]), dense_ranks([one.flops for one in young])
+    score = {one.number: a + FLOPS_SHARE * b for one, a, b in zip(young, losses, flops, strict=True)}
+    return sorted(young, key=lambda one: (score[one.number], one.number))[:POPULATION]
+
+
+def select_distinct(tried: Sequence[Trial], most: int) -> list[Trial]:
+    """The best trials of which no two are alike, followed by the best of the others if there are fewer than `most`.
+
+    The best of an evolution are mutants of one another, whose losses on all rows are almost one: the best of them is
+    hardly better than any.
+    """
+    order = sorted(tried, key=lambda one: (one.loss, one.number))
+    found: list[Trial] = []
+    for one in order:
+        if len(found) < most and all(shared_fraction(one.graph, other.graph) <= ALIKE for other in found):
+            found.append(one)
+    return [*found, *(one for one in order if one not in found)][:most]
+
+
+def shared_fraction(first: Graph, second: Graph) -> float:
+    """The share of two graphs' blocks that have a twin of their kind and width in the other."""
+    one, other = (Counter((block.kind, block.width) for block in graph) for graph in (first, second))
+    return 2 * (one & other).total() / (len(first) + len(second))
+
+
+def dense_ranks(values: Sequence[float]) -> list[int]:
+    """From 0 for the smallest; equal values have one rank."""
+    place = {value: n for n, value in enumerate(sorted(set(values)))}
+    return [place[value] for value in values]
+
+
+def choose_graph(
+    space: Space, sampler: Sampler, tried: Sequence[Trial], seen: set[str], seed: int, number: int
+) -> Graph:
+    """The graph of a trial.
+
+    Args:
+        tried: trials at their end. seen: `key` of all graphs that have a trial, at its end or not.
+        seed, number: of the search and of the trial: they decide what is drawn, together with what was tried.
+    """
+    random = Random(f"{seed} {number}")
+    if sampler == "random" or len(tried) < FIRST:
+        return draw_unseen(space, random, seen)
+    living = select_survivors(tried)
+    parent = random.choices(living, [1 / (1 + place) for place in range(len(living))])[0].graph
+    mutants: dict[str, Graph] = {}
+    for _ in range(2 * MUTANTS):  # a small graph has fewer
+        found = space.mutate(parent, random)
+        if graph_key(found) not in seen:
+            mutants.setdefault(graph_key(found), found)
+        if len(mutants) == MUTANTS:
+            break
+    if not mutants:
+        return draw_unseen(space, random, seen)
+    return pick_graph(tried, list(mutants.values()), seed)
+
+
+def draw_unseen(space: Space, random: Random, seen: set[str]) -> Graph:
+    """A random graph without a trial; a graph with a trial where the space is nearly exhausted."""
+    result = space.draw(random)
+    for _ in range(TRIES):
+        if graph_key(result) not in seen:
+            break
+        result = space.draw(random)
+    return result

@@ -1,0 +1,104 @@
+"""Find signs of a failed fit: it ends at chance, too early, or while it still improves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tigon.rank.data.batches import BatchSource
+from tigon.rank.evaluation.evaluate import is_better
+
+# Standard errors from chance within which a metric is chance.
+ERRORS = 2.0
+# Times the entropy of the share of positive rows from which a log loss is worse than it.
+WORSE = 1.02
+MORE = "Try more steps (epochs=…, or a smaller batch_size=…), another lr=…, or fewer weights (width=…, layers=…)"
+
+
+def count_classes(data: BatchSource) -> dict[str, tuple[int, int]]:
+    """label → how many rows have 1, and how many 0."""
+    ones, zeros = dict[str, int](), dict[str, int]()
+    for batch in data.batches(requests=1 << 16, history_max=0):
+        for label, y in batch.labels.items():
+            ones[label] = ones.get(label, 0) + int((y > 0).sum())
+            zeros[label] = zeros.get(label, 0) + int((y <= 0).sum())
+    return {label: (ones[label], zeros[label]) for label in ones}
+
+
+def auc_error(ones: int, zeros: int) -> float:
+    """The standard error of the AUC of scores that have nothing to do with the labels."""
+    return math.sqrt((ones + zeros + 1) / (12 * ones * zeros)) if ones and zeros else math.inf
+
+
+def find_problems(
+    row: dict[str, float] | None, history: list[dict[str, float]], monitor: str, classes: dict[str, tuple[int, int]],
+    *, steps: int, warmup: float, ended: bool, probabilities: bool, more: str = MORE,
+) -> list[str]:  # fmt: skip
+    """A sentence for each sign of a failed or short fit, with the option to change.
+
+    Args:
+        row: of the history, the best evaluation; None without any.
+        monitor: the metric that early stopping monitored.
+        classes: `count_classes` of the rows to validate on; {} where the objective is the next item.
+        steps: that were done. warmup: steps of the warm-up.
+        ended: whether the last epoch ended the fit, and not early stopping.
+        probabilities: whether the loss is of probabilities, which are then compared with the share of positive rows.
+        more: what to change.
+    """
+    result = []
+    if steps <= warmup:
+        result.append(
+            f"the fit has {steps:,} steps, no more than its warm-up of {warmup:,.0f}, in which the rate rises. Take a "
+            "lower warmup=…, or more epochs=…"
+        )
+    if row is None:
+        return result
+    aucs = {
+        label: row[f"{label}:auc"] for label in classes if row.get(f"{label}:auc", math.nan) == row.get(f"{label}:auc")
+    }
+    errors = {label: auc_error(*classes[label]) for label in aucs}
+    if aucs and all(auc < 0.5 + ERRORS * errors[label] for label, auc in aucs.items()):
+        said = ", ".join(
+            f"{auc:.3f} of {label} (chance: 0.5 ± {ERRORS * errors[label]:.3f})" for label, auc in aucs.items()
+        )
+        result.append(
+            f"behind {steps:,} steps the validation does not tell the ranker from chance: an AUC of {said}. {more}. "
+            "Look by `tigon rank inspect` whether its fields say anything of the label"
+        )
+    elif probabilities:
+        result += _find_poor_probabilities(row, aucs, classes)
+    gain = _late_gain(row, history, monitor)
+    if ended and gain is not None and gain > max(errors.values(), default=0.02 * abs(row[monitor])):
+        result.append(
+            f"{monitor} still got better, by {gain:.3f} in the last quarter, when epochs=… ended the fit. Raise it"
+        )
+    return result
+
+
+def _find_poor_probabilities(
+    row: dict[str, float], labels: dict[str, float], classes: dict[str, tuple[int, int]]
+) -> list[str]:
+    result = []
+    for label in labels:
+        share = torch.tensor(classes[label][0] / sum(classes[label]), dtype=torch.float64)
+        entropy = float(torch.distributions.Bernoulli(share).entropy())
+        if row[f"{label}:log_loss"] > WORSE * entropy:
+            result.append(
+                f"the order by {label} is better than chance, and its probabilities are worse than the share of its "
+                f"positives: on the validation a log loss of {row[f'{label}:log_loss']:.3f}, of the share "
+                f"{entropy:.3f}. "
+                "metric='log_loss' keeps the weights of the best probabilities"
+            )
+    return result
+
+
+def _late_gain(row: dict[str, float], history: list[dict[str, float]], monitor: str) -> float | None:
+    """By how much the last evaluation is better than those before the last quarter; None where it is not the best."""
+    if len(history) < 4 or row is not history[-1]:
+        return None
+    before = [one[monitor] for one in history[: len(history) * 3 // 4]]
+    best = before[0]
+    for value in before:
+        best = value if is_better(monitor, value, best) else best
+    return abs(row[monitor] - best) if is_better(monitor, row[monitor], best) else None

@@ -1,0 +1,315 @@
+"""Warm starts from a fitted ranker: rows for new vocabulary values, and a penalty that keeps weights near the old fit.
+
+    loss = data + λ/2 Σ_i [h₀ (w − w₀)² + h₋₁ (w − w₋₁)²]_i
+
+w₀ are the weights of the first fit and w₋₁ those of the last; h is the diagonal of the Fisher information of a row, the
+mean square of its gradients. λ = n / m makes older data count as n rows beside the m of now: the quadratic is then what
+is left of n rows' log likelihood around its maximum.
+
+Source: LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859; quadratic penalties by the Fisher information:
+Kirkpatrick et al. 2017, https://arxiv.org/abs/1612.00796
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.files import DamagedFileError, read_tensors
+from tigon.manifest import check_manifest, write_manifest
+from tigon.rank.data.batch import labelled_rows
+from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, get_device
+from tigon.rank.models.lirank.embedding_tables import EmbeddingTables
+
+FILE = "priors.safetensors"
+BATCHES = 256
+
+
+@dataclass(frozen=True)
+class FisherPrior:
+    """The weights of a fit, and their Fisher information.
+
+    Args:
+        weights: by the name of a parameter, on the CPU.
+        fisher: of the same names and shapes, fp32: the mean square of a row's gradient.
+    """
+
+    weights: dict[str, Tensor]
+    fisher: dict[str, Tensor]
+
+    @classmethod
+    def estimate(
+        cls, ranker: Any, data: BatchSource, batch_options: BatchOptions = BatchOptions(), *, batches: int = BATCHES,
+        seed: int = 0, label_weights: Mapping[str, float] | None = None,
+    ) -> FisherPrior:  # fmt: skip
+        """A prior at a ranker's weights, by one pass over data.
+
+        Labels are drawn from the ranker's own probabilities, by which the gradients of rows are independent and 0 in
+        the mean: the square of a batch's summed gradient is in expectation the sum of its rows' squares, from one
+        backward.
+
+        Args:
+            ranker: a `rank.Ranker`, trained by `loss="bce"`. data: `rank.Impressions`, of what it was fitted on.
+            batch_options: `rank.BatchOptions`, how it is cut into batches.
+            batches: at most so many are read, any of the data's. seed: of labels and of which batches.
+            label_weights: of the losses in their sum, as `FitOptions` has them.
+        Returns: the prior.
+        Raises: ValueError for data without requests or with another schema, and for tables of 8 bits.
+        """
+        if not len(data):
+            raise ValueError("FisherPrior.estimate: data has no requests.")
+        check_schema("FisherPrior.estimate", ranker, data)
+        if hasattr(ranker, "table_gradients"):
+            ranker.table_gradients("dense")
+        device, training = get_device(ranker), ranker.training
+        names = {name: p for name, p in ranker.named_parameters() if p.requires_grad}
+        total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in names.items()}
+        draw, rows = torch.Generator().manual_seed(seed), 0
+        # In evaluation mode rows do not depend on each other, as batch normalisation makes them.
+        ranker.eval()
+        try:
+            for number, batch in enumerate(batch_options.batches(data, device, torch.Generator().manual_seed(seed))):
+                if number == batches:
+                    break
+                with batch_options.autocast(device):
+                    loss = _sampled_label_loss(ranker(batch), batch, label_weights or {}, draw)
+                found = torch.autograd.grad(loss, [*names.values()], allow_unused=True)
+                for of, g in zip(total.values(), found, strict=True):
+                    if g is not None:
+                        of.addcmul_(g.float(), g.float())
+                rows += len(batch.rows)
+        finally:
+            ranker.train(training)
+        weights = {name: p.detach().cpu().clone() for name, p in names.items()}
+        return cls(weights, {name: (of / rows).cpu() for name, of in total.items()})
+
+    def expand_to(self, old: nn.Module, new: nn.Module) -> FisherPrior:
+        """The prior for a ranker of `rank.expand_vocabularies`, without a penalty on the rows of new values.
+
+        Args:
+            old: the ranker that the prior is of. new: the grown one.
+        """
+        places = _row_places(old, new)
+        parts: list[dict[str, Tensor]] = []
+        for given, blank in ((self.weights, False), (self.fisher, True)):
+            of = dict(new.named_parameters())
+            part = {}
+            for name, value in given.items():
+                x = of[name].detach().cpu().to(value.dtype).clone()
+                part[name] = _fill_rows(torch.zeros_like(x) if blank else x, value, places.get(name))
+            parts.append(part)
+        return FisherPrior(*parts)
+
+
+def _sampled_label_loss(
+    logits: dict[str, Tensor], batch: Any, label_weights: Mapping[str, float], draw: torch.Generator
+) -> Tensor:
+    """The summed bce of labels that are drawn from the logits, of rows that have a value of the label."""
+    terms = []
+    for label, z in logits.items():
+        z = z.float()
+        y = (torch.rand(len(z), generator=draw).to(z.device) < z.detach().sigmoid()).float()
+        # A weight counts as so many rows, whose squares add up: its root stands before the gradient.
+        counts = torch.ones_like(z) if batch.weights is None else batch.weights
+        if (known := labelled_rows(batch, label)) is not None:
+            counts = counts * known
+        weight = (label_weights.get(label, 1.0) * counts).sqrt()
+        terms.append(F.binary_cross_entropy_with_logits(z, y, weight, reduction="sum"))
+    return torch.stack(terms).sum()
+
+
+def save_priors(folder: str | Path, priors: Sequence[FisherPrior]) -> None:
+    """Write priors.safetensors, beside the ranker that they are for.
+
+    Args:
+        folder: that is there. priors: the first fit's and the last one's, or one that is both.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"{number}.{part}.{name}": value.contiguous()
+        for number, prior in enumerate(priors)
+        for part in ("weights", "fisher")
+        for name, value in getattr(prior, part).items()
+    }
+    place = Path(folder) / FILE
+    save_file(tensors, f"{place}.partial", {"priors": json.dumps(len(priors))})
+    os.replace(f"{place}.partial", place)
+    write_manifest(folder, [FILE])
+
+
+def load_priors(folder: str | Path) -> list[FisherPrior]:
+    """The priors that `rank.save_priors` wrote.
+
+    Args:
+        folder: of a ranker.
+    Returns: one prior or two, the last fit's at the end.
+    Raises: ValueError if the folder has none, or a file that is damaged.
+    """
+    place = Path(folder) / FILE
+    if not place.is_file():
+        raise ValueError(
+            f"rank.load_priors: folder must hold {FILE}, which rank.save_priors writes; {folder} has none."
+        )
+    check_manifest(folder, [FILE])
+    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for key, value in read_tensors(place).items():
+        number, _, rest = key.partition(".")
+        part, _, name = rest.partition(".")
+        found.setdefault(number, {}).setdefault(part, {})[name] = value
+    shapes = [
+        {part: {name: x.shape for name, x in of.items()} for part, of in parts.items()} for parts in found.values()
+    ]
+    if not shapes or any({*one} != {"weights", "fisher"} or one["weights"] != one["fisher"] for one in shapes):
+        raise DamagedFileError(f"{place} is damaged: its tensors are not those of priors.")
+    return [FisherPrior(**found[number]) for number in sorted(found)]
+
+
+def check_prior_options(options: Any) -> None:
+    """Raise for options of a fit that cannot use a prior."""
+    if (options.objective, options.loss) != ("impressions", "bce"):
+        raise ValueError(
+            "rank.fit: loss must be bce of impressions to go on from a prior, whose strengths are those of labels' "
+            f"probabilities, got {options.loss} of {options.objective}."
+        )
+    if options.table_optimizer != "adamw":
+        raise ValueError(
+            f"rank.fit: table_optimizer must be adamw with priors, which pull at every row, got "
+            f"{options.table_optimizer}, whose steps touch the rows of a batch alone."
+        )
+
+
+class QuadraticPenalty:
+    """The penalty's gradient, added to that of the data: two foreach operators a step, over all parameters.
+
+    The quadratics of all priors are one with their summed h, around the mean of their weights by h.
+
+    Args:
+        ranker: whose parameters they are of. priors: at least one. strength: λ.
+    Raises: ValueError for priors of other parameters, or of other shapes.
+    """
+
+    def __init__(self, ranker: nn.Module, priors: Sequence[FisherPrior], strength: float) -> None:
+        names = {name: p for name, p in ranker.named_parameters() if p.requires_grad}
+        for prior in priors:
+            for name, p in names.items():
+                shape = None if name not in prior.weights else tuple(prior.weights[name].shape)
+                if shape != tuple(p.shape):
+                    raise ValueError(
+                        f"rank.fit: priors must be of this ranker, whose {name} is {tuple(p.shape)}, got "
+                        f"{'none' if shape is None else shape}; prior.expand_to(old, ranker) fits those of an old one."
+                    )
+        self.parameters: list[Tensor] = [*names.values()]
+        self.fisher: list[Tensor] = []
+        self.center: list[Tensor] = []
+        for name, p in names.items():
+            h = torch.stack([prior.fisher[name] for prior in priors])
+            w = torch.stack([prior.weights[name].float() for prior in priors])
+            total = h.sum(0)
+            # Where nothing holds a weight, it is held with strength 0 to the last prior's.
+            center = torch.where(total > 0, (h * w).sum(0) / total.clamp(min=torch.finfo(torch.float32).tiny), w[-1])
+            self.fisher.append((strength * total).to(p.device, p.dtype))
+            self.center.append(center.to(p.device, p.dtype))
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add to the gradients, which a backward has just made."""
+        gradients = []
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            gradients.append(p.grad)
+        off = torch._foreach_sub(self.parameters, self.center)
+        torch._foreach_addcmul_(gradients, off, self.fisher)
+
+
+# ------------------------------------------------------------------------------------------------- rows for new values
+
+
+def expand_vocabularies(ranker: Any, schema: Any) -> Any:
+    """A ranker with the weights of another, and with new rows for the new values of a schema.
+
+    Args:
+        ranker: a `rank.Ranker`.
+        schema: of `Impressions.read(…, schema=ranker.schema.expandable())`.
+    Returns: another ranker, on the same device. Rows of new values are random, as those of a new one.
+    Raises: ValueError for a schema that differs otherwise, so that codes or scales would say something else.
+    """
+    check_expansion(ranker.schema, schema)
+    made = type(ranker)(schema, ranker.config)
+    places = _row_places(ranker, made)
+    state = ranker.state_dict()
+    fresh = made.state_dict()
+    made.load_state_dict(
+        {name: _fill_rows(fresh[name].clone(), x.cpu(), places.get(name)) for name, x in state.items()}
+    )
+    return made.to(get_device(ranker)).train(ranker.training)
+
+
+def check_expansion(old: Any, new: Any) -> None:
+    """Raise if `new` is not `old` with values appended to its vocabularies."""
+    from dataclasses import replace
+
+    if old.labels != new.labels:
+        raise ValueError(
+            f"rank.expand_vocabularies: schema must have the ranker's labels {old.labels}, got {new.labels}."
+        )
+    if old.fields.keys() == new.fields.keys() and [*old.fields] != [*new.fields]:
+        raise ValueError(
+            f"rank.expand_vocabularies: schema must have the fields in the ranker's order, {', '.join(old.fields)}."
+        )
+    for name in dict.fromkeys((*old.fields, *new.fields)):
+        before, after = old.fields.get(name), new.fields.get(name)
+        if before is None or after is None:
+            which = "the ranker has no such field" if before is None else "which is missing"
+            raise ValueError(
+                f"rank.expand_vocabularies: schema must have the ranker's fields, got a difference in {name!r}: "
+                f"{which}."
+            )
+        if before == after:
+            continue
+        known, found = getattr(before, "vocab", None), getattr(after, "vocab", None)
+        if known is None or found is None or replace(before, vocab=found) != replace(after, grows=False):
+            raise ValueError(
+                f"rank.expand_vocabularies: schema must have the ranker's fields, got other options of {name!r}; "
+                "read the data with schema=ranker.schema.expandable()."
+            )
+        if found[: len(known)] != known:
+            place = next((i for i, (a, b) in enumerate(zip(known, found, strict=False)) if a != b), len(found))
+            got = f"{found[place]!r} in the place of" if place < len(found) else "none in the place of"
+            raise ValueError(
+                f"rank.expand_vocabularies: schema must have the ranker's values at their places, got for {name!r} "
+                f"{got} {known[place]!r}, whose row it would read; read the data with "
+                "schema=ranker.schema.expandable()."
+            )
+
+
+def _row_places(old: nn.Module, new: nn.Module) -> dict[str, Tensor]:
+    """By the name of a weight that has grown: which of its rows each old row is."""
+    places: dict[str, Tensor] = {}
+    modules = dict(new.named_modules())
+    for name, module in old.named_modules():
+        after = modules[name]
+        if isinstance(module, EmbeddingTables) and isinstance(after, EmbeddingTables) and module.first != after.first:
+            # Tables of a width lie one below the other: each has its new rows at its own end.
+            rows = [torch.arange(b - a) + first
+                    for a, b, first in zip(module.first, module.first[1:], after.first, strict=False)]  # fmt: skip
+            for one, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                places[f"{name}.{one}"] = torch.cat(rows)
+    return places
+
+
+def _fill_rows(into: Tensor, value: Tensor, places: Tensor | None) -> Tensor:
+    """`value` in `into`: at the places of its rows, or at its first ones."""
+    if into.shape == value.shape:
+        return value
+    into[slice(len(value)) if places is None else places] = value
+    return into
