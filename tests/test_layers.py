@@ -1,0 +1,112 @@
+"""Imports point down: each floor of the core imports the floors below it, and the core imports no system.
+
+Late imports and imports for type checkers count. `ALLOWED` and `CIRCLES` may only shrink.
+"""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+FLOORS = ("cli", "integrations", "training", "fusion", "nn", "losses", "ops", "kernels")
+SYSTEMS = ("retrieve", "rank", "compress", "graph")  # beside the core, on top of `data`
+FOLDERS = {*FLOORS, *SYSTEMS, "data"}
+# Imports that point up, "importer imports imported", with the reason or the plan for each.
+ALLOWED: set[str] = set()
+# Groups of modules that import each other by a detour: how many modules such groups hold in all.
+CIRCLES = 0
+
+
+def find_modules(source: Path) -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in source.rglob("*.py")
+    }
+
+
+def list_imports(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules that a module imports, at its top, inside functions and for type checkers."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+            package = parts[: len(parts) + 1 - node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            imported.update(full if (full := f"{base}.{alias.name}") in modules else base for alias in node.names)
+    return {module for module in imported if module in modules and module != name}
+
+
+def find_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules of which each reaches every other (Tarjan's strongly connected components of two and more)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(graph.get(name, ())):
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            group = [stack.pop()]
+            while group[-1] != name:
+                group.append(stack.pop())
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in order:
+            visit(name)
+    return circles
+
+
+MODULES = find_modules(SOURCE)
+GRAPH = {name: list_imports(name, path, MODULES) for name, path in MODULES.items()}
+
+
+def folder(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def is_allowed(importer: str, imported: str) -> bool:
+    above, below = folder(importer), folder(imported)
+    if below not in FOLDERS or above == below or above not in FOLDERS:  # modules of the root, such as tigon.lazy
+        return True
+    if above in SYSTEMS:
+        return below not in SYSTEMS
+    if above == "data" or below not in FLOORS:
+        return False
+    return FLOORS.index(above) < FLOORS.index(below)
+
+
+def test_imports_point_down():
+    wrong = {f"{a} imports {b}" for a, imports in GRAPH.items() for b in imports if not is_allowed(a, b)}
+    assert wrong <= ALLOWED, "imports that point up:\n" + "\n".join(sorted(wrong - ALLOWED))
+    assert wrong >= ALLOWED, "take these out of ALLOWED:\n" + "\n".join(sorted(ALLOWED - wrong))
+
+
+def test_no_modules_import_each_other():
+    circles = find_circles(GRAPH)
+    shown = "\n".join(" ".join(group) for group in circles)
+    assert sum(map(len, circles)) == CIRCLES, f"{sum(map(len, circles))} modules in circles:\n{shown}"
+
+
+def test_folders_are_those_of_the_picture():
+    folders = {path.name for path in (SOURCE / "tigon").iterdir() if (path / "__init__.py").exists()}
+    assert folders == FOLDERS
+    for name in folders:
+        text = (SOURCE / "tigon" / name / "__init__.py").read_text(encoding="utf-8")
+        assert ast.get_docstring(ast.parse(text)), f"tigon/{name}/__init__.py does not say what lives there"
+
+
+def test_a_circle_is_found():
+    graph = defaultdict(set, a={"b"}, b={"c"}, c={"a", "d"}, d={"e"}, e=set())
+    assert find_circles(graph) == [["a", "b", "c"]]

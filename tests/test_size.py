@@ -1,0 +1,30 @@
+"""Lines of Python, which may only fall: `LINES` holds a bound for each folder of the package and for the rest.
+
+A change that needs more lines takes them from elsewhere, or raises the bound with a reason in its commit.
+"""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES: dict[str, int] = {}
+SLACK = 0.02  # a bound more than this above its folder is to be lowered
+
+
+def count_lines(folder: Path) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def measure_folders() -> dict[str, int]:
+    package = ROOT / "src" / "tigon"
+    folders = [*(f for f in sorted(package.iterdir()) if f.is_dir() and (f / "__init__.py").exists())]
+    folders += [ROOT / "tests", ROOT / "benchmarks"]
+    return {str(f.relative_to(ROOT)): count_lines(f) for f in folders}
+
+
+@pytest.mark.parametrize("folder", measure_folders())
+def test_a_folder_does_not_grow(folder):
+    lines, bound = measure_folders()[folder], LINES[folder]
+    assert lines <= bound, f"{folder} has {lines} lines, {lines - bound} more than its bound"
+    assert lines >= bound * (1 - SLACK) - 20, f"{folder} has shrunk to {lines} lines: lower its bound from {bound}"
