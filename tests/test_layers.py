@@ -4,6 +4,7 @@ Late imports and imports for type checkers count. `ALLOWED` and `CIRCLES` may on
 """
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -97,6 +98,12 @@ def test_no_modules_import_each_other():
     circles = find_circles(GRAPH)
     shown = "\n".join(" ".join(group) for group in circles)
     assert sum(map(len, circles)) == CIRCLES, f"{sum(map(len, circles))} modules in circles:\n{shown}"
+
+
+def test_the_library_does_not_import_its_benchmarks():
+    for path in MODULES.values():
+        words = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not {"benchmarks", "cases", "harness", "studies"} & set(words), path
 
 
 def test_folders_are_those_of_the_picture():

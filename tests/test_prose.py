@@ -25,7 +25,11 @@ FRONTED = re.compile(r"(?:^|[.!?:]\s+|\n\s*\n\s*)Of (?!course\b)")
 def read_comments(path: Path) -> str:
     """The comments and docstrings of a Python file."""
     text = path.read_text(encoding="utf-8")
-    comments = [t.string.lstrip("# ") for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
+    comments = [
+        t.string.lstrip("# ")
+        for t in tokenize.generate_tokens(io.StringIO(text).readline)
+        if t.type == tokenize.COMMENT
+    ]
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
     return "\n".join([*comments, *docstrings])

@@ -493,7 +493,7 @@ def of_one_chunk_here(rank, world, device):
     own = weight.split(uneven(61, world))[rank].clone().requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CPU_CHUNK_BYTES", "CHUNK_BYTES"):
-            patch.setattr(f"tigon.losses.head.chunks.{name}", 2**14)
+            patch.setattr(f"tigon.ops.linear.chunk_size.{name}", 2**14)
         loss, _ = flat.distill(x, own, x.flip(-1), own, loss_type="kl", group=dist.group.WORLD)
     return loss.detach()
 

@@ -8,18 +8,10 @@ import torch
 
 import tigon
 from tigon.losses import inputs
-from tigon.losses.head.chunks import (
-    CHUNK_BYTES,
-    CPU_CHUNK_BYTES,
-    FROZEN_CHUNK_BYTES,
-    Chunks,
-    Gradients,
-    ValidCount,
-    chunk_budget,
-    chunk_rows,
-    to_scalar,
-)
-from tigon.losses.head.head import Projection, append_bias, class_blocks, empty_logits
+from tigon.losses.head.chunks import Chunks, Gradients, ValidCount, to_scalar
+from tigon.losses.head.head import Projection, append_bias
+from tigon.ops.linear.chunk_size import CHUNK_BYTES, CPU_CHUNK_BYTES, FROZEN_CHUNK_BYTES, chunk_budget, chunk_rows
+from tigon.ops.linear.padded_product import class_blocks, empty_logits
 
 CPU = torch.device("cpu")
 
@@ -254,7 +246,7 @@ def test_multiplying_the_last_classes_apart_changes_nothing(loss, backend, devic
 
     assert len(class_blocks(V, x.dtype)) == 2
     apart = results()
-    for name in ("linear.head", "losses.linear_logprob", "linear.weight_gradient"):
+    for name in ("losses.head.head", "losses.linear_logprob", "ops.linear.weight_gradient"):
         module = importlib.import_module(f"tigon.{name}")
         monkeypatch.setattr(module, "class_blocks", lambda V, dtype: [slice(0, V)])
     for a, b in zip(apart, results(), strict=True):

@@ -7,8 +7,8 @@ from flat import linear_cross_entropy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tigon.losses.head import chunks
 from tigon.losses.head.chunks import ValidCount
+from tigon.ops.linear import chunk_size
 
 
 def head(device, rows=300, H=16, V=60, dtype=torch.float32, ignored=0.25):
@@ -53,7 +53,7 @@ def test_logits_take_the_place_of_an_fp32_sum(device, monkeypatch):
     """Two chunks and an fp32 dW are as large as one chunk and dW in bf16, which rounds once as well."""
     x, weight, target = head(device, rows=384, H=128, V=600, dtype=torch.bfloat16, ignored=0.0)
     for default in ("CHUNK_BYTES", "CPU_CHUNK_BYTES"):
-        monkeypatch.setattr(chunks, default, 256 * 600 * 2)
+        monkeypatch.setattr(chunk_size, default, 256 * 600 * 2)
     with Sizes() as sizes:
         loss = linear_cross_entropy(x, weight, target)
     assert sizes.largest == 384 * 600

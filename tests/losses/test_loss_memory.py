@@ -6,7 +6,7 @@ import torch
 import tigon
 from tigon.fusion.memory.estimate import AllocationTracker
 from tigon.kernels.dispatch import meta_as_gpu
-from tigon.losses.head import chunks
+from tigon.ops.linear import chunk_size
 
 GIB = 2**30
 
@@ -42,11 +42,11 @@ def test_the_peak_is_a_chunk_of_logits_and_one_sum(shape, rows, padded):
     dw = V * H * (2 if rows == N else 4)
     logits, dx = rows * padded * 2, N * H * 2
     # In the backward pass the logits are gone, and a narrow result may stand beside the fp32 sum.
-    held = dx + max(logits + dw, dw + (V * H * 2 if dw == V * H * 4 and V * H * 2 <= chunks.CHUNK_BYTES else 0))
+    held = dx + max(logits + dw, dw + (V * H * 2 if dw == V * H * 4 and V * H * 2 <= chunk_size.CHUNK_BYTES else 0))
     peak = peak_of(*shape)
     assert held <= peak <= held + 64 * N + 2**16
     # One chunk alone may exceed the default budget, by the fp32 sum that it spares.
-    assert logits <= chunks.CHUNK_BYTES + (V * H * 2 if rows == N else rows * (padded - V) * 2)
+    assert logits <= chunk_size.CHUNK_BYTES + (V * H * 2 if rows == N else rows * (padded - V) * 2)
 
 
 def test_a_smaller_budget_holds_less():

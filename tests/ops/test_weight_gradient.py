@@ -4,9 +4,8 @@ import flat
 import pytest
 import torch
 
-from tigon.losses.head import chunks
-from tigon.ops.linear import weight_gradient
-from tigon.ops.linear.weight_gradient import narrowed, parts, places
+from tigon.ops.linear import chunk_size, weight_gradient
+from tigon.ops.linear.weight_gradient import narrow_sum, parts, places
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -20,7 +19,7 @@ def weight_of(V, H, dtype, device):
 @pytest.mark.parametrize(
     ("V", "H"), [(128, 1), (129, 3), (300, 129), (1000, 64)]
 )  # less than, and many times, a first step
-def test_narrowed_is_the_sum_rounded_once(V, H, ours, dtype, backend, device):
+def test_narrow_sum_is_the_sum_rounded_once(V, H, ours, dtype, backend, device):
     dw, more = places(weight_of(V, H, dtype, device), dtype, True, 1, True)
     sums = parts(dw, more)
     assert [s.dtype for s in sums] == [torch.float32] * 2
@@ -29,7 +28,7 @@ def test_narrowed_is_the_sum_rounded_once(V, H, ours, dtype, backend, device):
     sums[0].copy_(truth[: sums[0].shape[0]])
     sums[1].copy_(truth[sums[0].shape[0] :])
     kept = dw.clone()
-    result = narrowed(dw, more, factor, ours)
+    result = narrow_sum(dw, more, factor, ours)
     assert result.shape == (V, H)
     assert result.dtype == dtype
     assert result.is_contiguous()
@@ -45,7 +44,7 @@ def test_memory_is_that_of_one_sum(device):
     weight = weight_of(V, H, torch.bfloat16, device)
     dw, more = places(weight, torch.bfloat16, True, V * H * 2 - 1, True)
     assert dw.nbytes + more.nbytes == V * H * 4
-    # A result that a chunk of logits makes room for is narrowed to a tensor of its own.
+    # A result that a chunk of logits makes room for is narrow_sum to a tensor of its own.
     dw, more = places(weight, torch.bfloat16, True, V * H * 2, True)
     assert dw.dtype == torch.float32
     assert not more.numel()
@@ -102,7 +101,7 @@ def test_logits_take_the_place_of_an_fp32_sum(loss, device, monkeypatch):
     target, advantages = torch.randint(0, V, (S, T), device=device), torch.arange(S, device=device) - 1.0
     sides = 2 if loss == "distill" else 1
     for default in ("CHUNK_BYTES", "CPU_CHUNK_BYTES"):
-        monkeypatch.setattr(chunks, default, sides * (S - 1) * T * V * 2)
+        monkeypatch.setattr(chunk_size, default, sides * (S - 1) * T * V * 2)
 
     def wide(**options):
         made = []
@@ -114,8 +113,8 @@ def test_logits_take_the_place_of_an_fp32_sum(loss, device, monkeypatch):
         return made[-1][0].dtype == torch.float32 or bool(made[-1][1].numel())
 
     assert not wide()
-    assert wide(chunk_bytes=chunks.CHUNK_BYTES)  # what is asked for is kept to
-    assert not wide(chunk_bytes=chunks.CHUNK_BYTES, accumulate="weight")
+    assert wide(chunk_bytes=chunk_size.CHUNK_BYTES)  # what is asked for is kept to
+    assert not wide(chunk_bytes=chunk_size.CHUNK_BYTES, accumulate="weight")
 
 
 def test_no_step_writes_what_it_has_yet_to_read(device, triton_backend, monkeypatch):
@@ -123,7 +122,7 @@ def test_no_step_writes_what_it_has_yet_to_read(device, triton_backend, monkeypa
     dw, more = places(weight_of(1000, 129, torch.bfloat16, device), torch.bfloat16, True, 1, True)
     steps = []
     monkeypatch.setattr(weight_gradient, "_narrow", lambda x, y, factor, start, stop: steps.append((start, stop)))
-    narrowed(dw, more)
+    narrow_sum(dw, more)
     *front, rest = steps
     blocks = -(-parts(dw, more)[0].numel() // weight_gradient.BLOCK)
     assert len(front) > 3

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from tigon.losses.head.chunk_options import ChunkOptions
-from tigon.losses.head.chunks import chunk_budget, count_spared_bytes
+from tigon.losses.head.chunks import count_spared_bytes
 from tigon.losses.head.head import Head, check_head, parse_head
 from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.operator import record
+from tigon.ops.linear.chunk_size import chunk_budget
 from tigon.ops.shard_statistics import IGNORED
 from tigon.ops.targets import checked_target
 

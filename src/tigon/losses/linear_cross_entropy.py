@@ -287,7 +287,7 @@ def _backward_of_rows(tensors: _BackwardTensors, options: _Options, shards: Shar
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
     losses = torch.empty_like(rows)  # scratch: the kernel writes the losses again together with the gradient
     _walk(chunks, losses, rows, gradients, options)
-    dw = weight_gradient.narrowed(dw, more) if more.numel() else dw.to(weight.dtype)
+    dw = weight_gradient.narrow_sum(dw, more) if more.numel() else dw.to(weight.dtype)
     return dx.to(x.dtype), dw, db.to(weight.dtype) if plan.need_db else x.new_empty(0)
 
 

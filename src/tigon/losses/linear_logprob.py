@@ -19,13 +19,15 @@ from torch import Tensor
 
 from tigon.kernels import is_concrete, is_graph_retained, is_traced, use_triton
 from tigon.losses.head.chunk_options import ChunkOptions
-from tigon.losses.head.chunks import Chunk, Chunks, Gradients, chunk_rows, guard_valid_count
-from tigon.losses.head.head import Head, Projection, class_blocks, empty_logits, parse_head
+from tigon.losses.head.chunks import Chunk, Chunks, Gradients, guard_valid_count
+from tigon.losses.head.head import Head, Projection, parse_head
 from tigon.losses.head.vocabulary_parallel import Shards, is_sharded, localize_adapter
 from tigon.losses.inputs import WalkPlan, parse_inputs, plan_walk
 from tigon.losses.operator import LossOperator, make_differentiable, record
 from tigon.losses.options import check_positive
 from tigon.ops.linear import weight_gradient
+from tigon.ops.linear.chunk_size import chunk_rows
+from tigon.ops.linear.padded_product import class_blocks, empty_logits
 from tigon.ops.logprob import LogProb, logprob_gradient_rows, logprob_reference, logprob_rows
 from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
 
@@ -273,7 +275,7 @@ def _backward_of_rows(
     if shards is not None and da is not None and need_da:
         shards.sum(da).wait()  # every device holds all of A: its gradient is a sum over all classes
     if more_dw.numel():
-        dw = weight_gradient.narrowed(dw, more_dw)
+        dw = weight_gradient.narrow_sum(dw, more_dw)
     # s is applied once, to the finished sums, rather than in every chunk.
     results = (dx, dw, db, *(g if g is None else g.mul_(forward.lora_scale) for g in (da, dlb)))
     return tuple(

@@ -25,13 +25,14 @@ from tigon.losses.batch_split import PartRows, split_batch
 from tigon.losses.family import ALONE, FAMILIES, Family, Part, Whole
 from tigon.losses.head.chunk_options import ChunkOptions
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients
-from tigon.losses.head.head import Head, Hidden, Projection, check_head, empty_logits, parse_head
+from tigon.losses.head.head import Head, Hidden, Projection, check_head, parse_head
 from tigon.losses.head.upstream import scale_gradients
 from tigon.losses.head.vocabulary_parallel import Shards, resolve_shards
 from tigon.losses.inputs import HeadInputs, WalkPlan, parse_inputs, plan_walk
 from tigon.losses.operator import LossOperator, Packed, Unpacker, make_differentiable, pack, record
 from tigon.losses.options import check_positive
 from tigon.ops.linear import weight_gradient
+from tigon.ops.linear.padded_product import empty_logits
 from tigon.ops.logprob import logprob_gradient_rows, logprob_rows
 from tigon.ops.shard_statistics import columns, merge_logprob, shard_statistics
 

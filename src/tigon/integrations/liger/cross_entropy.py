@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.integrations.liger.options import accumulate, make_loss_module, without_effect
 from tigon.losses.head.chunk_options import ChunkOptions
-from tigon.losses.head.chunks import chunk_budget, chunk_rows
 from tigon.losses.head.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import CrossEntropy, cross_entropy
+from tigon.ops.linear.chunk_size import chunk_budget, chunk_rows
 from tigon.ops.logprob import logprob
 
 

@@ -19,12 +19,13 @@ from tigon.losses.distillation import heads, topk
 from tigon.losses.distillation.formula import Formula, Kind, Rest, Transform, Weights
 from tigon.losses.distillation.rows import Rows, TopK
 from tigon.losses.head.chunks import Chunk, Chunks, Gradients
-from tigon.losses.head.head import Projection, empty_logits, logit_bytes
+from tigon.losses.head.head import Projection, logit_bytes
 from tigon.losses.head.upstream import scale_gradients
 from tigon.losses.head.vocabulary_parallel import Shards
 from tigon.losses.inputs import WalkPlan
 from tigon.losses.operator import LossOperator, make_differentiable, record
 from tigon.ops.linear import weight_gradient
+from tigon.ops.linear.padded_product import empty_logits
 
 
 class Tensors(NamedTuple):

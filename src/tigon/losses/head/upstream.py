@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import cdiv, is_graph_retained, is_traced, jit, launch, tl, use_triton
-from tigon.ops.linear.weight_gradient import Late, late, late_product, narrowed
+from tigon.ops.linear.weight_gradient import Late, late, late_product, narrow_sum
 
 
 def scale_gradients(
@@ -53,7 +53,7 @@ def _scale_gradient(gradient: Tensor | tuple[Tensor, Tensor], factor: Tensor, dt
             return _scale_late(factors, factor, ours)
         # dW is still an fp32 sum, half of which lies inside the bf16 result. Factor and narrowing share the pass.
         if more.numel():
-            return narrowed(gradient, more, factor, ours)
+            return narrow_sum(gradient, more, factor, ours)
     in_place = ours and gradient.dtype == dtype
     if is_traced(gradient) or not use_triton(gradient):
         if in_place and factor.device.type == "cpu" and float(factor) == 1.0:

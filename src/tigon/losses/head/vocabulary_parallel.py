@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tigon.kernels import check_tensors
-from tigon.losses.head.head import Projection, product_into
+from tigon.losses.head.head import Projection
+from tigon.ops.linear.padded_product import product_into
 from tigon.ops.shard_statistics import local_labels
 
 if TYPE_CHECKING:

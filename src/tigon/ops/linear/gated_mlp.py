@@ -28,10 +28,10 @@ from tigon.kernels import (
     use_triton,
     weight_and_bias,
 )
-from tigon.losses.head.chunks import chunk_budget, chunk_rows
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward, gated_reference
 from tigon.ops.linear import weight_gradient
+from tigon.ops.linear.chunk_size import chunk_budget, chunk_rows
 
 # Tensors of a tile that are alive at once in the backward pass: gate, up, and the product's gradient.
 HELD = 3
@@ -289,7 +289,7 @@ class _Sum:
             return torch.zeros_like(self.dw, dtype=self.dtype)
         # With a second place the sum lives inside the result, and is narrowed there. Else .to() copies, or does nothing
         # where one tile has rounded.
-        return weight_gradient.narrowed(self.dw, self.more) if self.more.numel() else self.dw.to(self.dtype)
+        return weight_gradient.narrow_sum(self.dw, self.more) if self.more.numel() else self.dw.to(self.dtype)
 
 
 # --------------------------------------------------------------------------------------------------------- autograd

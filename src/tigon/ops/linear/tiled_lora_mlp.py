@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import run_once_differentiable, use_triton
-from tigon.losses.head.chunks import chunk_budget, chunk_rows
 from tigon.ops.acts import Act, checked_act
 from tigon.ops.gated import _gated_fwd, gated_backward
 from tigon.ops.linear.adapter_products import Group
+from tigon.ops.linear.chunk_size import chunk_budget, chunk_rows
 from tigon.ops.linear.gated_mlp import HELD
 from tigon.ops.linear.lora import LoRA, checked_layers, multiplier, runs_by_hand
 

@@ -1,4 +1,4 @@
-"""dW (V, H) of a head: a sum over chunks, in fp32 if there are several, narrowed to the weight's dtype at the end.
+"""dW (V, H) of a head: a sum over chunks, in fp32 if there are several, narrow_sum to the weight's dtype at the end.
 
 An fp32 sum and its bf16 result together take half as much memory again as the sum alone, at the peak of the loss. So
 where the result is larger than a chunk of logits, half of the fp32 sum lives inside the bf16 result: the first half of
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import cdiv, do_not_specialize, is_traced, jit, launch, tl, use_triton
-from tigon.losses.head.head import class_blocks, empty_logits, product_into
+from tigon.ops.linear.padded_product import class_blocks, empty_logits, product_into
 
 BLOCK = 4096
 
@@ -121,7 +121,7 @@ def late_product(dlogits: Tensor, x: Tensor, factor: Tensor) -> Tensor:
     return torch.mm(dlogits.t().to(factor.dtype), x.to(factor.dtype)).to(x.dtype)
 
 
-def narrowed(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool = True) -> Tensor:
+def narrow_sum(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: bool = True) -> Tensor:
     """The sums of `places` times the 0-d factor, rounded once to dW's dtype. With `ours` the result overwrites dw."""
     front, rest = parts(dw, more)
     # Without the kernel nothing orders reads before writes inside a tensor, so the result is a new tensor.
