@@ -110,4 +110,4 @@ def test_gradients_of_norms_of_heads_are_those_of_one_process(two, sequence):
         compared.assert_at_most_twice(allowed, 32)
         # The norms of heads run by themselves: their weights are DTensors, and the rotation takes plain heads.
         assert min(report["calls"][kind] for kind in ("norm", "mlp", "rotary")) >= 2, report["calls"]
-        assert not report["plain_heads"]
+        assert not report["unfused_heads"]
