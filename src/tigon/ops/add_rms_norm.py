@@ -1,4 +1,4 @@
-"""RMS norm of a residual sum: s = residual + x, y = s / sqrt(mean(s²) + eps) · (offset + weight), in one pass.
+"""RMS norm of a residual sum: s = residual + x, y = s / sqrt(mean(s²) + eps) · (offset + weight), fused.
 
 Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467
 
@@ -34,7 +34,7 @@ def add_rms_norm(
     offset: float = 0.0,
     cast: Cast = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream and normalise the sum in one pass; the backward pass is fused likewise.
+    """Add x to the residual stream and normalise the sum, fused; the backward pass is fused likewise.
 
     Args:
         x: (..., N), a layer's output. residual: (..., N), the stream that x is added to; any float dtypes and strides.
@@ -115,7 +115,7 @@ def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tu
     d, dw = ds, None
     if dy is not None:
         d, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_x or need_r, need_dw)
-    # x and residual both enter the sum with slope 1, so one gradient serves both.
+    # x and residual both enter the sum with slope 1, so a single gradient serves both.
     dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
     dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
     return dx, dresidual, dw if need_dw else None, None, None, None

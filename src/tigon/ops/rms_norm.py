@@ -125,7 +125,7 @@ def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dt
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-# One program: BLOCK_M whole rows in registers, so memory is read once.
+# A program: BLOCK_M whole rows in registers, so memory is read once.
 #   x, r     input and optional residual, (M, N); row i starts at (i // inner) · stride_o + (i % inner) · stride_i, with
 #            separate strides for x (xo, xi) and r (ro, ri)
 #   s, y     rounded sum x + r, and its norm; dense, row i starts at i · N
@@ -174,7 +174,7 @@ def _rms_norm_fwd_kernel(
 #   dw          (programs, N) fp32 partial sums, added by sum_rows in a fixed order without atomics. A single program
 #               writes dW itself, in dW's dtype
 #   RELOAD      the widest rows leave no registers for the weight: load it from L1 for every row
-#   STAGES      tiles prefetched into shared memory: with one program per SM nothing else hides load latency
+#   STAGES      tiles prefetched into shared memory: with a single program per SM nothing else hides load latency
 # dx = (wdy − xhat · mean(wdy · xhat)) · rstd, dW = Σ dy · xhat over rows.
 @jit
 @do_not_specialize("M")
@@ -187,14 +187,14 @@ def _rms_norm_bwd_kernel(
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
-    # One partial sum per tile row; the tile rows are added once, after the loop.
+    # A partial sum per tile row; the tile rows are added once, after the loop.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & col_mask[None, :]
         x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
         dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
-        # Columns beyond N need no mask below: x and dy are 0 there, and every term has one as a factor.
+        # Columns beyond N need no mask below: x and dy are 0 there, and every term contains x or dy.
         x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if ds_ptr is not None:
@@ -208,8 +208,8 @@ def _rms_norm_bwd_kernel(
                 w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
             wdy = dy * w[None, :]
         if rstd_ptr is None:
-            # Sum wdy · x and not wdy · xhat: rstd is unknown until the sum of squares, and one exchange between warps
-            # then serves both sums.
+            # Sum wdy · x and not wdy · xhat: rstd is unknown until the sum of squares, and a single exchange between
+            # warps then serves both sums.
             squares, products = sum2(x * x, wdy * x)
             rstd = tl.rsqrt(squares / N + eps)[:, None]
             xhat = x * rstd
@@ -238,8 +238,8 @@ def _rms_norm_bwd_kernel(
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(dw, 0), mask=col_mask)
 
 
-# One program per row, which is too wide for registers and is read twice: once for the squares, once for the result
-# (from L2 as far as it is still cached). Arguments as in `_rms_norm_fwd_kernel`; rstd is always stored.
+# A program: one row, too wide for registers and read twice: once for the squares, once for the result (from L2 as far
+# as it is still cached). Arguments as in `_rms_norm_fwd_kernel`; rstd is always stored.
 @jit
 def _rms_norm_wide_fwd_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
@@ -279,9 +279,9 @@ def _rms_norm_wide_fwd_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-# dx of rows too wide for registers, one program per row; x and dy are read twice. Arguments as in
-# `_rms_norm_bwd_kernel`; rstd is the forward's, so only Σ wdy · x is summed here. dW has a separate kernel: a dx
-# program would have to keep N fp32 sums, which do not fit registers.
+# dx of rows too wide for registers, a program per row; x and dy are read twice. Arguments as in `_rms_norm_bwd_kernel`;
+# rstd is the forward's, so only Σ wdy · x is summed here. dW has a separate kernel: a dx program would have to keep N
+# fp32 sums, which do not fit registers.
 @jit
 def _rms_norm_wide_dx_kernel(
     dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
@@ -315,8 +315,8 @@ def _rms_norm_wide_dx_kernel(
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-# dW of rows too wide for registers. One program: BLOCK_N columns of every P-th row, a fixed set in a fixed order, so
-# that results are reproducible. Neighbouring programs take neighbouring rows of the same columns.
+# dW of rows too wide for registers. A program: BLOCK_N columns of every P-th row, a fixed set in a fixed order, so that
+# results are reproducible. Neighbouring programs take neighbouring rows of the same columns.
 #   dw          (P, N) partial sums, which sum_rows adds in order
 @jit
 @do_not_specialize("M")
@@ -362,7 +362,7 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
     row is so wide that registers are short.
     """
     block_n = next_power_of_2(n)
-    # 16 KiB per tile: 2 inputs and 3 stages take 96 KiB, available to one program on SMs with 100 KiB or more.
+    # 16 KiB per tile: 2 inputs and 3 stages take 96 KiB, available to a program on SMs with 100 KiB or more.
     block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
     if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
         # Shared memory must hold every stage of every input of every resident program.
