@@ -106,7 +106,6 @@ def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: 
     part = tl.program_id(0) % (parts_c * parts_s)
     first_c = part // parts_s * per_c
     first_s = part % parts_s * per_s
-    # The last part along space, or along channels, may have fewer blocks.
     blocks_s = tl.minimum(per_s, tl.cdiv(S, BLOCK_S) - first_s)
     return slab, part, first_c, first_s, blocks_s, blocks_s * tl.minimum(per_c, tl.cdiv(D, BLOCK_C) - first_c)
 
@@ -162,7 +161,6 @@ def _group_norm_stats_kernel(
     about, total, squares = _sums_about(
         x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
     )
-    # The part's size, which edges make smaller than the tiles.
     channels = tl.minimum(per_c * BLOCK_C, D - first_c * BLOCK_C)
     # In floating point: a part may hold more than 2**31 numbers.
     count = channels * 1.0 * tl.minimum(per_s * BLOCK_S, S - first_s * BLOCK_S)
@@ -254,7 +252,6 @@ def _group_norm_bwd_kernel(
         if NEED_DW or NEED_DB:
             row = (sample * parts_s + part % parts_s).to(tl.int64)
             partial_ptr += row * (NEED_DW + NEED_DB) * G * D + group
-        # Per channel, (BLOCK_C,): dW needs the channels apart.
         along = tl.zeros((BLOCK_C,), tl.float32)
         shift = tl.zeros((BLOCK_C,), tl.float32)
         dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -285,7 +282,6 @@ def _group_norm_bwd_kernel(
                 w = tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)
                 products = products * w
                 total = total * w
-            # along = Σ w·dy·xhat and shift = Σ w·dy over the slab.
             along += products
             shift += total
         along = tl.sum(along, 0)
@@ -370,7 +366,6 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     parts_s = cdiv(blocks_s, per_s)
     # The forward pass keeps two sums per tile element, too many for the registers of eight warps.
     warps = 4 if block_c * block_s <= 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
-    # A part with a single tile has nothing to prefetch.
     stages = 3 if per_c * per_s > 1 and 3 * inputs * 16384 + 4096 <= shared else 1
     return _Cut(slabs * parts_c * parts_s, (parts_c, parts_s), (per_c, per_s), (block_c, block_s), warps, stages)
 
@@ -392,7 +387,6 @@ def _channels(x: Tensor) -> tuple[Tensor, int, int]:
 def _group_norm_fwd_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # Mean and rstd of each slab, side by side: the backward pass reads both together.
     return x.new_empty(x.shape), x.new_empty((x.shape[0] * num_groups, 2), dtype=torch.float32)
 
 
@@ -414,7 +408,6 @@ def _group_norm_fwd(
     key = (slabs, num_groups, D, S, *strides, dtypes, eps)
     # One input here, two in the backward pass, whose tiles take twice the shared memory.
     cut = _cut(slabs, D, S, x.element_size(), 1, multiprocessors(x.device), shared_memory(x.device))
-    # Slabs in parts need their statistics first, from a separate launch.
     parts = cut.programs // slabs
     partial = x.new_empty((cut.programs, 3), dtype=torch.float32) if parts > 1 else None
     arguments = (num_groups, D, S, *strides, *cut.parts, *cut.per)
@@ -466,7 +459,6 @@ def _group_norm_bwd(
     sums = x.new_empty((cut.programs, 2), dtype=torch.float32) if parts > 1 and need_dx else None
     arguments = (num_groups, D, S, *dy_strides, *x_strides, *cut.parts, *cut.per)
     tile, options = (next_power_of_2(parts), *cut.tile, cut.stages), {"num_warps": cut.warps}
-    # BLOCK_P is a constant in both launches, although the first does not use it.
     first = cut.programs, (*arguments, True, need_dw, need_db, *tile), options
     # Without dx, omit the weight: dW and dbias are sums over dy · xhat and dy.
     out, w = dx if need_dx and sums is None else None, weight if need_dx else None

@@ -115,7 +115,6 @@ def logprob_reference(
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
-    # Before the division by τ: mean_logit describes the model's logits and is independent of the temperature.
     mean = z.mean(-1)
     z = z / temperature
     logp = torch.log_softmax(z, -1)
@@ -161,7 +160,6 @@ def _gradient_reference(
         at = torch.where(here.squeeze(-1), target, 0).long().unsqueeze(-1)
         dz = (-d * p).scatter_add_(-1, at, torch.where(here, d, 0.0))
     if dentropy is not None:
-        # d entropy / dz = −p · (log p + entropy). 0 · (-inf) would be NaN.
         terms = torch.where(p == 0, 0.0, p * logp)
         entropy = -terms.sum(-1, keepdim=True) if entropy is None else entropy
         dz = dz - dentropy.to(p.dtype).unsqueeze(-1) * (terms + p * entropy)
@@ -176,7 +174,7 @@ def _gradient_reference(
 #                     arithmetic is then compiled out
 #   stats             (M, 3) fp32 for the backward pass: maximum, log₂ Σ exp and entropy. Maximum and log-sum stay
 #                     apart: the rounding of their sum would enter every probability of the row
-#   unit              factor from stored numbers to logits before the temperature
+#   unit              factor from stored numbers to logits, before the temperature
 #   k                 factor from z to powers of 2
 #   EDGES             rows begin or end between 16-byte boundaries, as described in `tigon.kernels.tiles.edges`
 
@@ -214,7 +212,6 @@ def _store_results(
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, unit, softcap)
-    # Subtract the close numbers first, where the difference is exact.
     tl.store(logprob_ptr + row, ((z_target - row_top) * k - log2_sum) * LN2)
     entropy = 0.0
     if entropy_ptr is not None:
@@ -238,7 +235,6 @@ def _store_results(
         tl.store(stats_ptr + 3 * row + 2, entropy)
 
 
-# A program: one row.
 @jit
 @do_not_specialize("ignore_index")
 def _logprob_fwd_kernel(
@@ -246,7 +242,7 @@ def _logprob_fwd_kernel(
     V, stride_m, ignore_index, softcap, unit, k,
     SOFTCAP: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of a row, in a single reading."""
+    """Write a row's results, in a single reading."""
     row = tl.program_id(0).to(tl.int64)
     # int64 for the row offset, int32 for columns: a row has fewer than 2**31 elements.
     logits_ptr += row * stride_m
@@ -265,7 +261,7 @@ def _logprob_fwd_kernel(
     )  # fmt: skip
 
 
-# A program: a part of a row, `width` columns, for a few wide rows (`tigon.kernels.row_parts`).
+# A program: part of a row, `width` columns, for a few wide rows (`tigon.kernels.row_parts`).
 #   partial   (M, 4, P): maximum, Σ exp, Σ exp · log exp and Σ z of each part; unwritten and unread for ignored rows
 @jit
 @do_not_specialize("ignore_index", "P")
@@ -274,7 +270,7 @@ def _logprob_parts_kernel(
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the moments of a part of a row."""
+    """Write a part's moments."""
     row, start, columns = locate_part_of_row(P, width, V)
     if tl.load(target_ptr + row) == ignore_index:
         return
@@ -290,14 +286,14 @@ def _logprob_parts_kernel(
         tl.store(partial_ptr + 3 * P, sum_z)
 
 
-# A program: one row; combines the moments of its parts and writes as `_logprob_fwd_kernel`.
+# A program: one row; combines its parts' moments and writes as `_logprob_fwd_kernel`.
 @jit
 @do_not_specialize("ignore_index", "P")
 def _logprob_fold_kernel(
     logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, partial_ptr,
     V, stride_m, ignore_index, softcap, unit, k, P, SOFTCAP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Write the results of a row from the moments of its parts."""
+    """Write a row's results from its parts' moments."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     if target == ignore_index:
@@ -317,7 +313,7 @@ def _write_gradient(
     logits_ptr, dlogits_ptr, first, cols, here, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
     row, stride_p, stride_e, stride_m, stride_dm, softcap, unit, k, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient for some columns of a row, with classes first + cols. here: columns inside the row."""
+    """Write a row's gradient for some columns, with classes first + cols. here: columns inside the row."""
     # The mask for loads. The store uses `here`: an ignored row is not read, but its gradient of 0 is written.
     mask = here & counts
     top = tl.load(stats_ptr + 3 * row)
@@ -349,8 +345,8 @@ def _write_gradient(
     tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=here)
 
 
-# A program: BLOCK columns of a row; the row's statistics are all that its elements share, so the grid is flat. The
-# blocks of a row are neighbours in the grid and share the cached statistics.
+# A program: a row's BLOCK columns; the row's statistics are all that its elements share, so the grid is flat. A row's
+# blocks are neighbours in the grid and share the cached statistics.
 #   dlogprob, dentropy   (M,) upstream gradients with strides p and e, or None
 # dlogits may alias logits: the thread that writes an element has read that element.
 @jit
@@ -367,7 +363,6 @@ def _logprob_bwd_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
-    # A mask and no branch: an ignored row must be written all the same.
     counts = target != ignore_index
     first, width = 0, V
     if EDGES:
@@ -383,10 +378,8 @@ def _logprob_bwd_kernel(
                 logits_ptr, dlogits_ptr, 0, edge, real, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
                 row, stride_p, stride_e, 0, 0, softcap, unit, k, SOFTCAP,
             )  # fmt: skip
-        # From here on column 0 is class `first`.
         logits_ptr = aligned(logits_ptr, first)
         dlogits_ptr = aligned(dlogits_ptr, first)
-        # The pointers already include the row.
         stride_m, stride_dm = 0, 0
     _write_gradient(
         logits_ptr, dlogits_ptr, first, cols, cols < width, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
@@ -406,7 +399,6 @@ def _fwd_tile(V: int, softcap: float) -> tuple[int, int, int]:
 
 
 def _bwd_tile(V: int) -> tuple[int, int]:
-    # 16 numbers per thread in wide loads; no sums.
     return min(2048, next_power_of_2(V)), 4
 
 
@@ -491,7 +483,6 @@ def logprob_gradient_rows(
     merged: statistics cover all classes, the V classes are a shard, and a target may be in another shard.
     """
     M, V = logits.shape
-    # An empty grid cannot be launched.
     if M * V == 0:
         return
     if stats is None or not use_triton(logits):
@@ -538,7 +529,6 @@ def _logprob_fwd_fake(
 )
 def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
     *results, stats = _logprob_fwd_fake(logits, target, *options)
-    # Contiguous targets: 8 bytes per token, cheap to copy beside the logits.
     if logits.numel():
         logprob_rows(view_rows(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
     elif target.numel():  # without classes every target is out of range

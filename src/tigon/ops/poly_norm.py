@@ -166,7 +166,6 @@ def _poly_norm_bwd_kernel(
     db = tl.zeros((BLOCK_M,), tl.float32)
     # Tile rows keep separate partial sums, added once after the loop.
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -205,11 +204,9 @@ def _poly_norm_wide_fwd_kernel(
     x_ptr += row * stride_xm
     y_ptr += row * N
     w0, w1, w2 = _weights(w_ptr)
-    # Partial sums per lane; lanes meet once per row.
     m1 = tl.zeros((BLOCK_N,), tl.float32)
     m2 = tl.zeros((BLOCK_N,), tl.float32)
     m3 = tl.zeros((BLOCK_N,), tl.float32)
-    # Masked columns are 0 and add 0 to each sum.
     for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -242,7 +239,6 @@ def _poly_norm_wide_bwd_kernel(
     dw2 = tl.full((), 0.0, tl.float32)
     db = tl.full((), 0.0, tl.float32)
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
-        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         row = r + tl.full((), 0, tl.int64)
         s0 = tl.zeros((BLOCK_N,), tl.float32)
         s1 = tl.zeros((BLOCK_N,), tl.float32)
@@ -342,13 +338,11 @@ def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
 
     def plan() -> Plan:
         if N > MAX_TILE:
-            # A row wider than registers: one program per row, since no sum crosses rows.
             block_n, warps, stages, _ = _wide_tile()
             return M, (N, stride, eps, block_n, stages), {"num_warps": warps}
         block_m, block_n, warps = _fwd_tile(N)
         return cdiv(M, block_m), (M, N, stride, eps, block_m, block_n), {"num_warps": warps}
 
-    # Both kernels have the same tensors and share the key: N decides between them.
     kernel = _poly_norm_fwd_kernel if N <= MAX_TILE else _poly_norm_wide_fwd_kernel
     launch(kernel, (M, N, stride, x.dtype, weight.dtype, bias.dtype, eps), (x, weight, bias, y), plan)
     return y
@@ -357,7 +351,6 @@ def _poly_norm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
 def _poly_norm_bwd_fake(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, need_dx: bool, need_dw: bool, need_db: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # Both parameters' gradients in a single small fp32 tensor, split by the caller.
     return x.new_empty(x.shape if need_dx else 0), x.new_empty(3 * need_dw + need_db, dtype=torch.float32)
 
 
@@ -412,7 +405,6 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     need_dx, need_dw, need_db, _ = ctx.needs_input_grad
     dx, sums = _poly_norm_bwd(dy, x, weight, ctx.eps, need_dx, need_dw, need_db)
     if weight.dtype == ctx.bias_dtype:
-        # A single cast for both if the dtypes agree.
         sums = sums.to(weight.dtype)
     dw = sums[:3].to(weight.dtype) if need_dw else None
     db = sums[-1].to(ctx.bias_dtype).view(ctx.bias_shape) if need_db else None

@@ -200,7 +200,6 @@ def _rms_norm_bwd_kernel(
         if ds_ptr is not None:
             ds_at = (rows // inner_ds).to(tl.int64) * stride_dso + (rows % inner_ds).to(tl.int64) * stride_dsi
             if rstd_ptr is None:
-                # Loaded together with x and dy where registers allow.
                 ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         wdy = dy
         if w_ptr is not None:
@@ -252,7 +251,6 @@ def _rms_norm_wide_fwd_kernel(
     if r_ptr is not None:
         r_ptr += (row // inner_r).to(tl.int64) * stride_ro + (row % inner_r).to(tl.int64) * stride_ri
         s_ptr += row.to(tl.int64) * N
-    # Each lane keeps a partial sum; lanes meet once, after the last block.
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -279,9 +277,9 @@ def _rms_norm_wide_fwd_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-# dx of rows too wide for registers, a program per row; x and dy are read twice. Arguments as in `_rms_norm_bwd_kernel`;
-# rstd is the forward's, so only Σ wdy · x is summed here. dW has a separate kernel: a dx program would have to keep N
-# fp32 sums, which do not fit registers.
+# dx for rows too wide for registers, a program per row; x and dy are read twice. Arguments as in
+# `_rms_norm_bwd_kernel`; rstd is the forward's, so only Σ wdy · x is summed here. dW has a separate kernel: a dx
+# program would have to keep N fp32 sums, which do not fit registers.
 @jit
 def _rms_norm_wide_dx_kernel(
     dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
@@ -310,13 +308,12 @@ def _rms_norm_wide_dx_kernel(
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
         dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
         if ds_ptr is not None:
-            # In fp32, before the single rounding.
             dx += tl.load(ds_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-# dW of rows too wide for registers. A program: BLOCK_N columns of every P-th row, a fixed set in a fixed order, so that
-# results are reproducible. Neighbouring programs take neighbouring rows of the same columns.
+# dW for rows too wide for registers. A program: BLOCK_N columns of every P-th row, a fixed set in a fixed order, so
+# that results are reproducible. Neighbouring programs take neighbouring rows of the same columns.
 #   dw          (P, N) partial sums, which sum_rows adds in order
 @jit
 @do_not_specialize("M")
@@ -328,7 +325,6 @@ def _rms_norm_wide_dw_kernel(
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_N,), tl.float32)
     for r in range(part, M, P):
-        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         row = r + tl.full((), 0, tl.int64)
         x_at = row // inner * stride_xo + row % inner * stride_xi
         dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
@@ -336,7 +332,6 @@ def _rms_norm_wide_dw_kernel(
         dy = tl.load(dy_ptr + dy_at + cols, mask=cols < N, other=0.0).to(tl.float32)
         xhat = x * tl.load(rstd_ptr + row)
         if ROUND:
-            # The forward scaled the rounded xhat.
             xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         dw += dy * xhat
     tl.store(dw_ptr + part.to(tl.int64) * N + cols, dw, mask=cols < N)
@@ -365,13 +360,13 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
     # 16 KiB per tile: 2 inputs and 3 stages take 96 KiB, available to a program on SMs with 100 KiB or more.
     block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
     if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
-        # Shared memory must hold every stage of every input of every resident program.
+        # Shared memory must hold every resident program's inputs in every stage.
         block_m, stages = 1, 4
         if block_n * itemsize == 8192:
             warps, resident = 4, 2
     # In the memory dtype, which is how the pipeline keeps a tile in shared memory.
     tile_bytes = block_m * block_n * itemsize
-    # A 32 KiB tile is one row: x, dy and the partial dW need the registers of 16 warps. Registers are short, so rstd is
+    # A 32 KiB tile is one row: x, dy and the partial dW need 16 warps' registers. Registers are short, so rstd is
     # loaded, the weight is reloaded for every row, and nothing is prefetched.
     if tile_bytes > 16384:
         warps, stages = 16, 1
@@ -429,7 +424,6 @@ def _forward(
         M, N, x.dtype, r if r is None else r.dtype, weight if weight is None else weight.dtype, y.dtype, eps, offset,
         cast, *strides, *strides_r,
     )  # fmt: skip
-    # Absent tensors are None, and the kernel is compiled without them.
     tensors = (x, r, weight, y, total, rstd if rstd.numel() else None)
     launch(_rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel, key, tensors, plan)
 
@@ -457,7 +451,6 @@ def _rms_norm_bwd(
     M = x.numel() // N if N else 0
     if M == 0:
         return dx, dw.zero_()
-    # The forward walked rows in x's memory order, and rstd follows that order.
     order = None if x.is_contiguous() else memory_order(dx if need_dx else empty_rows(x))
     x, *strides = row_groups(x, order)
     dy, *strides_dy = row_groups(dy, order)
@@ -465,7 +458,6 @@ def _rms_norm_bwd(
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     out_dx = dx if need_dx else None
-    # None if the forward saved none: the kernel then recomputes rstd.
     saved = rstd if rstd.numel() else None
     key = (
         M, N, need_dx, need_dw, dy.dtype, ds if ds is None else ds.dtype, x.dtype,
@@ -477,11 +469,9 @@ def _rms_norm_bwd(
         inputs = 2 if ds is None else 3
         block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
         block_m, warps, stages = spread(M, block_m, block_n, x.device) or (block_m, warps, stages)
-        # A persistent grid, so that there are few partial sums.
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
             partial, _ = shares(programs, dw)
-        # A single tile has no successor to prefetch.
         stages = 1 if cdiv(M, block_m) == 1 else stages
         # RELOAD is set together with a saved rstd: both mean that registers are short.
         launch(

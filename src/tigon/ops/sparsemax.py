@@ -126,7 +126,6 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
 def _sparsemax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, stride_dym, stride_ym, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    # int64, as in the forward pass.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -195,7 +195,6 @@ def _composed(
     if reduction == "none":
         loss = rows if z_rows is None else rows + z_rows
     else:
-        # A single sum if both have the same divisor, in the kernel's order.
         loss = rows.sum() / over if over is not z_over or z_rows is None else (rows + z_rows).sum() / over
         if over is not z_over and z_rows is not None:
             loss = loss + z_rows.sum() / z_over

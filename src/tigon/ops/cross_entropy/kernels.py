@@ -66,14 +66,12 @@ def _fold_tile(
     """Fold a tile (DEPTH, lanes) of logits, those of the columns start + tile, into the running sums of `row_sums`."""
     k = LOG2E if SOFTCAP else scale * LOG2E
     if PREDICT:  # raw logits: a softcap rounds different large logits to equal ones
-        # Over each lane's DEPTH values, within a thread. The first of equal columns wins.
         high = tl.max(z, 0)
         first = tl.min(tl.where(z == high[None, :], start + tile, NOWHERE), 0)
         # Strictly larger only, so that the earlier of two equal columns stays.
         best = tl.where(high > peak, first, best)
         peak = tl.maximum(peak, high)
     if SOFTCAP:
-        # From here on z is scaled and capped.
         z, _ = cap(z, scale, softcap)
         z = tl.where(mask, z, float("-inf"))
     if SMOOTHING:
@@ -146,7 +144,6 @@ def row_sums(
     # The sum is at least 1, the maximum's exponential. A row with only -inf gives log 0 and a NaN loss, as in torch.
     log2_sum = tl.log2(row_total)
     all_z = 0.0
-    # Without weights Σ w is V.
     all_w = V * 1.0
     if SMOOTHING:
         all_z = tl.sum(sum_z, 0)
@@ -159,7 +156,6 @@ def row_sums(
     column = 0
     row_peak = float("-inf")
     if PREDICT:
-        # The first among equal peaks, as in torch.argmax.
         row_peak = tl.max(peak, 0)
         if EDGES:
             row_peak = tl.maximum(row_peak, tl.max(edge_peak, 0))
@@ -235,7 +231,6 @@ def _cross_entropy_fwd_kernel(
         store_ignored(loss_ptr, stats_ptr, z_ptr, predicted_ptr, row, STATS)
         return
 
-    # Known at compile time: without predictions the loop has no comparison.
     PREDICT: tl.constexpr = predicted_ptr is not None
     top, _, log2_sum, sum_z, sum_w, _, column = row_sums(
         logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", EDGES, DEPTH, BLOCK
@@ -274,7 +269,6 @@ def _cross_entropy_narrow_fwd_kernel(
     # -inf for ignored rows and rows beyond M, for which the stores select 0.
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
-    # From the cache, without a further exchange between threads.
     z_target = tl.load(logits_ptr + rows * stride_m + target, mask=counts & valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, scale, softcap)
@@ -327,7 +321,6 @@ def _reduce_kernel(
     COUNT: tl.constexpr = (MEAN and divisor_ptr is None) or predicted_ptr is not None
     at = tl.arange(0, BLOCK)
     if FIRST:
-        # fp32 sums per lane: each has few terms at any number of rows.
         loss = tl.zeros((BLOCK,), tl.float32)
         z = tl.zeros((BLOCK,), tl.float32)
         w = tl.zeros((BLOCK,), tl.float32)
@@ -349,14 +342,12 @@ def _reduce_kernel(
                     # A target out of range reads no weight; the row's loss is NaN, and so is the mean.
                     w += tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
                 if predicted_ptr is not None:
-                    # Ignored rows have no prediction and are in neither count.
                     predicted = tl.load(predicted_ptr + rows, mask=mask, other=-1)
                     hits += (counts & (predicted == target)).to(tl.int32)
         sum_loss, sum_z, sum_w = tl.sum(loss, 0), tl.sum(z, 0), tl.sum(w, 0)
         # Counts are exact in fp32 below 2**24; above, they are rounded once, after the integer sum.
         sum_count, sum_hits = tl.sum(count, 0).to(tl.float32), tl.sum(hits, 0).to(tl.float32)
     else:
-        # P is at most 256.
         mask = at < P
         sum_loss = tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), 0)
         sum_z = tl.sum(tl.load(partial_ptr + P + at, mask=mask, other=0.0), 0)
@@ -393,7 +384,6 @@ def _reduce_kernel(
         if accuracy_ptr is not None:
             tl.store(accuracy_ptr, sum_hits / sum_count)
     else:
-        # By kind, so that LAST loads each kind contiguously.
         part = partial_ptr + tl.program_id(0)
         tl.store(part, sum_loss)
         tl.store(part + P, sum_z)
@@ -529,7 +519,6 @@ def _cross_entropy_grad_kernel(
             top, _, log2_sum, sum_z, sum_w, _, _ = row_sums(
                 row_ptr, None, V, softcap, scale, SMOOTHING, SOFTCAP, False, KEEP, EDGES, DEPTH, BLOCK
             )
-            # A target out of range reads nothing and turns the row's loss and gradient into NaN.
             valid = (target >= 0) & (target < V)
             log2_sum = tl.where(valid, log2_sum, float("nan"))
             # Before the loop below overwrites the target's logit.
@@ -561,7 +550,6 @@ def _cross_entropy_grad_kernel(
                 tl.store(row_ptr + edge, dx.to(logits_ptr.dtype.element_ty), mask=real)
             # The target's second write must come after the loop's.
             tl.debug_barrier()
-            # The target's mass and its part of the smoothing.
             taken = 1.0 - smoothing + smoothing / V
             dx = _slope(x_target, top, log2_sum, 1.0, taken, factor, z_loss, softcap, scale, SOFTCAP)
             tl.store(row_ptr + target, dx.to(logits_ptr.dtype.element_ty), mask=valid)

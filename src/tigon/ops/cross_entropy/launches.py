@@ -43,7 +43,6 @@ def _fwd_tile(V: int, softcap: float, smoothing: float, weighted: bool, details:
     if smoothing and (softcap or weighted):
         depth = 2
     block = min(next_power_of_2(V), 1024)
-    # No deeper than the row is long, since the excess would be masked lanes.
     return 4, max(1, min(depth, next_power_of_2(V) // block)), block
 
 
@@ -70,7 +69,6 @@ def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int,
     """
     warps = 32 if V > 65536 else 16 if V > 8192 else 4
     depth = 1 if softcap and smoothing else 2  # as deep as registers allow
-    # 8 neighbouring numbers per thread.
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = max(1, min(depth, next_power_of_2(V) // block))
     # "evict_last" keeps the first reading cached, "evict_first" releases lines that the second reading is done with.
@@ -91,7 +89,6 @@ def cross_entropy_rows(
     """
     options = (ignore_index, label_smoothing, z_loss, softcap, scale)
     if not use_triton(logits):
-        # The gradient overwrites the logits without Triton too, since callers read that buffer next.
         for part in _cache_sized(logits):
             here = factor[part] if factor is not None and factor.dim() else factor
             loss[part], dlogits = rows_reference(logits[part].to(loss.dtype), target[part], here, gradient, *options)
@@ -117,7 +114,6 @@ def cross_entropy_rows(
     # the L2 cache does not hold three rows until they are read again.
     if edges and V <= 65536 < V * logits.element_size():
         programs = 2
-    # With stride 0 all rows read the same factor.
     stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     arguments = (
         M, V, logits.stride(0), stride_factor, *options,
@@ -141,14 +137,12 @@ def gradient_rows(logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor,
     if logits.numel() == 0:
         return
     if use_triton(logits):
-        # In place: x and dx are the same tensor. `mean` is False: the factor includes the divisor.
         _launch_gradient(factor, logits, labels, None, stats, logits, False, *options, classes=classes)
         return
     rows = stats[4:].view(-1, 2)
     for part in _cache_sized(logits):
         here = factor[part] if factor.dim() else factor
         acc = logits[part].to(stats.dtype)
-        # The only rounding to the logits' dtype.
         logits[part] = gradient_reference(acc, labels[part], rows[part], here, classes, *options)
 
 
@@ -166,7 +160,6 @@ def _launch_rows(
     M, V = logits.shape
     # The row stride is a separate argument: chunk buffers pad rows to 16-byte boundaries.
     sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
-    # Kernel constants: a disabled option leaves no instruction.
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
     edges = uneven(logits)
     tensors = (logits, target, weight, loss, stats, z, predicted)
@@ -200,7 +193,6 @@ def _launch_reduction(
     block = 4096 if M > 1024 else 1024
     # At most 256, the last program's tile, which adds the parts without a loop.
     parts = 1 if M <= ONE_PROGRAM else min(256, cdiv(M, block))
-    # Five kinds of sums per program, fp32.
     partial = rows.new_empty(5 * parts) if parts > 1 else None
     tensors = (rows, z_rows, target, weight, predicted, divisor, partial, loss, z, accuracy, stats)
     dtypes = [target.dtype, *(None if t is None else t.dtype for t in (weight, divisor))]
@@ -234,15 +226,12 @@ def _forward(
     # Targets are read by row: 8 bytes each, a cheap copy beside V logits.
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
-    # With "none" the kernel writes the rows' losses directly into the result.
     rows, z, z_rows, accuracy, predicted = loss, None, None, None, None
     if details:
         z, accuracy, predicted = others
         z_rows = z
     if reduction != "none":
-        # Row losses are temporary.
         rows = stats.new_empty(M)
-        # With weights the means of the loss and of z-loss have different divisors.
         if details or (mean and weight is not None and divisor is None and options[2] != 0.0):
             z_rows = stats.new_empty(M)
     _launch_rows(view_rows(logits), target, weight, rows, stats, z_rows, predicted, *options)
@@ -269,7 +258,6 @@ def _details_fake(
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
-    # int64, like torch.argmax: 8 bytes per row.
     predicted = logits.new_empty(target.shape, dtype=torch.int64)
     return loss, torch.empty_like(loss), logits.new_empty((), dtype=torch.float32), predicted, stats
 
@@ -313,7 +301,6 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     # A new tensor: an operator must not return its input, so the in-place gradient goes through `_backward`.
     dlogits = logits.new_empty(logits.shape)
-    # The gradient is dense for any logits strides.
     x, dx = view_rows(logits), dlogits.view(-1, logits.shape[-1]) if logits.numel() else dlogits
     _launch_gradient(dloss, x, target, weight, stats, dx, mean, *options)
     return dlogits
@@ -329,13 +316,10 @@ def _launch_gradient(
         return
     # The rows may share an upstream gradient: 0-d for a reduced loss, strides 0 if a sum over rows expanded it.
     same = not any(dloss.stride())
-    # A 0-d gradient stays 0-d; the kernel gets stride 0.
     rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
     M, V = x.shape
-    # No statistics here, so the tile is chosen for wide loads only. Narrow rows share a program; wide rows are split,
-    # with block_m 1.
     warps, block_m, block_n = _bwd_tile(V)
     # Both tensors: with different row strides elements are moved singly.
     between = uneven(x, dx)

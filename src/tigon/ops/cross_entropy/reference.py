@@ -64,7 +64,6 @@ def rows_reference(
     # An ignored target may be no class: gather class 0 instead, and set the row to 0 below.
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
     logp = torch.log_softmax(z, dim=-1)
-    # lse = z − log p for any class: logsumexp would read the logits again.
     lse = (z.gather(-1, at) - logp.gather(-1, at)).squeeze(-1)
     # loss = −(1 − ε) · log p[target] − ε/V · Σ log p + z_loss · lse².
     loss = (label_smoothing - 1) * logp.gather(-1, at).squeeze(-1)
@@ -92,7 +91,6 @@ def gradient_reference(
     top, log_sum = stats[:, :1] * (1.0 if softcap else scale), stats[:, 1:] * math.log(2.0)
     lse = (top + log_sum).squeeze(-1)
     options = ignore_index, label_smoothing, z_loss, softcap, scale
-    # The kernel's order: the difference of close numbers first.
     return _slope_reference((z - top) - log_sum, lse, slope, labels, factor, classes, *options)
 
 

@@ -46,8 +46,8 @@ def kl_div(
         input: (..., V) log-probabilities, or logits; any float dtype.
         target: (..., V), input's shape: probabilities; log-probabilities with log_target; logits with a temperature.
             Gets no gradient.
-        reduction: "mean" divides the sum by the number of elements in valid rows, "batchmean", for input (M, V), by the
-            number of valid rows, "sum" does not divide, "rows" gives a value per row.
+        reduction: "mean" divides the sum by the element count in valid rows, "batchmean", for input (M, V), by the
+            valid row count, "sum" does not divide, "rows" gives a value per row.
         log_target: True for a target of log-probabilities.
         temperature: both sides are logits, divided by the temperature before the softmax (1.0: used as they are). The
             loss is not multiplied by the temperature's square. None: input holds log-probabilities.
@@ -111,7 +111,7 @@ def tvd(
 ) -> Tensor:  # fmt: skip
     """Total variation distance per row, ½ · Σ |p − q|, in [0, 1]. The gradient is 0 where p = q.
 
-    For many wide rows the backward pass saves a quarter of a byte per class and no probabilities; for logits the input
+    For many wide rows the backward pass saves 0.25 bytes per class and no probabilities; for logits the input
     is saved as well. The target is not saved. From 1,024 rows with 4,096 classes upwards, a row is summed in another
     order than in a smaller batch, so its last bits differ from there; the row's position in the batch has no effect.
 
@@ -159,8 +159,6 @@ def _divergence(
             f"got {tuple(mask.shape)} {mask.dtype} on {mask.device}."
         )
     options = (kind, form, beta, temperature)
-    # Both paths give a value per row. The reduction is plain PyTorch, whose autograd gives each row its upstream
-    # gradient.
     if use_triton(input, target):
         signed = kind == "tvd" and input.requires_grad and torch.is_grad_enabled() and in_planes(input, target)
         rows = _rows(input, target, mask, *options, signed)

@@ -1,7 +1,7 @@
-"""Divergence kernels: the value of each row, and its gradient.
+"""Divergence kernels: row values and their gradient.
 
     input, a    student's side, (M, V) with row stride im; target, b: teacher's side with row stride tm
-    KIND        "kl", "reverse" (KL with sides exchanged), "jsd", "tvd"
+    KIND        "kl", "reverse" (KL(Q ‖ P)), "jsd", "tvd"
     FORM        "logits", "log" (log-probabilities), "probabilities"
     mask        (M,), 0 for ignored rows, or None
     rows        (M,) fp32 values
@@ -23,7 +23,7 @@ from tigon.kernels.tiles.edges import aligned, edges, split
 from tigon.kernels.tiles.fold import fold
 from tigon.ops.divergence.signs import store_signs
 
-# KL is summed in units of 2⁴⁰, which changes no digit. A lane that has seen only a mask of the least fp32 number adds
+# KL's unit is 2⁴⁰, which changes no digit. A lane that has seen only a mask with the least fp32 number adds
 # several of them; an ∞ would remain, as 0 · ∞, when a greater logit gives the mask no weight.
 LITTLE = tl.constexpr(2.0**-40)
 
@@ -48,7 +48,6 @@ def _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND: tl.const
     top_a, sum_a, _, _ = fold(a, top_a, sum_a, k)
     top_b, sum_b, shrink, e = fold(b, top_b, sum_b, k)
     if KIND == "kl":
-        # Σ e · (b − a), relative to the teacher's maximum like sum_b: both are rescaled by the same factor.
         difference = tl.fma(b - a, LITTLE, shift * -LITTLE)
         # In masked columns b − a is -inf − (-inf). There e is 0, as for classes that the teacher excludes, and the
         # select drops the NaN.
@@ -58,21 +57,20 @@ def _fold_both(a, b, top_a, sum_a, top_b, sum_b, value, shift, k, KIND: tl.const
 
 @jit
 def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
-    """Terms of a divergence between probabilities or log-probabilities."""
+    """Divergence terms for probabilities or log-probabilities."""
     if KIND == "tvd":
         terms = 0.5 * tl.abs(b - a)
     elif FORM == "probabilities":
         # A select: 0 · log 0 must be 0, not NaN.
         terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
     else:
-        # The temperature is 1, so k is log₂ e, from nats to bits.
         terms, _, _ = sides(a * k, b * k, beta, KIND)
     return terms
 
 
 @jit
 def _both_edges(input_ptr, target_ptr, first, width, V, other: tl.constexpr):
-    """Load both sides' edges of a row, as tiles (1, lanes)."""
+    """Load both sides' row edges as tiles (1, lanes)."""
     edge, real = edges(input_ptr, first, width, V)
     # `other` contributes nothing: -inf for logits and logarithms, 0 for probabilities.
     a = tl.load(input_ptr + edge, mask=real, other=other).to(tl.float32)
@@ -88,8 +86,7 @@ def _tile(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _reach(width, plane, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """End and step of the loop over a row's tiles."""
-    # With a plane, the row's four quarters are read side by side.
+    """End and step for the loop over a row's tiles."""
     stop, step = width, DEPTH * BLOCK
     if plane is not None:
         stop, step = plane, BLOCK
@@ -98,7 +95,7 @@ def _reach(width, plane, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _columns(start, width, plane, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns of a tile (DEPTH, BLOCK), and the mask of those inside the row."""
+    """A tile's columns (DEPTH, BLOCK), and the mask for those inside the row."""
     if plane is None:
         cols = start + _tile(DEPTH, BLOCK)
         mask = cols < width
@@ -112,7 +109,6 @@ def _columns(start, width, plane, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
 @jit
 def first_difference(input_ptr, target_ptr):
     """Difference between the two sides' first logits, subtracted before it can cost digits."""
-    # Any constant would do, since only differences of logits count.
     shift = tl.load(target_ptr).to(tl.float32) - tl.load(input_ptr).to(tl.float32)
     # No such constant if the first logits are a mask's -inf.
     return tl.where(tl.abs(shift) < 1e30, shift, 0.0)
@@ -125,7 +121,7 @@ def statistics_of(
 ):  # fmt: skip
     """Statistics over V logits: both maxima, both Σ exp, their log₂, and KL's Σ e · (b − a − shift) · LITTLE.
 
-    e are the teacher's exponentials. Exponentials are relative to the maximum of their side.
+    e are the teacher's exponentials. Exponentials are relative to their side's maximum.
     """
     width = V
     input_body, target_body = input_ptr, target_ptr
@@ -157,7 +153,7 @@ def statistics_of(
         )
         row_a = tl.maximum(row_a, tl.max(edge_a, 0))
         row_b = tl.maximum(row_b, tl.max(edge_b, 0))
-    # From each lane's maximum to the row's. A lane without a logit has a sum of 0 and a finite weight.
+    # From each lane's maximum to the row's. A lane without a logit has sum 0 and a finite weight.
     weight = tl.exp2((top_b - row_b) * k)
     whole_a = tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0)
     if EDGES:
@@ -178,7 +174,7 @@ def statistics_of(
 
 @jit
 def store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k):
-    """Store four of a row's five statistics: both log-sum-exps, in halves."""
+    """Store a row's first four statistics: both log-sum-exps, in halves."""
     high_a, low_a = _split(row_a, log_a, k)
     high_b, low_b = _split(row_b, log_b, k)
     tl.store(stats_ptr + 5 * row, high_a)
@@ -189,9 +185,8 @@ def store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k):
 
 @jit
 def kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k):
-    """KL of a row, from its statistics: E_p[b − a] − (lse_b − lse_a), in a single reading."""
-    # Back from units of 2⁴⁰, with the shift added again. Subtract the maxima, the large part of both log-sum-exps, from
-    # each other first.
+    """A row's KL from its statistics: E_p[b − a] − (lse_b − lse_a), in a single reading."""
+    # Back from the unit 2⁴⁰, with the shift added again. Subtract the maxima, the log-sum-exps' large parts, first.
     gap = tl.fma(part / whole_b, 1.0 / LITTLE, shift - (row_b - row_a))
     return (gap * k - (log_b - log_a)) * LN2
 
@@ -201,8 +196,7 @@ def second_reading(
     input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k, plane, signs_ptr,
     KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the terms, in bits, and Σ q · u over V logits of a row whose log-sum-exps are known."""
-    # Σ q · u here saves the gradient a reading.
+    """Sum the terms, in bits, and Σ q · u over a row's V logits, whose log-sum-exps are known."""
     width = V
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
@@ -240,14 +234,13 @@ def terms_of(
     input_ptr, target_ptr, V, beta, k, plane, signs_ptr,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the terms over V probabilities or log-probabilities of a row, in bits for logarithms."""
+    """Sum the terms over a row's V probabilities or log-probabilities, in bits for logarithms."""
     width = V
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
         first, width = split(input_ptr, V)
         input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
-    # Masked columns have no probability: 0, or log 0.
     other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
     stop, step = _reach(width, plane, DEPTH, BLOCK)
     for start in range(0, stop, step):
@@ -275,18 +268,17 @@ def store_ignored(rows_ptr, stats_ptr, row, FORM: tl.constexpr):
     """Write an ignored row's value and statistics."""
     tl.store(rows_ptr + row, 0.0)
     if FORM == "logits":
-        # +inf marks the row as ignored for the backward pass.
         tl.store(stats_ptr + 5 * row, float("inf"))
 
 
-# A program: one row. Neither side of an ignored row is read. KL and given (log-)probabilities take a single reading;
-# JSD, TVD and reverse KL of logits need both log-sum-exps before the first term, so they read the rows twice.
+# A program: one row. Ignored rows are not read. KL and given (log-)probabilities take a single reading;
+# with logits, JSD, TVD and reverse KL need both log-sum-exps before the first term, so they read the rows twice.
 @jit
 def _divergence_fwd_kernel(
     input_ptr, target_ptr, mask_ptr, rows_ptr, stats_ptr, signs_ptr, V, stride_im, stride_tm, beta, k, plane,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the value and the statistics of a row."""
+    """Write a row's value and statistics."""
     row = tl.program_id(0).to(tl.int64)
     if mask_ptr is not None:
         counts = tl.load(mask_ptr + row)
@@ -324,10 +316,10 @@ def _write_gradient(
     drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, cols, here, valid, high_a, low_a,
     stride_g, stride_im, stride_tm, stride_dm, beta, k, KIND: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient for some columns of a row. here: columns inside the row. high_a, low_a: None unless logits."""
+    """Write a row's gradient for some columns. here: columns inside the row. high_a, low_a: None unless logits."""
     mask = here & valid
     b = tl.load(target_ptr + row * stride_tm + cols, mask=mask, other=0.0).to(tl.float32)
-    # None for KL of (log-)probabilities, whose gradient −p needs only the target: half the traffic.
+    # None for KL between (log-)probabilities, whose gradient −p needs only the target: half the traffic.
     if input_ptr is not None:
         a = tl.load(input_ptr + row * stride_im + cols, mask=mask, other=0.0).to(tl.float32)
     if FORM == "logits":
@@ -346,22 +338,20 @@ def _write_gradient(
         # k · log 2 is 1 / temperature, dz/dlogits.
         dx = dx * (k * LN2)
     elif KIND == "tvd":
-        # d(½ |p − q|)/dq, without a softmax: both sides are probabilities.
         dx = half_sign(a, b)
     elif KIND == "kl":
-        # KL is linear in log q: the slope is −p.
         dx = -b if FORM == "probabilities" else -tl.exp2(b * k)
     else:
         _, q, u = sides(a * k, b * k, beta, KIND)
-        # With respect to log q: reverse KL, Σ q (log q − log p), has q · (u + 1). In JSD the 1 cancels against the
-        # slope of log M.
+        # With respect to log q: reverse KL, Σ q (log q − log p), has q · (u + 1). In JSD the 1 cancels against
+        # log M's slope.
         dx = q * (u * LN2 + (1.0 if KIND == "reverse" else 0.0))
     # A select, since an ignored row's upstream gradient may be NaN. stride_g is 0 for a shared upstream gradient.
     dx = tl.where(valid, dx * tl.load(drows_ptr + row * stride_g), 0.0)
     tl.store(dinput_ptr + row * stride_dm + cols, dx.to(dinput_ptr.dtype.element_ty), mask=here)
 
 
-# A program: BLOCK columns of a row. The grid is flat, since elements share only their row's statistics.
+# A program: a row's BLOCK columns. The grid is flat, since elements share only their row's statistics.
 #   drows     (M,) fp32 upstream gradient with stride g, 0 if all rows share the same number
 #   dinput    dense
 @jit
@@ -383,7 +373,6 @@ def _divergence_bwd_kernel(
         valid = tl.where(high_a == float("inf"), 0, 1) == 1  # integers: the interpreter has no mask of float scalars
     elif mask_ptr is not None:
         valid = tl.load(mask_ptr + row) != 0
-    # dinput is dense.
     width, stride_dm = V, V
     if EDGES:
         target_ptr += row * stride_tm
@@ -393,7 +382,6 @@ def _divergence_bwd_kernel(
         # Aligned by the target, since input may be None.
         first, width = split(target_ptr, V)
         if tl.program_id(0) % blocks == 0:
-            # The first program of a row also writes the edges.
             edge, real = edges(target_ptr, first, width, V)
             _write_gradient(
                 drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, edge, real, valid, high_a, low_a,
@@ -402,7 +390,6 @@ def _divergence_bwd_kernel(
         target_ptr, dinput_ptr = aligned(target_ptr, first), aligned(dinput_ptr, first)
         if input_ptr is not None:
             input_ptr = aligned(input_ptr, first)
-        # The pointers already include the row.
         stride_im, stride_tm, stride_dm = 0, 0, 0
     _write_gradient(
         drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, cols, cols < width, valid, high_a, low_a,

@@ -33,7 +33,7 @@ from tigon.ops.divergence.parts import (
 )
 from tigon.ops.divergence.signs import _signed_bwd_kernel
 
-# Minimum warps of a row that has an SM alone.
+# Minimum warps for a row that has an SM alone.
 ALONE = 4
 # TVD saves its slope's signs from this many rows and classes on. Fewer rows may be cut into parts, and narrow rows are
 # bound by program launch: fewer bytes gain nothing.
@@ -59,19 +59,19 @@ def _bwd_tile(v: int) -> tuple[int, int]:
 
 
 def _planes_tile(plane: int) -> tuple[int, int, int]:
-    """As `_fwd_tile`, for rows whose four quarters are read side by side: a block is columns of each quarter."""
+    """As `_fwd_tile`, for rows whose four quarters are read side by side: a block is each quarter's columns."""
     block = min(2048, next_power_of_2(plane))
     return 4, block, max(1, block // 256)
 
 
 def _signed_tile(plane: int) -> tuple[int, int]:
-    """Columns of each quarter, and warps: 32 numbers per thread."""
+    """Columns per quarter, and warps: 32 numbers per thread."""
     block = min(1024, next_power_of_2(plane))
     return block, max(1, block // 256)
 
 
 def in_planes(input: Tensor, target: Tensor) -> bool:
-    """Whether TVD reads the quarters of a row side by side, whose signs then share bytes."""
+    """Whether TVD reads a row's quarters side by side, so that their signs share bytes."""
     # From shapes and strides, which tracing also has. A few rows are cut into parts; other rows must be aligned.
     V = input.shape[-1]
     if V % 16 or V < SIGNED_CLASSES or input.numel() < SIGNED_ROWS * V:
@@ -87,7 +87,7 @@ def in_planes(input: Tensor, target: Tensor) -> bool:
 
 
 def _plane(v: int) -> int:
-    """Columns of a quarter row: the row's sign bytes. A multiple of 16, so that quarters are aligned."""
+    """Columns per quarter row: the row's sign bytes. A multiple of 16, so that quarters are aligned."""
     return cdiv(v, 64) * 16
 
 
@@ -114,7 +114,6 @@ def _divergence_fwd(
     rows, stats, signs = _divergence_fwd_fake(input, target, mask, kind, form, beta, temperature, signed)
     if input.numel() == 0:
         return rows.zero_(), stats, signs
-    # Separate row strides: slices of wider rows are read in place.
     a, b = view_rows(input), view_rows(target)
     M, V = a.shape
     # With or without a gradient, so that a loss has the same bits.
@@ -126,7 +125,6 @@ def _divergence_fwd(
     if parts is not None:
         _launch_parts((a, b, mask, rows, stats), (*sizes, kind, form, uneven(a, b)), M, parts)
         return rows, stats, signs
-    # `uneven`, which addresses decide, is among the arguments.
     arguments = *sizes, plane, kind, form, plane is None and uneven(a, b)
     key = (M, arguments, a.dtype, b.dtype, mask is None, signed)
 
@@ -179,7 +177,6 @@ def _divergence_bwd(
     drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
     beta: float, temperature: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    # In the input's dtype, an argument, since the input may not have been saved.
     dinput = target.new_empty(target.shape, dtype=dtype)
     if target.numel() == 0:
         return dinput
@@ -195,7 +192,7 @@ def _divergence_bwd(
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
-        # The first program of a row also writes the edges; the others share the body.
+        # A row's first program also writes the edges; the others share the body.
         return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_divergence_bwd_kernel, key, tensors, plan)

@@ -1,6 +1,6 @@
 """TVD's slope as two bits per class: the forward pass writes them, and a kernel computes the gradient from them.
 
-A row has as many bytes as a quarter has columns, a multiple of 16: byte j holds the signs of column j of all quarters.
+A row has as many bytes as a quarter has columns, a multiple of 16: byte j holds column j's signs in all quarters.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from tigon.kernels.tiles.constants import LN2
 def store_signs(signs_ptr, start, plane, u, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
     """Store the signs of u (4, BLOCK), ½, 0 or −½, a byte per column: sign + 1 in two bits each."""
     lane = start + tl.arange(0, BLOCK)
-    # Base-4 digits, summed in fp32: one instruction per class, where comparisons and shifts take eight. The 1s of all
-    # four and 2²³, whose unit is 1, are added at the end: the low byte of such a number is that of an integer.
+    # Base-4 digits, summed in fp32: one instruction per class, where comparisons and shifts take eight. All four 1s
+    # and 2²³, whose unit is 1, are added at the end: such a number's low byte is an integer's.
     digits = tl.sum(u * (2 << (2 * tl.arange(0, DEPTH)))[:, None].to(tl.float32), 0) + (8388608.0 + 85.0)
     tl.store(signs_ptr + lane, digits.to(tl.int32, bitcast=True).to(tl.uint8), mask=lane < plane)
 
 
-# A program: LANES columns of each quarter of a row. Arguments as in `_divergence_bwd_kernel`; signs (M, plane) bytes,
+# A program: LANES columns from each quarter of a row. Arguments as in `_divergence_bwd_kernel`; signs (M, plane) bytes,
 # unwritten for ignored rows.
 @jit
 def _signed_bwd_kernel(

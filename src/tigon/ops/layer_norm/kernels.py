@@ -94,14 +94,12 @@ def _layer_norm_row_fwd_kernel(
     cols = tl.arange(0, BLOCK_N)
     mask = cols < N
     x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    # Add the two parts lane by lane first, so that a single reduction between warps serves both.
     total = x
     if BLOCK_REST > 0:
         rest = BLOCK_N + tl.arange(0, BLOCK_REST)
         x_rest = tl.load(x_ptr + rest, mask=rest < N, other=0.0).to(tl.float32)
         total = _fold(x, x_rest)
     mean = tl.sum(total, 0) / N
-    # Correct the mean by the mean of the centred row, as above; one exchange returns both sums.
     centred = tl.where(mask, x - mean, 0.0)
     squares = centred * centred
     if BLOCK_REST > 0:
@@ -322,7 +320,7 @@ def _layer_norm_wide_fwd_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
-# dx of rows too wide for registers. A program: one row. The first reading takes both sums, the second writes dx.
+# dx for rows too wide for registers. A program: one row. The first reading takes both sums, the second writes dx.
 @jit
 @do_not_specialize("M")
 def _layer_norm_wide_dx_kernel(
@@ -344,7 +342,6 @@ def _layer_norm_wide_dx_kernel(
         if w_ptr is not None:
             dy = dy * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         total += dy
-        # Scale by rstd once, after the sum.
         products += dy * (tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) - mean)
     # rstd twice: once for xhat in the sum, once for xhat in dx below.
     along = tl.sum(products, 0) * rstd * rstd / N
@@ -359,7 +356,7 @@ def _layer_norm_wide_dx_kernel(
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
-# dW and dbias of rows too wide for registers; a separate kernel, because dx needs whole rows while these sums need
+# dW and dbias for rows too wide for registers; a separate kernel, because dx needs whole rows while these sums need
 # columns. A program: BLOCK_N columns of every P-th row, a fixed set in a fixed order, so results are reproducible.
 # Programs that run together read neighbouring rows of the same columns. dy and x are read once more than for dx: the
 # price of sums that stay in registers over all rows.

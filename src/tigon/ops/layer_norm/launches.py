@@ -36,7 +36,7 @@ MAX_TILE = 16384
 ALONE = ((4097, 6144), (MAX_TILE, MAX_TILE))
 NARROW_ALONE = (6145, 8191)
 TWICE = (8193, MAX_TILE - 1)
-# Prefetch the next row in the backward pass of the widest rows.
+# Prefetch the next row in the widest rows' backward pass.
 AHEAD = True
 
 
@@ -97,7 +97,6 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     if x.numel() == 0:
         return y, stats
     M, N = stats.shape[0], x.shape[-1]
-    # Rows described by two strides are not copied. y is dense.
     x, *strides = row_groups(x)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
@@ -123,7 +122,6 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
     if N > MAX_TILE or twice:
         kernel = _layer_norm_wide_fwd_kernel
-    # None for an absent tensor: None pointers compile another kernel.
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     launch(kernel, (M, N, *strides, dtypes, eps), (x, weight, bias, y, stats), plan)
     return y, stats
@@ -152,16 +150,13 @@ def _layer_norm_bwd(
         # Without rows the sums are 0, and no kernel would write them.
         return dx, dw.zero_(), db.zero_()
     M, N = stats.shape[0], x.shape[-1]
-    # A gradient's layout may differ from the input's, so strides are separate.
     dy, *dy_strides = row_groups(dy)
     x, *x_strides = row_groups(x)
     weight = weight if weight is None else weight.contiguous()
-    # None and not an empty tensor: the kernel is then compiled without dx.
     out_dx = dx if need_dx else None
     arguments: tuple[Any, ...] = (M, N, *dy_strides, *x_strides)
     dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     key = (arguments, dtypes, need_dx, need_dw, need_db)
-    # dW and dbias lie side by side in a row of partial sums: a single launch adds both.
     halves = need_dw + need_db
     results = dw if need_dw else db, db if need_dw and need_db else None
     sums: tuple[Tensor | None, Tensor | None] = None, None

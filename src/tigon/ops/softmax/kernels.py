@@ -70,7 +70,6 @@ def _softmax_fwd_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = (rows < M)[:, None] & (cols < N)[None, :]
-        # Without CAUSAL all three are the same mask, and the compiler keeps a single copy.
         seen, near = inside, inside
         if CAUSAL:
             seen, near = _causal(cols[None, :], (rows % T + (N - T))[:, None], inside)
@@ -168,7 +167,6 @@ def _write_softmax(
     for i in range(blocks):
         # From the end, which the first reading read last and which is still cached.
         cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
-        # Every column is written; unseen columns hold 0.
         seen, near = _causal(cols, last, cols < N)
         x = tl.load(x_ptr + cols, mask=near, other=float("-inf"))
         z = _scores(x, mask_ptr, cols * stride_mn, seen, near, scale, SCALED or CAUSAL)
@@ -179,22 +177,18 @@ def _write_softmax(
 @jit
 def _products(dy_ptr, y_ptr, N, start, stop, last, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """Σ dy · y from start to stop of a row."""
-    # Partial sums per lane: a block costs no exchange between warps.
     products = tl.zeros((BLOCK,), tl.float32)
-    # Up to the last column that the row attends to: y is 0 after that.
     for at in range(start, tl.minimum(stop, last + 1), BLOCK):
         cols = at + tl.arange(0, BLOCK)
         seen, near = _causal(cols, last, cols < N)
         dy = tl.load(dy_ptr + cols, mask=near, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + cols, mask=near, other=0.0).to(tl.float32)
-        # Loads reach to the end of the sector, where dy may hold anything.
         products += tl.where(seen, dy * y, 0.0) if CAUSAL else dy * y
     return tl.sum(products, 0)
 
 
 @jit
 def _write_gradient(dy_ptr, y_ptr, dx_ptr, N, start, stop, last, scale, total, BLOCK: tl.constexpr):
-    # From the end, as in `_write_softmax`.
     blocks = tl.cdiv(stop - start, BLOCK)
     for i in range(blocks):
         cols = start + (blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
@@ -226,7 +220,6 @@ def _body(ptr, N, start, stop, last):
     # One tensor's address decides for all: `uneven` permits EDGES only if all rows have the same alignment.
     first, width = split(ptr, N)
     edge, real = edges(ptr, first, width, N)
-    # `start` is 0 for whole rows and for the first part.
     real &= start == 0
     return edge, real, real & (edge <= last), first, width, tl.minimum(stop, width), last - first, aligned(ptr, first)
 
@@ -257,7 +250,6 @@ def _softmax_wide_fwd_kernel(
     y_ptr += row.to(tl.int64) * N
     if mask_ptr is not None:
         mask_ptr += _mask_row(row, D1, D2, stride_m0, stride_m1, stride_m2)
-    # Blocks after the last column that the row attends to are not read.
     last = _last(row, N, T, CAUSAL)
     if EDGES:
         x_row, y_row = x_ptr, y_ptr
@@ -318,7 +310,6 @@ def _softmax_wide_bwd_kernel(
         dy_row, y_row, dx_row = dy_ptr, y_ptr, dx_ptr
         edge, real, seen, first, N, stop, last, dy_ptr = _body(dy_row, N, start, stop, last)
         y_ptr, dx_ptr = aligned(y_row, first), aligned(dx_row, first)
-        # Kept in registers to the end, unlike in the forward pass: two tensors with at most 16 lanes.
         dy_edge = tl.load(dy_row + edge, mask=seen, other=0.0).to(tl.float32)
         y_edge = tl.load(y_row + edge, mask=seen, other=0.0).to(tl.float32)
     if STEP < 2:
@@ -327,7 +318,6 @@ def _softmax_wide_bwd_kernel(
             total += tl.sum(dy_edge * y_edge, 0)
     else:
         parts = tl.arange(0, BLOCK_P)
-        # The same tree over the parts in every program of the row.
         total = tl.sum(tl.load(partial_ptr + row * P + parts, mask=parts < P, other=0.0), 0)
     if STEP == 1:
         tl.store(partial_ptr + tl.program_id(0), total)

@@ -45,7 +45,6 @@ def _tile(m: int, n: int, device: torch.device) -> tuple[int, int, int]:
     # columns a row fits a single warp, whose threads meet without a barrier.
     if block_n < 2048 and m <= (programs if block_n < 1024 else 4 * programs):
         return 1, block_n, max(1, block_n // 256)
-    # A few programs per SM: small tiles, on as many warps as large tiles.
     if block_n <= 512 and m <= 16 * programs:
         return 4, block_n, 4
     # At least 2048 numbers per tile: on 4 warps 16 numbers per thread, two 16-byte loads in 16 bits.
@@ -172,7 +171,6 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     dx = _softmax_bwd_fake(dy, y, scale, causal)
     if y.numel() == 0:
         return dx
-    # T counts a query's row within its head, for the causal mask only.
     T = y.shape[-2] if causal else 1
     dy, y = view_rows(dy), view_rows(y)
     M, N = y.shape
