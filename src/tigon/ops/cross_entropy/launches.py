@@ -32,7 +32,7 @@ from tigon.ops.cross_entropy.parts import launch_parts
 from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 
 NARROW = 512  # largest class count for several rows per program
-ONE_PROGRAM = 65536  # up to here one program takes about as long as a second launch would
+ONE_PROGRAM = 65536  # rows up to which one program takes about as long as a second launch would
 
 
 def _fwd_tile(V: int, softcap: float, smoothing: float, weighted: bool, details: bool) -> tuple[int, int, int]:
