@@ -1,8 +1,8 @@
-"""Norm of a sum: s = residual + x, y = s / sqrt(mean(s²) + eps) · (offset + weight), in one pass.
+"""RMS norm of a residual sum: s = residual + x, y = s / sqrt(mean(s²) + eps) · (offset + weight), fused.
 
 Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467
 
-The kernels are those of `rms_norm`, whose launches take a residual.
+The kernels are `rms_norm`'s, whose launches accept a residual.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def add_rms_norm(
     offset: float = 0.0,
     cast: Cast = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream and norm the sum, in one pass; the backward takes both gradients in one pass.
+    """Add x to the residual stream and normalise the sum, fused; the backward pass is fused likewise.
 
     Args:
-        x: (..., N), a layer's output. residual: (..., N), the stream it is added to; any float dtypes and strides.
-        weight, eps, offset, cast: as for `rms_norm`, of the sum.
-    Returns: (norm, sum), both in the order of residual's memory. The sum is rounded to the promoted dtype of x and
-        residual, and the norm is taken of the rounded sum: the same numbers as from the two steps.
-    Raises: ValueError as `rms_norm`, and where residual and x differ in shape.
+        x: (..., N), a layer's output. residual: (..., N), the stream that x is added to; any float dtypes and strides.
+        weight, eps, offset, cast: as for `rms_norm`, applied to the sum.
+    Returns: (norm, sum), both in residual's memory order. The sum is rounded to the promoted dtype of x and residual,
+        and the norm is computed from the rounded sum: the same numbers as from two separate steps.
+    Raises: ValueError as `rms_norm`, and if residual and x differ in shape.
 
     Replaces::
 
@@ -71,8 +71,7 @@ def add_rms_norm_reference(
     offset: float = 0.0,
     cast: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    # torch's sum rounds to the promoted dtype; the norm is taken of the rounded sum, as the model's own two steps have
-    # it.
+    # residual + x rounds to the promoted dtype; the norm reads the rounded sum, as the model's two steps do.
     total = in_order(residual + x, residual)
     return rms_norm_reference(total, weight, eps=eps, offset=offset, cast=cast), total
 
@@ -84,7 +83,7 @@ def _add_rms_norm_fwd_fake(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    # In the order of the residual's memory, as residual + x.
+    # residual's memory order, as residual + x has.
     return empty_rows(residual, _out_dtype(dtype, weight, cast)), empty_rows(residual, dtype), _empty_rstd(x, dtype)
 
 
@@ -105,18 +104,18 @@ def _add_rms_norm_fwd(
 
 def _add_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, *ctx.options = inputs
-    # The sum alone: x and residual enter the gradient through it, and their dtypes are all that is kept of them.
+    # Save the sum only: x and residual enter the gradient through the sum, and only their dtypes are needed.
     ctx.save_for_backward(output[1], weight, output[2])
     ctx.dtypes = x.dtype, residual.dtype
 
 
 def _add_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     need_x, need_r, need_dw, *_ = ctx.needs_input_grad
-    # Where the norm was not used, the gradient of the sum passes on unchanged.
+    # If the norm was not used, the sum's gradient passes through unchanged.
     d, dw = ds, None
     if dy is not None:
         d, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_x or need_r, need_dw)
-    # One tensor serves both: x and residual enter the sum with slope 1.
+    # x and residual both enter the sum with slope 1, so a single gradient serves both.
     dx = d.to(ctx.dtypes[0]) if need_x and d is not None else None
     dresidual = d.to(ctx.dtypes[1]) if need_r and d is not None else None
     return dx, dresidual, dw if need_dw else None, None, None, None

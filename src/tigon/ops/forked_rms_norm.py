@@ -1,8 +1,7 @@
-"""The norm of x beside x itself, which goes on as a residual stream: the norm's backward pass sums both gradients.
+"""RMS norm of x that also returns x as the residual stream, so that the norm's backward pass adds both gradients.
 
-Autograd would sum the two gradients of x in a pass of its own, which reads both and writes a third. The backward kernel
-of `rms_norm` adds the stream's gradient to its own instead, as it does for `add_rms_norm`: in fp32, before the one
-rounding.
+Autograd would sum the two gradients of x in a separate pass, which reads both and writes a third. `rms_norm`'s backward
+kernel adds the stream's gradient instead, as for `add_rms_norm`: in fp32, before the single rounding.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from tigon.ops.rms_norm import Cast, _check, _rms_norm_bwd, _rms_norm_fwd, defau
 def forked_rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float | None = None, offset: float = 0.0, cast: Cast = "llama"
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x), x), with the arguments of `rms_norm`.
+    """Return (rms_norm(x), x); arguments as for `rms_norm`.
 
-    In eager mode alone, and with kernels; elsewhere x and its norm are just that, and autograd sums.
+    Fused in eager mode with kernels only; otherwise a plain norm beside x, and autograd sums the gradients.
     """
     _check("forked_rms_norm", x, weight, cast)
     if eps is None:
@@ -33,7 +32,7 @@ def forked_rms_norm(
 
 
 class _Forked(torch.autograd.Function):
-    """x, weight → rms_norm(x), and x again."""
+    """Map x, weight to rms_norm(x), x."""
 
     @staticmethod
     def forward(
@@ -43,7 +42,7 @@ class _Forked(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.options = True, (eps, offset, cast)
         ctx.save_for_backward(x, weight, rstd)
-        # An input that is returned becomes a view of itself whose gradient comes here: no memory is touched.
+        # A returned input becomes a view whose gradient arrives here; no memory is copied.
         return y, x
 
     @staticmethod
@@ -53,7 +52,7 @@ class _Forked(torch.autograd.Function):
 
 def _forked_backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> tuple[Tensor | None, ...]:
     need_dx, need_dw, *_ = ctx.needs_input_grad
-    if dy is None:  # the norm was not used: the stream's gradient passes on unchanged
+    if dy is None:  # norm unused: the stream's gradient passes through
         return ds, None, None, None, None
     dx, dw = _rms_norm_bwd(dy, ds, *ctx.saved_tensors, *ctx.options, need_dx, need_dw)
     return dx if need_dx else None, dw if need_dw else None, None, None, None

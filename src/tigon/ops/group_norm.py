@@ -1,10 +1,10 @@
-"""Group normalisation: y = (x − mean) / sqrt(var + eps) · weight + bias, over each group of channels of each sample.
+"""Group normalisation: y = (x − mean) / sqrt(var + eps) · weight + bias, over each sample's groups of channels.
 
 Source: Wu & He 2018, https://arxiv.org/abs/1803.08494
 
-A slab, the C / num_groups channels of a group in one sample, lies in one piece. One program takes a slab: it reads it,
-tile by tile, for its sums, and once more, from the cache where it fits, for the result. Where there are too few slabs
-for the device, several programs share one: a launch for their partial sums comes before the one for the result.
+A slab is a group's C / num_groups channels in a single sample, contiguous in memory. A program reads a slab tile by
+tile for the sums, and again, from cache if possible, for the result. If there are too few slabs for the device,
+several programs share a slab, and a launch for their partial sums precedes the launch for the result.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tigon.ops.sum_rows import sum_rows
 def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Shift the channels of each group to mean zero and scale them to unit variance, then by weight and bias.
+    """Normalise each group of channels to zero mean and unit variance, then scale by weight and shift by bias.
 
     Args:
-        x: (B, C, ...), any float dtype. Everything is computed in fp32 (fp64 for fp64). Batch and channels may have any
-            strides; what is not dense in the dimensions after them, as in channels_last, is copied first.
+        x: (B, C, ...), any float dtype. Computed in fp32 (fp64 for fp64). Batch and channels may have any strides; if
+            the later dimensions are not dense, as in channels_last, x is copied first.
         num_groups: divides C; neighbouring channels form a group.
-        weight, bias: (C,), or None for no scale, no shift; either without the other. Their dtype may differ from x's.
+        weight, bias: (C,), or None for no scale or no shift, independently. Their dtype may differ from x's.
         eps: added to the variance, in squared units of x.
     Returns: x's shape and dtype, contiguous; rounded once, at the end.
     Raises: ValueError for an x without channels, a num_groups that does not divide them, a weight or bias that is not
@@ -76,7 +76,7 @@ def group_norm_reference(
 ) -> Tensor:
     B, C, *space = x.shape
     y = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(B, num_groups, C // num_groups * math.prod(space))
-    # Two passes, as the kernels' statistics are meant to be: E(x²) − E(x)² would cancel.
+    # Two passes: E(x²) − E(x)² would cancel.
     y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     y = y.reshape(B, C, math.prod(space))
@@ -89,28 +89,31 @@ def group_norm_reference(
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 #
-# A slab is (D, S): D channels of S numbers. Its tiles are (BLOCK_C, BLOCK_S), and a program has `per_c` by `per_s` of
-# them, less at the edges. Tiles are walked backwards the second time: the last ones read are still in the cache.
+# Each of the G groups has D channels with S spatial positions: a slab (D, S), contiguous in y and dx. Tiles are
+# (BLOCK_C, BLOCK_S); a program has per_c × per_s tiles, fewer at the edges, and a slab parts_c × parts_s programs.
+#   x, dy       strides between samples (xb, dyb) and between channels (xc, dyc); unit stride within a channel
+#   w, b        weight and bias, (C,) or None
+#   stats       (slabs, 2) fp32, mean and rstd
+# The second reading walks tiles backwards: the tiles read last are still cached. Channel offsets are int64, spatial
+# offsets int32.
 
 
 @jit
 def _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """This program's slab and part, its first block of channels and of space, its blocks of space, and its tiles."""
-    # The slab is the slowest index: programs of one slab run together, and its statistics and tiles meet in L2.
+    """This program's slab, part, first channel block, first spatial block, spatial block count and tile count."""
+    # The slab is the slowest index: a slab's programs run together and share statistics and tiles in L2.
     slab = tl.program_id(0) // (parts_c * parts_s)
     part = tl.program_id(0) % (parts_c * parts_s)
     first_c = part // parts_s * per_c
     first_s = part % parts_s * per_s
-    # The last part along space, or along channels, may have fewer blocks.
     blocks_s = tl.minimum(per_s, tl.cdiv(S, BLOCK_S) - first_s)
     return slab, part, first_c, first_s, blocks_s, blocks_s * tl.minimum(per_c, tl.cdiv(D, BLOCK_C) - first_c)
 
 
 @jit
 def _tile(tile, first_c, first_s, blocks_s, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr):
-    """A tile's channels within the group, and its places in space."""
-    # Space is the fast index: a block of channels is finished before the next, which the backward's sums by channel
-    # rely on.
+    """Return a tile's channels within the group, and spatial positions."""
+    # Space is the fast index: a channel block is finished before the next, as the backward's channel sums require.
     c = (first_c + tile // blocks_s) * BLOCK_C + tl.arange(0, BLOCK_C)
     s = (first_s + tile % blocks_s) * BLOCK_S + tl.arange(0, BLOCK_S)
     return c, s
@@ -121,57 +124,56 @@ def _sums_about(
     x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(about, Σ (x − about), Σ (x − about)²) over a program's tiles, with `about` the first tile's mean. That mean lies
-    within sqrt(tiles) standard deviations of the mean of all, so that a difference of squares keeps its digits."""
+    """Return (about, Σ (x − about), Σ (x − about)²) over a program's tiles, with `about` the first tile's mean: within
+    sqrt(tiles) standard deviations of the overall mean, so that a difference of squares loses no digits."""
     c, s = _tile(0, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
     mask = (c < D)[:, None] & (s < S)[None, :]
-    # One tile is read twice, here and in the loop: the second time from L1 or L2.
     x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
-    # The first tile may reach beyond the slab: the mean is over the numbers that it holds.
+    # The first tile may reach beyond the slab: average over the numbers that it holds.
     filled = tl.minimum(BLOCK_C, D - first_c * BLOCK_C) * tl.minimum(BLOCK_S, S - first_s * BLOCK_S)
-    # An arbitrary shift would serve as well, if it is close to the mean: Σ (x − a) and Σ (x − a)² then have small
-    # terms.
     about = tl.sum(tl.sum(x, 1), 0) / filled
-    # Every place of the tile has its sum: places meet once, after the last tile, and not in each step.
+    # Each tile element keeps a partial sum; they meet once, after the last tile.
     total = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     squares = tl.zeros((BLOCK_C, BLOCK_S), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         c, s = _tile(tile, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
         mask = (c < D)[:, None] & (s < S)[None, :]
         x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
-        # Masked places hold 0, not `about`: without the select each would add -about to the sums.
+        # Masked elements hold 0, not `about`: without the select each would add -about.
         x = tl.where(mask, x - about, 0.0)
         total += x
         squares += x * x
     return about, tl.sum(tl.sum(total, 1), 0), tl.sum(tl.sum(squares, 1), 0)
 
 
+# A program: a part of a slab. Writes (mean, Σ (x − mean)², count) to part (programs, 3), for slabs that several
+# programs share. The cut is that of the forward launch, whose programs find their slab's parts side by side.
 @jit
 @do_not_specialize("parts_c", "parts_s", "per_c", "per_s")
 def _group_norm_stats_kernel(
     x_ptr, part_ptr, G, D, S, stride_xb, stride_xc, parts_c, parts_s, per_c, per_s,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(mean, Σ (x − mean)², count) of each part of a slab, if several programs share a slab."""
-    # The same cut as in the launch that follows, so that each program there finds the parts of its slab side by side.
+    """Write each part's (mean, Σ (x − mean)², count)."""
     slab, _, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
-    # int64: a batch of volumes exceeds 2**31 numbers. Within a slab channels are int64, places in space int32.
+    # int64: a batch of volumes exceeds 2**31 numbers.
     x_ptr += (slab // G).to(tl.int64) * stride_xb + (slab % G * D).to(tl.int64) * stride_xc
     about, total, squares = _sums_about(
         x_ptr, D, S, stride_xc, first_c, first_s, blocks_s, tiles, BLOCK_C, BLOCK_S, STAGES
     )
-    # Numbers of this part, which edges make smaller than its tiles.
     channels = tl.minimum(per_c * BLOCK_C, D - first_c * BLOCK_C)
-    # In floating point: a part of a slab may hold more than 2**31 numbers.
+    # In floating point: a part may hold more than 2**31 numbers.
     count = channels * 1.0 * tl.minimum(per_s * BLOCK_S, S - first_s * BLOCK_S)
     part_ptr += tl.program_id(0) * 3
-    # A mean and a sum about it, not Σ x and Σ x²: the difference of those two would cancel.
+    # The mean and a sum about the mean, since the difference of Σ x² and (Σ x)² would cancel.
     tl.store(part_ptr, about + total / count)
-    # An infinite sum of squares stays infinite, and 1/std is then 0: inf - inf would be NaN, and count for no variance.
+    # An infinite sum of squares stays infinite, and rstd is then 0: inf − inf would be NaN, read as no variance.
     tl.store(part_ptr + 1, tl.maximum(squares - tl.minimum(total * total, 3.4e38) / count, 0.0))
     tl.store(part_ptr + 2, count)
 
 
+# A program: a slab (part is None), or part of a slab with the statistics kernel's (slabs, parts, 3). All programs of a
+# slab combine the parts again, from a few numbers in L2, in place of a launch in between.
 @jit
 @do_not_specialize("parts_c", "parts_s", "per_c", "per_s")
 def _group_norm_fwd_kernel(
@@ -179,12 +181,10 @@ def _group_norm_fwd_kernel(
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     slab, part, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
-    # The group's first channel, which is also where its weights begin.
     group = slab % G * D
     x_ptr += (slab // G).to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
-    # y is contiguous: slabs follow one another, whatever strides x has.
     y_ptr += slab.to(tl.int64) * D * S
-    # In fp32, since D · S may exceed 2**31. Beyond 2²⁴ it is rounded, by less than the sums are.
+    # In fp32, since D · S may exceed 2**31. Beyond 2²⁴ the rounding is smaller than that of the sums.
     count = D * 1.0 * S
     if part_ptr is None:
         about, total, squares = _sums_about(
@@ -193,14 +193,13 @@ def _group_norm_fwd_kernel(
         # mean = a + Σ(x − a)/n, variance = Σ(x − a)²/n − (mean − a)².
         shift = total / count
         mean = about + shift
-        # fma: shift² is not rounded by itself, and cannot overflow into inf - inf.
+        # fma: shift² is not rounded separately, and cannot overflow into inf − inf.
         variance = tl.maximum(tl.fma(shift * -1.0, shift, squares / count), 0.0)
     else:
-        # The parts are combined by Chan's formula, about the first part's mean: no difference of large numbers.
+        # Combine about the first part's mean: no difference of large numbers.
         p = tl.arange(0, BLOCK_P)
         there = p < parts_c * parts_s
         part_ptr += slab * parts_c * parts_s * 3
-        # Every program of the slab combines the parts again, from a few numbers in L2: no launch between does it once.
         about = tl.load(part_ptr)
         means = tl.load(part_ptr + p * 3, mask=there, other=0.0)
         within = tl.load(part_ptr + p * 3 + 1, mask=there, other=0.0)
@@ -209,30 +208,30 @@ def _group_norm_fwd_kernel(
         mean = about + tl.sum((means - about) * counts, 0) / count
         # Chan et al. 1979: within the parts, and between their means.
         variance = tl.sum(within + counts * (means - mean) * (means - mean), 0) / count
-    # One number for the slab: the loop below multiplies and adds only.
     rstd = tl.rsqrt(variance + eps)
-    # All parts of a slab have the same statistics: one of them stores.
+    # All parts of a slab have the same statistics; a single program stores them.
     if part == 0:
         tl.store(stats_ptr + 2 * slab, mean)
         tl.store(stats_ptr + 2 * slab + 1, rstd)
     for i in tl.range(0, tiles, num_stages=STAGES):
-        # Backwards: the tiles read last are the likeliest to be in the cache still.
         c, s = _tile(tiles - 1 - i, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
         mask = (c < D)[:, None] & (s < S)[None, :]
         x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0).to(tl.float32)
-        # Tiles are read a second time: a slab does not fit into registers, and what the cache still holds costs no
-        # memory traffic.
         y = (x - mean) * rstd
         if w_ptr is not None:
-            # One weight a channel, hence a column: all places of a channel share it.
             y = y * tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
         if b_ptr is not None:
             y = y + tl.load(b_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
         at = c.to(tl.int64)[:, None] * S + s[None, :]
-        # Rounded once; with weight and bias the whole affine map is in fp32.
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+# A program: a slab or part of a slab. With SUM, sum dy and dy · xhat: per channel for dbias and dW, and weighted per
+# slab for dx. Then write dx unless None. For slabs in parts, sums and dx are two launches connected by `sums`.
+#   sums        (slabs, parts, 2): Σ w·dy·xhat and Σ w·dy of each part; None for whole slabs
+#   partial     (samples × parts_s, NEED_DW + NEED_DB, C) partial sums of dW and dbias, added by sum_rows in a fixed
+#               order without atomics; a program writes the columns of its channels
+# dx = (w·dy − mean(w·dy) − xhat · mean(w·dy·xhat)) · rstd. xhat is recomputed from x, mean and rstd.
 @jit
 @do_not_specialize("parts_c", "parts_s", "per_c", "per_s")
 def _group_norm_bwd_kernel(
@@ -241,25 +240,18 @@ def _group_norm_bwd_kernel(
     SUM: tl.constexpr, NEED_DW: tl.constexpr, NEED_DB: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """With SUM, sum dy and dy · xhat: by channel for dbias and dW, and weighted by slab for dx. Then write dx, if it is
-    not None. If several programs share a slab, sums and dx are two launches, and sums_ptr carries the sums."""
+    """Sum dy and dy · xhat (SUM), then write dx unless None."""
     slab, part, first_c, first_s, blocks_s, tiles = _part(D, S, parts_c, parts_s, per_c, per_s, BLOCK_C, BLOCK_S)
     sample = slab // G
     group = slab % G * D
-    # Two sets of strides: the upstream gradient may lie in memory in another order than x.
     dy_ptr += sample.to(tl.int64) * stride_dyb + group.to(tl.int64) * stride_dyc
     x_ptr += sample.to(tl.int64) * stride_xb + group.to(tl.int64) * stride_xc
-    # Two numbers of the slab, the same for all of its programs.
     mean = tl.load(stats_ptr + 2 * slab)
     rstd = tl.load(stats_ptr + 2 * slab + 1)
     if SUM:
-        if NEED_DW or NEED_DB:  # (parts of space within samples, one or both of dW and dbias, C)
-            # One row of partial sums for each part of space; sum_rows adds them in a fixed order, without atomics.
+        if NEED_DW or NEED_DB:
             row = (sample * parts_s + part % parts_s).to(tl.int64)
-            # A column for each channel, whichever group: a program writes its own channels' columns of the row.
             partial_ptr += row * (NEED_DW + NEED_DB) * G * D + group
-        # Sums by channel in registers: (BLOCK_C,) and not (BLOCK_C, BLOCK_S), since channels have to be kept apart for
-        # dW anyway.
         along = tl.zeros((BLOCK_C,), tl.float32)
         shift = tl.zeros((BLOCK_C,), tl.float32)
         dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -270,14 +262,12 @@ def _group_norm_bwd_kernel(
             dy = tl.load(dy_ptr + c.to(tl.int64)[:, None] * stride_dyc + s[None, :], mask=mask, other=0.0)
             x = tl.load(x_ptr + c.to(tl.int64)[:, None] * stride_xc + s[None, :], mask=mask, other=0.0)
             dy = dy.to(tl.float32)
-            # Summed over space at once: dW and dbias need channels, and the slab's sums are weighted by channel.
-            # xhat is computed again from x and two numbers of the slab: it is not saved.
             products = tl.sum(dy * ((x.to(tl.float32) - mean) * rstd), 1)
             total = tl.sum(dy, 1)
             if NEED_DW or NEED_DB:
-                # Tiles go through a block of channels before the next: its sums start at its first block of space and
-                # are stored at its last.
-                # A select and no product with 0 and 1: an infinite dy of one block would reach the next as NaN.
+                # Tiles finish a channel block before the next: the sums start at the first spatial block and are stored
+                # at the last. A select and not a product with 0: an infinite dy of one block would reach the next as
+                # NaN.
                 begins = tile % blocks_s == 0
                 ends = (c < D) & (tile % blocks_s == blocks_s - 1)
                 dw = tl.where(begins, 0.0, dw) + products
@@ -287,23 +277,21 @@ def _group_norm_bwd_kernel(
                 if NEED_DB:
                     tl.store(partial_ptr + NEED_DW * G * D + c, db, mask=ends)
             if w_ptr is not None:
-                # The slab's sums need w · dy, but dW needs dy alone: the weight multiplies the channels' sums, once a
-                # tile and not once an element.
+                # dW needs dy without the weight, so the weight multiplies the channels' sums: once per tile, not per
+                # element.
                 w = tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)
                 products = products * w
                 total = total * w
-            # along = Σ w·dy·xhat and shift = Σ w·dy over the slab.
             along += products
             shift += total
-        # Lanes meet here, once.
         along = tl.sum(along, 0)
         shift = tl.sum(shift, 0)
         if sums_ptr is not None:
             tl.store(sums_ptr + tl.program_id(0) * 2, along)
             tl.store(sums_ptr + tl.program_id(0) * 2 + 1, shift)
     else:
-        # Every program adds the parts of its slab in their order: all get the same bits.
-        # BLOCK_P is the number of parts, rounded up to a power of two: about two for each multiprocessor at most.
+        # Every program adds the parts of its slab in the same order and gets the same bits. BLOCK_P: the part count,
+        # rounded up to a power of two, at most about two per SM.
         p = tl.arange(0, BLOCK_P)
         there = p < parts_c * parts_s
         sums_ptr += slab * parts_c * parts_s * 2
@@ -312,11 +300,9 @@ def _group_norm_bwd_kernel(
     if dx_ptr is not None:
         dx_ptr += slab.to(tl.int64) * D * S
         count = D * 1.0 * S
-        # The means of w·dy·xhat and of w·dy: dx = (w·dy − mean(w·dy) − xhat · mean(w·dy·xhat)) · rstd.
         along = along / count
         shift = shift / count
         for i in tl.range(0, tiles, num_stages=STAGES):
-            # x and dy once more, last tile first: a slab that fits into L2 costs no memory traffic here.
             c, s = _tile(tiles - 1 - i, first_c, first_s, blocks_s, BLOCK_C, BLOCK_S)
             mask = (c < D)[:, None] & (s < S)[None, :]
             dy = tl.load(dy_ptr + c.to(tl.int64)[:, None] * stride_dyc + s[None, :], mask=mask, other=0.0)
@@ -324,7 +310,6 @@ def _group_norm_bwd_kernel(
             dy = dy.to(tl.float32)
             if w_ptr is not None:
                 dy = dy * tl.load(w_ptr + group + c, mask=c < D, other=0.0).to(tl.float32)[:, None]
-            # What the slab's mean and standard deviation take out of the gradient: its parts along 1 and along xhat.
             dx = (dy - shift - ((x.to(tl.float32) - mean) * rstd) * along) * rstd
             at = c.to(tl.int64)[:, None] * S + s[None, :]
             tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -334,7 +319,7 @@ def _group_norm_bwd_kernel(
 
 
 class _Cut(NamedTuple):
-    """How slabs are cut: programs, parts of a slab and tiles of a part, both along channels and space, and the tile."""
+    """How slabs are cut: program count, parts per slab and tiles per part (channels, space), tile, warps, stages."""
 
     programs: int
     parts: tuple[int, int]
@@ -345,7 +330,7 @@ class _Cut(NamedTuple):
 
 
 def _fitted(size: int, most: int, least: int) -> int:
-    """The largest power of two from `least` to `most` whose blocks leave no more than an eighth empty; else `most`."""
+    """Largest power of two from `least` to `most` whose blocks leave at most an eighth empty; else `most`."""
     block = most
     while block >= least:
         if 8 * cdiv(size, block) * block <= 9 * size:
@@ -356,45 +341,43 @@ def _fitted(size: int, most: int, least: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int, shared: int) -> _Cut:
-    """One program a slab, or several if slabs are fewer than the multiprocessors. Slabs are cut by channels, which
-    needs no further sums, and also by space if channels are too few. A tile has 4096 numbers at most, or a whole slab
-    of twice as many; two more tiles are on their way."""
+    """One program per slab, or several if there are fewer slabs than SMs. Slabs are cut by channels, which needs no
+    further sums, and also by space if there are too few channels. A tile has at most 4096 numbers, or a whole slab
+    twice as large; two more tiles are in flight."""
     whole = next_power_of_2(D) * next_power_of_2(S) * itemsize <= 16384
     numbers = 16384 // itemsize if whole else 4096
-    # Space first: it has unit stride. Channels fill the tile where space is small, as in the last stages of a network.
+    # Space first: unit stride. Channels fill the tile where space is small, as in a network's last stages.
     block_s = min(next_power_of_2(S), numbers)
     block_c = min(next_power_of_2(D), numbers // block_s)
     if not whole:
-        # A power of two may leave half of a tile empty. Smaller ones leave less, but have to be worth a trip.
+        # A power of two may leave half a tile empty. Smaller tiles leave less empty, but need enough work per step.
         fitted_s = _fitted(S, block_s, 64)
         fitted_c = _fitted(D, min(next_power_of_2(D), numbers // fitted_s), 1)
         if fitted_s * fitted_c >= 2048:
             block_s, block_c = fitted_s, fitted_c
     blocks_c, blocks_s = cdiv(D, block_c), cdiv(S, block_s)
-    # Two programs a multiprocessor, to have loads of one while the other sums.
+    # Two programs per SM: loads run while the other program sums.
     wanted = 1 if slabs > processors else cdiv(2 * processors, slabs)
-    # Parts are made equal: as few programs as possible wait for a last, longer one.
+    # Equal parts, so that few programs wait for a last, longer part.
     per_c = cdiv(blocks_c, min(wanted, blocks_c))
     # Rounding up twice may leave parts empty; counting again drops them.
     parts_c = cdiv(blocks_c, per_c)
     per_s = cdiv(blocks_s, min(cdiv(wanted, parts_c), blocks_s))
     parts_s = cdiv(blocks_s, per_s)
-    # The forward pass holds two sums for every place of the tile, more than the registers of eight warps.
+    # The forward pass keeps two sums per tile element, too many for the registers of eight warps.
     warps = 4 if block_c * block_s <= 2048 else 16 if inputs == 1 and block_c * block_s > 4096 else 8
-    # A part of a single tile has nothing to prefetch.
     stages = 3 if per_c * per_s > 1 and 3 * inputs * 16384 + 4096 <= shared else 1
     return _Cut(slabs * parts_c * parts_s, (parts_c, parts_s), (per_c, per_s), (block_c, block_s), warps, stages)
 
 
 def _channels(x: Tensor) -> tuple[Tensor, int, int]:
-    """x with unit stride within channels, and its strides from sample to sample and from channel to channel."""
+    """x with unit stride within channels, and its strides between samples and between channels."""
     if not x.is_contiguous():
-        # The strides of a dense block of space, from the last dimension up. Dimensions of size 1 have any stride in
-        # torch.
+        # Strides of a dense spatial block, from the last dimension up. torch gives size-1 dimensions any stride.
         dense = 1
         for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
             if size != 1 and stride != dense:
-                # Places within a channel have to be one run of memory; samples and channels may lie anywhere.
+                # A channel must be contiguous; samples and channels may have any strides.
                 x = x.contiguous()
                 break
             dense *= size
@@ -404,7 +387,6 @@ def _channels(x: Tensor) -> tuple[Tensor, int, int]:
 def _group_norm_fwd_fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # Mean and 1/std of each slab, side by side: the backward reads both at once.
     return x.new_empty(x.shape), x.new_empty((x.shape[0] * num_groups, 2), dtype=torch.float32)
 
 
@@ -424,9 +406,8 @@ def _group_norm_fwd(
     bias = bias if bias is None else bias.contiguous()
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     key = (slabs, num_groups, D, S, *strides, dtypes, eps)
-    # One input here and two in the backward, whose tiles take twice the shared memory.
+    # One input here, two in the backward pass, whose tiles take twice the shared memory.
     cut = _cut(slabs, D, S, x.element_size(), 1, multiprocessors(x.device), shared_memory(x.device))
-    # One program a slab needs one launch; parts of a slab need their statistics first, in a launch of their own.
     parts = cut.programs // slabs
     partial = x.new_empty((cut.programs, 3), dtype=torch.float32) if parts > 1 else None
     arguments = (num_groups, D, S, *strides, *cut.parts, *cut.per)
@@ -434,8 +415,7 @@ def _group_norm_fwd(
     if partial is not None:
         plan = cut.programs, (*arguments, *cut.tile, cut.stages), options
         launch(_group_norm_stats_kernel, key, (x, partial), lambda: plan)
-    # The grid and the cut are those of the statistics: both kernels find a part by the same division of program
-    # numbers.
+    # Same grid and cut as the statistics: both kernels derive a part from the program number in the same way.
     last = cut.programs, (*arguments, eps, next_power_of_2(parts), *cut.tile, cut.stages), options
     launch(_group_norm_fwd_kernel, key, (x, weight, bias, partial, y, stats), lambda: last)
     return y, stats
@@ -472,16 +452,15 @@ def _group_norm_bwd(
     parts, halves = cut.programs // slabs, need_dw + need_db
     partial: Tensor | None = None
     if halves:
-        # Parts of channels write different columns: rows of partial sums are for samples and parts of space.
+        # Parts of channels write different columns, so rows of partial sums are per sample and spatial part.
         rows = slabs // num_groups * cut.parts[1]
         partial = x.new_empty((rows, halves, num_groups * D), dtype=torch.float32)
-    # Only where a slab has parts: otherwise its program has both sums in registers when it writes dx.
+    # For slabs in parts only: otherwise the program still holds both sums when it writes dx.
     sums = x.new_empty((cut.programs, 2), dtype=torch.float32) if parts > 1 and need_dx else None
     arguments = (num_groups, D, S, *dy_strides, *x_strides, *cut.parts, *cut.per)
     tile, options = (next_power_of_2(parts), *cut.tile, cut.stages), {"num_warps": cut.warps}
-    # BLOCK_P is a constant of both launches, also where the first does not use it.
     first = cut.programs, (*arguments, True, need_dw, need_db, *tile), options
-    # Without dx the weight is left out: dW and dbias are sums of dy alone and of dy · xhat.
+    # Without dx, omit the weight: dW and dbias are sums over dy · xhat and dy.
     out, w = dx if need_dx and sums is None else None, weight if need_dx else None
     launch(_group_norm_bwd_kernel, (*key, True), (dy, x, w, stats, sums, out, partial), lambda: first)
     if sums is not None:

@@ -1,10 +1,10 @@
-"""What preference tuning and reinforcement learning need of a token's logits: with z = softcap(scale · logits) / τ,
+"""Per-token quantities for preference tuning and reinforcement learning. With z = softcap(scale · logits) / τ:
 
     logsumexp = log Σ exp z;   logprob = z[target] − logsumexp;   p = exp(z − logsumexp);   entropy = −Σ p · log p
 
     d logprob / dz = 1[target] − p;   d entropy / dz = −p · (log p + entropy)
 
-Source: the definitions; all of a row from one reading by running maxima, Milakov & Gimelshein 2018,
+Source: the definitions; a single pass over each row by running maxima, Milakov & Gimelshein 2018,
 https://arxiv.org/abs/1805.02867
 """
 
@@ -43,11 +43,11 @@ from tigon.ops.targets import checked_target
 
 
 class LogProb(NamedTuple):
-    """What `logprob` and `linear_logprob` return: (...) each, 0 (False) for targets that are ignore_index.
+    """Result of `logprob` and `linear_logprob`: (...) each, 0 (False) for targets equal to ignore_index.
 
-    logprob: of the target, in nats. entropy: of the row's distribution, in nats. These two have gradients.
-    logsumexp: of z. is_top1: whether no class is likelier than the target. mean_logit: of softcap(scale · logits),
-        before the temperature. These have none.
+    logprob: the target's, in nats. entropy: the distribution's, in nats. These two have gradients.
+    logsumexp: over z. is_top1: whether no class is likelier than the target. mean_logit: mean of
+        softcap(scale · logits), before the temperature. These have no gradients.
     """
 
     logprob: Tensor
@@ -66,7 +66,7 @@ def logprob(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> LogProb:
-    """Log-probability of each target, and entropy, log-sum-exp, rank and mean of its logits, in one reading.
+    """Log-probability of each target, with the logits' entropy, log-sum-exp, top-1 hit and mean, in a single reading.
 
     Args:
         logits: (..., V), any float dtype.
@@ -76,8 +76,8 @@ def logprob(
         softcap: c > 0 for c · tanh(scale · logits / c); None for none.
         scale: multiplies the logits, before the softcap; positive.
     Returns: `LogProb` of (...), fp32 (fp64 for fp64 logits), is_top1 bool.
-    Raises: ValueError for shapes, dtypes or options that do not fit. A target outside [0, V) gives NaN on the GPU, and
-        a ValueError on the CPU or with TIGON_CHECKS=1.
+    Raises: ValueError for invalid shapes, dtypes or options. A target outside [0, V) gives NaN on the GPU, and a
+        ValueError on the CPU or with TIGON_CHECKS=1.
 
     Replaces::
 
@@ -95,7 +95,7 @@ def logprob(
         result = logprob_reference(logits, target, *options)
     else:
         result = LogProb(*_logprob(logits, target, *options))
-    # Log-sum-exp, rank and mean have no gradient: detached on the torch path too, where autograd would give them one.
+    # These three have no gradient: detached on the torch path too, where autograd would provide gradients.
     return LogProb(*result[:2], *(t.detach() for t in result[2:]))
 
 
@@ -109,23 +109,22 @@ def logprob_reference(
     logits: Tensor, target: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float
 ) -> LogProb:
     valid = target != ignore_index
-    # Rows that are not read have a gradient of 0, whatever they hold: 0 · NaN would not be.
+    # Ignored rows have a gradient of 0, whatever they hold: 0 · NaN would not be 0.
     logits = torch.where(valid.unsqueeze(-1), logits, 0.0)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if softcap:
         z = softcap * torch.tanh(z / softcap)
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
-    # Before the division by τ: mean_logit is of the model's logits, and does not follow the temperature.
     mean = z.mean(-1)
     z = z / temperature
     logp = torch.log_softmax(z, -1)
     of_target = logp.gather(-1, at).squeeze(-1)
     p = logp.exp()
-    # A class of probability 0 adds nothing, also to the gradient: 0 · -inf would add NaN.
+    # A class with probability 0 adds nothing, also to the gradient: 0 · -inf would add NaN.
     entropy = -(p * torch.where(p == 0, 0.0, logp)).sum(-1)
     top = z.amax(-1) if z.shape[-1] else of_target  # no classes, so no rows
     results = of_target, entropy, torch.logsumexp(z, -1), z.gather(-1, at).squeeze(-1) >= top, mean
-    # A select, not a product: an ignored row's target may be no class, and its results NaN.
+    # A select, not a product: an ignored row's target may be no class, with NaN results.
     return LogProb(*(torch.where(valid, r, torch.zeros_like(r)) for r in results))
 
 
@@ -133,9 +132,9 @@ def _gradient_reference(
     logits: Tensor, target: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, ignore_index: int,
     temperature: float, softcap: float, scale: float, stats: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel's formula in PyTorch, (M, V). Inside an operator there is no autograd to derive the gradient.
+    """The kernel's gradient formula in PyTorch, (M, V): an operator has no autograd inside.
 
-    stats: statistics of all classes, if the logits are those of some classes.
+    stats: statistics over all classes, if the logits cover only some classes.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     # dz/dlogits = scale / τ, times 1 − tanh² under a softcap.
@@ -147,7 +146,7 @@ def _gradient_reference(
     if stats is None:
         logp = torch.log_softmax(z / temperature, -1)
     else:
-        # The maximum as logits are stored, or capped, and a logarithm to the base 2, as the kernel leaves them.
+        # As the kernel stores them: the maximum as stored or capped, and a base-2 logarithm.
         top, log2_sum, entropy = stats.split(1, dim=-1)
         unit = 1.0 if softcap else scale
         logp = (z - top * unit) / temperature - log2_sum * math.log(2.0)
@@ -156,12 +155,11 @@ def _gradient_reference(
     dz = torch.zeros_like(p)
     if dlogprob is not None:
         d = dlogprob.to(p.dtype).unsqueeze(-1)
-        # A target may be none of a shard's classes: then −p is the whole gradient.
+        # A target may be outside a shard's classes: then −p is the whole gradient.
         here = valid & ((target >= 0) & (target < p.shape[-1])).unsqueeze(-1)
         at = torch.where(here.squeeze(-1), target, 0).long().unsqueeze(-1)
         dz = (-d * p).scatter_add_(-1, at, torch.where(here, d, 0.0))
     if dentropy is not None:
-        # d entropy / dz = −p · (log p + entropy). 0 · (-inf) would be NaN.
         terms = torch.where(p == 0, 0.0, p * logp)
         entropy = -terms.sum(-1, keepdim=True) if entropy is None else entropy
         dz = dz - dentropy.to(p.dtype).unsqueeze(-1) * (terms + p * entropy)
@@ -169,23 +167,32 @@ def _gradient_reference(
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
+#
+#   logits, dlogits   (M, V) with row strides m and dm, unit stride along V
+#   target            (M,) class indices; rows with ignore_index are not read
+#   results           logprob, entropy, lse, top1 (int8) and mean, (M,) each; all but logprob may be None, and their
+#                     arithmetic is then compiled out
+#   stats             (M, 3) fp32 for the backward pass: maximum, log₂ Σ exp and entropy. Maximum and log-sum stay
+#                     apart: the rounding of their sum would enter every probability of the row
+#   unit              factor from stored numbers to logits, before the temperature
+#   k                 factor from z to powers of 2
+#   EDGES             rows begin or end between 16-byte boundaries, as described in `tigon.kernels.tiles.edges`
 
 
 @jit
 def _store_nothing(logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row):
-    """What an ignored row gets."""
+    """Write zeros for an ignored row."""
     tl.store(logprob_ptr + row, 0.0)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, 0.0)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, 0.0)
     if top1_ptr is not None:
-        # Not an argmax: it is enough that no logit exceeds the target's. Ties count as hits.
         tl.store(top1_ptr + row, 0)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, 0.0)
     if stats_ptr is not None:
-        # Finite numbers for the backward pass, which computes with them before it selects 0.
+        # Finite numbers: the backward pass computes with them before its select writes 0.
         for i in tl.static_range(3):
             tl.store(stats_ptr + 3 * row + i, 0.0)
 
@@ -195,39 +202,34 @@ def _store_results(
     logits_ptr, target, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row, V,
     row_top, row_total, along, sum_z, softcap, unit, k, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """A row's results and statistics, from its moments. logits_ptr: the row's first."""
-    # The maximum's own exponential is 1, so that the sum is at least 1. In a row of -inf alone it is 0, and the
-    # log-probability becomes NaN, as torch's.
+    """Write a row's results and statistics from its moments. logits_ptr: the row's first element."""
+    # The sum is at least 1, the maximum's exponential. A row with only -inf gives 0, and a NaN logprob, as in torch.
     log2_sum = tl.log2(row_total)
-    # A target out of range reads nothing and turns results and gradient of its row into NaN.
+    # A target out of range reads nothing and turns the row's results and gradient into NaN.
     valid = (target >= 0) & (target < V)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
-    # Loaded once more, from the cache: a comparison in the loop would cost every element.
+    # Loaded again, from the cache: a comparison in the loop would cost every element.
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, unit, softcap)
-    # The difference of close numbers first, where it is exact.
     tl.store(logprob_ptr + row, ((z_target - row_top) * k - log2_sum) * LN2)
     entropy = 0.0
     if entropy_ptr is not None:
-        # log Σ e − Σ e · log e / Σ e: no probability is formed, and none is lost below fp32's least.
+        # log Σ e − Σ e · log e / Σ e: no probability is formed, so none underflows.
         entropy = (log2_sum - along / row_total) * LN2
         tl.store(entropy_ptr + row, entropy)
     if lse_ptr is not None:
-        # The one place where maximum and log-sum are added: this result is asked for as one number.
         tl.store(lse_ptr + row, (row_top * k + log2_sum) * LN2)
     if top1_ptr is not None:
-        # Both are capped under a softcap, where different large logits may round to one: such a tie is a hit as well.
+        # Ties count as hits, including logits that a softcap rounds to equal values.
         tl.store(top1_ptr + row, ((z_target >= row_top) & valid).to(tl.int8))
     if mean_ptr is not None:
-        # Σ z is of stored logits, and the scale is applied once, to the mean. Capped logits have it already.
+        # Σ z is over stored logits, so the mean is scaled once. Capped logits are scaled already.
         mean = sum_z / V
         if not SOFTCAP:
             mean = mean * unit
         tl.store(mean_ptr + row, mean)
     if stats_ptr is not None:
-        # Maximum and log-sum apart: their sum would be rounded at its own size, and every probability of the row with
-        # it.
         tl.store(stats_ptr + 3 * row, row_top)
         tl.store(stats_ptr + 3 * row + 1, log2_sum)
         tl.store(stats_ptr + 3 * row + 2, entropy)
@@ -240,19 +242,14 @@ def _logprob_fwd_kernel(
     V, stride_m, ignore_index, softcap, unit, k,
     SOFTCAP: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. unit: turns what is read into logits before the temperature; k: turns z into powers of 2.
-
-    EDGES, here and below: rows begin or end between 16-byte boundaries, as `tigon.kernels.tiles.edges` has it.
-    """
+    """Write a row's results, in a single reading."""
     row = tl.program_id(0).to(tl.int64)
-    # int64 for the row's offset, int32 for columns: a single row stays below 2**31 elements.
+    # int64 for the row offset, int32 for columns: a row has fewer than 2**31 elements.
     logits_ptr += row * stride_m
-    # One branch for the whole program: an ignored row costs no reading of its logits.
     target = tl.load(target_ptr + row)
     if target == ignore_index:
         _store_nothing(logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, row)
         return
-    # Whether a pointer is None is known at compile time: a result without a place takes its sum out of the loop.
     ENTROPY: tl.constexpr = entropy_ptr is not None
     MEAN: tl.constexpr = mean_ptr is not None
     row_top, row_total, along, sum_z = row_moments(
@@ -264,6 +261,8 @@ def _logprob_fwd_kernel(
     )  # fmt: skip
 
 
+# A program: part of a row, `width` columns, for a few wide rows (`tigon.kernels.row_parts`).
+#   partial   (M, 4, P): maximum, Σ exp, Σ exp · log exp and Σ z of each part; unwritten and unread for ignored rows
 @jit
 @do_not_specialize("ignore_index", "P")
 def _logprob_parts_kernel(
@@ -271,9 +270,8 @@ def _logprob_parts_kernel(
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Few wide rows: one program a part of a row, as `tigon.kernels.row_parts` cuts it. partial: (M, 4, P)."""
+    """Write a part's moments."""
     row, start, columns = locate_part_of_row(P, width, V)
-    # An ignored row's moments stay unwritten: nobody reads them.
     if tl.load(target_ptr + row) == ignore_index:
         return
     top, total, along, sum_z = row_moments(
@@ -288,13 +286,14 @@ def _logprob_parts_kernel(
         tl.store(partial_ptr + 3 * P, sum_z)
 
 
+# A program: one row; combines its parts' moments and writes as `_logprob_fwd_kernel`.
 @jit
 @do_not_specialize("ignore_index", "P")
 def _logprob_fold_kernel(
     logits_ptr, target_ptr, logprob_ptr, entropy_ptr, lse_ptr, top1_ptr, mean_ptr, stats_ptr, partial_ptr,
     V, stride_m, ignore_index, softcap, unit, k, P, SOFTCAP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: what `_logprob_fwd_kernel` writes, from the moments of the row's parts."""
+    """Write a row's results from its parts' moments."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     if target == ignore_index:
@@ -314,42 +313,42 @@ def _write_gradient(
     logits_ptr, dlogits_ptr, first, cols, here, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
     row, stride_p, stride_e, stride_m, stride_dm, softcap, unit, k, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some columns of a row, whose classes are first + cols. here: columns of the row."""
-    # The mask of the loads. The store has `here` alone: an ignored row is not read, but its gradient of 0 is written.
+    """Write a row's gradient for some columns, with classes first + cols. here: columns inside the row."""
+    # The mask for loads. The store uses `here`: an ignored row is not read, but its gradient of 0 is written.
     mask = here & counts
-    # Three numbers a row stand for all of its logits: each element of the gradient is independent of the others.
     top = tl.load(stats_ptr + 3 * row)
     log2_sum = tl.load(stats_ptr + 3 * row + 1)
-    # 0 and not -inf outside: nothing is summed here, and what masked lanes compute stays finite.
+    # 0, not -inf: nothing is summed here, and masked lanes stay finite.
     z = tl.load(logits_ptr + row * stride_m + cols, mask=mask, other=0.0).to(tl.float32)
-    # From z to natural logarithms: scale and temperature together.
-    # k · log 2 is scale / τ, or 1 / τ under a softcap, whose own slope brings the scale.
+    # k · log 2 is scale / τ, or 1 / τ under a softcap, whose slope includes the scale.
     slope = k * LN2
     if SOFTCAP:
         z, steep = cap(z, unit, softcap)
         slope = slope * steep
-    # p = exp(z − logsumexp) to the base 2, by the difference first, where it is exact.
+    # p = exp(z − logsumexp) in base 2, subtracting first, where the difference is exact.
     log2_p = (z - top) * k - log2_sum
     p = tl.exp2(log2_p)
-    # Both upstream gradients go into one dz: the logits are read once, whichever of the two there are.
     dz = tl.zeros(cols.shape, tl.float32)
     if dlogprob_ptr is not None:
-        # stride_p is 0 where all rows have one upstream gradient: it is read without a copy.
+        # stride_p is 0 if all rows share the upstream gradient.
         dlogprob = tl.load(dlogprob_ptr + row * stride_p).to(tl.float32)
-        # d logprob / dz = 1[target] − p. The comparison finds no column where the target is another shard's.
+        # d logprob / dz = 1[target] − p. No column matches if the target is in another shard.
         dz += dlogprob * (tl.where(first + cols == target, 1.0, 0.0) - p)
     if dentropy_ptr is not None:
         dentropy = tl.load(dentropy_ptr + row * stride_e).to(tl.float32)
         entropy = tl.load(stats_ptr + 3 * row + 2)
-        # d entropy / dz = −p · (log p + entropy). The upstream gradient is inside the select: an infinite one meets no
-        # 0.
-        # p · log p → 0, where log p may be -inf.
+        # d entropy / dz = −p · (log p + entropy), and p · log p → 0 where log p is -inf. The upstream gradient is
+        # inside the select, so that an infinite gradient never meets a 0.
         dz -= tl.where(p == 0.0, 0.0, dentropy * p * (log2_p * LN2 + entropy))
     # A select: an ignored row's upstream gradient may be NaN.
     dx = tl.where(counts, dz * slope, 0.0)
     tl.store(dlogits_ptr + row * stride_dm + cols, dx.to(dlogits_ptr.dtype.element_ty), mask=here)
 
 
+# A program: a row's BLOCK columns; the row's statistics are all that its elements share, so the grid is flat. A row's
+# blocks are neighbours in the grid and share the cached statistics.
+#   dlogprob, dentropy   (M,) upstream gradients with strides p and e, or None
+# dlogits may alias logits: the thread that writes an element has read that element.
 @jit
 @do_not_specialize("ignore_index")
 def _logprob_bwd_kernel(
@@ -357,34 +356,30 @@ def _logprob_bwd_kernel(
     V, stride_p, stride_e, stride_m, stride_dm, ignore_index, softcap, unit, k,
     SOFTCAP: tl.constexpr, EDGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: the thread that writes an element has read it."""
-    # A flat grid: an element needs its row's three numbers and nothing else. EDGES: a body is at most V // 4 · 4 wide,
-    # whatever the dtype. The grid needs one bound for all rows, while a body depends on its row's address.
+    """Write dlogits."""
+    # A body is at most V // 4 · 4 wide for any dtype. The grid needs a bound for all rows, but a body depends on the
+    # row's address.
     blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    # The blocks of a row are neighbours in the grid: the row's statistics come from the cache after the first.
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
-    # A mask and no branch: an ignored row has to be written all the same.
     counts = target != ignore_index
     first, width = 0, V
     if EDGES:
         logits_ptr += row * stride_m
         dlogits_ptr += row * stride_dm
-        # dlogits' rows lie like those of the logits: `uneven` was asked of both.
+        # The rows of dlogits are aligned like the logits' rows, as `uneven` checked for both.
         first, width = split(logits_ptr, V)
         if tl.program_id(0) % blocks == 0:
-            # The first program of a row has its edges, too.
-            # Edges and body share no element: in place, neither overwrites what the other has yet to read.
+            # The first program of a row also writes the edges, which share no element with the body: in place, neither
+            # overwrites unread elements.
             edge, real = edges(logits_ptr, first, width, V)
             _write_gradient(
                 logits_ptr, dlogits_ptr, 0, edge, real, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
                 row, stride_p, stride_e, 0, 0, softcap, unit, k, SOFTCAP,
             )  # fmt: skip
-        # From here on column 0 is class `first`.
         logits_ptr = aligned(logits_ptr, first)
         dlogits_ptr = aligned(dlogits_ptr, first)
-        # The pointers are the row's already.
         stride_m, stride_dm = 0, 0
     _write_gradient(
         logits_ptr, dlogits_ptr, first, cols, cols < width, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
@@ -396,22 +391,20 @@ def _logprob_bwd_kernel(
 
 
 def _fwd_tile(V: int, softcap: float) -> tuple[int, int, int]:
-    """Blocks folded at a time (as many as registers allow), columns of a block, and warps."""
-    # 1024 columns on 4 warps are 8 numbers a thread, 16 bytes in 16 bits. Cross entropy's plain pass folds 8 blocks at
-    # a time. Here Σ e · log e and Σ z take the registers of half of them, and a tanh those of half again.
+    """Blocks folded at a time (as many as registers allow), columns per block, and warps."""
+    # 1024 columns on 4 warps are 8 numbers per thread, 16 bytes in 16 bits. Cross entropy's plain pass folds 8 blocks
+    # at a time. Here Σ e · log e and Σ z take the registers of four blocks, and a tanh those of two more.
     block = min(1024, next_power_of_2(V))
     return max(1, min(2 if softcap else 4, next_power_of_2(V) // block)), block, 4
 
 
 def _bwd_tile(V: int) -> tuple[int, int]:
-    # Wide loads, and nothing to sum.
-    # 16 numbers a thread.
     return min(2048, next_power_of_2(V)), 4
 
 
 def _units(temperature: float, softcap: float, scale: float) -> tuple[float, float, float]:
     """softcap, the factor from stored numbers to logits, and k, the factor from compared numbers to powers of 2."""
-    # Without a cap the scale is folded into k: no element is multiplied by it before it is compared.
+    # Without a cap the scale is folded into k, so elements are compared unscaled.
     return softcap, scale, (1.0 if softcap else scale) / temperature / math.log(2.0)
 
 
@@ -419,9 +412,9 @@ def logprob_rows(
     logits: Tensor, target: Tensor, results: tuple[Tensor | None, ...], stats: Tensor | None,
     ignore_index: int, temperature: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write logprob, entropy, logsumexp, is_top1 and mean_logit of (M, V) rows, each if its place is not None.
+    """Write logprob, entropy, logsumexp, is_top1 and mean_logit of (M, V) rows into `results`; None skips a result.
 
-    stats: (M, 3) fp32 for `logprob_gradient_rows`; its entropy is valid only if entropy has a place.
+    stats: (M, 3) fp32 for `logprob_gradient_rows`; the entropy is valid only if entropy is requested.
     """
     M, V = logits.shape
     if M == 0:
@@ -432,10 +425,9 @@ def logprob_rows(
             if place is not None:
                 place.copy_(value)
         return
-    # A result without a place is a None pointer, which leaves its arithmetic out of the kernel.
     values: list[Tensor | None] = list(results)
     if values[3] is not None:
-        # The kernel stores bytes of 0 and 1, which is what torch.bool is made of.
+        # The kernel stores bytes of 0 and 1, torch.bool's representation.
         values[3] = values[3].view(torch.int8)
     arguments = (
         V,
@@ -445,8 +437,7 @@ def logprob_rows(
         softcap != 0.0,
         uneven(logits),
     )
-    # Which results are wanted is part of the key, since None changes the kernel. `uneven`, which an address decides, is
-    # among the arguments.
+    # The key includes the requested results, since None changes the kernel, and `uneven`, which addresses decide.
     key = (M, arguments, logits.dtype, target.dtype, stats is None, *(t is None for t in values))
     parts = find_sum_parts(M, V, logits.device)
     if parts is not None:
@@ -463,7 +454,7 @@ def logprob_rows(
 def _launch_parts(
     tensors: tuple[Tensor | None, ...], key: tuple[Any, ...], arguments: tuple[Any, ...], M: int, parts: Parts
 ) -> None:
-    """Two launches, of the parts and of the rows."""
+    """Two launches: parts, then rows."""
     logits, target, *values, _ = tensors
     *sizes, capped, edges = arguments
     count, width, most = parts
@@ -486,27 +477,26 @@ def logprob_gradient_rows(
     logits: Tensor, target: Tensor, stats: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None,
     dlogits: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float, *, merged: bool = False,
 ) -> None:  # fmt: skip
-    """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits), of (M, V) rows; may be the logits.
+    """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits) for (M, V) rows; may be the logits.
 
-    dlogprob, dentropy: (M,), one stride each, or None. stats: of `logprob_rows`; None where that ran without Triton.
-    merged: the statistics are of all classes, the V classes are a shard of them, and a target may lie elsewhere.
+    dlogprob, dentropy: (M,), one stride each, or None. stats: from `logprob_rows`; None if that ran without Triton.
+    merged: statistics cover all classes, the V classes are a shard, and a target may be in another shard.
     """
     M, V = logits.shape
-    # A grid of no programs cannot be launched, and there is nothing to write.
     if M * V == 0:
         return
     if stats is None or not use_triton(logits):
-        # Statistics of a whole row are computed anew from its logits; those of a shard could not be.
+        # Statistics of whole rows are recomputed from the logits; a shard's could not be.
         known = stats if merged else None
         dlogits.copy_(
             _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale, known)
         )
         return
-    # A reduced loss expands one number over all rows: its stride of 0 goes to the kernel, and no copy is made.
-    # A gradient that is None has a stride all the same, since the kernel's arguments are the same in number.
+    # Expanded gradients keep their stride of 0, without a copy. A None gradient has stride 0, since the kernel's
+    # argument count is fixed.
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))
     units = _units(temperature, softcap, scale)
-    # A dense gradient beside logits of another row stride is moved number by number.
+    # If the gradient and the logits have different row strides, elements are moved singly.
     apart = uneven(logits, dlogits)
     arguments = (V, *strides, logits.stride(0), dlogits.stride(0), ignore_index, *units, softcap != 0.0, apart)
     dtypes = [None if d is None else d.dtype for d in (dlogprob, dentropy)]
@@ -514,8 +504,8 @@ def logprob_gradient_rows(
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
-        # The edges of a row are its first program's: the others share what is left of it.
-        # One dimension of programs, since a grid's second one ends at 65535.
+        # The first program of a row also writes the edges; the others share the body. A flat grid, since a grid's
+        # second dimension ends at 65535.
         return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_logprob_bwd_kernel, key, (logits, target, dlogprob, dentropy, stats, dlogits), plan)
@@ -524,9 +514,9 @@ def logprob_gradient_rows(
 def _logprob_fwd_fake(
     logits: Tensor, target: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    # 12 bytes a row for the backward pass, beside the logits that autograd holds.
+    # 12 bytes per row for the backward pass, beside the logits that autograd keeps.
     one = logits.new_empty(target.shape, dtype=torch.float32)
-    # Results are fp32 from 16-bit logits too: a log-probability of −10 in bf16 has steps of 1/16.
+    # fp32 from 16-bit logits too: a log-probability of −10 in bf16 has steps of 1/16.
     top1 = logits.new_empty(target.shape, dtype=torch.bool)
     stats = logits.new_empty((target.numel(), 3), dtype=torch.float32)
     return one, torch.empty_like(one), torch.empty_like(one), top1, torch.empty_like(one), stats
@@ -539,7 +529,6 @@ def _logprob_fwd_fake(
 )
 def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
     *results, stats = _logprob_fwd_fake(logits, target, *options)
-    # Targets in a contiguous row: 8 bytes a token, cheap to copy beside its logits.
     if logits.numel():
         logprob_rows(view_rows(logits), target.reshape(-1).contiguous(), tuple(results), stats, *options)
     elif target.numel():  # without classes every target is out of range
@@ -563,12 +552,13 @@ def _logprob_bwd_fake(
 def _logprob_bwd(
     logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, *options: Any
 ) -> Tensor:
-    # A new tensor: logits are the caller's here. Walks over chunks, which own theirs, call `logprob_gradient_rows` in
-    # place.
+    # A new tensor: the caller owns the logits here. Chunked losses, which own their logits, call
+    # `logprob_gradient_rows` in place.
     dlogits = logits.new_empty(logits.shape)
     if logits.numel():
         rows = dlogits.view(-1, logits.shape[-1])
-        # One number for all rows keeps its stride of 0 through reshape. One a sequence becomes a copy, 4 bytes a token.
+        # An expanded gradient keeps its stride of 0 through reshape. A gradient per sequence is copied, 4 bytes per
+        # token.
         dlogprob, dentropy = (None if d is None else d.reshape(-1) for d in (dlogprob, dentropy))
         labels = target.reshape(-1).contiguous()
         logprob_gradient_rows(view_rows(logits), labels, stats, dlogprob, dentropy, rows, *options)
@@ -580,13 +570,13 @@ def _logprob_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *ctx.options = inputs
-    # No probabilities: they are computed again from the logits, which costs an exponential and no memory.
+    # No probabilities: recomputed from the logits, an exponential instead of memory.
     ctx.save_for_backward(logits, target, output[5])
 
 
 def _backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     dlogits = None
-    # A loss of one of the two leaves the other's gradient None, and its terms out of the kernel.
+    # If a loss uses only logprob or only entropy, the other gradient is None and compiled out.
     if (dlogprob is not None or dentropy is not None) and ctx.needs_input_grad[0]:
         dlogits = _logprob_bwd(*ctx.saved_tensors, dlogprob, dentropy, *ctx.options)
     return dlogits, None, None, None, None, None

@@ -2,7 +2,7 @@
 
 Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467
 
-`add_rms_norm`, of a sum, runs the same kernels: r_ptr is the residual then, s_ptr the sum.
+`add_rms_norm` runs the same kernels with r_ptr, the residual, and s_ptr, the sum x + r that the norm is taken from.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tigon.ops.sum_rows import shares, spread, sum_rows
 
 Cast = Literal["llama", "gemma", "none"]
 CASTS = get_args(Cast)
-# Up to this width one tile holds a row in registers; wider rows are read twice, block by block.
+# Widest row that a tile holds in registers; wider rows are read twice, block by block.
 MAX_TILE = 16384
 
 
@@ -53,8 +53,8 @@ def rms_norm(
     """Scale each row of x to unit root mean square, then by weight.
 
     Args:
-        x: (..., N), any float dtype and strides: one head of a packed projection is read where it lies. Statistics are
-            taken in fp32 (fp64 for fp64).
+        x: (..., N), any float dtype and strides: one head of a packed projection is read in place. Statistics are fp32
+            (fp64 for fp64).
         weight: (N,), or None for no scale.
         eps: added to the mean square, in squared units of x. None, as in torch: the machine epsilon of fp32, 1.2e-7, or
             of fp64 for fp64.
@@ -63,7 +63,7 @@ def rms_norm(
             "llama"  x·rstd is rounded to x's dtype, then scaled; the result has the promoted dtype of x and weight.
             "gemma"  everything in fp32, rounded once, to x's dtype. Also what torch.nn.RMSNorm does.
             "none"   everything in fp32, rounded once, to the promoted dtype of x and weight.
-    Returns: (..., N), in the order of x's memory.
+    Returns: (..., N), in x's memory order.
     Raises: ValueError for a weight that is not (N,), an unknown cast, a scalar x or a dtype that is not a float.
 
     Replaces (cast="llama")::
@@ -92,7 +92,7 @@ def _check(name: str, x: Tensor, weight: Tensor | None, cast: str) -> None:
         raise ValueError(f"{name}: cast must be one of {CASTS}, got {cast!r}.")
     if weight is not None and getattr(weight, "shape", None) != x.shape[-1:]:
         check_no_shape(name, weight)
-        # Raises for a layer or a list in the weight's place; a tensor of another shape gets the sentence below.
+        # Raises if weight is a layer or a list; a tensor with the wrong shape gets the error below.
         check_tensors(name, weight=weight)
         raise ValueError(
             f"{name}: weight must have shape {tuple(x.shape[-1:])}, the last dimension of x {tuple(x.shape)}, "
@@ -110,9 +110,9 @@ def rms_norm_reference(
     if cast == "llama":
         y = y.to(x.dtype)
         if weight is not None and not offset:
-            return in_order(weight * y, x)  # PyTorch multiplies bf16 in fp32 and rounds once: no fp32 copy is needed
+            return in_order(weight * y, x)  # PyTorch multiplies bf16 in fp32 and rounds once
     if weight is not None:
-        # fp32 at least: bf16 + offset would be rounded before it scales. An fp64 weight stays fp64.
+        # At least fp32: bf16 + offset would be rounded before the scaling. An fp64 weight stays fp64.
         w = weight.to(torch.promote_types(weight.dtype, torch.float32))
         y = y * (w + offset if offset else w)
     return in_order(y.to(_out_dtype(x.dtype, weight, cast)), x)
@@ -125,6 +125,13 @@ def _out_dtype(dtype: torch.dtype, weight: Tensor | None, cast: str) -> torch.dt
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# A program: BLOCK_M whole rows in registers, so memory is read once.
+#   x, r     input and optional residual, (M, N); row i starts at (i // inner) · stride_o + (i % inner) · stride_i, with
+#            separate strides for x (xo, xi) and r (ro, ri)
+#   s, y     rounded sum x + r, and its norm; dense, row i starts at i · N
+#   w        weight (N,) or None; offset is added in fp32, since bf16 1 + w would drop most bits of a small w
+#   rstd     None, or (M,): saved only for rows too wide for the backward to recompute beside dW
+#   ROUND    Llama's order: x · rstd is rounded to x's dtype before the weight scales it
 @jit
 @do_not_specialize("M")
 def _rms_norm_fwd_kernel(
@@ -132,40 +139,43 @@ def _rms_norm_fwd_kernel(
     eps, offset, ROUND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # A row fits into one tile: the second use of x comes from registers, and memory is read once.
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
     x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
-    # Rows beyond M have offsets beyond the tensors, which the mask keeps from being used.
     y_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
     x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Two sets of strides: the layer's output and the residual stream may lie in memory in different orders.
     if r_ptr is not None:
         r_at = (rows // inner_r).to(tl.int64) * stride_ro + (rows % inner_r).to(tl.int64) * stride_ri
         x += tl.load(r_ptr + r_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        # The sum is rounded and stored before it is normed: the next layer adds to it, and the backward pass reads it.
+        # The sum is rounded before the norm, as two separate steps would do; the backward reads the rounded sum.
         total = x.to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + y_at, total, mask=mask)
-        # The norm of the rounded sum, as the two separate steps have it.
         x = total.to(tl.float32)
-    # Masked columns hold 0 and add nothing, so the sum needs no select; the division is by N and not by BLOCK_N.
+    # Masked columns hold 0, so the sum needs no select; divide by N, not by BLOCK_N.
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
-    # Only rows too wide for the backward to sum beside dW pay for a saved statistic: 4 bytes a row.
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=rows < M)
-    # The row is in registers still, in fp32: one reading serves the statistic and the result.
     y = x * rstd[:, None]
-    # Llama's order: x · rstd is rounded to x's dtype before the weight scales it.
     if ROUND:
         y = y.to(x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty).to(tl.float32)
     if w_ptr is not None:
-        # The offset is Gemma's 1 + w, added in fp32: in bf16, 1 + w would drop most bits of a small w.
         y = y * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)[None, :]
-    # y is dense in the walk's order: row r lies at r · N.
     tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+# Persistent grid: a program takes every num_programs-th tile of BLOCK_M rows, with all columns, and keeps a partial dW
+# in registers.
+#   dy, ds, x   upstream gradients of y and of the residual sum (None without one), and the input; each has strides as
+#               in the forward pass
+#   rstd        None: recomputed from the row in registers. Otherwise the saved (M,), which lets xhat and dW start
+#               before the row sum: registers are short
+#   dx          dense, in x's memory order; None if not needed
+#   dw          (programs, N) fp32 partial sums, added by sum_rows in a fixed order without atomics. A single program
+#               writes dW itself, in dW's dtype
+#   RELOAD      the widest rows leave no registers for the weight: load it from L1 for every row
+#   STAGES      tiles prefetched into shared memory: with a single program per SM nothing else hides load latency
+# dx = (wdy − xhat · mean(wdy · xhat)) · rstd, dW = Σ dy · xhat over rows.
 @jit
 @do_not_specialize("M")
 def _rms_norm_bwd_kernel(
@@ -173,93 +183,74 @@ def _rms_norm_bwd_kernel(
     stride_dso, stride_dsi, inner, stride_xo, stride_xi, eps, offset,
     ROUND: tl.constexpr, RELOAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A persistent grid: each program walks the rows with the grid's stride and keeps its share of dW in registers.
-    # Every program has all columns: sums along a row stay in one program, and a program's dW has N numbers.
     cols = tl.arange(0, BLOCK_N)
     col_mask = cols < N
     if w_ptr is not None and not RELOAD:
-        # Loaded once for all rows of the program, offset included.
         w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
-    # A share for every row of the tile: rows are added once, at the end, and not in each step.
+    # A partial sum per tile row; the tile rows are added once, after the loop.
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # The grid's stride: programs that run together read neighbouring rows. STAGES prefetches the next tiles into shared
-    # memory, since one program a multiprocessor has nobody else to hide its loads.
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & col_mask[None, :]
         x_at = (rows // inner).to(tl.int64) * stride_xo + (rows % inner).to(tl.int64) * stride_xi
-        # Three sets of strides: dy, ds and x may each lie in memory in an order of their own.
         dy_at = (rows // inner_dy).to(tl.int64) * stride_dyo + (rows % inner_dy).to(tl.int64) * stride_dyi
-        # Unmasked work beyond N is harmless: x and dy are 0 there, and each term of each sum has one of them as a
-        # factor.
+        # Columns beyond N need no mask below: x and dy are 0 there, and every term contains x or dy.
         x = tl.load(x_ptr + x_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if ds_ptr is not None:
             ds_at = (rows // inner_ds).to(tl.int64) * stride_dso + (rows % inner_ds).to(tl.int64) * stride_dsi
             if rstd_ptr is None:
-                # With registers to spare the residual's gradient is on its way together with x and dy.
                 ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         wdy = dy
         if w_ptr is not None:
-            if RELOAD:  # the widest rows leave no registers for the weight, which comes from the L1 cache each time
+            if RELOAD:
                 w = tl.load(w_ptr + cols, mask=col_mask, other=0.0).to(tl.float32) + offset
             wdy = dy * w[None, :]
         if rstd_ptr is None:
-            # The row is in registers anyway, so 1/rms is computed again: the forward saves no tensor for it, and both
-            # sums take one exchange between warps.
-            # products are of x and not of xhat, whose factor rstd is not known before squares is: both sums are taken
-            # at once.
+            # Sum wdy · x and not wdy · xhat: rstd is unknown until the sum of squares, and a single exchange between
+            # warps then serves both sums.
             squares, products = sum2(x * x, wdy * x)
             rstd = tl.rsqrt(squares / N + eps)[:, None]
             xhat = x * rstd
-            # mean = Σ wdy · xhat / N, from Σ wdy · x and the factor rstd, which was not known when the products were
-            # summed.
             mean = products[:, None] * rstd / N
-        else:  # registers are short: a saved rstd makes xhat, and so dW, independent of the sum
+        else:
             rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
             xhat = x * rstd
             mean = (tl.sum(wdy * xhat, 1) / N)[:, None]
         if dw_ptr is not None:
-            # The forward scaled the rounded xhat, so dW has it as its factor.
+            # The forward scaled the rounded xhat, so dW uses the rounded xhat.
             if ROUND:
-                # dW = Σ dy · xhat over rows: dy itself, not wdy.
                 dw += dy * xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
             else:
                 dw += dy * xhat
         if dx_ptr is not None:
-            # The component of wdy along xhat changes only the length of the row, which the norm has fixed: it is
-            # taken out.
             dx = (wdy - xhat * mean) * rstd
             if ds_ptr is not None:
                 if rstd_ptr is not None:
                     ds = tl.load(ds_ptr + ds_at[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-                # In fp32, before the one rounding: a sum in a separate pass would round twice and move dx through
-                # memory again.
+                # In fp32 before the single rounding; a separate pass would round twice and move dx through memory
+                # again.
                 dx += ds
-            # dx is dense, in the order in which the launch walks the rows: that of x's memory.
             dx_at = rows.to(tl.int64)[:, None] * N + cols[None, :]
             tl.store(dx_ptr + dx_at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if dw_ptr is not None:
-        # One row of partial sums a program; sum_rows adds them in a fixed order, without atomics. One program's row is
-        # dW itself, in dW's dtype.
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * N + cols, tl.sum(dw, 0), mask=col_mask)
 
 
+# A program: one row, too wide for registers and read twice: once for the squares, once for the result (from L2 as far
+# as it is still cached). Arguments as in `_rms_norm_fwd_kernel`; rstd is always stored.
 @jit
 def _rms_norm_wide_fwd_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, inner, stride_xo, stride_xi, inner_r, stride_ro, stride_ri,
     eps, offset, ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # One program a row, and as many in flight as fit: nothing is summed over rows.
     row = tl.program_id(0)
-    # int64 for the row, once; within a row columns are int32.
+    # int64 once for the row; columns within a row are int32.
     x_ptr += (row // inner).to(tl.int64) * stride_xo + (row % inner).to(tl.int64) * stride_xi
     y_ptr += row.to(tl.int64) * N
     if r_ptr is not None:
         r_ptr += (row // inner_r).to(tl.int64) * stride_ro + (row % inner_r).to(tl.int64) * stride_ri
         s_ptr += row.to(tl.int64) * N
-    # A sum for every lane: lanes meet once, after the last block.
-    # 512 threads have 16 columns each in a step, two 16-byte loads of 16-bit numbers.
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -269,16 +260,13 @@ def _rms_norm_wide_fwd_kernel(
             total = x.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + cols, total, mask=cols < N)
             x = total.to(tl.float32)
-        # An fp32 sum a lane: 8192 lanes on 512 threads, 16 registers a thread.
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, 0) / N + eps)
-    # Stored always: a row that is read in blocks is not in registers in the backward pass either.
     tl.store(rstd_ptr + row, rstd)
-    # The second reading, of a row that registers did not hold: from L2, as far as it is there still.
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        if r_ptr is not None:  # added again, not read back: another thread of the program may have stored the sum
+        if r_ptr is not None:  # add again: another thread of the program may have stored the sum
             x += tl.load(r_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
             x = x.to(s_ptr.dtype.element_ty).to(tl.float32)
         y = x * rstd
@@ -289,6 +277,9 @@ def _rms_norm_wide_fwd_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
 
 
+# dx for rows too wide for registers, a program per row; x and dy are read twice. Arguments as in
+# `_rms_norm_bwd_kernel`; rstd is the forward's, so only Σ wdy · x is summed here. dW has a separate kernel: a dx
+# program would have to keep N fp32 sums, which do not fit registers.
 @jit
 def _rms_norm_wide_dx_kernel(
     dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, N, inner_dy, stride_dyo, stride_dyi, inner_ds, stride_dso,
@@ -300,59 +291,49 @@ def _rms_norm_wide_dx_kernel(
     dx_ptr += row.to(tl.int64) * N
     if ds_ptr is not None:
         ds_ptr += (row // inner_ds).to(tl.int64) * stride_dso + (row % inner_ds).to(tl.int64) * stride_dsi
-    # Saved by the forward pass: Σ x² need not be summed again beside Σ wdy · x, and the dW kernel needs rstd as well.
     rstd = tl.load(rstd_ptr + row)
-    # A sum for every lane: lanes meet once a row.
     products = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if w_ptr is not None:
-            # The weight comes from L2: all programs read the same N numbers.
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
         products += dy * tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    # Σ wdy · xhat = rstd · Σ wdy · x, and the second rstd turns x into xhat below.
+    # Σ wdy · xhat = rstd · Σ wdy · x; the second rstd turns x into xhat below.
     mean = tl.sum(products, 0) * rstd * rstd / N
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
         dy = tl.load(dy_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         if w_ptr is not None:
             dy = dy * (tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) + offset)
-        # x and dy are read a second time, as the row is too wide for registers.
         dx = (dy - tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32) * mean) * rstd
         if ds_ptr is not None:
-            # In fp32, before the one rounding.
             dx += tl.load(ds_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         tl.store(dx_ptr + cols, dx.to(dx_ptr.dtype.element_ty), mask=cols < N)
 
 
+# dW for rows too wide for registers. A program: BLOCK_N columns of every P-th row, a fixed set in a fixed order, so
+# that results are reproducible. Neighbouring programs take neighbouring rows of the same columns.
+#   dw          (P, N) partial sums, which sum_rows adds in order
 @jit
 @do_not_specialize("M")
 def _rms_norm_wide_dw_kernel(
     dy_ptr, x_ptr, rstd_ptr, dw_ptr, M, N, inner_dy, stride_dyo, stride_dyi, inner, stride_xo, stride_xi, P,
     ROUND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs take neighbouring rows of the same columns.
-    # A kernel of its own for dW: a program of the dx kernel would have to keep N fp32 sums, which registers do not
-    # hold.
     part = tl.program_id(0) % P
     cols = tl.program_id(0) // P * BLOCK_N + tl.arange(0, BLOCK_N)
-    # A fixed set of rows in a fixed order: the same bits on every run.
     dw = tl.zeros((BLOCK_N,), tl.float32)
     for r in range(part, M, P):
-        # int64: row * stride reaches 2**31 at 512k tokens of width 4096.
         row = r + tl.full((), 0, tl.int64)
         x_at = row // inner * stride_xo + row % inner * stride_xi
         dy_at = row // inner_dy * stride_dyo + row % inner_dy * stride_dyi
         x = tl.load(x_ptr + x_at + cols, mask=cols < N, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_at + cols, mask=cols < N, other=0.0).to(tl.float32)
-        # No mask: r runs below M.
         xhat = x * tl.load(rstd_ptr + row)
         if ROUND:
-            # The forward scaled the rounded xhat, so dW has it as its factor.
             xhat = xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
         dw += dy * xhat
-    # (P, N) partial sums, which sum_rows adds in order.
     tl.store(dw_ptr + part.to(tl.int64) * N + cols, dw, mask=cols < N)
 
 
@@ -360,35 +341,33 @@ def _rms_norm_wide_dw_kernel(
 
 
 def _fwd_tile(n: int) -> tuple[int, int, int]:
-    """Rows a tile, columns a tile and warps: narrow rows share a tile, so that every warp has 16-byte loads to make."""
-    # 2048 numbers a tile at least.
+    """Rows per tile, columns per tile and warps. Narrow rows share a tile, so that every warp has 16-byte loads."""
+    # At least 2048 numbers per tile, 16 to 32 per thread: two to four 16-byte loads of 16-bit numbers.
     block_n = next_power_of_2(n)
-    # 16 to 32 numbers a thread: two to four 16-byte loads of 16-bit numbers.
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16
     return max(1, 2048 // block_n), block_n, 4 if 4 * n <= 3 * block_n else warps  # much padding: fewer idle threads
 
 
 @functools.cache
 def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, stages and programs a multiprocessor.
+    """Rows, columns, warps, stages and programs per SM.
 
-    One program computes a tile while its next two are loaded: 2 or 3 inputs · 3 stages · 16 KiB of shared memory. A
-    tile that is much padding carries less, so more tiles are on their way. There is no prefetch where tiles do not
-    fit, or where a row is so wide that registers are short.
+    A program computes a tile while the next two are loaded: 2 or 3 inputs · 3 stages · 16 KiB of shared memory. A tile
+    with much padding carries less, so more tiles are in flight. There is no prefetch where tiles do not fit, or where a
+    row is so wide that registers are short.
     """
     block_n = next_power_of_2(n)
-    # 16 KiB a tile: with 2 inputs and 3 stages 96 KiB, what a multiprocessor of 100 KiB or more can give to one
-    # program.
+    # 16 KiB per tile: 2 inputs and 3 stages take 96 KiB, available to a program on SMs with 100 KiB or more.
     block_m, warps, stages, resident = max(1, 16384 // itemsize // block_n), 8, 3, 1
     if 4 * n <= 3 * block_n and block_n * itemsize >= 8192:
-        # Shared memory has to hold every stage of every input of every resident program.
+        # Shared memory must hold every resident program's inputs in every stage.
         block_m, stages = 1, 4
         if block_n * itemsize == 8192:
             warps, resident = 4, 2
-    # In the dtype of memory: that is how the pipeline keeps a tile in shared memory.
+    # In the memory dtype, which is how the pipeline keeps a tile in shared memory.
     tile_bytes = block_m * block_n * itemsize
-    # A tile of 32 KiB, one row: x, dy and the share of dW need the registers of 16 warps. Registers are short there, so
-    # rstd is loaded, the weight is reloaded for each row, and nothing is prefetched.
+    # A 32 KiB tile is one row: x, dy and the partial dW need 16 warps' registers. Registers are short, so rstd is
+    # loaded, the weight is reloaded for every row, and nothing is prefetched.
     if tile_bytes > 16384:
         warps, stages = 16, 1
     elif (stages * inputs * tile_bytes + 4096) * resident > shared:
@@ -397,11 +376,11 @@ def _bwd_tile(n: int, itemsize: int, inputs: int, shared: int) -> tuple[int, int
 
 
 def _empty_rstd(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for rstd if the backward reads it; empty if the backward computes rstd again, from a row in registers.
+    """Buffer for rstd; empty if the backward pass recomputes rstd from a row in registers.
 
-    dtype: the dtype of the rows that the backward reads.
+    dtype: dtype of the rows that the backward pass reads.
     """
-    # A width of 0 has no rows to speak of, and no division.
+    # N = 0 has no rows, and must not divide.
     N = x.shape[-1]
     rows = x.numel() // N if N * dtype.itemsize > MAX_TILE else 0
     return torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -426,7 +405,7 @@ def _forward(
     M = y.numel() // N if N else 0
     if M == 0:
         return
-    # Rows are walked in the order of the output's memory, so that stores are contiguous.
+    # Walk rows in the output's memory order, so that stores are contiguous.
     order = memory_order(y)
     x, *strides = row_groups(x, order)
     r, *strides_r = (None, 1, 0, 0) if r is None else row_groups(r, order)
@@ -434,9 +413,9 @@ def _forward(
         weight = weight.contiguous()
 
     def plan() -> Plan:
-        # eps and offset are arguments and also in the key: a plan stores them.
         arguments = (M, N, *strides, *strides_r, eps, offset, cast == "llama")
         if N > MAX_TILE:
+            # 16 columns per thread: two 16-byte loads of 16-bit numbers, and 16 fp32 sums in the wide kernel.
             return M, (*arguments, 8192), {"num_warps": 16}
         block_m, block_n, warps = _fwd_tile(N)
         return cdiv(M, block_m), (*arguments, block_m, block_n), {"num_warps": warps}
@@ -445,7 +424,6 @@ def _forward(
         M, N, x.dtype, r if r is None else r.dtype, weight if weight is None else weight.dtype, y.dtype, eps, offset,
         cast, *strides, *strides_r,
     )  # fmt: skip
-    # None for what is absent: the kernel is compiled without it.
     tensors = (x, r, weight, y, total, rstd if rstd.numel() else None)
     launch(_rms_norm_fwd_kernel if N <= MAX_TILE else _rms_norm_wide_fwd_kernel, key, tensors, plan)
 
@@ -454,7 +432,6 @@ def _rms_norm_bwd_fake(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float,
     cast: str, need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # In the order of x's memory, dense along the rows.
     dx = empty_rows(x) if need_dx else x.new_empty(0)
     return dx, torch.empty_like(weight) if need_dw and weight is not None else x.new_empty(0)
 
@@ -468,13 +445,12 @@ def _rms_norm_bwd(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, offset: float, cast: str,
     need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx, plus ds, the gradient of `add_rms_norm`'s sum, unless None; and dweight."""
+    """dx, including ds, the gradient of `add_rms_norm`'s sum, unless None; and dweight."""
     dx, dw = _rms_norm_bwd_fake(dy, ds, x, weight, rstd, eps, offset, cast, need_dx, need_dw)
     N = x.shape[-1]
     M = x.numel() // N if N else 0
     if M == 0:
         return dx, dw.zero_()
-    # The forward walked the rows in the order of x's memory, and rstd has that order too.
     order = None if x.is_contiguous() else memory_order(dx if need_dx else empty_rows(x))
     x, *strides = row_groups(x, order)
     dy, *strides_dy = row_groups(dy, order)
@@ -482,7 +458,6 @@ def _rms_norm_bwd(
     if weight is not None and not weight.is_contiguous():
         weight = weight.contiguous()
     out_dx = dx if need_dx else None
-    # None where the forward has saved none: the kernel then computes 1/rms again.
     saved = rstd if rstd.numel() else None
     key = (
         M, N, need_dx, need_dw, dy.dtype, ds if ds is None else ds.dtype, x.dtype,
@@ -490,17 +465,15 @@ def _rms_norm_bwd(
     )  # fmt: skip
     scalars = (*strides_dy, *strides_ds, *strides)
     partial = None
-    if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
+    if N * x.element_size() <= 2 * MAX_TILE:  # the row and dx fit registers; half as many columns in fp32
         inputs = 2 if ds is None else 3
         block_m, block_n, warps, stages, resident = _bwd_tile(N, x.element_size(), inputs, shared_memory(x.device))
         block_m, warps, stages = spread(M, block_m, block_n, x.device) or (block_m, warps, stages)
-        # A persistent grid, so that there are as few partial sums as programs.
         programs = min(cdiv(M, block_m), resident * multiprocessors(x.device))
         if need_dw:
             partial, _ = shares(programs, dw)
-        # A single tile has no next one to load ahead.
         stages = 1 if cdiv(M, block_m) == 1 else stages
-        # RELOAD goes with a saved rstd: both say that the row is so wide that registers are short.
+        # RELOAD is set together with a saved rstd: both mean that registers are short.
         launch(
             _rms_norm_bwd_kernel, key, (dy, ds, x, weight, saved, out_dx, partial),
             lambda: (
@@ -515,8 +488,8 @@ def _rms_norm_bwd(
                 lambda: (M, (N, *scalars, offset, 8192), {"num_warps": 16}),
             )  # fmt: skip
         if need_dw:
-            # Programs by columns and by every P-th row: about four for each multiprocessor.
-            # 1024 columns on 128 threads: a thread loads 16 bytes of x and of dy, and keeps 8 sums.
+            # Programs by columns and every P-th row, about four per SM. 1024 columns on 128 threads: a thread loads 16
+            # bytes of x and of dy, and keeps 8 sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             partial, _ = shares(programs, dw)
@@ -533,7 +506,7 @@ def _rms_norm_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, *ctx.options = inputs
-    # rstd has no elements for rows that the backward holds in registers.
+    # rstd is empty for rows that the backward pass holds in registers.
     ctx.save_for_backward(x, weight, output[1])
 
 

@@ -1,8 +1,8 @@
 """Sparsemax, the Euclidean projection onto the probability simplex: y = max(x − τ, 0), with τ such that Σ y = 1.
 
 No sort: with S the elements above τ, Newton's step on Σ max(x − τ, 0) = 1 is τ ← (Σ_S x − 1) / |S|. The sum is convex
-and falls with τ, so that from below the steps never pass the root; each but the last drops elements from S, so that
-there are few, and the last one is exact.
+and decreases with τ, so steps from below never pass the root. Each step but the last drops elements from S, hence there
+are few steps, and the last is exact.
 
 Sources: Martins & Astudillo 2016, https://arxiv.org/abs/1602.02068; the iteration, Michelot 1986,
 https://doi.org/10.1007/BF00938486, and Condat 2016, https://doi.org/10.1007/s10107-015-0946-6.
@@ -29,18 +29,18 @@ from tigon.kernels import (
     view_rows,
 )
 
-# Up to this width a row stays in registers while its threshold is computed; wider rows are read once a step.
-# In fp32 and on 16 warps, a row of 32768 is 64 registers a thread.
+# Widest row that stays in registers while its threshold is computed; wider rows are read once per step. In fp32 on 16
+# warps, a row of 32768 takes 64 registers per thread.
 MAX_TILE = 32768
 
 
 def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
-    """The nearest point of the probability simplex: like softmax, but most of it is exactly 0. fp32, rounded once.
+    """The nearest point of the probability simplex: like softmax, but mostly exact zeros. In fp32, rounded once.
 
     Args:
         x: any shape with at least one dimension, any float dtype.
         dim: the dimension that sums to one. Any but the last costs two copies.
-    Returns: x's shape and dtype, contiguous. The gradient is dy less its mean over the support, there, and 0 elsewhere.
+    Returns: x's shape and dtype, contiguous. The gradient is dy minus its mean over the support, and 0 elsewhere.
     Raises: ValueError for a dtype that is not a float and a dim out of range.
 
     Replaces::
@@ -65,10 +65,10 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
     z = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(dim, -1)
     if z.numel() == 0:
         return x.clone()
-    # A shift leaves the projection as it is, and smaller numbers sum more exactly.
+    # Sparsemax is invariant to a shift, and smaller numbers sum more exactly.
     z = z - z.amax(-1, keepdim=True).detach()
     ordered = z.detach().sort(-1, descending=True).values
-    k = torch.ones_like(ordered).cumsum(-1)  # an arange, but a DTensor where x is one
+    k = torch.ones_like(ordered).cumsum(-1)  # an arange, but a DTensor if x is
     # At least one element: a row of NaN has no support.
     size = (k * ordered > ordered.cumsum(-1) - 1).sum(-1, keepdim=True).clamp(min=1)
     support = z >= ordered.gather(-1, size - 1)
@@ -80,6 +80,9 @@ def sparsemax_reference(x: Tensor, dim: int = -1) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# A program: BLOCK_M rows in registers. x has row stride xm, y is dense. Each step of the loop compares the elements
+# anew: a mask kept in between would take as many registers as another tile. The tile's rows iterate together until the
+# last row is done.
 @jit
 @do_not_specialize("M")
 def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -88,62 +91,55 @@ def _sparsemax_fwd_kernel(x_ptr, y_ptr, M, N, stride_xm, BLOCK_M: tl.constexpr, 
     cols = tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_xm + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
-    # Rows beyond M hold -inf alone, and -inf − (-inf) is NaN. A comparison with NaN is false: such a row has no
-    # support, asks for no further step, and is not stored.
-    # sparsemax does not change when a constant is added: differences are exact where they matter.
+    # Rows beyond M hold only -inf, and -inf − (-inf) is NaN, for which comparisons are false: such a row has no
+    # support, needs no further step, and is not stored.
     x = x - tl.max(x, 1)[:, None]
-    # Comparisons drop NaN from the support: it is carried aside and added to the whole row.
+    # Comparisons drop NaN from the support: kept aside and added to the whole row.
     nan = tl.sum(tl.where(x == x, 0.0, x), 1)
-    # The maximum is now 0, so that τ lies in [-1, 0). The elements above -1 are a small first guess of the support.
+    # The maximum is now 0, so τ lies in [-1, 0). The elements above -1 are a small first guess of the support.
     above = x > -1.0
-    # Counts in fp32: exact, as a row of this kernel is narrower than 2**24.
+    # fp32 counts are exact: a row here is narrower than 2**24.
     size = tl.sum(above.to(tl.float32), 1)
     total = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
     dropped = 1
-    # The support only shrinks. It is final once a step drops no element.
+    # The support only shrinks, and is final once a step drops no element.
     while dropped > 0:
-        above = size[:, None] * x > total[:, None]  # x > total / size without rounding a quotient: ties stay outside
-        # Michelot's step: τ of the support so far is total / size, and elements not above it leave. The elements, in
-        # registers, are compared anew in each step: a mask kept in between would be one more tile.
+        above = size[:, None] * x > total[:, None]  # no rounded quotient: ties stay outside
+        # Michelot's step: τ of the current support is total / size, and elements not above τ leave.
         left = tl.sum(above.to(tl.float32), 1)
         sums = tl.sum(tl.where(above, x, 0.0), 1) - 1.0
-        # One flag for the tile: its rows go on together until the last is done.
         dropped = tl.max((left < size).to(tl.int32), 0)
-        # A row that dropped nothing is done: its sum and size stay as they are while the tile goes on.
+        # A finished row keeps sum and size while the tile continues.
         total = tl.where(left < size, sums, total)
         size = tl.minimum(left, size)
     above = size[:, None] * x > total[:, None]
-    # One division a row; and by the same products that have decided the support, so that no y in it is below 0.
+    # The same products that decided the support, so that no y in the support is below 0.
     y = tl.where(above, (size[:, None] * x - total[:, None]) * (1.0 / size)[:, None], 0.0) + nan[:, None]
     tl.store(y_ptr + rows[:, None] * N + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+# A program: BLOCK_M rows of any width, read twice, the second time from the end, which is still cached. Narrow rows
+# share a tile and are a single block. y tells the support, so neither x nor τ is saved. Cost: a support element whose y
+# rounds to 0 in y's dtype gets no gradient, unlike in the fp32 reference.
 @jit
 @do_not_specialize("M")
 def _sparsemax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, M, N, stride_dym, stride_ym, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    # A row wider than a tile is read twice, the second time from its end, which is still cached. Narrow rows share a
-    # tile.
-    # int64 as in the forward: rows times N or a stride.
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     size = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # One kernel for every width: a narrow row is a single block, and is read twice from the cache.
     blocks = tl.cdiv(N, BLOCK_N)
     for i in range(blocks):
         cols = i * BLOCK_N + lane
         mask = (rows < M)[:, None] & (cols < N)[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * stride_dym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + rows[:, None] * stride_ym + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        # The result itself says what the support is: x is not saved, nor is τ.
-        # What has been given up: an element of the support whose y rounds to 0 in y's dtype gets no gradient. The
-        # reference, which has fp32, gives it one.
         total += tl.where(y > 0, dy, 0.0)
         size += tl.where(y > 0, 1.0, 0.0)
-    # On the support y = x − τ, and τ moves with the mean of x there. Every row has a support: its sum is 1.
-    # 0 / 0 in a row of NaN and beyond M: y > 0 is false there, so that the NaN of the mean is selected by no element.
+    # On the support y = x − τ, and τ moves with the mean of x there. 0 / 0 in a row of NaN and beyond M: y > 0 is false
+    # there, so no element selects the NaN mean.
     mean = tl.sum(total, 1) / tl.sum(size, 1)
     for i in range(blocks):
         cols = (blocks - 1 - i) * BLOCK_N + lane
@@ -154,6 +150,7 @@ def _sparsemax_bwd_kernel(
         tl.store(dx_ptr + rows[:, None] * N + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+# A program: one row too wide for registers, read once for the maximum, once per step and once for the result.
 @jit
 def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -164,37 +161,33 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
     nan = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=float("-inf")).to(tl.float32)
-        # tl.maximum drops NaN: the next line keeps it aside.
+        # tl.maximum drops NaN, which the next line keeps aside.
         top = tl.maximum(top, x)
         nan += tl.where(x == x, 0.0, x)
-    # The maximum in a reading of its own: relative to it sums are of numbers in (-1, 0], as exact as in the kernel
-    # above.
+    # Relative to the maximum all sums are over numbers in (-1, 0], as exact as in the kernel above.
     row_top = tl.max(top, 0)
-    bad = tl.sum(nan, 0) + (row_top - row_top)  # NaN for a row whose maximum is infinite
-    # As in the kernel above: with size 1 and total -1 the first support is the elements above -1.
+    bad = tl.sum(nan, 0) + (row_top - row_top)  # NaN if the row's maximum is infinite
+    # With size 1 and total -1 the first support is the elements above -1, as in the kernel above.
     size, total = 1.0, -1.0
     dropped = 1
     first = 1
-    # Each step reads the row again: it does not fit into registers.
-    # The count falls in every step but the first and the last. It is an integer, so that no rounding of a sum can keep
-    # the loop going.
+    # The count falls in every step but the first and the last, and is an integer: no rounded sum can keep the loop
+    # going.
     while dropped > 0:
-        # By lane: lanes meet once a step.
         sums = tl.zeros((BLOCK,), tl.float32)
         left = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, N, BLOCK):
             x = tl.load(x_ptr + start + lane, mask=start + lane < N, other=float("-inf")).to(tl.float32) - row_top
-            # -inf at masked columns is outside of every support, and the select keeps it out of the sum.
+            # -inf at masked columns is outside every support, and the select keeps -inf out of the sum.
             sums += tl.where(size * x > total, x, 0.0)
             left += tl.where(size * x > total, 1.0, 0.0)
         count = tl.sum(left, 0)
-        # The first guess, size 1, is not a count: the first step is a step whatever it finds.
+        # The first guess, size 1, is not a count, so the first step always counts as a step.
         dropped = ((count < size) | (first > 0)).to(tl.int32)
         total = tl.where(dropped > 0, tl.sum(sums, 0) - 1.0, total)
         size = tl.where(dropped > 0, count, size)
         first = 0
-    # A row whose maximum is infinite ends with size 0: no element is selected, and its y is the NaN of `bad`.
-    # One division a row.
+    # A row with an infinite maximum ends with size 0: no element is selected, and y is the NaN of `bad`.
     inverse = 1.0 / size
     for start in range(0, N, BLOCK):
         cols = start + lane
@@ -207,9 +200,9 @@ def _sparsemax_wide_fwd_kernel(x_ptr, y_ptr, N, stride_xm, BLOCK: tl.constexpr):
 
 
 def _fwd_tile(n: int) -> tuple[int, int, int]:
-    """Rows and columns a tile, and warps."""
+    """Rows and columns per tile, and warps."""
     block_n = next_power_of_2(n)
-    # Few rows a tile, since a tile iterates until the last of its rows is done.
+    # Few rows per tile, since a tile iterates until its last row is done.
     return (
         max(1, 1024 // block_n),
         block_n,
@@ -218,7 +211,7 @@ def _fwd_tile(n: int) -> tuple[int, int, int]:
 
 
 def _bwd_tile(n: int) -> tuple[int, int, int]:
-    # Two inputs of 8192 columns leave room for the two sums of every lane. Wider rows are read in such blocks.
+    # Two inputs of 8192 columns leave room for two sums per lane. Wider rows are read in such blocks.
     block_n = min(8192, next_power_of_2(n))
     return (
         max(1, 1024 // block_n),
@@ -241,7 +234,7 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
     stride = x.stride(0)
     key = (M, N, stride, x.dtype)
     if N > MAX_TILE:
-        # 1024 threads, 8 neighbouring columns each: a load of 16 bytes a thread in 16 bits.
+        # 1024 threads with 8 neighbouring columns each: a 16-byte load per thread in 16 bits.
         launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 32}))
     else:
 
@@ -264,8 +257,7 @@ def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
         return dx
     dy, y = view_rows(dy), view_rows(y)
     M, N = y.shape
-    # dx is dense and has no stride of its own. A dy that one number was expanded to has no unit stride: `view_rows`
-    # copies it.
+    # dx is dense. An expanded dy has no unit stride, and `view_rows` copies it.
     strides = dy.stride(0), y.stride(0)
 
     def tiled() -> Plan:

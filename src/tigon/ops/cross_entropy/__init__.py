@@ -1,12 +1,12 @@
-"""Cross entropy of given logits. With z = softcap(scale · logits), lse = log Σ exp z, ε the smoothing, V classes of
-weights w (1 unless given):
+"""Cross entropy of given logits. With z = softcap(scale · logits), lse = log Σ exp z, ε the smoothing, V classes and
+class weights w (1 unless given):
 
     loss = (1 − ε) · w[target] · (lse − z[target]) + ε/V · Σ w · (lse − z) + z_loss · lse²
 
 Sources: label smoothing, Szegedy et al. 2015, https://arxiv.org/abs/1512.00567; z-loss, Chowdhery et al. 2022,
 https://arxiv.org/abs/2204.02311; soft-capping, Gemma 2, https://arxiv.org/abs/2408.00118.
 
-The operator in the usual order: here the promise, then reference.py, kernels.py, launches.py.
+This file has the public function; reference.py, kernels.py and launches.py follow.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ REDUCTIONS = get_args(Reduction)
 
 
 class CrossEntropyDetails(NamedTuple):
-    """What `cross_entropy(..., details=True)` returns. Only the loss has a gradient.
+    """Result of `cross_entropy(..., details=True)`. Only the loss has a gradient.
 
     loss: as without details.
-    z_loss: the part of the loss that is z-loss, reduced as the loss.
-    accuracy: 0-d fp32, the share of rows that are not ignored whose largest logit is the target's; NaN if all are.
-    predicted: (...) int64, the class of each row's largest logit, the first of equals; −1 for ignored rows, which are
-        not read.
+    z_loss: the z-loss term of the loss, with the same reduction.
+    accuracy: 0-d fp32, the fraction of rows, ignored rows excluded, whose largest logit is the target's; NaN if all
+        rows are ignored.
+    predicted: (...) int64, the class with each row's largest logit, the first among equals; −1 for ignored rows, which
+        are not read.
     """
 
     loss: Tensor
@@ -58,12 +59,12 @@ def check_options(
     name: str, reduction: str, label_smoothing: float, softcap: float | None, scale: float,
     divisor: Tensor | float | None,
 ) -> None:  # fmt: skip
-    """Sentences for the options that every cross entropy shares."""
+    """Raise a ValueError for invalid options, shared by all cross entropies."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{name}: label_smoothing must lie in [0, 1], got {label_smoothing}.")
-    # A negative scale would make the least logit the likeliest: running maxima are taken before the scale is applied.
+    # Running maxima are taken before the scaling: a negative scale would make the least logit the likeliest.
     if scale <= 0:
         raise ValueError(f"{name}: scale must be positive, got {scale}.")
     if softcap is not None and softcap <= 0:
@@ -76,20 +77,20 @@ def check_options(
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy:
-    """Options of `cross_entropy` and of `linear_cross_entropy`.
+    """Options of `cross_entropy` and `linear_cross_entropy`.
 
     Args:
         ignore_index: rows with this target have loss 0 and gradient 0.
         reduction: "mean" over the rows that are not ignored (with class weights, the weighted loss is divided by the
-            sum of the targets' weights), "sum", or "none" for one loss a row. The mean over no row is 0 with a gradient
-            of 0, where PyTorch has NaN: a rank or a micro-batch may be empty.
+            sum of the targets' weights), "sum", or "none" for a loss per row. The mean over no rows is 0 with a
+            gradient of 0, where PyTorch gives NaN: a rank or a micro-batch may be empty.
         label_smoothing: ε in [0, 1], spread evenly over the classes.
         z_loss: coefficient of lse², which keeps the logits from drifting.
-        divisor: with "mean", divides the summed loss in place of the number of valid rows or their weight; a number or
+        divisor: with "mean", divides the summed loss instead of the number of valid rows or their weight; a number or
             a 0-d tensor (the token count of a whole gradient-accumulation step), without gradient.
-        softcap: c > 0 for z = c · tanh(scale · logits / c); None for none. `linear_cross_entropy` has it in its head.
-        scale: multiplies the logits, before the softcap; positive. `linear_cross_entropy` has it in its head.
-    Raises: ValueError for options that do not fit.
+        softcap: c > 0 for z = c · tanh(scale · logits / c); None for none. `linear_cross_entropy` takes the head's.
+        scale: multiplies the logits, before the softcap; positive. `linear_cross_entropy` takes the head's.
+    Raises: ValueError for invalid options.
     """
 
     ignore_index: int = -100
@@ -124,21 +125,22 @@ def cross_entropy(
     details: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | CrossEntropyDetails:
-    """Cross entropy that reads the logits once forward, and once more to write their gradient. Logits stay untouched.
+    """Cross entropy that reads the logits once in the forward pass, and once to write their gradient.
 
     Args:
-        logits: (..., V), any float dtype. The classes are the last dimension, where torch's are the second.
+        logits: (..., V), any float dtype; not modified unless inplace. The classes are the last dimension, where torch
+            has the second.
         target: (...), integer class indices.
-        weight: (V,) floats, one a class, as `torch.nn.functional.cross_entropy` takes them; no gradient. z-loss is not
+        weight: (V,) floats, one per class, as in `torch.nn.functional.cross_entropy`; no gradient. z-loss is not
             weighted.
         config: a `tigon.CrossEntropy`: reduction, smoothing, z-loss, divisor, softcap.
-        inplace: the backward pass writes the gradient over the logits, which saves a tensor of their size. The logits
-            are then lost, even if they are a leaf, and a second backward pass raises PyTorch's error. Ignored under
-            torch.compile, without Triton, and for logits whose rows overlap or have gaps between their columns.
-        details: also return z-loss, accuracy and predicted classes, from the same reading of the logits.
+        inplace: the backward pass overwrites the logits with the gradient, which saves a tensor as large as the logits.
+            The logits are then lost, even if they are a leaf, and a second backward pass raises PyTorch's error.
+            Ignored under torch.compile, without Triton, and for logits whose rows overlap or have gaps between columns.
+        details: also return z-loss, accuracy and predicted classes, from the same pass over the logits.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 logits); `CrossEntropyDetails` with `details`.
-    Raises: ValueError for shapes, dtypes or options that do not fit. A target outside [0, V) gives a NaN loss on the
-        GPU, and a ValueError on the CPU or with TIGON_CHECKS=1.
+    Raises: ValueError for invalid shapes, dtypes or options. A target outside [0, V) gives a NaN loss on the GPU, and a
+        ValueError on the CPU or with TIGON_CHECKS=1.
 
     Replaces::
 
@@ -154,17 +156,17 @@ def cross_entropy(
     target = checked_target("cross_entropy", target, logits.shape[:-1], logits.shape[-1], ignore_index, logits.device)
     if weight is not None:
         _check_weight(weight, logits)
-    # A softcap of 0.0 stands for none from here on: an operator's schema has floats, and the kernel a branch.
+    # From here on 0.0 means no softcap: an operator's schema has floats, and the kernel a branch.
     options = (ignore_index, config.label_smoothing, config.z_loss, config.softcap or 0.0, config.scale)
     if not use_triton(logits, weight):
         return _composed(logits, target, weight, reduction, divisor, details, *options)
     if divisor is not None:
         if isinstance(divisor, Tensor):
-            # A tensor, so that its value may change from call to call without another kernel or another graph.
+            # A tensor, so that a new value needs no new kernel or graph.
             divisor = divisor.detach().to(logits.device)
         else:
             divisor = torch.full((), divisor, dtype=torch.float32, device=logits.device)
-    # Details are another operator: without them nothing is allocated for predictions, and the loop has no comparison.
+    # A separate operator for details: otherwise no predictions are allocated and the loop has no comparison.
     if not details:
         return _loss_of_logits(logits, target, weight, divisor, reduction, inplace, *options)
     loss, *others = _loss_and_details(logits, target, weight, divisor, reduction, inplace, *options)
@@ -175,25 +177,24 @@ def _composed(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, divisor: Tensor | float | None,
     details: bool, *options: Any,
 ) -> Tensor | CrossEntropyDetails:  # fmt: skip
-    """The operator in plain PyTorch."""
+    """Compute the loss in plain PyTorch."""
     target = target.long()
     rows, z_rows = loss_and_z_reference(logits, target, weight, *options)
     valid = target != options[0]
-    # Two divisors: with class weights the loss is divided by their sum, z-loss by the number of rows.
+    # With class weights the loss is divided by their sum, but z-loss by the row count.
     over: Tensor | float = 1.0
     z_over: Tensor | float = 1.0
     if reduction == "mean":
         over = z_over = valid.sum().clamp(min=1) if divisor is None else divisor
         if weight is not None and divisor is None:
             mass = torch.where(valid, weight[torch.where(valid, target, 0).long()], 0.0).sum()
-            # The mean over no row is 0. Weights that sum to 0 over rows that count stay 0 / 0, as in PyTorch.
+            # The mean over no rows is 0. Weights that sum to 0 over valid rows stay 0 / 0, as in PyTorch.
             over = torch.where(valid.any(), mass, 1.0)
         if isinstance(over, Tensor):
             over = over.detach().to(rows.device, rows.dtype)
     if reduction == "none":
         loss = rows if z_rows is None else rows + z_rows
     else:
-        # One sum where both have one divisor, as the kernel adds them.
         loss = rows.sum() / over if over is not z_over or z_rows is None else (rows + z_rows).sum() / over
         if over is not z_over and z_rows is not None:
             loss = loss + z_rows.sum() / z_over
@@ -204,13 +205,13 @@ def _composed(
         z = z if reduction == "none" else z.sum() / z_over
         largest = logits.argmax(-1) if logits.numel() else target.long()
         predicted = torch.where(valid, largest, -1)
-        # 0 / 0 is NaN where every row is ignored.
+        # 0 / 0 is NaN if every row is ignored.
         accuracy = ((predicted == target) & valid).sum().float() / valid.sum()
     return CrossEntropyDetails(loss, z, accuracy, predicted)
 
 
 def _check_classes(logits: Tensor, target: Tensor) -> None:
-    """Raise a ValueError where torch would take the second dimension for the classes."""
+    """Raise a ValueError if torch would take the second dimension for the classes."""
     if logits.dim() > 2 and target.shape == (logits.shape[0], *logits.shape[2:]):
         either = " or the last" if target.shape == logits.shape[:-1] else ""
         raise ValueError(
@@ -236,14 +237,14 @@ def _check_weight(weight: Tensor, logits: Tensor) -> None:
 def inverse_divisor(
     target: Tensor, ignore_index: int, reduction: str, divisor: Tensor | float | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """1 / the divisor of the summed loss, a 0-d tensor on the target's device; None for "sum" and "none".
+    """Reciprocal of the summed loss's divisor, a 0-d tensor on the target's device; None for "sum" and "none".
 
-    The host does not wait for the device. Zero valid rows count as one, so that the mean over no row is 0.
+    Does not synchronise with the device. Zero valid rows count as 1, so that the mean over no rows is 0.
     """
     if reduction != "mean":
         return None
     if divisor is None:
-        # On the device: `.item()` would stop the host until all queued work is done.
+        # On the device: `.item()` would wait for all queued work.
         divisor = (target != ignore_index).sum().clamp(min=1)
     elif not isinstance(divisor, Tensor):
         return torch.full((), 1.0 / divisor if divisor else float("inf"), dtype=dtype, device=target.device)

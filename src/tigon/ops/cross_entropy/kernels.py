@@ -1,6 +1,15 @@
-"""The kernels of cross entropy: loss and statistics of a row, the reduction of rows, and two kernels for the gradient.
+"""Cross entropy kernels: loss and statistics of each row, the reduction over rows, and two gradient kernels.
 
-Options that a call does not use cost nothing: the compiler drops their branches (a None pointer, a constexpr).
+    logits      (M, V), row stride m, unit stride along V; dx has row stride dm
+    target      (M,) class indices; rows with ignore_index are not read
+    weight      (V,) class weights, or None
+    loss, z     (M,) each row's loss and z-loss; z may be None
+    predicted   (M,) int64 argmax, −1 for ignored rows; may be None
+    stats       HEAD fp32 numbers from the reduction, then STATS per row: maximum, log₂ Σ exp(z − max) and, with
+                weights, the target distribution's mass
+    EDGES       rows begin or end between 16-byte boundaries, as described in `tigon.kernels.tiles.edges`
+
+Unused options cost nothing: their branches (a None pointer, a constexpr) are compiled out. Row offsets are int64.
 """
 
 from __future__ import annotations
@@ -12,8 +21,8 @@ from tigon.kernels.tiles.edges import aligned, edges, split
 from tigon.kernels.tiles.loss import row_loss
 
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
-# fp32 numbers at the head of the statistics, which the reduction leaves for the backward pass. 16 bytes keep the rows
-# behind them aligned.
+# fp32 numbers at the head of the statistics, which the reduction writes for the backward pass. 16 bytes keep the rows
+# that follow aligned.
 HEAD = tl.constexpr(4)
 
 
@@ -21,9 +30,9 @@ HEAD = tl.constexpr(4)
 def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCAP: tl.constexpr):
     """factor · d(loss)/d(logits) = factor · dz/dx · (p · (mass + 2 · z_loss · lse) − taken).
 
-    taken: the target distribution at these columns, None for zero. mass: its sum over the classes. A row's maximum and
-    log₂ Σ exp(z − max) are kept apart: a log-sum-exp in one number would be rounded at its own size, and every
-    probability of a confident row with it.
+    taken: the target distribution at these columns, None for zero. mass: its sum over the classes. The row maximum and
+    log₂ Σ exp(z − max) stay separate: the rounding of a combined log-sum-exp would enter every probability of a
+    confident row.
     """
     if SOFTCAP:
         z, slope = cap(x, scale, softcap)
@@ -35,15 +44,14 @@ def _slope(x, top, log2_sum, mass, taken, factor, z_loss, softcap, scale, SOFTCA
         k = scale * LOG2E
         lse = top * scale + log2_sum * LN2
         factor = factor * scale
-    # p = exp(logit − lse), as 2^((z − top) k − log₂ Σ). A logit of -inf gives p = 0 and a gradient of 0.
-    # z − top first: a difference of close numbers, exact. Scaled by k before, either would be rounded at its own
-    # size.
+    # p = exp(logit − lse) = 2^((z − top) k − log₂ Σ). A logit of -inf gives p = 0 and a gradient of 0. Subtract top
+    # first: the difference of close numbers is exact, while either number times k would be rounded.
     p = tl.exp2((z - top) * k - log2_sum)
-    # d(z_loss · lse²)/dz = 2 · z_loss · lse · p: z-loss is one more mass that p is multiplied by.
+    # d(z_loss · lse²)/dz = 2 · z_loss · lse · p: z-loss adds to the mass.
     mass += 2.0 * z_loss * lse
     if taken is None:
-        # Without smoothing no class but the target has mass: the caller writes that one by itself.
-        # Bracketed so that, without a softcap, an element costs one product here: mass · factor is the row's.
+        # Without smoothing only the target has mass, and the caller writes the target's element. The brackets leave a
+        # single product per element without a softcap: mass · factor belongs to the row.
         dx = p * (mass * factor)
     else:
         dx = (p * mass - taken) * factor
@@ -57,29 +65,24 @@ def _fold_tile(
 ):  # fmt: skip
     """Fold a tile (DEPTH, lanes) of logits, those of the columns start + tile, into the running sums of `row_sums`."""
     k = LOG2E if SOFTCAP else scale * LOG2E
-    if PREDICT:  # from the raw logits: a softcap rounds different large logits to equal ones
-        # Over the DEPTH values of each lane, within a thread. Of several columns that hold the maximum the first is
-        # taken.
+    if PREDICT:  # raw logits: a softcap rounds different large logits to equal ones
         high = tl.max(z, 0)
         first = tl.min(tl.where(z == high[None, :], start + tile, NOWHERE), 0)
-        # Only a strictly larger logit moves it: of equal ones in two tiles the earlier column stays.
+        # Strictly larger only, so that the earlier of two equal columns stays.
         best = tl.where(high > peak, first, best)
         peak = tl.maximum(peak, high)
     if SOFTCAP:
-        # From here on z is in the units of the loss: neither the scale nor the cap is applied again.
         z, _ = cap(z, scale, softcap)
         z = tl.where(mask, z, float("-inf"))
     if SMOOTHING:
         if weight_ptr is not None:
-            # The same V weights for every row: they come from the cache, the logits alone from memory.
             w = tl.load(weight_ptr + start + tile, mask=mask, other=0.0).to(tl.float32)
-            # Masked logits are -inf, and -inf · 0 is NaN: hence a select, and not the weight's 0.
+            # Masked logits are -inf, and -inf · 0 is NaN: hence a select and not the weight's 0.
             sum_z += tl.sum(tl.where(mask, z * w, 0.0), 0)
             sum_w += tl.sum(w, 0)
         else:
             sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-    # All lanes rescale in each step, whether or not their maximum has moved: at a branch a warp would diverge.
-    # Σ exp(z − new) = Σ exp(z − top) · exp(top − new) over what was read before, and the tile's own terms.
+    # All lanes rescale in each step, since a branch would make warps diverge.
     new = tl.maximum(top, tl.max(z, 0))
     total = total * tl.exp2((top - new) * k) + tl.sum(tl.exp2((z - new[None, :]) * k), 0)
     return new, total, sum_z, sum_w, peak, best
@@ -91,24 +94,23 @@ def row_sums(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, KEEP: tl.constexpr, EDGES: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's max z, Σ exp(z − max), its log₂, Σ w·z, Σ w, the largest logit and its first column, in one reading.
+    """A row's max z, Σ exp(z − max), its log₂, Σ w·z, Σ w, the largest logit and its first column, in a single reading.
 
     Each lane has a running maximum. A thread folds DEPTH values at a time, so that rescaling the sum costs 1/DEPTH of
-    an exponential a value. At depth 1 exponentials, and not memory, would bound the pass.
+    an exponential per value. At depth 1 exponentials, not memory, would limit the pass.
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
-    # A finite start: a lane that has seen only -inf must not compute inf - inf. It is the least fp32 number, which many
-    # masks hold: a larger start would be the maximum of a lane that has seen only such a mask.
+    # A finite start, so that a lane with only -inf does not compute inf − inf; the least fp32 number, because many
+    # masks use that number, and a larger start would become such a lane's maximum.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
     sum_w = tl.zeros((BLOCK,), tl.float32)
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     best = tl.full((BLOCK,), NOWHERE, tl.int32)
-    # Differences first, which are exact where they matter; then powers of two, the exponential of the hardware.
     k = LOG2E if SOFTCAP else scale * LOG2E
-    # EDGES: `first` columns come before the body, which is `width` wide. Classes are then first + column.
+    # `first` columns precede the body of `width` columns; classes are first + column.
     first = 0
     width = V
     body_ptr = logits_ptr
@@ -117,16 +119,15 @@ def row_sums(
         body_ptr = aligned(logits_ptr, first)
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width
-        # The row's only reading here. -inf in masked lanes: they win no maximum, and their exponential is 0.
+        # -inf in masked lanes wins no maximum, and has an exponential of 0.
         z = tl.load(body_ptr + start + tile, mask=mask, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
         top, total, sum_z, sum_w, peak, best = _fold_tile(
             z, first + start, tile, mask, weight_ptr, top, total, sum_z, sum_w, peak, best, softcap, scale,
             SMOOTHING, SOFTCAP, PREDICT,
         )  # fmt: skip
-    # Lanes meet only here: one exchange between warps for the whole row.
     row_top = tl.max(top, 0)
     if EDGES:
-        # After the body, in whose cache lines they lie, and whose registers are free again.
+        # After the body, whose cache lines contain the edges and whose registers are free again.
         edge, real = edges(logits_ptr, first, width, V)
         z_edge = tl.load(logits_ptr + edge, mask=real, other=float("-inf"), eviction_policy=KEEP).to(tl.float32)
         nothing = tl.zeros(edge.shape, tl.float32)
@@ -136,15 +137,13 @@ def row_sums(
             SMOOTHING, SOFTCAP, PREDICT,
         )  # fmt: skip
         row_top = tl.maximum(row_top, tl.max(edge_top, 0))
-    # A lane that saw no logit adds 0: its total is 0, and its factor is finite.
+    # A lane without a logit adds 0: total is 0, and the factor is finite.
     row_total = tl.sum(total * tl.exp2((top - row_top) * k), 0)
     if EDGES:
         row_total += tl.sum(edge_total * tl.exp2((edge_top - row_top) * k), 0)
-    # The maximum's own exponential is 1: the sum is at least 1, its logarithm at least 0. Of a row of -inf alone it is
-    # log 0, and the loss becomes NaN, as torch's.
+    # The sum is at least 1, the maximum's exponential. A row with only -inf gives log 0 and a NaN loss, as in torch.
     log2_sum = tl.log2(row_total)
     all_z = 0.0
-    # Without weights Σ w is V, and the weights' sum is not taken.
     all_w = V * 1.0
     if SMOOTHING:
         all_z = tl.sum(sum_z, 0)
@@ -157,23 +156,22 @@ def row_sums(
     column = 0
     row_peak = float("-inf")
     if PREDICT:
-        # Of equal peaks the first column, as torch.argmax has it.
         row_peak = tl.max(peak, 0)
         if EDGES:
             row_peak = tl.maximum(row_peak, tl.max(edge_peak, 0))
         column = tl.min(tl.where(peak == row_peak, best, NOWHERE), 0)
         if EDGES:
             column = tl.minimum(column, tl.min(tl.where(edge_peak == row_peak, edge_best, NOWHERE), 0))
-        column = tl.where(column < V, column, 0)  # no logit is above -inf: column 0, as torch.argmax
+        column = tl.where(column < V, column, 0)  # no logit above -inf: column 0, as torch.argmax
     return row_top, row_total, log2_sum, all_z, all_w, row_peak, column
 
 
 @jit
 def store_ignored(loss_ptr, stats_ptr, z_ptr, predicted_ptr, row, STATS: tl.constexpr):
-    """What an ignored row gets."""
+    """Write zeros for an ignored row."""
     tl.store(loss_ptr + row, 0.0)
     if stats_ptr is not None:
-        # The backward pass reads statistics of every row: an ignored row must not hold what was in memory before.
+        # The backward pass reads statistics of every row, so an ignored row must not keep uninitialised memory.
         for i in tl.static_range(STATS):
             tl.store(stats_ptr + HEAD + STATS * row + i, 0.0)
     if z_ptr is not None:
@@ -188,11 +186,11 @@ def store_row(
     top, log2_sum, sum_z, sum_w, column, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """A row's loss and statistics, from its sums. logits_ptr: the row's first."""
-    # A target out of range reads nothing and turns loss and gradient of its row into NaN.
+    """Write a row's loss and statistics from its sums. logits_ptr: the row's first element."""
+    # A target out of range reads nothing and turns the row's loss and gradient into NaN.
     valid = (target >= 0) & (target < V)
     log2_sum = tl.where(valid, log2_sum, float("nan"))
-    # The target's logit is loaded once more: a comparison in the loop would cost every element.
+    # Loaded again: a comparison in the loop would cost every element.
     z_target = tl.load(logits_ptr + target, mask=valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, scale, softcap)
@@ -204,9 +202,7 @@ def store_row(
         z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, WEIGHTED, SMOOTHING, SOFTCAP
     )
     tl.store(loss_ptr + row, loss)
-    # Maximum and log-sum are two numbers, not one: see `_slope`.
     if stats_ptr is not None:
-        # Two or three fp32 numbers a row are all that is saved beside the logits: no probabilities.
         stats_ptr += HEAD + STATS * row
         tl.store(stats_ptr, top)
         tl.store(stats_ptr + 1, log2_sum)
@@ -218,6 +214,7 @@ def store_row(
         tl.store(predicted_ptr + row, column)
 
 
+# A program: one row. The sums of an ignored row are skipped by a branch of the whole program.
 @jit
 @do_not_specialize("ignore_index")
 def _cross_entropy_fwd_kernel(
@@ -226,16 +223,14 @@ def _cross_entropy_fwd_kernel(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.kernels.tiles.edges` has it."""
+    """Write the loss and statistics of a row."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
     target = tl.load(target_ptr + row)
-    # A branch that the whole program takes: an ignored row costs neither a reading of its logits nor a masked pass.
     if target == ignore_index:
         store_ignored(loss_ptr, stats_ptr, z_ptr, predicted_ptr, row, STATS)
         return
 
-    # Whether a pointer is None is known when the kernel is compiled: the loop below holds no comparison unless asked.
     PREDICT: tl.constexpr = predicted_ptr is not None
     top, _, log2_sum, sum_z, sum_w, _, column = row_sums(
         logits_ptr, weight_ptr, V, softcap, scale, SMOOTHING, SOFTCAP, PREDICT, "", EDGES, DEPTH, BLOCK
@@ -246,6 +241,8 @@ def _cross_entropy_fwd_kernel(
     )  # fmt: skip
 
 
+# A program: BLOCK_M rows with few classes, each within the tile, so logits are read once. Ignored rows and rows beyond
+# M are masked.
 @jit
 @do_not_specialize("M", "ignore_index")
 def _cross_entropy_narrow_fwd_kernel(
@@ -253,14 +250,12 @@ def _cross_entropy_narrow_fwd_kernel(
     M, V, stride_m, ignore_index, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """For few classes: several rows a program, each of which fits its tile whole, so that logits are read once."""
+    """Write loss and statistics of several rows with few classes."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_N)
     inside = rows < M
-    # Rows beyond M are loaded as ignored ones.
     target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
     counts = inside & (target != ignore_index)  # `inside` too: ignore_index may not fit the targets' dtype as `other`
-    # Ignored rows are masked, not skipped: the tile's other rows need the program anyway.
     mask = counts[:, None] & (cols < V)[None, :]
     x = tl.load(logits_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=float("-inf")).to(tl.float32)
     z = x
@@ -269,12 +264,11 @@ def _cross_entropy_narrow_fwd_kernel(
         z, _ = cap(x, scale, softcap)
         z = tl.where(mask, z, float("-inf"))
         k = LOG2E
-    # A row of -inf alone, and rows beyond M, would compute inf - inf.
+    # A row with only -inf, and rows beyond M, would compute inf − inf.
     top = tl.maximum(tl.max(z, 1), LOWEST)
-    # -inf for ignored rows and those beyond M, whose exponentials are all 0: the stores select 0 in their place.
+    # -inf for ignored rows and rows beyond M, for which the stores select 0.
     log2_sum = tl.log2(tl.sum(tl.exp2((z - top[:, None]) * k), 1))
     valid = (target >= 0) & (target < V)
-    # From the cache, where the row has just been; a sum over a comparison would take another exchange.
     z_target = tl.load(logits_ptr + rows * stride_m + target, mask=counts & valid, other=0.0).to(tl.float32)
     if SOFTCAP:
         z_target, _ = cap(z_target, scale, softcap)
@@ -288,8 +282,7 @@ def _cross_entropy_narrow_fwd_kernel(
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
             sum_z = tl.sum(tl.where(mask, z * w[None, :], 0.0), 1)
-            # Σ w · z needs `mask`, since z is -inf outside; Σ w needs only the load's 0.
-            # One number for all rows of the tile.
+            # Σ w · z needs `mask`, since z is -inf outside; Σ w is the same for all rows.
             sum_w = tl.sum(w, 0)
         else:
             sum_z = tl.sum(tl.where(mask, z, 0.0), 1)
@@ -307,12 +300,16 @@ def _cross_entropy_narrow_fwd_kernel(
     if z_ptr is not None:
         tl.store(z_ptr + rows, tl.where(counts, zl, 0.0), mask=inside)
     if predicted_ptr is not None:
-        # From x and not z: a softcap rounds different large logits to equal ones.
+        # x, not z: a softcap rounds different large logits to equal ones.
         column = tl.min(tl.where(x == tl.max(x, 1)[:, None], cols[None, :], NOWHERE), 1)
         column = tl.where(column < V, column, 0)
         tl.store(predicted_ptr + rows, tl.where(counts, column, -1), mask=inside)
 
 
+# Reduce the rows' losses in a single step by one program (FIRST and LAST), or in two steps with partial sums (5, P) in
+# between. FIRST reads rows: programs take tiles in turns, in a fixed order, without atomics, so results are
+# reproducible. LAST writes results: out, z_out, accuracy, and for the backward pass stats[0] = 1 / divisor and, with
+# class weights, stats[1] = divisor / row count, since the mean of z-loss is over rows and not over weights.
 @jit
 @do_not_specialize("M", "P", "ignore_index")
 def _reduce_kernel(
@@ -320,23 +317,16 @@ def _reduce_kernel(
     out_ptr, z_out_ptr, accuracy_ptr, stats_ptr, M, P, V, ignore_index,
     MEAN: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the rows' losses, in one step by one program (FIRST and LAST), or in two by way of partial sums (5, P).
-
-    For the backward pass it leaves 1 / divisor and, with class weights, the factor of z_loss that makes the mean of the
-    z-loss one over rows and not over weights.
-    """
+    """Reduce the losses, z-losses, weights, counts and hits of the rows."""
     COUNT: tl.constexpr = (MEAN and divisor_ptr is None) or predicted_ptr is not None
     at = tl.arange(0, BLOCK)
-    # FIRST reads rows, LAST writes results: one program does both where rows are few.
     if FIRST:
-        # A sum for every lane: its terms are few, so that fp32 suffices for any number of rows.
         loss = tl.zeros((BLOCK,), tl.float32)
         z = tl.zeros((BLOCK,), tl.float32)
         w = tl.zeros((BLOCK,), tl.float32)
         count = tl.zeros((BLOCK,), tl.int32)
         hits = tl.zeros((BLOCK,), tl.int32)
         for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK), tl.num_programs(0)):
-            # Programs take tiles in turns, in a fixed order: no atomics, and the same bits on every run.
             rows = (tile * BLOCK + at).to(tl.int64)
             mask = rows < M
             if out_ptr is not None:
@@ -349,56 +339,51 @@ def _reduce_kernel(
                 count += counts.to(tl.int32)
                 if weight_ptr is not None:
                     valid = counts & (target >= 0) & (target < V)
-                    # A target out of range reads no weight. Its loss is NaN, and so is the mean.
+                    # A target out of range reads no weight; the row's loss is NaN, and so is the mean.
                     w += tl.load(weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
                 if predicted_ptr is not None:
-                    # An ignored row has no prediction, and is in neither count.
                     predicted = tl.load(predicted_ptr + rows, mask=mask, other=-1)
                     hits += (counts & (predicted == target)).to(tl.int32)
-        # Lanes meet once a program, in one tree.
         sum_loss, sum_z, sum_w = tl.sum(loss, 0), tl.sum(z, 0), tl.sum(w, 0)
-        # Counts are exact in fp32 below 2**24; above they are rounded once, after the integer sum.
+        # Counts are exact in fp32 below 2**24; above, they are rounded once, after the integer sum.
         sum_count, sum_hits = tl.sum(count, 0).to(tl.float32), tl.sum(hits, 0).to(tl.float32)
     else:
-        # One program adds the partial sums; P is at most 256.
         mask = at < P
         sum_loss = tl.sum(tl.load(partial_ptr + at, mask=mask, other=0.0), 0)
         sum_z = tl.sum(tl.load(partial_ptr + P + at, mask=mask, other=0.0), 0)
         sum_w = tl.sum(tl.load(partial_ptr + 2 * P + at, mask=mask, other=0.0), 0)
         sum_count = tl.sum(tl.load(partial_ptr + 3 * P + at, mask=mask, other=0.0), 0)
         sum_hits = tl.sum(tl.load(partial_ptr + 4 * P + at, mask=mask, other=0.0), 0)
-    # loss = Σ loss / divisor. With weights the z-loss, which is not weighted, has the number of rows as its divisor.
     if LAST:
         divisor = 1.0
         z_divisor = 1.0
         if MEAN:
-            # The mean over no row is 0, not 0 / 0: a rank without targets must not poison the sum over all ranks.
+            # The mean over no rows is 0, not 0 / 0: a rank without targets must not turn the sum over all ranks into
+            # NaN.
             z_divisor = tl.maximum(sum_count, 1.0)
             divisor = z_divisor
             if weight_ptr is not None:
-                # Weights that sum to 0 over rows that count give NaN, as in PyTorch.
+                # Weights that sum to 0 over valid rows give NaN, as in PyTorch.
                 divisor = tl.where(sum_count == 0.0, 1.0, sum_w)
             if divisor_ptr is not None:
                 divisor = tl.load(divisor_ptr).to(tl.float32)
                 z_divisor = divisor
-            # The backward pass multiplies by it: no program of that pass divides.
             tl.store(stats_ptr, 1.0 / divisor)
         if out_ptr is not None:
             result = sum_loss / divisor
             if MEAN and weight_ptr is not None:
-                # The backward pass has one factor a row, 1 / divisor: z_loss times this quotient puts z-loss's own
-                # divisor in.
+                # The backward pass multiplies z_loss by this quotient, which replaces 1 / divisor with z-loss's
+                # divisor.
                 tl.store(stats_ptr + 1, divisor / z_divisor)
                 if z_ptr is not None:
                     result = (sum_loss - sum_z) / divisor + sum_z / z_divisor
             tl.store(out_ptr, result)
         if z_out_ptr is not None:
             tl.store(z_out_ptr, sum_z / z_divisor)
-        # 0 / 0 is NaN where every row is ignored: an accuracy over nothing has no value, unlike the loss.
+        # 0 / 0 is NaN if every row is ignored: unlike the loss, accuracy over no rows has no value.
         if accuracy_ptr is not None:
             tl.store(accuracy_ptr, sum_hits / sum_count)
     else:
-        # Partial sums lie kind by kind, so that the last program loads each kind in one run.
         part = partial_ptr + tl.program_id(0)
         tl.store(part, sum_loss)
         tl.store(part + P, sum_z)
@@ -413,26 +398,28 @@ def _write_gradient(
     top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of logits, 0 in rows that do not count. The class of a column is first + cols."""
-    # The target distribution: (1 − ε) w[target] on the target and ε/V · w on every class, `classes` in place of V where
-    # the logits are a shard.
+    """Write a tile of the gradient, 0 in ignored rows. The class of a column is first + cols."""
+    # The target distribution: (1 − ε) w[target] on the target and ε/V · w on every class; `classes` replaces V for a
+    # shard.
     off_target = 0.0
     if SMOOTHING:
         off_target = smoothing / classes
         if weight_ptr is not None:
             w = tl.load(weight_ptr + first + cols, mask=here, other=0.0).to(tl.float32)
             off_target = off_target * w[None, :]
-    # Logits of ignored rows are not read.
     inputs = counts[:, None] & here[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride_m + cols[None, :], mask=inputs, other=0.0).to(tl.float32)
-    # A comparison for each element, which this pass can afford: it reads and writes memory for each.
     on_target = tl.where((first + cols)[None, :] == target[:, None], on_target, 0.0)
     dx = _slope(x, top, log2_sum, mass, on_target + off_target, factor, z_loss, softcap, scale, SOFTCAP)
-    # The gradient of an ignored row is 0, also where its upstream gradient is inf or NaN.
+    # The gradient of an ignored row is 0 even if the upstream gradient is inf or NaN.
     dx = tl.where(counts[:, None], dx, 0.0).to(dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + rows[:, None] * stride_dm + cols[None, :], dx, mask=inside[:, None] & here[None, :])
 
 
+# A program: BLOCK_M rows × BLOCK_N columns. The grid is flat, since elements share only their row's statistics.
+#   dloss     (M,) upstream gradient with stride g, 0 for a reduced loss
+#   classes   V, or the class count of all shards together
+# dlogits may alias logits: the thread that writes an element has read that element.
 @jit
 @do_not_specialize("M", "ignore_index")
 def _cross_entropy_bwd_kernel(
@@ -441,21 +428,18 @@ def _cross_entropy_bwd_kernel(
     MEAN: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, EDGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: the thread that writes an element has read it. classes: V, or of all shards together."""
-    # A flat grid: an element needs nothing but its row's statistics.
-    # EDGES: a body is whole groups of 4 numbers (fp32) or 8, at most V // 4 · 4. The grid needs one bound for all rows,
-    # while a body depends on its row's address.
+    """Write dlogits from the row statistics."""
+    # With EDGES a body is whole groups of 4 (fp32) or 8 numbers, at most V // 4 · 4. The grid needs a bound for all
+    # rows, but a body depends on the row's address.
     blocks = tl.cdiv(V // 4 * 4 if EDGES else V, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < M
-    # The row's few numbers are read by each of its programs, from the cache after the first.
     target = tl.load(target_ptr + rows, mask=inside, other=ignore_index)
     counts = inside & (target != ignore_index)
     at = stats_ptr + HEAD + STATS * rows
     top = tl.load(at, mask=inside, other=0.0)[:, None]
     log2_sum = tl.load(at + 1, mask=inside, other=0.0)[:, None]
-    # stride_g is 0 for a reduced loss: one upstream gradient for all rows.
     factor = tl.load(dloss_ptr + rows * stride_g, mask=inside, other=0.0).to(tl.float32)[:, None]
     if MEAN:
         factor = factor * tl.load(stats_ptr)
@@ -470,16 +454,14 @@ def _cross_entropy_bwd_kernel(
             z_loss = z_loss * tl.load(stats_ptr + 1)
     first, width = 0, V
     if EDGES:
-        # One row a program: its pointers are scalars, and stand for the row's offsets.
-        # `rows` has served for target, statistics and upstream gradient; from here on it is 0.
+        # A program has a single row here: the pointers include the row's offset, and `rows` becomes 0.
         row = (tl.program_id(0) // blocks).to(tl.int64)
         logits_ptr += row * stride_m
         dlogits_ptr += row * stride_dm
         rows = tl.zeros((1,), tl.int64)
         first, width = split(logits_ptr, V)
-        # Edges and body share no element: in place, neither writes what the other has yet to read.
+        # Edges and body share no element: in place, neither overwrites unread elements of the other.
         if tl.program_id(0) % blocks == 0:
-            # The first program of a row has its edges, too.
             edge, real = edges(logits_ptr, first, width, V)
             _write_gradient(
                 logits_ptr, dlogits_ptr, rows, 0, 0, 0, edge, real, inside, counts, target, weight_ptr,
@@ -494,6 +476,13 @@ def _cross_entropy_bwd_kernel(
     )  # fmt: skip
 
 
+# A program: one row at a time. Writes the row's loss, then overwrites the row by factor · d(loss)/d(logits): the logits
+# are a chunk's scratch buffer. Persistent grid: as many rows are in flight as there are programs.
+#   factor      None, or (M,) with stride_factor, 0 for a common factor; applied in fp32, since later scaling would
+#               round twice
+#   BACK        the second reading starts at the row's end, which was read last and is still in the L2 cache
+#   KEEP, DROP  eviction policies of the first reading and of the second
+# The second reading recomputes exponentials, because a row does not fit into registers.
 @jit
 @do_not_specialize("M", "ignore_index")
 def _cross_entropy_grad_kernel(
@@ -502,17 +491,12 @@ def _cross_entropy_grad_kernel(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BACK: tl.constexpr,
     EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's loss, then overwrite the row, which is scratch memory, by factor · d(loss)/d(logits).
-
-    A persistent grid: as many rows are in flight as there are programs. The second reading comes from the L2 cache as
-    far as those rows fit there. With BACK it starts at the end of the row, which was read last and is still cached.
-    """
+    """Write each row's loss and overwrite the row by its gradient."""
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
     blocks = tl.cdiv(V, DEPTH * BLOCK)
-    # In place by design: the logits are a chunk's buffer, of which the caller wants the gradient alone.
     for r in range(tl.program_id(0), M, tl.num_programs(0)):
-        # int64: row · stride exceeds 2³¹ in a chunk of more than 4 GiB.
+        # int64: row · stride exceeds 2³¹ in a chunk larger than 4 GiB.
         row = r + tl.full((), 0, tl.int64)
         row_ptr = logits_ptr + row * stride_m
         body_ptr = row_ptr
@@ -524,7 +508,7 @@ def _cross_entropy_grad_kernel(
         target = tl.load(target_ptr + row)
         if target == ignore_index:
             tl.store(loss_ptr + row, 0.0)
-            # The logits hold the gradient afterwards: an ignored row's have to be cleared.
+            # Ignored rows must be cleared, since the logits become the gradient.
             for start in range(0, width, BLOCK):
                 zeros = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
                 tl.store(body_ptr + start + lane, zeros, mask=start + lane < width)
@@ -535,10 +519,9 @@ def _cross_entropy_grad_kernel(
             top, _, log2_sum, sum_z, sum_w, _, _ = row_sums(
                 row_ptr, None, V, softcap, scale, SMOOTHING, SOFTCAP, False, KEEP, EDGES, DEPTH, BLOCK
             )
-            # A target out of range reads nothing, and makes loss and gradient of its row NaN.
             valid = (target >= 0) & (target < V)
             log2_sum = tl.where(valid, log2_sum, float("nan"))
-            # Before the loop below overwrites it.
+            # Before the loop below overwrites the target's logit.
             x_target = tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32)
             z_target = x_target
             if SOFTCAP:
@@ -547,22 +530,17 @@ def _cross_entropy_grad_kernel(
                 z_target, 1.0, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
             )
             tl.store(loss_ptr + row, loss)
-            # The factor is applied here, in fp32: a gradient that is scaled later is rounded twice.
-            # One factor for all rows (stride_factor 0), or one a row.
             factor = 1.0
             if factor_ptr is not None:
                 factor = tl.load(factor_ptr + row * stride_factor)
             off_target = smoothing / V if SMOOTHING else None
-            # Every thread has read the target's logit above, and one overwrites it below. The loop treats the target
-            # like any other class, without a comparison for each element. The target's gradient is written at the end.
+            # Barrier: every thread has read the target's logit, which the loop overwrites as if it were any other
+            # class, without a comparison per element. The target's gradient is written at the end.
             tl.debug_barrier()
             for i in range(blocks):
-                # With eviction policies KEEP and DROP: what is read for the first time stays, what is done with goes
-                # first.
                 at = ((blocks - 1 - i) if BACK else i) * (DEPTH * BLOCK) + tile
                 mask = at < width
                 x = tl.load(body_ptr + at, mask=mask, other=0.0, eviction_policy=DROP).to(tl.float32)
-                # The exponential of every logit is computed a second time: held, a row would not fit into registers.
                 dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
                 tl.store(body_ptr + at, dx.to(logits_ptr.dtype.element_ty), mask=mask, eviction_policy=DROP)
             if EDGES:
@@ -570,9 +548,8 @@ def _cross_entropy_grad_kernel(
                 x = tl.load(row_ptr + edge, mask=real, other=0.0).to(tl.float32)
                 dx = _slope(x, top, log2_sum, 1.0, off_target, factor, z_loss, softcap, scale, SOFTCAP)
                 tl.store(row_ptr + edge, dx.to(logits_ptr.dtype.element_ty), mask=real)
-            # The target's second write has to come after the loop's.
+            # The target's second write must come after the loop's.
             tl.debug_barrier()
-            # Its own share, and its part of what smoothing spreads over all classes.
             taken = 1.0 - smoothing + smoothing / V
             dx = _slope(x_target, top, log2_sum, 1.0, taken, factor, z_loss, softcap, scale, SOFTCAP)
             tl.store(row_ptr + target, dx.to(logits_ptr.dtype.element_ty), mask=valid)

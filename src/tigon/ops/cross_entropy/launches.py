@@ -1,4 +1,4 @@
-"""The launches of cross entropy, their configurations, and the gradient."""
+"""Cross entropy launches, tiles and gradient."""
 
 from __future__ import annotations
 
@@ -31,50 +31,48 @@ from tigon.ops.cross_entropy.kernels import (
 from tigon.ops.cross_entropy.parts import launch_parts
 from tigon.ops.cross_entropy.reference import gradient_reference, rows_reference
 
-NARROW = 512  # classes up to which several rows share a program
-ONE_PROGRAM = 65536  # up to so many rows one program takes about as long as a second launch would
+NARROW = 512  # largest class count for several rows per program
+ONE_PROGRAM = 65536  # rows up to which one program takes about as long as a second launch would
 
 
 def _fwd_tile(V: int, softcap: float, smoothing: float, weighted: bool, details: bool) -> tuple[int, int, int]:
-    """Warps, depth (as large as registers allow), columns of a block."""
-    # A tanh, Σ z and the argmax each take registers of every lane: half the depth for one of them, and less where
-    # smoothing meets weights or a cap. 1024 columns on 4 warps are 8 numbers a thread: 16 bytes in 16 bits.
+    """Warps, depth (as large as registers allow), columns per block."""
+    # A tanh, Σ z and the argmax each take registers in every lane: half the depth for one of them, less for smoothing
+    # with weights or a cap. 1024 columns on 4 warps are 8 numbers per thread: 16 bytes in 16 bits.
     depth = 4 if softcap or smoothing or details else 8
     if smoothing and (softcap or weighted):
         depth = 2
     block = min(next_power_of_2(V), 1024)
-    # No deeper than the row is long: the rest of a deeper tile would be masked lanes.
     return 4, max(1, min(depth, next_power_of_2(V) // block)), block
 
 
 def _narrow_tile(V: int) -> tuple[int, int, int]:
-    """Warps, rows, columns of the forward pass over few classes."""
+    """Warps, rows and columns of the forward pass over few classes."""
     block_n = next_power_of_2(V)
-    # 16 numbers a thread. Each row's sums stay in few warps or in one.
+    # 16 numbers per thread. A row's sums stay in a single warp or few warps.
     return 4, 2048 // block_n, block_n
 
 
 def _bwd_tile(V: int) -> tuple[int, int, int]:
-    """Warps, rows and columns of the backward pass: 2048 elements a program."""
-    # 16 numbers a thread on 4 warps: two loads of 16 bytes in 16 bits. No sum joins the threads of a row, so that a row
-    # can be many small programs.
+    """Warps, rows and columns of the backward pass: 2048 elements per program."""
+    # 16 numbers per thread on 4 warps: two 16-byte loads in 16 bits. No sum joins a row's threads, so a row can be many
+    # small programs.
     block_n = min(2048, next_power_of_2(V))
     return 4, 2048 // block_n, block_n
 
 
 def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int, float, str, str, bool]:
-    """Warps, depth, block, programs a multiprocessor (0 for one a row), eviction policies of the first and second
-    reading, and whether the second reading goes backwards.
+    """Warps, depth, block, programs per SM (0: one per row), eviction policies of the first and second reading, and
+    whether the second reading goes backwards.
 
-    Many warps a row keep few rows in flight: the sooner a row is read again, the more of it the L2 cache still holds.
+    Many warps per row keep few rows in flight: the sooner a row is read again, the more of the row is in the L2 cache.
     """
     warps = 32 if V > 65536 else 16 if V > 8192 else 4
     depth = 1 if softcap and smoothing else 2  # as deep as registers allow
-    # 8 neighbouring numbers a thread.
     block = min(next_power_of_2(V), warps * 32 * 8)
     depth = max(1, min(depth, next_power_of_2(V) // block))
-    # "evict_last" asks the cache to keep the first reading, "evict_first" to let go of what the second is done with.
-    if V > 65536:  # hardly anything of such a row is still cached, and reading backwards is slower
+    # "evict_last" keeps the first reading cached, "evict_first" releases lines that the second reading is done with.
+    if V > 65536:  # hardly cached by then, and reading backwards is slower
         return warps, depth, block, 0, "evict_last", "evict_first", False
     return warps, depth, block, 0, "", "", True
 
@@ -83,15 +81,14 @@ def cross_entropy_rows(
     logits: Tensor, target: Tensor, loss: Tensor, stats: Tensor | None, factor: Tensor | None, gradient: bool,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write each row's loss. With `gradient` overwrite the logits by d(loss)/d(logits), times `factor`.
+    """Write each row's loss. With `gradient`, overwrite the logits by d(loss)/d(logits), times `factor`.
 
-    logits: (M, V) with unit stride along V, which `gradient` overwrites; target, loss: (M,), dense.
-    stats: (4 + 2 M,), filled for the kernel of the backward pass, or None; Triton only, without `gradient`.
-    factor: None, 0-d, or (M,) with one factor a row.
+    logits: (M, V) with unit stride along V, overwritten if `gradient`; target, loss: (M,), dense.
+    stats: (4 + 2 M,), filled for the backward kernel, or None; Triton only, without `gradient`.
+    factor: None, 0-d, or (M,) with a factor per row.
     """
     options = (ignore_index, label_smoothing, z_loss, softcap, scale)
     if not use_triton(logits):
-        # Without Triton too the gradient goes over the logits: callers multiply by that buffer next.
         for part in _cache_sized(logits):
             here = factor[part] if factor is not None and factor.dim() else factor
             loss[part], dlogits = rows_reference(logits[part].to(loss.dtype), target[part], here, gradient, *options)
@@ -102,8 +99,8 @@ def cross_entropy_rows(
         _launch_rows(logits, target, None, loss, stats, None, None, *options)
         return
     M, V = logits.shape
-    # Of so few rows the gradient, too, is sooner done by many programs a row, in launches of their own. Of more, a
-    # program that reads its row again while the cache holds it is faster, though multiprocessors are idle.
+    # For so few rows the gradient is also faster with many programs per row, in separate launches. For more rows, a
+    # program that reads its row again from cache is faster, although SMs are idle.
     few = cdiv(2 * M, multiprocessors(logits.device)) == 1
     if few and find_sum_parts(M, V, logits.device) is not None:
         stats = loss.new_empty(4 + 2 * M)
@@ -113,47 +110,44 @@ def cross_entropy_rows(
         return
     warps, depth, block, programs, keep, drop, back = _grad_tile(V, softcap, label_smoothing)
     edges = uneven(logits)
-    # Without a limit three rows would share a multiprocessor, where the kernel of even rows, by its registers, has two:
-    # of rows beyond 64 KiB, three are more than the L2 cache holds until they are read again.
+    # Without a limit three rows would share an SM, where the registers of the even-row kernel allow two: beyond 64 KiB,
+    # the L2 cache does not hold three rows until they are read again.
     if edges and V <= 65536 < V * logits.element_size():
         programs = 2
-    # With a stride of 0 the kernel reads one factor for all rows by the address that one factor a row has.
     stride_factor = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     arguments = (
         M, V, logits.stride(0), stride_factor, *options,
         label_smoothing != 0.0, softcap != 0.0, keep, drop, back, edges, depth, block,
     )  # fmt: skip
-    # The plan depends on addresses through `uneven` alone, which is among the arguments.
+    # The plan depends on addresses through `uneven` only, which is among the arguments.
     key = (arguments, logits.dtype, target.dtype, factor is None)
-    # Persistent if so many programs are given: as many rows are in flight as the L2 cache is to hold.
+    # Persistent if a program count is given: as many rows in flight as the L2 cache should hold.
     grid = min(M, int(programs * multiprocessors(logits.device))) if programs else M
     tensors = (logits, target, loss, factor)
     launch(_cross_entropy_grad_kernel, key, tensors, lambda: (grid, arguments, {"num_warps": warps}))
 
 
 def gradient_rows(logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor, classes: int, *options: Any) -> None:
-    """Overwrite (M, V) logits, those of some classes, by factor · d(loss)/d(logits), from statistics of all classes.
+    """Overwrite (M, V) logits of some classes by factor · d(loss)/d(logits), from statistics over all classes.
 
     labels: (M,), counted from the first of the V classes; ignore_index, or outside [0, V) for another device's class.
-    stats: (4 + 2 M,), as the forward pass leaves it: each row's maximum and log₂ Σ exp(z − max).
-    factor: 0-d, or (M,) with one number a row.
+    stats: (4 + 2 M,), from the forward pass: each row's maximum and log₂ Σ exp(z − max).
+    factor: 0-d, or (M,) with a number per row.
     """
     if logits.numel() == 0:
         return
     if use_triton(logits):
-        # In place: x and dx are the same tensor. `mean` is False: a divisor is in the factor.
         _launch_gradient(factor, logits, labels, None, stats, logits, False, *options, classes=classes)
         return
     rows = stats[4:].view(-1, 2)
     for part in _cache_sized(logits):
         here = factor[part] if factor.dim() else factor
         acc = logits[part].to(stats.dtype)
-        # The one rounding to the logits' dtype.
         logits[part] = gradient_reference(acc, labels[part], rows[part], here, classes, *options)
 
 
 def _cache_sized(logits: Tensor) -> list[slice]:
-    """A few rows at a time: the temporaries of the torch path then stay in a CPU's caches and out of the peak."""
+    """Slices of a few rows: the torch path's temporaries then stay in CPU caches and out of the memory peak."""
     step = max(1, 2**20 // max(1, logits.shape[1]))
     return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
 
@@ -162,17 +156,15 @@ def _launch_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: Tensor, stats: Tensor | None, z: Tensor | None,
     predicted: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write each row's loss, and stats, z-loss and predicted class where these are not None."""
+    """Write each row's loss, and stats, z-loss and predicted class unless None."""
     M, V = logits.shape
-    # The row stride is an argument of its own: a walk's buffer pads its rows, so that each begins at a 16-byte
-    # boundary.
+    # The row stride is a separate argument: chunk buffers pad rows to 16-byte boundaries.
     sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
-    # Constants of the kernel: an option that is off leaves no instruction behind.
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
     edges = uneven(logits)
     tensors = (logits, target, weight, loss, stats, z, predicted)
     dtypes = logits.dtype, target.dtype, None if weight is None else weight.dtype
-    # Everything that the plan depends on: also which results are wanted, since None changes the kernel.
+    # All inputs of the plan, including which results are wanted, since None changes the kernel.
     key = (M, sizes, dtypes, edges, stats is None, z is None, predicted is None)
     parts = find_sum_parts(M, V, logits.device)
     if parts is not None:
@@ -196,12 +188,11 @@ def _launch_reduction(
     mean: bool, V: int, ignore_index: int,
 ) -> None:  # fmt: skip
     M = target.shape[0]
-    # Few rows are one program's work: a second launch would take longer than the sum.
-    # On 16 warps 4096 rows are 8 a thread, with up to five sums each.
+    # For few rows a second launch would take longer than the sum. On 16 warps 4096 rows are 8 per thread, with up to
+    # five sums each.
     block = 4096 if M > 1024 else 1024
-    # At most 256, the last program's tile: it adds the parts without a loop.
+    # At most 256, the last program's tile, which adds the parts without a loop.
     parts = 1 if M <= ONE_PROGRAM else min(256, cdiv(M, block))
-    # Five kinds of sums a program, fp32.
     partial = rows.new_empty(5 * parts) if parts > 1 else None
     tensors = (rows, z_rows, target, weight, predicted, divisor, partial, loss, z, accuracy, stats)
     dtypes = [target.dtype, *(None if t is None else t.dtype for t in (weight, divisor))]
@@ -210,7 +201,7 @@ def _launch_reduction(
     if parts == 1:
         launch(_reduce_kernel, key, tensors, lambda: (1, (*sizes, True, True, block), {"num_warps": 16}))
         return
-    # The steps are two kernels by their constants, so that their keys have to differ.
+    # The two steps are different kernels (constants differ), so the keys must differ.
     launch(_reduce_kernel, (*key, 0), tensors, lambda: (parts, (*sizes, True, False, block), {"num_warps": 16}))
     launch(_reduce_kernel, (*key, 1), tensors, lambda: (1, (*sizes, False, True, 256), {"num_warps": 4}))
 
@@ -219,13 +210,12 @@ def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, details: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Two launches: the rows, then their reduction ("none" without details has none)."""
+    """Two launches: the rows, then their reduction (none for "none" without details)."""
     outputs = (_details_fake if details else _fwd_fake)(logits, target, weight, divisor, reduction, False, *options)
     loss, *others, stats = outputs
     M, V = target.numel(), logits.shape[-1]
     mean = reduction == "mean"
-    # Without classes there is nothing to read either.
-    # A grid of no programs cannot be launched; the mean over no row is 0.
+    # Nothing to read, and an empty grid cannot be launched; the mean over no rows is 0.
     if M == 0 or V == 0:
         loss.zero_()
         if details:
@@ -233,18 +223,15 @@ def _forward(
             others[1].fill_(float("nan"))
             others[2].fill_(-1)
         return outputs
-    # The kernels read targets by row: they are 8 bytes a row, and a copy of them is cheap beside V logits.
+    # Targets are read by row: 8 bytes each, a cheap copy beside V logits.
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
-    # With "none" the kernel writes the rows' losses straight into the result.
     rows, z, z_rows, accuracy, predicted = loss, None, None, None, None
     if details:
         z, accuracy, predicted = others
         z_rows = z
     if reduction != "none":
-        # Losses of rows are kept only until they are reduced.
         rows = stats.new_empty(M)
-        # With weights the means of the loss and of its z-loss have different divisors.
         if details or (mean and weight is not None and divisor is None and options[2] != 0.0):
             z_rows = stats.new_empty(M)
     _launch_rows(view_rows(logits), target, weight, rows, stats, z_rows, predicted, *options)
@@ -259,9 +246,9 @@ def _fwd_fake(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    # fp32 whatever the logits' dtype: a mean over many rows would lose digits in 16 bits.
+    # fp32 for any logits dtype: a mean over many rows would lose digits in 16 bits.
     loss = logits.new_empty(target.shape if reduction == "none" else (), dtype=torch.float32)
-    # Four numbers of the reduction for the backward pass, then each row's maximum, log-sum and, with weights, mass.
+    # Four numbers from the reduction for the backward pass, then each row's maximum, log-sum and, with weights, mass.
     stats = logits.new_empty(4 + target.numel() * (2 if weight is None else 3), dtype=torch.float32)
     return loss, stats
 
@@ -271,7 +258,6 @@ def _details_fake(
     *options: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
-    # int64 as torch.argmax has it, 8 bytes a row.
     predicted = logits.new_empty(target.shape, dtype=torch.int64)
     return loss, torch.empty_like(loss), logits.new_empty((), dtype=torch.float32), predicted, stats
 
@@ -313,10 +299,8 @@ def _bwd_fake(
 def _cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool, *options: Any
 ) -> Tensor:
-    # A gradient of its own memory: the in-place one goes through `_backward`, since an operator may not return its
-    # input.
+    # A new tensor: an operator must not return its input, so the in-place gradient goes through `_backward`.
     dlogits = logits.new_empty(logits.shape)
-    # The gradient is dense, whatever the strides of the logits.
     x, dx = view_rows(logits), dlogits.view(-1, logits.shape[-1]) if logits.numel() else dlogits
     _launch_gradient(dloss, x, target, weight, stats, dx, mean, *options)
     return dlogits
@@ -327,29 +311,26 @@ def _launch_gradient(
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float, *,
     classes: int | None = None,
 ) -> None:  # fmt: skip
-    """dx (M, V) = dloss · d(loss)/dx; dx may be x itself. classes: of all shards together, None if V are all."""
+    """dx (M, V) = dloss · d(loss)/dx; dx may be x. classes: over all shards together, None if V covers all."""
     if not x.numel():
         return
-    # All rows may share one upstream gradient: 0-d for a reduced loss, strides 0 where a sum over rows expanded it.
+    # The rows may share an upstream gradient: 0-d for a reduced loss, strides 0 if a sum over rows expanded it.
     same = not any(dloss.stride())
-    # A 0-d gradient stays 0-d: it has no stride, and the kernel gets 0 for it.
     rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
     M, V = x.shape
-    # No statistic is computed here: the tile is chosen for wide loads alone.
-    # Narrow rows share a program; wide ones are split among several, block_m 1.
     warps, block_m, block_n = _bwd_tile(V)
-    # Both tensors: a dense gradient beside logits of another row stride is moved number by number.
+    # Both tensors: with different row strides elements are moved singly.
     between = uneven(x, dx)
-    # The edges of a row are its first program's: the others share what is left of it.
+    # The first program of a row also writes the edges; the others share the body.
     block_m, body = (1, V // 4 * 4) if between else (block_m, V)
     arguments = (
         M, V, V if classes is None else classes, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
         ignore_index, label_smoothing, z_loss, softcap, scale,
         mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, between, block_m, block_n,
     )  # fmt: skip
-    # One dimension of programs, since a grid's second one ends at 65535.
+    # A flat grid, since a grid's second dimension ends at 65535.
     plan = cdiv(M, block_m) * cdiv(body, block_n), arguments, {"num_warps": warps}
     key = (arguments, rows.dtype, x.dtype, target.dtype, None if weight is None else weight.dtype)
     launch(_cross_entropy_bwd_kernel, key, (rows, x, target, weight, stats, dx), lambda: plan)
@@ -360,8 +341,7 @@ def _launch_gradient(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, weight, _, reduction, ctx.inplace, *ctx.options = inputs
-    # The logits themselves and not a copy: beside them 8 or 12 bytes a row are kept. `divisor` is not saved, since the
-    # statistics hold its inverse.
+    # Save the logits, no copy, and 8 or 12 bytes per row. `divisor` is not saved; the statistics hold the reciprocal.
     ctx.mean = reduction == "mean"
     ctx.save_for_backward(logits, target, weight, output[-1])
 
@@ -371,25 +351,24 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if dloss is not None and ctx.needs_input_grad[0]:
         logits, target, weight, stats = ctx.saved_tensors
         arguments = target, weight, stats
-        # Not in a recorded graph, which has to know what is written: there is no memory to write to while it is traced.
+        # Not while traced: a recorded graph must know all writes, and has no memory to write to.
         rows = _own_rows(logits) if ctx.inplace and not is_traced(logits) else None
         if rows is None:
             dlogits = _cross_entropy_bwd(dloss, logits, *arguments, ctx.mean, *ctx.options)
         else:
             with torch.cuda.device_of(logits):
-                # Around the operator and not through it: the launch sets no device by itself here, hence the context
-                # manager.
+                # Direct launches set no device, hence the context manager.
                 _launch_gradient(dloss, rows, *arguments, rows, ctx.mean, *ctx.options)
-            # The logits are gone. PyTorch now raises where another backward pass saved them, and reads no gradient.
+            # The logits are gone: PyTorch now raises if another backward pass saved them.
             torch.autograd.graph.increment_version(logits)
             dlogits = logits.detach()
     return dlogits, *(None for _ in range(5 + len(ctx.options)))
 
 
 def _own_rows(logits: Tensor) -> Tensor | None:
-    """The memory of the logits as (M, V), or None where they have no rows of their own to write to."""
+    """The logits' memory as (M, V), or None if no such view can be overwritten."""
     rows = view_rows(logits.detach())
-    # Overlapping rows, as of a sliding window, share elements that have several gradients.
+    # Overlapping rows, as in a sliding window, share elements that have several gradients.
     apart = rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]
     return rows if rows.data_ptr() == logits.data_ptr() and rows.numel() and apart else None
 

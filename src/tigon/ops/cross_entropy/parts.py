@@ -1,4 +1,4 @@
-"""Cross entropy of few wide rows, each in parts for several programs; `tigon.kernels.row_parts` says when."""
+"""Cross entropy of few wide rows, each split into parts for several programs; see `tigon.kernels.row_parts`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from tigon.kernels.tiles.constants import LOG2E, LOWEST
 from tigon.kernels.tiles.parts import locate_part_of_row, numbers_of_parts
 from tigon.ops.cross_entropy.kernels import NOWHERE, row_sums, store_ignored, store_row
 
-# Numbers of a part: its maximum, Σ exp, Σ w·z, Σ w, the largest logit and its column.
+# Numbers per part: maximum, Σ exp, Σ w·z, Σ w, the largest logit and its column.
 SUMS = tl.constexpr(6)
 
 
+# A program: a part of a row, `width` columns.
+#   partial   (M, SUMS, P) fp32; unwritten and unread for ignored rows
 @jit
 @do_not_specialize("ignore_index", "P")
 def _cross_entropy_parts_kernel(
@@ -23,9 +25,8 @@ def _cross_entropy_parts_kernel(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, PREDICT: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Few wide rows: one program a part of a row, as `tigon.kernels.row_parts` cuts it. partial: (M, SUMS, P)."""
+    """Write the sums of a part of a row."""
     row, start, columns = locate_part_of_row(P, width, V)
-    # An ignored row's sums stay unwritten: nobody reads them.
     if tl.load(target_ptr + row) == ignore_index:
         return
     if weight_ptr is not None:
@@ -42,10 +43,11 @@ def _cross_entropy_parts_kernel(
         tl.store(partial_ptr + 3 * P, sum_w)
     if PREDICT:
         tl.store(partial_ptr + 4 * P, peak)
-        # An int32 by its bits: fp32 cannot count beyond 2**24.
+        # int32 stored bitwise: fp32 cannot count beyond 2**24.
         tl.store(partial_ptr + 5 * P, (start + column).to(tl.float32, bitcast=True))
 
 
+# A program: one row. Combines the sums of the row's parts and writes as `_cross_entropy_fwd_kernel`.
 @jit
 @do_not_specialize("ignore_index", "P")
 def _cross_entropy_fold_kernel(
@@ -53,7 +55,7 @@ def _cross_entropy_fold_kernel(
     V, stride_m, ignore_index, smoothing, z_loss, softcap, scale, P,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, STATS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: what `_cross_entropy_fwd_kernel` writes, from the sums of the row's parts."""
+    """Write a row's results from the sums of its parts."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     if target == ignore_index:
@@ -73,7 +75,7 @@ def _cross_entropy_fold_kernel(
     if predicted_ptr is not None:
         peaks = numbers_of_parts(partial_ptr, row, 4, P, float("-inf"), SUMS, BLOCK_P)
         columns = numbers_of_parts(partial_ptr, row, 5, P, 0.0, SUMS, BLOCK_P).to(tl.int32, bitcast=True)
-        # Of equal peaks the first column; that of a part without a logit above -inf is the part's first.
+        # The first column among equal peaks; a part without a logit above -inf gives the part's first column.
         parts = tl.arange(0, BLOCK_P)
         column = tl.min(tl.where((peaks == tl.max(peaks, 0)) & (parts < P), columns, NOWHERE), 0)
         column = tl.where(column < V, column, 0)
@@ -87,7 +89,7 @@ def launch_parts(
     tensors: tuple[Tensor | None, ...], key: tuple[Any, ...], sizes: tuple[Any, ...], branches: tuple[Any, ...],
     edges: bool, M: int, parts: Parts, tile: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    """What `_launch_rows` does, in two launches, of the parts and of the rows. tile: as of `_fwd_tile`."""
+    """As `_launch_rows`, in two launches: parts, then rows. tile: from `_fwd_tile`."""
     logits, target, weight, *_, predicted = tensors
     V, stride, ignore_index, _, _, softcap, scale = sizes
     smooth, capped, _ = branches

@@ -1,4 +1,4 @@
-"""Cross entropy in plain PyTorch: its specification, what runs where the kernels cannot, and what they are held to."""
+"""Cross entropy in plain PyTorch: the specification, the fallback without kernels, and the tests' reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cross_entropy_reference(
     scale: float = 1.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """One loss a row, (...), z-loss included."""
+    """A loss per row, (...), including z-loss."""
     loss, z_rows = loss_and_z_reference(logits, target, weight, ignore_index, label_smoothing, z_loss, softcap, scale)
     return loss if z_rows is None else loss + z_rows
 
@@ -28,19 +28,19 @@ def loss_and_z_reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
     softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A row's cross entropy and, if there is one, its z-loss: both (...)."""
-    # In fp32 at least, and in fp64 where logits are: this is what the kernels are held to.
+    """Each row's cross entropy and z-loss (None without z-loss): both (...)."""
+    # At least fp32, and fp64 for fp64 logits, as the reference for the kernels.
     z, _ = _cap_reference(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap, scale)
     labels = target.reshape(-1).long()
     rows = z.reshape(labels.numel(), z.shape[-1])
-    # F.cross_entropy wants weights of the logits' dtype.
+    # F.cross_entropy requires weights in the logits' dtype.
     weight = None if weight is None else weight.to(rows.dtype)
     loss = F.cross_entropy(
         rows, labels, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     ).view(target.shape)
     if not z_loss:
         return loss, None
-    # Apart from the loss: class weights do not weigh z-loss, so that the two means have different divisors.
+    # Separate from the loss: class weights do not apply to z-loss, so the two means have different divisors.
     return loss, z_loss * torch.where(target != ignore_index, torch.logsumexp(z, dim=-1).square(), 0.0)
 
 
@@ -57,14 +57,13 @@ def rows_reference(
     logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Loss and factor · d(loss)/d(logits) of (M, V) rows: the kernels' work on other devices, without autograd."""
+    """Loss and factor · d(loss)/d(logits) for (M, V) rows: the kernels' work on other devices, without autograd."""
     options = ignore_index, label_smoothing, z_loss, softcap, scale
     z, slope = _cap_reference(logits, softcap, scale)
     valid = target != ignore_index
-    # An ignored target may be no class: class 0 is gathered in its place, and the row is set to 0 below.
+    # An ignored target may be no class: gather class 0 instead, and set the row to 0 below.
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
     logp = torch.log_softmax(z, dim=-1)
-    # lse = z − log p of any class: logsumexp would read the logits once more.
     lse = (z.gather(-1, at) - logp.gather(-1, at)).squeeze(-1)
     # loss = −(1 − ε) · log p[target] − ε/V · Σ log p + z_loss · lse².
     loss = (label_smoothing - 1) * logp.gather(-1, at).squeeze(-1)
@@ -75,7 +74,7 @@ def rows_reference(
     loss = torch.where(valid, loss, 0.0)
     if not gradient:
         return loss, None
-    # logp is handed over: its memory becomes the gradient's.
+    # logp's memory becomes the gradient's.
     return loss, _slope_reference(logp, lse, slope, target, factor, z.shape[-1], *options)
 
 
@@ -83,16 +82,15 @@ def gradient_reference(
     logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor | None, classes: int,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> Tensor:  # fmt: skip
-    """As the gradient of `rows_reference`, from what is known of all classes, of which these logits are some.
+    """The gradient of `rows_reference` for the logits of some classes, from statistics over all classes.
 
     stats: (M, 2), the maximum of z (without a softcap: of the logits) and log₂ Σ exp(z − max).
     """
     z, slope = _cap_reference(logits, softcap, scale)
-    # To nats: the maximum is of logits before the scale unless they were capped, and the log-sum is to the base 2.
+    # To nats: the maximum is unscaled unless capped, and the log-sum is in base 2.
     top, log_sum = stats[:, :1] * (1.0 if softcap else scale), stats[:, 1:] * math.log(2.0)
     lse = (top + log_sum).squeeze(-1)
     options = ignore_index, label_smoothing, z_loss, softcap, scale
-    # In this order, as in the kernel: the difference of close numbers first.
     return _slope_reference((z - top) - log_sum, lse, slope, labels, factor, classes, *options)
 
 
@@ -100,23 +98,22 @@ def _slope_reference(
     logp: Tensor, lse: Tensor, slope: Tensor | float, target: Tensor, factor: Tensor | None, classes: int,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
 ) -> Tensor:  # fmt: skip
-    """factor · d(loss)/d(logits), in the memory of logp. A target may be none of these classes."""
-    # dz = p · (1 + 2 · z_loss · lse) − the target distribution, every step in place, since logp is a temporary of the
-    # caller's.
+    """factor · d(loss)/d(logits), in logp's memory. A target may be outside these classes."""
+    # dz = p · (1 + 2 · z_loss · lse) − the target distribution, all in place, since logp is a temporary.
     dz = logp.exp_()
     if z_loss:
         dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)
     valid = target != ignore_index
     here = valid & (target >= 0) & (target < dz.shape[-1])
     at = torch.where(here, target, 0).long().unsqueeze(-1)
-    # In dz's dtype from the start: of two Python numbers torch.where makes fp32.
+    # dz's dtype: torch.where with two Python numbers gives fp32.
     dz.scatter_add_(-1, at, torch.where(here, dz.new_full((), label_smoothing - 1), 0.0).unsqueeze(-1))
     if label_smoothing:
         dz -= label_smoothing / classes
-    # dz/dlogits, left out where it is 1: each step is a pass over the rows.
+    # dz/dlogits, skipped where 1: each step is a pass over the rows.
     if softcap or scale != 1.0:
         dz *= slope
     if factor is not None:
         dz *= factor.to(dz.dtype).unsqueeze(-1)
-    # A select: 0 times the NaN of an ignored row that holds an infinity is NaN.
+    # A select: 0 times NaN, from an ignored row with an infinity, is NaN.
     return dz.masked_fill_(~valid.unsqueeze(-1), 0.0)

@@ -1,4 +1,4 @@
-"""How far a student's distribution Q (the input) is from a teacher's P (the target), one number a row:
+"""Divergences between a student's distribution Q (the input) and a teacher's P (the target), a number per row:
 
     kl_div   KL(P ‖ Q) = Σ p · log(p / q)
     jsd      β · KL(P ‖ M) + (1 − β) · KL(Q ‖ M), M = β · P + (1 − β) · Q;  KL(P ‖ Q) for β = 0, KL(Q ‖ P) for β = 1
@@ -7,11 +7,11 @@
 Source: generalised JSD for distillation, Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, with β as in TRL's
 `GKDTrainer.generalized_jsd_loss` and Liger's `LigerJSD`.
 
-The loss is read from the inputs, and so is its gradient, in the backward pass: nothing as wide as a row is kept besides
-them. TVD's slope is a sign, and wide rows keep it in two bits a class in place of what they would read again. Given
-logits, neither side's log-probabilities are ever made: a row keeps five numbers.
+Loss and gradient are computed from the inputs, and nothing else as wide as a row is saved. TVD's slope is a sign, and
+wide rows save two bits per class instead of reading both sides again. For logits, log-probabilities are never stored: a
+row saves five numbers.
 
-The operator in the usual order: here the promise and the reference, then kernels.py, launches.py.
+This file has the public functions and the reference; kernels.py and launches.py follow.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def kl_div(
     input: Tensor, target: Tensor, *, reduction: Reduction = "mean", log_target: bool = False,
     temperature: float | None = None, mask: Tensor | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """KL(P ‖ Q) of each row: the target's P against the input's Q.
+    """KL(P ‖ Q) per row, with P from the target and Q from the input.
 
     Args:
         input: (..., V) log-probabilities, or logits; any float dtype.
-        target: (..., V), of input's shape: probabilities; log-probabilities with log_target; logits with a temperature.
-            It gets no gradient.
-        reduction: "mean" divides the sum by the number of elements of the rows that count, "batchmean", for input
-            (M, V), by the number of those rows, "sum" does not divide, "rows" gives one value a row.
+        target: (..., V), input's shape: probabilities; log-probabilities with log_target; logits with a temperature.
+            Gets no gradient.
+        reduction: "mean" divides the sum by the element count in valid rows, "batchmean", for input (M, V), by the
+            valid row count, "sum" does not divide, "rows" gives a value per row.
         log_target: True for a target of log-probabilities.
-        temperature: both sides are logits, softmaxed here: divides them first, so 1.0 takes them as they are. The loss
-            is not multiplied by its square. None: input holds log-probabilities.
-        mask: (...), booleans, such as `labels != -100`: False for rows that give 0, no gradient, and do not count.
-    Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class of probability 0 contributes 0. The
-        means over no row are 0, with a gradient of 0.
-    Raises: ValueError for shapes, dtypes or options that do not fit, and for a target that requires a gradient.
+        temperature: both sides are logits, divided by the temperature before the softmax (1.0: used as they are). The
+            loss is not multiplied by the temperature's square. None: input holds log-probabilities.
+        mask: (...), booleans, such as `labels != -100`: False for rows that give 0, have no gradient and do not count.
+    Returns: 0-d, or (...) for reduction="rows", in fp32 (fp64 for fp64). A class with probability 0 contributes 0. The
+        means over no rows are 0, with a gradient of 0.
+    Raises: ValueError for invalid shapes, dtypes or options, and for a target that requires a gradient.
 
     Replaces (with reduction="batchmean" and a temperature)::
 
@@ -79,12 +79,12 @@ def jsd(
     input: Tensor, target: Tensor, *, beta: float = 0.5, reduction: Reduction = "batchmean",
     temperature: float | None = None, mask: Tensor | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """Generalised Jensen-Shannon divergence of each row, as in on-policy distillation.
+    """Generalised Jensen-Shannon divergence per row, as in on-policy distillation.
 
     Args:
         input, target: (..., V) log-probabilities, or logits; any float dtypes. The target gets no gradient.
         beta: weight of the target in the mixture, in [0, 1]; 0 is KL(target ‖ input), 1 is KL(input ‖ target).
-        reduction: as for `kl_div`, but that "batchmean" is over all rows of any shape.
+        reduction: as for `kl_div`, except that "batchmean" covers all rows of any shape.
         temperature, mask: as for `kl_div`.
     Returns: as `kl_div`.
     Raises: ValueError as `kl_div`, and for a beta outside [0, 1].
@@ -109,15 +109,15 @@ def tvd(
     input: Tensor, target: Tensor, *, reduction: Reduction = "batchmean", temperature: float | None = None,
     mask: Tensor | None = None, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """Total variation distance of each row, ½ · Σ |p − q|, in [0, 1]. Its gradient is 0 where p = q.
+    """Total variation distance per row, ½ · Σ |p − q|, in [0, 1]. The gradient is 0 where p = q.
 
-    For the backward pass many wide rows keep a quarter of a byte a class, and none of their probabilities; of logits
-    the input's beside it. The target is not kept. From 1,024 rows of 4,096 classes on a row is summed in another order
-    than in a smaller batch, and its last bits differ from there; where the row lies in its batch changes nothing.
+    For many wide rows the backward pass saves 0.25 bytes per class and no probabilities; for logits the input
+    is saved as well. The target is not saved. From 1,024 rows with 4,096 classes upwards, a row is summed in another
+    order than in a smaller batch, so its last bits differ from there; the row's position in the batch has no effect.
 
     Args:
         input, target: (..., V) probabilities, or logits; any float dtypes. The target gets no gradient.
-        reduction: as for `kl_div`, but that "batchmean" is over all rows of any shape.
+        reduction: as for `kl_div`, except that "batchmean" covers all rows of any shape.
         mask: as for `kl_div`.
         temperature: as for `kl_div`; None: both sides are probabilities.
     Returns: as `kl_div`.
@@ -159,8 +159,6 @@ def _divergence(
             f"got {tuple(mask.shape)} {mask.dtype} on {mask.device}."
         )
     options = (kind, form, beta, temperature)
-    # One value a row comes from either path. What reduces them is plain PyTorch, whose autograd gives each its upstream
-    # gradient.
     if use_triton(input, target):
         signed = kind == "tvd" and input.requires_grad and torch.is_grad_enabled() and in_planes(input, target)
         rows = _rows(input, target, mask, *options, signed)
@@ -169,20 +167,20 @@ def _divergence(
     if reduction == "rows":
         return rows
     if mask is None:
-        # The mean of no row would be NaN: the sum of none is 0.
+        # The mean over no rows would be NaN, but their sum is 0.
         total = rows.sum() if reduction == "sum" or not rows.numel() else rows.mean()
     else:
         total = rows.sum()
-        # Ignored rows are 0 in the sum. The number of the others stays on the device: nothing waits for it.
+        # Ignored rows are 0 in the sum. The count of valid rows stays on the device: no synchronisation.
         if reduction != "sum":
-            total = total / mask.sum().clamp(min=1)  # the mean over no row is 0
+            total = total / mask.sum().clamp(min=1)  # the mean over no rows is 0
     return total / max(1, input.shape[-1]) if reduction == "mean" else total
 
 
 def divergence_reference(
     input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float
 ) -> Tensor:
-    """One value a row, (...)."""
+    """A value per row, (...)."""
     # At least fp32, and fp64 if either side is.
     acc = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     a, b = input.to(acc), target.to(acc)
@@ -193,7 +191,7 @@ def divergence_reference(
         terms = 0.5 * (p - q).abs()
     elif kind == "kl":
         p = b if form == "probabilities" else b.exp()
-        # The log of a probability of 0 is -inf, which the select below leaves out.
+        # log 0 is -inf, which the select below omits.
         log_p = torch.log(p) if form == "probabilities" else b
         terms = p * torch.where(p == 0, 0.0, log_p - a)
     elif kind == "reverse":
@@ -202,7 +200,7 @@ def divergence_reference(
     elif kind == "jsd":
         q, p = a.exp(), b.exp()
         m = beta * p + (1 - beta) * q
-        log_m = torch.where(m == 0, 1.0, m).log()  # the gradient of log 0 would be NaN, whatever it is masked by
+        log_m = torch.where(m == 0, 1.0, m).log()  # the gradient of log 0 would be NaN under any mask
         terms = beta * p * torch.where(p == 0, 0.0, b - log_m) + (1 - beta) * q * torch.where(q == 0, 0.0, a - log_m)
     else:
         raise NotImplementedError(f"divergence_reference: {kind!r} has no formula.")

@@ -1,4 +1,4 @@
-"""The launches of the divergences, their tiles, and the gradient."""
+"""Divergence launches, tiles and gradient."""
 
 from __future__ import annotations
 
@@ -33,51 +33,51 @@ from tigon.ops.divergence.parts import (
 )
 from tigon.ops.divergence.signs import _signed_bwd_kernel
 
-# Warps of a row that has a multiprocessor to itself, at least.
+# Minimum warps for a row that has an SM alone.
 ALONE = 4
-# TVD of so many rows, of so many classes, keeps the signs of its gradient. Fewer rows may go in parts, and narrow ones
-# take as long as their programs take to begin: fewer bytes gain nothing.
+# TVD saves its slope's signs from this many rows and classes on. Fewer rows may be cut into parts, and narrow rows are
+# bound by program launch: fewer bytes gain nothing.
 SIGNED_ROWS, SIGNED_CLASSES = 1024, 4096
 
 
 def _fwd_tile(v: int, kind: str, form: str, alone: bool = False) -> tuple[int, int, int]:
-    """Blocks folded at a time, columns of a block, and warps. Many warps read a wide row that is read twice: fewer rows
-    are then between their readings, and the cache serves more of the second reading."""
-    # JSD of log-probabilities keeps both sides, their ratio and a logarithm of every element: depth 1. A block is 8
-    # numbers a thread.
+    """Blocks folded at a time, columns per block, and warps. Many warps read a wide row that is read twice: fewer rows
+    then lie between the two readings, and the cache serves more of the second."""
+    # JSD of log-probabilities keeps both sides, their ratio and a logarithm per element: depth 1. A block is 8 numbers
+    # per thread.
     twice = form == "logits" and kind != "kl"
     warps, depth = (8, 2) if twice else (8, 1) if kind == "jsd" else (4, 4)
-    # A row that has a multiprocessor to itself has nobody else to keep loads on their way.
+    # With an SM to itself a row has no other program to hide its loads.
     warps = max(warps, ALONE) if alone else warps
     block = min(next_power_of_2(v), warps * 32 * 8)
     return max(1, min(depth, next_power_of_2(v) // block)), block, warps
 
 
 def _bwd_tile(v: int) -> tuple[int, int]:
-    # 16 numbers a thread. No sum joins the threads of a row.
+    # 16 numbers per thread. No sum joins a row's threads.
     return min(2048, next_power_of_2(v)), 4
 
 
 def _planes_tile(plane: int) -> tuple[int, int, int]:
-    """As `_fwd_tile`, of rows whose four quarters are walked side by side: a block is columns of each."""
+    """As `_fwd_tile`, for rows whose four quarters are read side by side: a block is each quarter's columns."""
     block = min(2048, next_power_of_2(plane))
     return 4, block, max(1, block // 256)
 
 
 def _signed_tile(plane: int) -> tuple[int, int]:
-    """Columns of each quarter, and warps: 32 numbers a thread."""
+    """Columns per quarter, and warps: 32 numbers per thread."""
     block = min(1024, next_power_of_2(plane))
     return block, max(1, block // 256)
 
 
 def in_planes(input: Tensor, target: Tensor) -> bool:
-    """Whether TVD walks the quarters of a row side by side, whose signs then share bytes."""
-    # By shapes and strides alone, which a trace has too. Few rows go in parts; of others rows begin at boundaries.
+    """Whether TVD reads a row's quarters side by side, so that their signs share bytes."""
+    # From shapes and strides, which tracing also has. A few rows are cut into parts; other rows must be aligned.
     V = input.shape[-1]
     if V % 16 or V < SIGNED_CLASSES or input.numel() < SIGNED_ROWS * V:
         return False
     for t in (input, target):
-        # Where storage begins Dynamo does not tell. Elsewhere than at a boundary it costs narrow loads.
+        # Dynamo does not expose the storage offset. An unaligned offset costs narrow loads.
         if not torch.compiler.is_compiling() and t.storage_offset() % 16:
             return False
         for stride in t.stride()[:-1]:
@@ -87,7 +87,7 @@ def in_planes(input: Tensor, target: Tensor) -> bool:
 
 
 def _plane(v: int) -> int:
-    """Columns of a quarter of a row: bytes of its signs. A multiple of 16, so that quarters begin at boundaries."""
+    """Columns per quarter row: the row's sign bytes. A multiple of 16, so that quarters are aligned."""
     return cdiv(v, 64) * 16
 
 
@@ -95,7 +95,7 @@ def _divergence_fwd_fake(
     input: Tensor, target: Tensor, mask: Tensor | None, kind: str, form: str, beta: float, temperature: float,
     signed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # fp32 from 16-bit inputs too: whoever sums the rows rounds once, after that.
+    # fp32 from 16-bit inputs too: the sum over rows is rounded once, after the sum.
     rows = input.new_empty(input.shape[:-1], dtype=torch.float32)
     stats = input.new_empty((rows.numel() if form == "logits" else 0, 5), dtype=torch.float32)
     signs = (rows.numel(), _plane(input.shape[-1])) if signed else (0, 0)
@@ -114,19 +114,17 @@ def _divergence_fwd(
     rows, stats, signs = _divergence_fwd_fake(input, target, mask, kind, form, beta, temperature, signed)
     if input.numel() == 0:
         return rows.zero_(), stats, signs
-    # Each side has a row stride of its own: slices of wider rows are read where they lie.
     a, b = view_rows(input), view_rows(target)
     M, V = a.shape
-    # With a gradient or without one: a loss has the same bits.
+    # With or without a gradient, so that a loss has the same bits.
     plane = _plane(V) if signed or (kind == "tvd" and in_planes(input, target)) else None
     sizes = V, a.stride(0), b.stride(0), beta, LOG2E.value / temperature
     mask = None if mask is None else mask.contiguous()
-    # Of what is no logit a whole row takes half the time.
+    # Without logits a whole row takes half the time.
     parts = None if plane else find_sum_parts(M, V, a.device, 1 if form == "logits" else 2)
     if parts is not None:
         _launch_parts((a, b, mask, rows, stats), (*sizes, kind, form, uneven(a, b)), M, parts)
         return rows, stats, signs
-    # `uneven`, which addresses decide, is among the arguments.
     arguments = *sizes, plane, kind, form, plane is None and uneven(a, b)
     key = (M, arguments, a.dtype, b.dtype, mask is None, signed)
 
@@ -147,7 +145,7 @@ def _launch_parts(tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...]
     depth, block, warps = part_tile(*_fwd_tile(V, kind, form))
     options = {"num_warps": warps}
     key = (M, parts, arguments, a.dtype, b.dtype, mask is None)  # type: ignore[union-attr]
-    # Never read before it is written, but for numbers of ignored rows, which are not read at all.
+    # Never read before written, except for ignored rows' numbers, which are not read at all.
     room = stats.new_empty  # type: ignore[union-attr]
     partial = room(M * STATISTICS.value * count) if form == "logits" else None
     terms = room(M * TERMS.value * count) if form != "logits" or kind != "kl" else None
@@ -179,14 +177,13 @@ def _divergence_bwd(
     drows: Tensor, input: Tensor | None, target: Tensor, mask: Tensor | None, stats: Tensor, kind: str, form: str,
     beta: float, temperature: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    # In the input's dtype, which is an argument: the input itself may not have been saved.
     dinput = target.new_empty(target.shape, dtype=dtype)
     if target.numel() == 0:
         return dinput
     g = _flat(drows)
     a, b = None if input is None else view_rows(input), view_rows(target)
     M, V = b.shape
-    # Without an input its stride is 0: the kernel's arguments are the same in number.
+    # A None input has stride 0, since the kernel's argument count is fixed.
     strides = (g.stride(0), 0 if a is None else a.stride(0), b.stride(0))
     apart = uneven(b, dinput.view(M, V), *(() if a is None else (a,)))
     arguments = (V, *strides, beta, LOG2E.value / temperature, kind, form, apart)
@@ -195,7 +192,7 @@ def _divergence_bwd(
 
     def plan() -> Plan:
         block, warps = _bwd_tile(V)
-        # The edges of a row are its first program's: the others share what is left of it.
+        # A row's first program also writes the edges; the others share the body.
         return M * cdiv(V // 4 * 4 if apart else V, block), (*arguments, block), {"num_warps": warps}
 
     launch(_divergence_bwd_kernel, key, tensors, plan)
@@ -235,7 +232,7 @@ def _signed_bwd(
 
 
 def _flat(drows: Tensor) -> Tensor:
-    # A reduced loss gives all rows one upstream gradient, a tensor of stride 0, which is read without a copy.
+    # An upstream gradient shared by all rows has stride 0 and is read without a copy.
     same = drows.numel() > 1 and not any(drows.stride())
     return drows.as_strided((drows.numel(),), (0,)) if same else drows.reshape(-1)
 
@@ -245,12 +242,12 @@ def _flat(drows: Tensor) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     input, target, mask, *ctx.options, ctx.signed = inputs
-    # The gradient is computed in the backward pass, where the upstream gradient is known: loss scaling reaches it
-    # before it is rounded. An evaluation that goes no further pays for none.
+    # The gradient is computed in the backward pass, where the upstream gradient is known: loss scaling applies before
+    # rounding, and evaluation computes no gradient.
     ctx.dtype, ctx.classes = input.dtype, input.shape[-1]
     kind, form = ctx.options[:2]
-    # The gradient of KL with respect to log-probabilities is −p. It does not depend on the input, which is not saved.
-    # TVD's is a sign: with it neither side is needed, and of logits the student's alone.
+    # KL's gradient with respect to log-probabilities is −p, so the input is not saved. With TVD's signs neither side is
+    # needed, and for logits only the student's.
     linear = kind == "kl" and form != "logits"
     needless = linear or (ctx.signed and form != "logits")
     saved = (mask, *output[1:]) if ctx.signed else (target, mask, output[1])

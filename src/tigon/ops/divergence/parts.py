@@ -1,11 +1,12 @@
-"""The kernels of few wide rows, each in parts for several programs; `tigon.kernels.row_parts` says when.
+"""Divergence kernels for few wide rows, each split into parts for several programs; see `tigon.kernels.row_parts`.
 
-    KL of logits              statistics of each part → the row
-    other kinds of logits     statistics of each part → the row's, and each part's terms → the row
+    KL, logits                each part's statistics → the row
+    other kinds, logits       each part's statistics → the row's, and each part's terms → the row
     given (log-)probabilities each part's terms → the row
 
-The end of a launch is the barrier between the parts: no atomics, and sums in one order. A program that needs a row's
-statistics adds up those of its parts by itself, all programs of the row by the same tree, and gets the same bits.
+A launch's end is the barrier between parts: no atomics, and sums in a fixed order. A program that needs a row's
+statistics adds up its parts' statistics; all the row's programs use the same tree and get the same bits. Arguments as
+in kernels.py; partial (M, STATISTICS, P) and terms (M, TERMS, P) are unwritten and unread for ignored rows.
 """
 
 from __future__ import annotations
@@ -24,34 +25,33 @@ from tigon.ops.divergence.kernels import (
     terms_of,
 )
 
-# Numbers of a part: both maxima and both Σ exp, and KL's Σ e · (b − a). Of terms: their sum, and Σ q · u.
+# A part's statistics: both maxima and both Σ exp, and KL's Σ e · (b − a). Terms: their sum, and Σ q · u.
 STATISTICS, TERMS = tl.constexpr(5), tl.constexpr(2)
 
 
 @jit
 def _ignored(mask_ptr, row):
-    # A branch that the whole program takes: neither side of an ignored row is read.
     ignored = False
     if mask_ptr is not None:
         ignored = tl.load(mask_ptr + row) == 0
     return ignored
 
 
+# A program: part of a row's logits. P and width depend on the row count, which must not trigger recompilation; width
+# is specialized all the same, since the compiler must know that 16 divides width to keep a part's loads wide.
 @jit
 @do_not_specialize("P")
 def _part_statistics_kernel(
     input_ptr, target_ptr, mask_ptr, partial_ptr, V, stride_im, stride_tm, k, P, width,
     KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a part of a row's logits. partial: (M, STATISTICS, P), which nobody reads of ignored rows."""
-    # P and width follow from the number of rows, which is to compile nothing anew. width is specialized all the same:
-    # the compiler sees that 16 divides it, and a part's loads stay wide.
+    """Write a part's statistics."""
     row, start, columns = locate_part_of_row(P, width, V)
     if _ignored(mask_ptr, row):
         return
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
-    # Of the row's first logits in all of its parts: their sums are to be added.
+    # From the row's first logits in all parts, since the parts' sums are added.
     shift = first_difference(input_ptr, target_ptr)
     top_a, sum_a, _, top_b, sum_b, _, value = statistics_of(
         input_ptr + start, target_ptr + start, columns, shift, k, None, KIND, EDGES, DEPTH, BLOCK
@@ -67,13 +67,13 @@ def _part_statistics_kernel(
 
 @jit
 def _row_statistics(partial_ptr, row, P, k, KIND: tl.constexpr, BLOCK_P: tl.constexpr):
-    """A row's maxima, log₂ Σ exp, the teacher's Σ exp, and KL's Σ e · (b − a), from those of its parts."""
+    """A row's maxima, log₂ Σ exp, the teacher's Σ exp, and KL's Σ e · (b − a), from its parts'."""
     top_a = numbers_of_parts(partial_ptr, row, 0, P, LOWEST, STATISTICS, BLOCK_P)
     sum_a = numbers_of_parts(partial_ptr, row, 1, P, 0.0, STATISTICS, BLOCK_P)
     top_b = numbers_of_parts(partial_ptr, row, 2, P, LOWEST, STATISTICS, BLOCK_P)
     sum_b = numbers_of_parts(partial_ptr, row, 3, P, 0.0, STATISTICS, BLOCK_P)
     row_a, row_b = tl.max(top_a, 0), tl.max(top_b, 0)
-    # A part without a logit has a sum of 0, and a finite weight.
+    # A part without a logit has sum 0 and a finite weight.
     weight = tl.exp2((top_b - row_b) * k)
     whole_b = tl.sum(sum_b * weight, 0)
     log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))
@@ -83,6 +83,7 @@ def _row_statistics(partial_ptr, row, P, k, KIND: tl.constexpr, BLOCK_P: tl.cons
     return row_a, log_a, row_b, whole_b, tl.log2(whole_b), value
 
 
+# A program: part of a row. Sums the terms: the second reading for logits, otherwise the only reading.
 @jit
 @do_not_specialize("P")
 def _part_terms_kernel(
@@ -90,7 +91,7 @@ def _part_terms_kernel(
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program a part: of logits the second reading, else the only one. terms: (M, TERMS, P)."""
+    """Write a part's terms."""
     row, start, columns = locate_part_of_row(P, width, V)
     if _ignored(mask_ptr, row):
         return
@@ -111,13 +112,14 @@ def _part_terms_kernel(
     tl.store(terms_ptr, terms)
 
 
+# A program: one row. Writes the row's value, and its statistics unless already written.
 @jit
 @do_not_specialize("P")
 def _fold_parts_kernel(
     input_ptr, target_ptr, mask_ptr, partial_ptr, terms_ptr, rows_ptr, stats_ptr, stride_im, stride_tm, k, P,
     KIND: tl.constexpr, FORM: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its divergence, and its statistics where they are not written yet."""
+    """Write a row's value from its parts' numbers."""
     row = tl.program_id(0).to(tl.int64)
     if _ignored(mask_ptr, row):
         store_ignored(rows_ptr, stats_ptr, row, FORM)

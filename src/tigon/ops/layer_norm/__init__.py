@@ -2,7 +2,7 @@
 
 Source: Ba, Kiros & Hinton 2016, https://arxiv.org/abs/1607.06450
 
-The operator in the usual order: here promise and reference, then kernels.py, launches.py.
+This file has the public function and the reference; kernels.py and launches.py follow.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tigon.ops.layer_norm.launches import norm_of_rows
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """Shift each row of x to mean zero and scale it to unit variance, then scale by weight and shift by bias.
+    """Normalise each row to zero mean and unit variance, then scale by weight and shift by bias.
 
     Args:
-        x: (..., N), any float dtype. Everything is computed in fp32 (fp64 for fp64). Rows that two strides describe,
-            such as one head of a packed projection, are read where they lie.
-        weight, bias: (N,), or None for no scale, no shift; either without the other. Their dtype may differ from x's.
-        eps: added to the variance (of N, not N − 1), in squared units of x.
-    Returns: (..., N) in x's dtype, rounded once, at the end; also where weight or bias is wider than x, which is what
-        `F.layer_norm` does where it takes such a mixture (on the CPU; on CUDA it refuses).
+        x: (..., N), any float dtype. Computed in fp32 (fp64 for fp64). Rows described by two strides, such as one head
+            of a packed projection, are read in place.
+        weight, bias: (N,), or None for no scale or no shift, independently. Their dtype may differ from x's.
+        eps: added to the variance (over N, not N − 1), in squared units of x.
+    Returns: (..., N) in x's dtype, rounded once, at the end; also if weight or bias is wider than x. `F.layer_norm`
+        does the same where it accepts mixed dtypes (on the CPU; on CUDA it refuses).
     Raises: ValueError for a weight or bias that is not (N,), a scalar x or a dtype that is not a float.
 
     Replaces::

@@ -1,4 +1,4 @@
-"""Which kernel a width takes, with which tile, and the gradient of the operator."""
+"""Layer norm launches: kernel and tile by width, and the gradient."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from tigon.ops.layer_norm.kernels import (
 )
 from tigon.ops.sum_rows import shares, spread, sum_rows
 
-# One program holds a row up to this width; wider rows are read twice, block by block.
+# Widest row that a program holds in registers; wider rows are read twice, block by block.
 MAX_TILE = 16384
-# Widths, from and to, of which the forward gives each row to a program of its own, for more of them to be resident;
-# those of 16-bit rows alone; and those that it reads twice, in small blocks, where a row would be padded by a third.
+# Width ranges (from, to) where the forward pass gives each row a program, so that more rows are resident; NARROW_ALONE
+# for 16-bit rows only; TWICE: rows read twice in small blocks, because a tile would be a third padding.
 ALONE = ((4097, 6144), (MAX_TILE, MAX_TILE))
 NARROW_ALONE = (6145, 8191)
 TWICE = (8193, MAX_TILE - 1)
-# Whether the backward of the widest rows asks for the next row while it is at work on this one.
+# Prefetch the next row in the widest rows' backward pass.
 AHEAD = True
 
 
 def _fwd_tile(n: int) -> tuple[int, int, int]:
-    """Rows a tile, columns a tile and warps, up to 8192 columns; wider rows go to other kernels.
+    """Rows per tile, columns per tile and warps, up to 8192 columns; wider rows go to other kernels.
 
-    Narrow rows share a tile, so that every warp has 16-byte loads to make; each further warp makes the three sums
-    dearer. No row is prefetched: others beside it hide its loads.
+    Narrow rows share a tile, so that every warp has 16-byte loads; each further warp makes the three sums more
+    expensive. No row is prefetched: the other resident rows hide the loads.
     """
     block_n = next_power_of_2(n)
     return max(1, 2048 // block_n), block_n, 4 if n <= 5120 else 8
@@ -54,40 +54,40 @@ def _row_tile(n: int) -> tuple[int, int, int]:
     """Columns of a row's two parts, and warps.
 
     A tile is a power of 2, which 12288 is not, but 8192 + 4096 wastes no lane. Beyond 8192 columns the second part is
-    empty where it would be as large as the first. Every thread has 16-byte loads to make in both parts.
+    empty if it would be as large as the first. Every thread has 16-byte loads in both parts.
     """
     block_n = next_power_of_2(n)
     warps = 4 if n <= 5120 else 8 if n <= 8192 else 16
-    # 256 numbers a warp are 8 a thread: 16 bytes in 16 bits.
+    # 256 numbers per warp are 8 per thread: 16 bytes in 16 bits.
     rest = max(next_power_of_2(n - block_n // 2), 256 * warps)
-    # Two parts of 4096 take fewer registers than one of 8192: 48 and not 56, and one more program is resident.
+    # Two parts of 4096 take 48 registers, a single part of 8192 takes 56: another program is resident.
     return (block_n // 2, rest, warps) if rest < block_n // 2 or block_n == 8192 else (block_n, 0, warps)
 
 
 def _bwd_tile(n: int, x: Tensor) -> tuple[int, int, int, int, int]:
-    """Rows, columns, warps, stages, programs a multiprocessor.
+    """Rows, columns, warps, stages, programs per SM.
 
-    One program computes a tile while its next two are loaded: 2 inputs · 3 stages · 16 KiB of shared memory. There is
-    no prefetch where that does not fit, or where a row is so wide that registers are short. A row that leaves much of a
-    power of 2 empty, or any of 8192, loads less and sums more: such tiles hold one row, with one more stage.
+    A program computes a tile while the next two are loaded: 2 inputs · 3 stages · 16 KiB of shared memory. There is no
+    prefetch if that does not fit, or if a row is so wide that registers are short. A row that leaves much of a power of
+    2 empty, and any row of 8192, loads less and sums more: such tiles hold a single row, with a further stage.
     """
     block_n = next_power_of_2(n)
     padded = n < block_n if block_n == 8192 else 4 * n <= 3 * block_n and block_n == 4096
     if padded and x.element_size() == 2:
         warps, programs = (4, 2) if block_n == 4096 else (8, 1)
-        # Two inputs, four stages, two bytes a number, and room for the exchanges between warps.
+        # Two inputs, four stages, two bytes per number, and room for exchanges between warps.
         if programs * (2 * 4 * 2 * block_n + 1024) <= shared_memory(x.device):
             return 1, block_n, warps, 4, programs
-    # 16 KiB a tile, whatever the width: as many loads on their way, narrow rows or wide.
+    # 16 KiB per tile at any width: as many loads in flight for narrow rows as for wide rows.
     block_m = max(1, 16384 // x.element_size() // block_n)
-    # Two inputs in three stages are six tiles. A tile beyond 16 KiB is one wide row, with twice the warps for its sums.
+    # Two inputs in three stages are six tiles. A tile beyond 16 KiB is a single wide row, with twice the warps.
     tile_bytes = block_m * block_n * x.element_size()
     stages = 3 if tile_bytes <= 16384 and 6 * tile_bytes + 4096 <= shared_memory(x.device) else 1
     return block_m, block_n, 8 if tile_bytes <= 16384 else 16, stages, 1
 
 
 def _layer_norm_fwd_fake(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    # 8 bytes a row, mean and 1/std. Without them the backward pass would have to sum x again.
+    # Mean and rstd, 8 bytes per row: without them the backward pass would sum x again.
     return x.new_empty(x.shape), x.new_empty((x.numel() // max(1, x.shape[-1]), 2), dtype=torch.float32)
 
 
@@ -97,7 +97,6 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     if x.numel() == 0:
         return y, stats
     M, N = stats.shape[0], x.shape[-1]
-    # Strides in place of a copy, for rows that two of them describe. y is dense.
     x, *strides = row_groups(x)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
@@ -109,7 +108,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     def plan() -> Plan:
         arguments = (M, N, *strides, eps)
         if N > MAX_TILE:
-            # 16 numbers a thread: two loads of 16 bytes in 16 bits.
+            # 16 numbers per thread: two 16-byte loads of 16-bit numbers.
             return M, (*arguments, 8192), {"num_warps": 16}
         if twice:
             return M, (*arguments, 2048), {"num_warps": 8}
@@ -119,11 +118,10 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
         block_m, block_n, warps = _fwd_tile(N)
         return cdiv(M, block_m), (*arguments, block_m, block_n), {"num_warps": warps}
 
-    # By width alone: all kernels write the same statistics, so that any backward kernel reads them.
+    # All kernels write the same statistics, so any backward kernel can read them.
     kernel = _layer_norm_row_fwd_kernel if alone else _layer_norm_fwd_kernel
     if N > MAX_TILE or twice:
         kernel = _layer_norm_wide_fwd_kernel
-    # None for what is missing: its None pointer makes another kernel.
     dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     launch(kernel, (M, N, *strides, dtypes, eps), (x, weight, bias, y, stats), plan)
     return y, stats
@@ -149,38 +147,34 @@ def _layer_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx, dw, db = _layer_norm_bwd_fake(dy, x, weight, bias, stats, need_dx, need_dw, need_db)
     if x.numel() == 0:
-        # Without rows the sums over rows are 0, and no kernel writes them.
+        # Without rows the sums are 0, and no kernel would write them.
         return dx, dw.zero_(), db.zero_()
     M, N = stats.shape[0], x.shape[-1]
-    # dy and x each have strides of their own: a gradient may lie otherwise than its input.
     dy, *dy_strides = row_groups(dy)
     x, *x_strides = row_groups(x)
     weight = weight if weight is None else weight.contiguous()
-    # None, and not an empty tensor: a kernel without dx is compiled without its sums.
     out_dx = dx if need_dx else None
     arguments: tuple[Any, ...] = (M, N, *dy_strides, *x_strides)
     dtypes = (dy.dtype, x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
     key = (arguments, dtypes, need_dx, need_dw, need_db)
-    # dW and dbias lie side by side in a row of partial sums: one launch adds both.
     halves = need_dw + need_db
     results = dw if need_dw else db, db if need_dw and need_db else None
     sums: tuple[Tensor | None, Tensor | None] = None, None
-    if N * x.element_size() <= 2 * MAX_TILE:  # registers hold the row and its gradient: half as many columns in fp32
+    if N * x.element_size() <= 2 * MAX_TILE:  # the row and dx fit registers; half as many columns in fp32
         block_m, block_n, warps, stages, each = _bwd_tile(N, x)
         block_m, warps, stages = spread(M, block_m, block_n, x.device) or (block_m, warps, stages)
-        # As many programs as run at a time: each has a row of partial sums, which are traffic too.
-        # No more than there are tiles: a program without rows would still store a row of zeros, to be added.
+        # As many programs as run at a time, since each writes a row of partial sums; no more than tiles, since a
+        # program without rows would still store zeros to be added.
         programs = min(cdiv(M, block_m), each * multiprocessors(x.device))
         if halves:
             sums = shares(programs, *results)
 
-        # Beyond 8192 columns the sums of dW and dbias leave no registers to hold the row.
-        # Such rows are of 16-bit numbers: in fp32 the limit above is 8192 columns.
+        # Beyond 8192 columns the sums of dW and dbias leave no registers for the row. Such rows are 16-bit: in fp32 the
+        # limit above is 8192 columns.
         by_row = block_n > 8192
 
         def plan() -> Plan:
-            # A sector holds 16 such numbers: the prefetch has one lane for each.
-            # A single tile has no next one to load ahead.
+            # A sector holds 16 such numbers, one prefetch lane each. A single tile has no successor to prefetch.
             ahead = 1 if cdiv(M, block_m) == 1 else stages
             tile = (*_row_tile(N)[:2], block_n // 16 * AHEAD) if by_row else (block_m, block_n, ahead)
             return programs, (*arguments, need_dw, need_db, *tile), {"num_warps": warps}
@@ -189,14 +183,13 @@ def _layer_norm_bwd(
         launch(kernel, key, (dy, x, weight, stats, out_dx, *sums), plan)
     else:
         if need_dx:
-            # dx and the sums read dy and x once each: together, a wide row would leave no registers for the sums.
-            # Sums along a row need all of its columns, sums over rows need all rows: two kernels, two grids.
+            # Two kernels with two grids: sums along a row need all columns, sums over rows need all rows, and a fused
+            # program would have no registers for the sums of a wide row.
             tensors = (dy, x, weight, stats, dx)
             launch(_layer_norm_wide_dx_kernel, key, tensors, lambda: (M, (*arguments, 8192), {"num_warps": 16}))
         if halves:
-            # Columns alone are too few programs for wide rows: rows are shared out as well, among four a
-            # multiprocessor.
-            # 1024 columns on 4 warps are 8 a thread in each of the two sums.
+            # Columns alone are too few programs for wide rows: rows are split as well, about four programs per SM. 1024
+            # columns on 4 warps are 8 per thread in each of the two sums.
             columns = cdiv(N, 1024)
             programs = min(M, max(1, 4 * multiprocessors(x.device) // columns))
             sums = shares(programs, *results)
@@ -220,7 +213,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         return None, None, None, None
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     dx, dw, db = _layer_norm_bwd(dy, *ctx.saved_tensors, need_dx, need_dw, need_db)
-    # An operator returns tensors: an unwanted result is empty, and becomes None here.
+    # Operators return tensors: an unwanted result is empty, and becomes None here.
     return dx if need_dx else None, dw if need_dw else None, db if need_db else None, None
 
 

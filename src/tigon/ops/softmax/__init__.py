@@ -2,7 +2,7 @@
 
 Source of the one-pass statistics: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867
 
-The operator in the usual order: here the promise and the reference, then kernels.py, launches.py.
+This file has the public function and the reference; kernels.py and launches.py follow.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ def softmax(
     x: Tensor, dim: int, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """softmax(scale · x + mask) over one dimension, in fp32, rounded once.
+    """softmax(scale · x + mask) over one dimension, computed in fp32 and rounded once.
 
     Args:
         x: any shape with at least one dimension, any float dtype.
         dim: the dimension that sums to one. Any but the last costs two copies.
         scale: multiplies x; 1/√D for attention scores, 1/temperature for logits.
         mask: added to scale · x; any float dtype, broadcastable to x's shape and never expanded in memory: (B, 1, T, S)
-            or (T, S) for x (B, H, T, S). It gets no gradient: one that has to learn is added to x by the caller.
-        causal: x is (..., T, S), and query t sees the keys s ≤ t + (S − T): the last query sees all. What it does not
-            see is 0, and neither x nor the mask is read there.
-        dtype: x is converted to it first, as torch's functions do; None: x's own.
-    Returns: x's shape, contiguous, in its dtype or that one. A row without any finite score is NaN, as in torch.
+            or (T, S) for x (B, H, T, S). Gets no gradient; add a learned mask to x instead.
+        causal: x is (..., T, S), and query t attends to the keys s ≤ t + (S − T): the last query attends to all. The
+            other positions are 0, and neither x nor the mask is read there.
+        dtype: x is first converted to this dtype, as in torch's functions; None keeps x's.
+    Returns: x's shape, contiguous, in x's dtype or `dtype`. A row without any finite score is NaN, as in torch.
     Raises: ValueError for a dtype that is not a float, a dim out of range, a mask that is boolean, does not broadcast
-        or requires a gradient, and for causal over another dimension than the last of two.
+        or requires a gradient, and for causal unless dim is the last of at least two dimensions.
 
     Replaces::
 
@@ -61,7 +61,7 @@ def softmax(
         return softmax_reference(x, dim, scale=scale, mask=mask, causal=causal)
     if last:
         return _softmax(x, mask, scale, causal)
-    # An expanded mask has strides of 0 where it is broadcast, which moving a dimension keeps: nothing is copied.
+    # A broadcast mask has strides of 0, which movedim keeps: nothing is copied.
     moved = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
     return _softmax(x.movedim(dim, -1), moved, scale, causal).movedim(-1, dim).contiguous()
 
@@ -89,7 +89,7 @@ def _check_mask(x: Tensor, mask: Tensor) -> None:
 def softmax_reference(
     x: Tensor, dim: int = -1, *, scale: float = 1.0, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    # fp64 stays fp64, which is what tests compare with.
+    # fp64 stays fp64, as tests need.
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     if scale != 1.0:
         z = z * scale

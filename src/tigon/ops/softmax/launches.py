@@ -1,4 +1,4 @@
-"""The launches of softmax, their tiles, and the gradient."""
+"""Softmax launches, tiles and gradient."""
 
 from __future__ import annotations
 
@@ -29,54 +29,52 @@ from tigon.ops.softmax.kernels import (
     _softmax_wide_fwd_kernel,
 )
 
-# A row up to this width stays in registers, so that memory is read once; wider rows are read twice, block by block.
-# 32768 columns in a tile of 32 warps are 32 numbers a thread.
+# Widest row that stays in registers, so that memory is read once; wider rows are read twice, block by block. A tile
+# with 32768 columns on 32 warps has 32 numbers per thread.
 MAX_TILE = 32768
-# Wide rows that are fewer than the multiprocessors are cut into parts, of this many columns or a multiple, until there
-# are so many programs for each multiprocessor. 0: never.
+# If there are fewer wide rows than SMs, each row is cut into parts with PART columns or a multiple, until there are
+# PARTED programs per SM. 0: never.
 PART, PARTED = 4096, 8
 
 
 def _tile(m: int, n: int, device: torch.device) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps. Narrow rows share a tile, so that every warp has wide loads to make."""
+    """Rows and columns per tile, and warps. Narrow rows share a tile, so that every warp has wide loads."""
     block_n = next_power_of_2(n)
     programs = multiprocessors(device)
-    # Few narrow rows have a program each: multiprocessors are idle anyway, and the less a thread has to do, the sooner
-    # all are done. Up to 256 columns a row is one warp's, whose threads meet without a barrier.
+    # A few narrow rows get a program each: SMs are idle anyway, and less work per thread finishes sooner. Up to 256
+    # columns a row fits a single warp, whose threads meet without a barrier.
     if block_n < 2048 and m <= (programs if block_n < 1024 else 4 * programs):
         return 1, block_n, max(1, block_n // 256)
-    # Rows of which a full device would have a few programs each: small tiles, on as many warps as large ones.
     if block_n <= 512 and m <= 16 * programs:
         return 4, block_n, 4
-    # 2048 numbers a tile at least: 4 warps then have 16 numbers a thread, two loads of 16 bytes in 16 bits.
+    # At least 2048 numbers per tile: on 4 warps 16 numbers per thread, two 16-byte loads in 16 bits.
     warps = 4 if block_n <= 2048 else 8 if block_n <= 8192 else 16 if block_n <= 16384 else 32
     return max(1, 2048 // block_n), block_n, warps
 
 
 def _prefetch(row_bytes: int, x: Tensor) -> int:
-    """Stages of the forward pass. A row of 64 KiB has a multiprocessor to itself; its next two rows are on their way
-    into shared memory, if they fit. The backward pass, which loads two such rows, is faster without prefetch."""
+    """Stages of the forward pass. A row of 64 KiB occupies an SM alone; its next two rows are prefetched into shared
+    memory if they fit. The backward pass, which loads two such rows, is faster without prefetch."""
     return 3 if row_bytes >= 65536 and 3 * row_bytes + 4096 <= shared_memory(x.device) else 1
 
 
 def _parts(M: int, N: int, device: torch.device) -> Parts | None:
-    """How each of M wide rows is cut; None if the rows alone are programs enough."""
-    # Cut only if whole rows would leave multiprocessors idle: parts cost a second launch and a trip of their
-    # statistics.
+    """How each of M wide rows is cut; None if whole rows are enough programs."""
+    # Only if whole rows would leave SMs idle: parts cost a second launch and a round trip for their statistics.
     programs = multiprocessors(device)
     return cut_rows(M, N, PART, PARTED * programs) if programs > M else None
 
 
 def _wide_tile(N: int, edges: bool, device: torch.device) -> tuple[int, dict[str, Any]]:
-    """Columns that a program of a whole row takes at a time, and Triton's options.
+    """Columns per step for a program with a whole row, and Triton's options.
 
-    Narrower rows than MAX_TILE are read twice as well if their edges would not fit into the tile that holds the rest.
-    Rows of up to 64 KiB come from the L1 cache the second time: the wider the row, the fewer share a multiprocessor.
+    Rows narrower than MAX_TILE are also read twice if their edges would not fit the tile with the rest. Rows of up to
+    64 KiB come from the L1 cache the second time: the wider the row, the fewer share an SM.
     """
     warps = 32 if N > 16384 else 16 if N > 8192 else 8 if N > 2048 else 4
     options = {"num_warps": warps}
-    # 65,536 registers of a multiprocessor for 2 · 1024 threads are 32 a thread.
-    # The edges take a few registers more than leave room for two programs of 32 warps. The compiler, asked, saves them.
+    # An SM's 65,536 registers for 2 · 1024 threads are 32 per thread. The edges need slightly more than would fit two
+    # programs of 32 warps, so the compiler is told to economise.
     if edges and is_hopper(device):
         options["maxnreg"] = 32
     return warps * 256, options
@@ -86,8 +84,8 @@ def _launch_wide(
     kernel: Any, key: tuple[Any, ...], tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], M: int, N: int,
     numbers: int, edges: bool,
 ) -> None:  # fmt: skip
-    """One launch of whole rows; or two of rows in parts, with `numbers` fp32 statistics of each part in between."""
-    # The key names `edges`, which an address decides: rows of one shape and stride may begin anywhere.
+    """One launch for whole rows, or two for rows in parts, with `numbers` fp32 statistics per part in between."""
+    # The key includes `edges`, which addresses decide: rows with the same shape and stride may be aligned differently.
     device = tensors[-1].device  # type: ignore[union-attr]
     parts = _parts(M, N, device) if N > MAX_TILE else None
     if parts is None:
@@ -95,7 +93,7 @@ def _launch_wide(
         whole = M, (*arguments, 1, N, 0, edges, block, 1), options
         launch(kernel, (*key, edges), (*tensors, None), lambda: whole)
         return
-    # Never read before it is written: step 1 stores every part, also parts without a visible column.
+    # Never read before written: step 1 stores every part, also parts without a visible column.
     count, width, most = parts
     partial = torch.empty(M * count * numbers, dtype=torch.float32, device=device)
     for step in (1, 2):
@@ -107,22 +105,22 @@ def _launch_wide(
 
 
 def _mask_layout(mask: Tensor, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
-    """The mask as the kernels walk it: the sizes of its last two row dimensions, three row strides, the column stride.
+    """Mask layout for the kernels: sizes of the last two row dimensions, three row strides, the column stride.
 
-    Dimensions that one stride describes are merged: for (B, H, T, S), a mask (B, 1, T, S) has three, (T, S) two.
+    Dimensions that a single stride describes are merged: for (B, H, T, S), a mask (B, 1, T, S) has three, (T, S) two.
     """
     mask = mask.expand(shape)
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape[:-1], mask.stride()[:-1], strict=True):
-        # A dimension of 1 has any stride, and would only keep its neighbours from being merged.
+        # A dimension of 1 has an arbitrary stride, which would keep its neighbours from being merged.
         if size == 1:
             continue
-        # True of dense neighbours, and of two that are both broadcast, with strides of 0.
+        # True for dense neighbours, and for two broadcast dimensions with strides of 0.
         if dims and dims[-1][1] == stride * size:
             dims[-1] = dims[-1][0] * size, stride
         else:
             dims.append((size, stride))
-    if len(dims) > 3:  # broadcast in every other dimension of a tensor with five and more
+    if len(dims) > 3:  # alternating broadcast dimensions in five or more dimensions
         return _mask_layout(mask.contiguous(), shape)
     (_, s0), (d1, s1), (d2, s2) = [(1, 0)] * (3 - len(dims)) + dims
     return mask, (d1, d2, s0, s1, s2, mask.stride(-1))
@@ -140,14 +138,14 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
     layout: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
     if mask is not None:
         mask, layout = _mask_layout(mask, x.shape)
-    # T counts a query's row within its head: only the causal mask asks.
+    # T counts a query's row within its head, for the causal mask only.
     T = x.shape[-2] if causal else 1
     x = view_rows(x)
     M, N = x.shape
     arguments = (N, T, *layout[:2], x.stride(0), *layout[2:], scale, scale != 1.0, causal)
     key = (M, arguments, x.dtype, None if mask is None else mask.dtype)
-    # A mask's rows lie elsewhere than x's, and would have edges of their own: with a mask, odd rows are moved number by
-    # number.
+    # The mask's rows are aligned differently from x's and would have other edges: with a mask, odd rows are moved
+    # number by number.
     edges = mask is None and uneven(x, y.view(M, N))
     if N > MAX_TILE or edges:
         _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2, edges)
@@ -156,7 +154,7 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
         def tiled() -> Plan:
             block_m, block_n, warps = _tile(M, N, x.device)
             tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
-            # Persistent only with a prefetch: otherwise one program a tile lets the hardware balance the load.
+            # Persistent with a prefetch only: otherwise the hardware balances the load of one program per tile.
             grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
             return grid, (M, *arguments, block_m, block_n, stages), {"num_warps": warps}
 
@@ -173,7 +171,6 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     dx = _softmax_bwd_fake(dy, y, scale, causal)
     if y.numel() == 0:
         return dx
-    # T counts a query's row within its head: only the causal mask asks.
     T = y.shape[-2] if causal else 1
     dy, y = view_rows(dy), view_rows(y)
     M, N = y.shape
@@ -186,10 +183,10 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
 
         def tiled() -> Plan:
             block_m, block_n, warps = _tile(M, N, y.device)
-            # Up to 16384 columns registers hold both tensors in fp32. Beyond, bf16 stays as it is loaded, in half as
-            # many.
+            # Up to 16384 columns registers hold both tensors in fp32. Beyond, bf16 stays as loaded, in half the
+            # registers.
             reload = block_n > 16384 and y.dtype != torch.bfloat16
-            if block_n * y.element_size() > 65536:  # 16 warps wait less for two such rows than 32 do
+            if block_n * y.element_size() > 65536:  # 16 warps wait less for two such rows than 32
                 warps = 16
             return cdiv(M, block_m), (M, *arguments, reload, block_m, block_n), {"num_warps": warps}
 
@@ -202,7 +199,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, ctx.scale, ctx.causal = inputs
-    # Only the result: scores can be freed, and usually are.
+    # Save the result only: the scores can be freed, and usually are.
     ctx.save_for_backward(output)
 
 
