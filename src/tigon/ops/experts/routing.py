@@ -138,10 +138,8 @@ def empty_routing(index: Tensor, E: int) -> Routing:
 
 
 def _route_tile(E: int) -> tuple[int, int, dict[str, int]]:
-    """Return slots per block and per step, and Triton options: a step's slots × experts are about 4096 elements in
-    registers.
-    """
-    # With 256 experts a step has 16 slots.
+    """Return slots per block, slots per step, and Triton options."""
+    # A step's slots × experts are about 4096 elements in registers: 16 slots with 256 experts.
     step = max(1, min(32, 4096 // next_power_of_2(E)))
     return max(256, step), step, {"num_warps": 4}
 
