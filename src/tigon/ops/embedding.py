@@ -1,6 +1,6 @@
 """Embedding: y = weight[input]. A weight row's gradient is the sum of dy over all tokens that looked the row up.
 
-No atomics: tokens are sorted by id, and each weight row is written once, as the sum over its run of equal ids in token
+No atomics: tokens are sorted by id, and each weight row is written once, as the sum over the run of equal ids in token
 order. Runs may be long (padding, frequent tokens): a run with more than PIECE tokens is first summed in pieces.
 
 Source: torch.nn.functional.embedding.
@@ -89,7 +89,7 @@ def embedding_reference(input: Tensor, weight: Tensor, *, padding_idx: int | Non
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-# One program copies BLOCK_M rows × BLOCK_N columns to y (M, H), dense. ids (M,); w (V, H) with stride_w.
+# A program copies BLOCK_M rows × BLOCK_N columns to y (M, H), dense. ids (M,); w (V, H) with stride_w.
 # Weight rows are scattered: a flat grid keeps many loads in flight, and columns are the fast index, so that concurrent
 # programs read the same rows. An id out of range gives a row of NaN, since raising would synchronize.
 @jit
@@ -109,7 +109,7 @@ def _embedding_fwd_kernel(
     tl.store(y_ptr + rows[:, None] * H + cols[None, :], w, mask=mask)
 
 
-# One program converts BLOCK ids to int32 sort keys (`key_of_id`).
+# A program converts BLOCK ids to int32 sort keys (`key_of_id`).
 @jit
 @do_not_specialize("M", "padding_idx")
 def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.constexpr):
@@ -117,7 +117,7 @@ def _embedding_keys_kernel(ids_ptr, keys_ptr, M, V, padding_idx, BLOCK: tl.const
     tl.store(keys_ptr + at, key_of_id(ids_ptr, at, M, V, padding_idx), mask=at < M)
 
 
-# One program places BLOCK_M tokens by comparing their keys with all M keys from L2, BLOCK_N at a time; BLOCK_N is a
+# A program places BLOCK_M tokens by comparing their keys with all M keys from L2, BLOCK_N at a time; BLOCK_N is a
 # multiple of BLOCK_M. At most RANKED tokens, so int32 suffices.
 # keys (M,) int32: sorted. order (M,) int64, as in torch.sort: the token of each key. Equal keys keep token order.
 @jit
@@ -147,7 +147,7 @@ def _embedding_rank_kernel(
     tl.store(order_ptr + place, at.to(tl.int64), mask=at < M)
 
 
-# One program computes BLOCK entries of starts (V + 1,) by bisection over keys (M,), STEPS steps; starts[V] is the end
+# A program computes BLOCK entries of starts (V + 1,) by bisection over keys (M,), STEPS steps; starts[V] is the end
 # of the last run, and ids without a gradient lie beyond.
 @jit
 @do_not_specialize("M", "STEPS")
@@ -198,7 +198,7 @@ def _piece_sum(
     return tl.sum(total, 0)
 
 
-# One program sums BLOCK_N columns within a piece, PIECE sorted tokens: for the run at the piece's start and the run at
+# A program sums BLOCK_N columns within a piece, PIECE sorted tokens: for the run at the piece's start and the run at
 # its end, if these runs are long. No other run in a piece can be long. Pieces are cut by position, since the host does
 # not know the runs.
 # dy, bag, scale, L, BY_BAG: as in `_upstream`. keys, order (M,), starts (V + 1,): sorted tokens. partial (pieces, 2, H)
@@ -241,7 +241,7 @@ def _embedding_pieces_kernel(
             tl.store(out_ptr + H, total, mask=mask)
 
 
-# One program writes BLOCK_N columns of dW for the long run that starts in a piece, if any: partial sums are added in
+# A program writes BLOCK_N columns of dW for the long run that starts in a piece, if any: partial sums are added in
 # piece order, in fp32, and rounded once. Most programs find no such run and exit after three scalar loads.
 # partial, keys, starts: as in `_embedding_pieces_kernel`. dw (V, H): dense.
 @jit
@@ -273,7 +273,7 @@ def _embedding_long_kernel(
             tl.store(dw_ptr + row.to(tl.int64) * H + cols, dw, mask=mask)
 
 
-# One program writes BLOCK_M rows × BLOCK_N columns of dW, each the sum of a short run in token order, or zero; so dW
+# A program writes BLOCK_M rows × BLOCK_N columns of dW, each the sum of a short run in token order, or zero; so dW
 # needs no memset. `_embedding_long_kernel` writes the rows of long runs.
 # dy, bag, scale, L, BY_BAG: as in `_upstream`. order (M,), starts (V + 1,): sorted tokens; starts[v + 1] − starts[v] is
 # a run's length.

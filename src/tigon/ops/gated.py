@@ -281,7 +281,7 @@ def laid_out(
 
 
 def unit_of(N: int, strides: tuple[int | None, ...]) -> int:
-    """Return how many elements a unit of N and the strides has: 8 if they are multiples of 8 but not all of 16, else 1."""
+    """Return the elements per unit of N and the strides: 8 if all are multiples of 8 but not all of 16, else 1."""
     return 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
 
 

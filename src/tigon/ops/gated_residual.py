@@ -75,7 +75,7 @@ def _sigmoid(g):
     return tl.where(g >= 0, r, e * r), e * r * r
 
 
-# One program computes BLOCK columns of a row, on a flat grid over (row, column block), as in `tigon.ops.gated`;
+# A program computes BLOCK columns of a row, on a flat grid over (row, column block), as in `tigon.ops.gated`;
 # contiguous tensors arrive as a single long row.
 # g, f, x, y: row strides; x is None without a stream. N and the strides count UNIT elements, which shows their
 # divisibility to the compiler.
@@ -97,7 +97,7 @@ def _gated_residual_fwd_kernel(
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# One program computes BLOCK columns of dgate = dy · f · s (1 − s) and df = dy · s, each unless None; dx is dy. The
+# A program computes BLOCK columns of dgate = dy · f · s (1 − s) and df = dy · s, each unless None; dx is dy. The
 # sigmoid is recomputed, y is not saved.
 @jit
 def _gated_residual_bwd_kernel(

@@ -13,7 +13,7 @@ CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
 
 
 class TargetOutOfRange(ValueError, IndexError):
-    """A class index outside the logits: an IndexError, as in torch's losses, and a ValueError, as elsewhere in Tigon."""
+    """A class index outside the logits: an IndexError, as in torch's losses, and a ValueError, as in Tigon."""
 
 
 def as_labels(target: Tensor, ignore_index: int) -> Tensor:
