@@ -145,8 +145,8 @@ def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
-# One single-warp program norms and rotates BLOCK_T tokens × BLOCK_H heads of either q or k; heads are the fast index,
-# q's before k's.
+# One single-warp program normalizes and rotates BLOCK_T tokens × BLOCK_H heads of either q or k; heads are the fast
+# index, q's before k's.
 # q, k, yq, yk: strides (b, t, h), so packed projections need no copy and y keeps x's memory order. wq, wk (D,). cos,
 # sin: strides (cb, ct), shared by all heads.
 # tokens = B · T. HALF = R / 2 rotated pairs, padded to BLOCK_R; BLOCK_REST > 0: D − R dimensions that are normalized
@@ -222,8 +222,7 @@ def _hat(x, rstd, dtype: tl.constexpr, ROUND: tl.constexpr):
 
 # Computes dx for all heads of q, or of k, tile by tile in a persistent loop, and dW in registers until the last tile: 8
 # pairs per thread, 16 registers for both sums. Recomputes rstd, since dx reads the row anyway.
-# n = xhat · w with xhat = x · rstd; dn: gradient of n; g = dn · w: gradient of xhat; dx = (g − xhat · mean(g · xhat)) ·
-# rstd.
+# n = xhat · w with xhat = x · rstd. dn, g = dn · w: gradients of n and xhat. dx = (g − xhat · mean(g · xhat)) · rstd.
 # dy, x, dx: strides (b, t, h). dw: the program's row of partial sums, which sum_rows adds in a fixed order. Other
 # arguments as in the forward kernel.
 # STAGES is 3 only for heads with 128 dimensions: on an H200 the prefetch cost more than it gained at other widths.

@@ -30,8 +30,8 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         down to fp16; scale is rounded up, so that code 255 reaches the maximum: the error is at most half a scale.
         scale is (max - min) / 255 to within fp16's rounding. It is larger for rows with a range below 0.016, where fp16
         only has multiples of 2⁻²⁴, and for rows far from 0 relative to their range, where offset is rounded.
-        A constant row has codes 1. The value is exact if representable as a sum of two fp16 numbers, as every fp16 number is; else
-        the error is at most 2⁻²² relative, or 2⁻²⁵.
+        A constant row has codes 1. The value is exact if representable as a sum of two fp16 numbers, as every fp16
+        number is; else the error is at most 2⁻²² relative, or 2⁻²⁵.
     Raises: ValueError unless weight is a float matrix with finite values within fp16's range, ±65504.
 
     Replaces::
