@@ -74,7 +74,6 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         for part, t in zip(out.split(sizes), tensors, strict=True):
             part.copy_(t.reshape(-1))
         return out
-    # Each launch writes a slice of `out`.
     starts = [0, *accumulate(sizes)]
     for i in range(0, len(tensors), MOST):
         _launch(out[starts[i] :] if i else out, [t.contiguous() for t in tensors[i : i + MOST]])

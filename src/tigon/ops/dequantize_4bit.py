@@ -103,7 +103,8 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
     Returns: weight.shape in weight.dtype; bitwise equal to bitsandbytes on the same device.
     Raises: nothing; `FourBit` validates when constructed.
 
-    With `FourBit.of(weight)` equivalent to `bitsandbytes.functional.dequantize_4bit`. For unquantized maxima:
+    With `FourBit.of(weight)` equivalent to `bitsandbytes.functional.dequantize_4bit`. The code below is for unquantized
+    maxima.
 
     Replaces::
 
@@ -131,7 +132,6 @@ def dequantize_4bit_reference(weight: FourBit) -> Tensor:
     numel = math.prod(weight.shape)
     # View as bytes: FSDP's quant_storage shards have a float dtype in name only.
     packed = weight.packed.reshape(-1).view(torch.uint8)
-    # High four bits first, as in bitsandbytes. With an odd weight count half of the last byte is unused.
     codes = torch.stack((packed >> 4, packed & 15), -1).view(-1)[:numel]
     absmax, nested = weight.absmax.reshape(-1), weight.nested
     if nested is not None:
@@ -145,7 +145,6 @@ def dequantize_4bit_reference(weight: FourBit) -> Tensor:
 
 def _check(weight: FourBit) -> None:
     numel, nested = math.prod(weight.shape), weight.nested
-    # In bytes: packed may have any dtype.
     if weight.packed.numel() * weight.packed.element_size() != cdiv(numel, 2):
         raise ValueError(
             f"FourBit: packed must hold {cdiv(numel, 2)} bytes, two of the {numel} weights of "
@@ -240,7 +239,6 @@ def _dequantize_4bit(
     numel = w.numel()
     if not numel:
         return w
-    # A view if dense; a strided `packed` is copied.
     packed = packed.reshape(-1).view(torch.uint8)
     # 32-bit loads need 4-byte alignment, which views into a larger buffer may lack.
     codes = 8 if numel % 8 == 0 and not packed.data_ptr() & 3 else 2

@@ -280,14 +280,12 @@ def _dyt_bwd(
     parts = min(cdiv(M, block_m), max(1, resident * multiprocessors(x.device) // columns))
     sums = [t for t, needed in ((dw, need_dw), (db, need_db)) if needed]
     partial, second = shares(parts, *sums) if sums else (None, None)
-    # A single program stores dalpha itself; several programs store shares.
     alpha_shares = None
     if need_dalpha:
         dalpha = alpha.new_empty(alpha.shape)
         alpha_shares = None if parts * columns == 1 else x.new_empty(parts * columns, dtype=torch.float32)
 
     def plan() -> Plan:
-        # A single tile has nothing to prefetch.
         arguments = (M, N, parts, *strides, need_dw, need_db, block_m, block_n, 1 if cdiv(M, block_m) == 1 else stages)
         return parts * columns, arguments, {"num_warps": warps}
 
@@ -296,7 +294,6 @@ def _dyt_bwd(
     tensors = (dy, x, alpha, weight, dx if need_dx else None, partial, second, place)
     launch(_dyt_bwd_kernel, key, tensors, plan)
     if partial is not None and partial is not sums[0]:
-        # The same launch sums alpha's shares, a few hundred numbers.
         together = () if alpha_shares is None else (alpha_shares, dalpha)
         sum_rows(partial, sums[0], sums[1] if len(sums) > 1 else None, *together)
     elif alpha_shares is not None:

@@ -32,7 +32,7 @@ from tigon.kernels import (
 from tigon.kernels.tiles.ids import key_of_id
 from tigon.ops.targets import CHECKS
 
-# Bounds the runtime of a program for a dW row: longer runs are cut into pieces of this size.
+# Bounds a program's runtime per dW row: longer runs are cut into pieces of this size.
 PIECE = 64  # tokens
 # Up to this many tokens: counting sort, M² comparisons in a single launch. Above: radix sort, M in a dozen launches.
 RANKED = 8192
@@ -220,11 +220,9 @@ def _embedding_pieces_kernel(
     out_ptr = partial_ptr + piece.to(tl.int64) * 2 * H + cols
     head = tl.load(keys_ptr + start)
     tail = tl.load(keys_ptr + stop - 1)
-    # Ids without a gradient have key V and sort last.
     if head < V:
         last = tl.load(starts_ptr + head + 1)
         if last - tl.load(starts_ptr + head) > PIECE:
-            # The run may continue in later pieces, which sum their own shares.
             last = tl.minimum(last, stop)
             total = _piece_sum(
                 order_ptr, dy_ptr, bag_ptr, scale_ptr, start, last, cols, mask, stride_dy, L, BY_BAG, BLOCK_M, BLOCK_N
@@ -234,7 +232,6 @@ def _embedding_pieces_kernel(
     if (tail < V) & (tail != head):
         first = tl.load(starts_ptr + tail)
         if tl.load(starts_ptr + tail + 1) - first > PIECE:
-            # The run starts in this piece, at `first`, and continues in the next.
             total = _piece_sum(
                 order_ptr, dy_ptr, bag_ptr, scale_ptr, first, stop, cols, mask, stride_dy, L, BY_BAG, BLOCK_M, BLOCK_N
             )
@@ -250,7 +247,7 @@ def _embedding_long_kernel(
     partial_ptr, keys_ptr, starts_ptr, dw_ptr, M, V, H,
     PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dW for ids with long runs."""
+    """dW for long runs."""
     blocks = tl.cdiv(H, BLOCK_N)
     piece = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -276,13 +273,13 @@ def _embedding_long_kernel(
 # A program writes BLOCK_M rows × BLOCK_N columns of dW, each the sum of a short run in token order, or zero; so dW
 # needs no memset. `_embedding_long_kernel` writes the rows of long runs.
 # dy, bag, scale, L, BY_BAG: as in `_upstream`. order (M,), starts (V + 1,): sorted tokens; starts[v + 1] − starts[v] is
-# a run's length.
+# a run length.
 @jit
 def _embedding_bwd_kernel(
     dy_ptr, order_ptr, starts_ptr, dw_ptr, bag_ptr, scale_ptr, V, H, stride_dy, L,
     BY_BAG: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dW for ids with short runs, and zeros for absent ids."""
+    """dW for short runs, and zeros for absent ids."""
     blocks = tl.cdiv(H, BLOCK_N)
     rows = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -291,7 +288,6 @@ def _embedding_bwd_kernel(
     short = length <= PIECE
     length = tl.where(short, length, 0)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # Loop to the longest run, at most PIECE; shorter runs are masked.
     for i in range(tl.max(length, 0)):
         token = tl.load(order_ptr + first + i, mask=i < length, other=0)
         dw += _upstream(dy_ptr, bag_ptr, scale_ptr, token, i < length, cols, cols < H, stride_dy, L, BY_BAG)
@@ -311,7 +307,7 @@ def _fwd_tile(H: int) -> tuple[int, int, int]:
 
 def _bwd_tile(H: int) -> tuple[int, int, int]:
     """Return weight rows, columns and warps."""
-    # Wider than in the forward pass: many dW rows are zeros and only need a store.
+    # Wider than in the forward pass: many dW rows are zeros, stored without loads.
     block_n = min(2048, next_power_of_2(H))
     return max(1, 2048 // block_n), block_n, 4
 
@@ -418,7 +414,6 @@ def sums_of_runs(
     dy = view_rows(dy)
     M, (V, H), stride = keys.numel(), dw.shape, dy.stride(0)
     starts = keys.new_empty(V + 1)
-    # M / 2^steps < 1.
     steps = M.bit_length()
     launch(
         _embedding_starts_kernel, (M, V), (keys, starts),

@@ -183,7 +183,6 @@ def _gated_fwd_kernel(
     ACT: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(N, BLOCK // UNIT)
-    # row · UNIT · stride is the offset in elements.
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     # int64: a single row may exceed 2**31 elements.
@@ -226,10 +225,8 @@ def _gated_bwd_kernel(
         g = g * gate_multiplier
     a, da = ACT(g)
     if gate_multiplier is not None:
-        # Chain rule: d act(m · g) / dg = m · act'(m · g).
         da = da * gate_multiplier
     if multiplier is not None:
-        # dup = dy · a and dgate = dy · u · da both contain the factor.
         a = a * multiplier
         da = da * multiplier
     if PACKED:
@@ -294,7 +291,6 @@ def launch_gated(
 
     def plan() -> Plan:
         unit = unit_of(N, strides)
-        # Inside `plan`, which runs once per key: no cost per call.
         block, warps = _tile(act, M, N, tensors[0].device)  # type: ignore[union-attr]
         # None is a compile-time constant: without multipliers the kernel contains no multiplication.
         factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))

@@ -195,7 +195,6 @@ def _qk_norm_rope_fwd_kernel(
     w1, w2 = load_pairs(w_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     squares = tl.sum(x1 * x1 + x2 * x2, 2)
     if BLOCK_REST > 0:
-        # Partial rotary: unrotated dimensions count for the norm as well.
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         there = here & (rest < D)
         x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
@@ -236,7 +235,6 @@ def _bwd_heads(
 ):  # fmt: skip
     """dx for all heads of a tensor, and the program's share of dW."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # The layout of a tile's rows, as in the forward kernel.
     w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
     everywhere = tl.full((BLOCK_T, BLOCK_H, 1), 1, tl.int1)
     w1, w2 = load_pairs(w_at, everywhere, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
@@ -271,7 +269,6 @@ def _bwd_heads(
         # Both reductions together, so that the compiler may interleave their shuffles.
         squares, products = tl.sum(x1 * x1 + x2 * x2, 2), tl.sum(g1 * x1 + g2 * x2, 2)
         if BLOCK_REST > 0:
-            # An unrotated dimension: dy is dn.
             there = here & (rest < D)
             x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
             dn3 = tl.load(dy_at + rest, mask=there, other=0.0).to(tl.float32)
@@ -476,7 +473,6 @@ def _qk_norm_rope_bwd(
     def plan() -> Plan:
         time, rest = q.shape[3 - unsqueeze_dim], D - 2 * half
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
-        # Heads first, as in the forward pass: k with few heads takes more tokens per tile.
         blocks_h = (min(rows, most_heads, next_power_of_2(h)) for h in heads)
         arguments = (
             q.shape[0] * time, time, *heads, D, eps, offset, *angle_strides(cos)[1:],

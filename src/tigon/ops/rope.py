@@ -209,7 +209,6 @@ def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_di
         if config.arithmetic == "fp32":
             turned, c, s = (t.to(torch.promote_types(dtype, torch.float32)) for t in (turned, c, s))
         if interleaved:
-            # Each member's partner with its sign, so that y = x · cos + other · sin for all columns at once.
             other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
         else:
             other = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), dim=-1)
@@ -303,7 +302,6 @@ def _tile(half: int, heads: int) -> tuple[int, int, int, int]:
 
     512 pairs per warp, two 16-byte loads per thread from either half.
     """
-    # R may be 0: then heads are only copied.
     block_r = next_power_of_2(max(1, half))
     # With a third of the lanes padded (heads with 96 dimensions): more tokens and fewer heads.
     block_h = min(4 if block_r == half else 2, next_power_of_2(heads))
@@ -355,12 +353,10 @@ def _rope_launch(
     )  # fmt: skip
     # Equal strides for both tables: three strides instead of six, and half the address arithmetic.
     cos, sin = unit_strides_alike(cos, sin)
-    # The kernel's 16-byte loads need unit stride along D.
     q = unit_stride(q)
     k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # without k: 0 heads
 
     def plan() -> Plan:
-        # Heads are dimension 1 or 2, tokens 3 − unsqueeze_dim.
         time_dim, R, D = 3 - unsqueeze_dim, cos.shape[-1], q.shape[3]
         tokens = q.shape[0] * q.shape[time_dim]
         heads = [q.shape[unsqueeze_dim], 0 if k is None else k.shape[unsqueeze_dim]]
@@ -371,7 +367,6 @@ def _rope_launch(
         block_t, block_h, block_r, warps = _tile(R // 2, max(heads))
         arguments = (
             tokens, q.shape[time_dim], *heads, D, *angle_strides(cos), *strides, R // 2, interleaved, second, third,
-            # FAR depends on shapes and strides, which are in the key.
             native, inverse, far_apart(unsqueeze_dim, q, k_or_q, yq, yk_or_yq),
             block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
         )  # fmt: skip
@@ -428,7 +423,6 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | 
     need_dq, need_dk = ctx.needs_input_grad[:2]
     gq = gk = None
     if need_dq and dq is not None:
-        # INVERSE is the transpose: the same kernel serves both passes, with a single launch for q and k.
         gq, gk = _rope_launch(dq, dk if need_dk else None, *ctx.saved_tensors, *ctx.options, True, ctx.dtype)
         gk = None if dk is None or not need_dk else gk
     # Without dq, dk takes q's place in the launch.

@@ -70,7 +70,6 @@ def _statistics_reference(
     power = (z - top) * k
     e = torch.exp2(power)
     here = labels >= 0
-    # Gather column 0 for classes on other devices; the value is discarded below.
     of_target = z.gather(-1, torch.where(here, labels, 0).unsqueeze(-1)).squeeze(-1)
     found = [top.squeeze(-1), e.sum(-1), torch.where(here, of_target, 0.0)]
     if along:
@@ -178,7 +177,6 @@ def _merged_rows(
         own = tl.load(at + 1, mask=inside, other=1.0)
         shrink = tl.exp2(step)
         total += own * shrink
-        # All but one device store 0.
         z_target += tl.load(at + 2, mask=inside, other=0.0)
         if ALONG:
             # The sum is relative to the device's maximum: the logarithm shifts by step, hence the second term.
@@ -193,8 +191,7 @@ def _merged_rows(
 
 # One program merges BLOCK rows: loss (M,) and stats (HEAD + 2 M,) in `_cross_entropy_fwd_kernel`'s layout, so that the
 # same backward kernel computes each device's gradient.
-# parts (world, M, COLUMNS), label (M,): inputs, identical on all devices. No class weights: heads, the only callers,
-# have none.
+# parts (world, M, COLUMNS). label (M,): `local_labels`. No class weights: heads, the only callers, have none.
 @jit
 @do_not_specialize("M", "world")
 def _merge_cross_entropy_kernel(
@@ -282,7 +279,6 @@ def shard_statistics(
     along: Σ e · log₂ e, for the entropy. total: Σ z, for smoothing and the mean logit.
     """
     M, V = logits.shape
-    # An empty grid cannot be launched.
     if M == 0:
         return
     if V == 0:  # no classes: empty sums, and the smallest maximum

@@ -19,8 +19,8 @@ from tigon.kernels import Plan, cdiv, jit, launch, multiprocessors, next_power_o
 
 # One program sums BLOCK_N columns over all P rows; with `sum_ptr` an extra last program sums the S shares of a single
 # number, such as alpha's gradient.
-# partial (P, N) or (P, 2, N) fp32 with stride_p: mostly in L2. first, second (N,): results; second is None with a
-# single half.
+# partial (P, N) or (P, 2, N) fp32 with stride_p, dW and dbias side by side; often still in L2. first, second (N,):
+# results; second is None with a single half.
 # Rows BLOCK_P apart share an accumulator, and the accumulators are added in a tree, in the same order on every run. The
 # only rounding is at the store.
 @jit
@@ -37,7 +37,6 @@ def _sum_rows_kernel(
             tl.store(sum_ptr, tl.sum(share, 0).to(sum_ptr.dtype.element_ty))
             return
     blocks = tl.cdiv(N, BLOCK_N)
-    # dW and dbias are side by side in each row.
     which = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     partial_ptr += which * N

@@ -49,14 +49,13 @@ def _codes(w_ptr, rows, start, H, stride_w, BLOCK_N: tl.constexpr):
     """Load columns of unaligned byte rows (BLOCK_B, BLOCK_N) as 4-byte words.
 
     A thread can load a single byte from such a row, or an aligned word. Each word of the row is assembled from two
-    aligned words. Only words that contain a byte of the row are loaded, so a load goes past the row by less than four
-    bytes.
+    aligned words. Only words that contain a byte of the row are loaded, so loads reach less than four bytes beyond the
+    row.
     """
     begin = w_ptr.to(tl.int64) + rows * stride_w + start
     past = (begin & 3).to(tl.int32)
     words = (w_ptr + (rows * stride_w + start - past)).to(tl.pointer_type(tl.int32), bitcast=True)
     lane = tl.arange(0, BLOCK_N // 4)[None, :]
-    # Number of words that contain a byte of these columns.
     width = tl.minimum(H - start, BLOCK_N)
     many = tl.where(rows >= 0, (past + width + 3) // 4, 0)[:, None]
     low = tl.load(words[:, None] + lane, mask=lane < many, other=0)
@@ -124,7 +123,6 @@ def _embedding_bag_fwd_kernel(
         )
     else:
         first, length = _extent(offsets_ptr, bags, B, M, L)
-        # Loop to the longest bag; shorter bags are masked.
         longest = L
         if offsets_ptr is not None:
             longest = tl.max(length, 0)
@@ -188,7 +186,6 @@ def _embedding_bag_tokens_kernel(
         counts = inside & ((ids != padding_idx) | (padding_idx < 0))
         count += tl.sum(counts.to(tl.int32), 1)
         if rows_ptr is not None:
-            # V marks values without a gradient, as in `key_of_id`.
             known = counts & (ids >= 0) & (ids < size[:, None])
             tl.store(rows_ptr + at, tl.where(known, low[:, None] + ids, V).to(tl.int32), mask=inside)
         if bag_ptr is not None:

@@ -123,7 +123,6 @@ def _check(
     if down.dim() != 3 or down.shape[1] != D:
         raise ValueError(f"moe_mlp: down must be (E, D, I) with D = {D}, the width of x, got {tuple(down.shape)}.")
     E, _, width = down.shape
-    # gate_up stacks or interleaves both matrices, which makes two products into one.
     width *= 2 if gated else 1
     if gate_up.shape != (E, width, D):
         raise ValueError(

@@ -196,7 +196,6 @@ def _moe_mlp_fwd(
     # In inference, free z before the next product to lower the peak.
     if not keep:
         z = x.new_empty((0,))
-    # Reuse room: the experts' input rows are no longer needed.
     _rows_by_weight(h, _with_unit_stride(down), _dense(down_bias), routing, room, rows)
     y = x.new_empty(x.shape)
     # Each token gathers its K rows: a scatter-add by experts would need atomics and be nondeterministic.
@@ -298,7 +297,6 @@ def _moe_mlp_bwd(
         _weight_bwd(dz, room, routing, found[2])
     if dz is not None and needs[0]:
         found[0] = gradient(0)
-        # Overwrite room: d gate_up no longer needs x's rows.
         _rows_by_weight(dz, _with_unit_stride(gate_up), None, routing, room, rows, transposed=True)
         # dz already includes the routing weight.
         token_sum(room, routing, None, found[0], K)
@@ -319,7 +317,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        # Eight arguments and six options.
         return (None,) * 14
     saved = ctx.saved_tensors
     wanted = ctx.needs_input_grad

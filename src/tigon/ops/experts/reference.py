@@ -51,6 +51,5 @@ def activation_reference(z: Tensor, options: Options) -> Tensor:
     if limit is not None:
         # clamp has slope 0 beyond the limit and propagates NaN; gate has no lower limit.
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    # As in the kernels, alpha = 1 skips the division.
     gate = act(gate) if alpha == 1.0 else act(gate * alpha) / alpha
     return (gate * (up + options.up_offset)).to(z.dtype)

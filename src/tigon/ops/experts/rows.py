@@ -144,7 +144,6 @@ def _expert_tile() -> tuple[int, int, dict[str, int]]:
 
 def _weight_tile(bias: Tensor | None) -> tuple[int, int, dict[str, int]]:
     """Return slots per program, columns of dy and the bias per step, and Triton options."""
-    # Without a bias a slot needs a single gather; with a bias, a row with D elements.
     return (256, 16, {"num_warps": 4}) if bias is None else (16, 256, {"num_warps": 4})
 
 

@@ -54,7 +54,6 @@ def _unit(
     dgate = (held_up + UP_OFFSET) * da
     dup = a
     if LIMIT is not None:
-        # Clamped values have slope 0.
         dgate = tl.where(gate > LIMIT, 0.0, dgate)
         dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, dup)
     return a * (held_up + UP_OFFSET), dgate, dup

@@ -114,7 +114,6 @@ def _attend_kernel(
     v_ptr += g.to(tl.int64) * stride_vg
 
     if SINGLES > 0 and not ACROSS:
-        # A single-token suffix needs no block: the own key initializes maximum and sum.
         single = live
         if SINGLES == 1:
             single = live & (tl.load(stop_ptr + row, mask=live, other=0) - first == 1)
