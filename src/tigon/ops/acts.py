@@ -1,8 +1,8 @@
-"""The one table of activations. A row here is an activation everywhere.
+"""Table of activations, shared by all of Tigon.
 
-Read by the gated units, `gated_linear`, `gated_mlp`, `moe_mlp`, what `tigon.fuse` recognises and runs, the layers for
-Hugging Face `kernels`, Liger's names, the benchmark and the tests. To add an activation, write its tile function beside
-the others in `tigon/kernels/tiles/act.py`, add a row here and its name to `Act`.
+Used by the gated units, `gated_linear`, `gated_mlp`, `moe_mlp`, `tigon.fuse`, the layers for Hugging Face `kernels`,
+the Liger-compatible names, the benchmark and the tests. To add an activation, write a tile function in
+`tigon/kernels/tiles/act.py`, and add a row here and the name to `Act`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Act = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "sigmoid"]
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation of an MLP.
+    """An MLP activation.
 
-    name: what `act=` takes. value: the activation in torch, which is its specification. tile: a Triton function of a
-    tile g in fp32 → (act(g), act'(g)). formula: for people. aliases: what configurations of transformers call it.
-    slow: so long an arithmetic that a thread takes twice the elements, to have independent work while it waits.
+    name: the value for `act=`. value: the activation in torch, the specification. tile: Triton function from an fp32
+    tile g to (act(g), act'(g)). formula: for display. aliases: names in transformers' configurations.
+    slow: the arithmetic takes so long that a thread gets twice the elements, for independent work while waiting.
     """
 
     name: str
@@ -62,7 +62,7 @@ ACTS: dict[str, Activation] = {
 
 
 def checked_act(op: str, act: str) -> str:
-    """The name of an activation; a ValueError for one that is not in the table."""
+    """Return act; raises a ValueError for a name outside the table."""
     if act not in ACTS:
         named = next((row.name for row in ACTS.values() if act in row.aliases), None)
         meant = "" if named is None else f", which is called {named!r} here"

@@ -1,8 +1,8 @@
-"""Several tensors copied into one buffer in another dtype, by one launch.
+"""Copy several tensors into a single buffer with another dtype, in a single launch.
 
-An adapter's factors are small: seven layers have fourteen, of some 100,000 numbers each, and every step casts them from
-fp32 four times. A launch for each costs more than its copy, and `torch._foreach_copy_` spreads so few numbers over too
-few programs: 16.7 µs for the six factors of an attention layer on an H100.
+An adapter's factors are small: seven layers have fourteen, with some 100,000 elements each, and every step casts the
+factors from fp32 four times. A launch per factor costs more than the copy, and `torch._foreach_copy_` spreads so few
+elements over too few programs: 16.7 µs for the six factors in an attention layer on an H100.
 """
 
 from __future__ import annotations
@@ -16,34 +16,32 @@ from torch import Tensor
 
 from tigon.kernels import cdiv, jit, launch, tl, use_triton
 
-# A Triton kernel has a fixed list of pointers. Eight pointers cover the six factors of an attention layer's q, k and v.
-MOST = 8  # tensors of one launch
-# 16 numbers a thread of the four warps: a factor of 100,000 numbers is 49 programs.
+# Triton kernels have a fixed number of pointers. Eight cover the six factors for an attention layer's q, k and v.
+MOST = 8  # tensors per launch
+# 16 elements per thread with four warps: a factor with 100,000 elements takes 49 programs.
 BLOCK = 2048
 
 
 @jit
 def _cast_part(out_ptr, ptr, block, blocks, count, at, BLOCK: tl.constexpr):
-    # A block before or behind this tensor's is another call's: exactly one of the eight calls has work. The branch is
-    # uniform within a program, so no warp diverges.
+    # In each program a single call of the eight has work. The branch is uniform, so no warp diverges.
     if (block >= 0) & (block < blocks):
-        # int64: the joined factors of many layers may exceed 2**31 numbers, and so may one tensor.
+        # int64: the joined factors, or a single tensor, may exceed 2**31 elements.
         i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        # fp32 to bf16 rounds once, here. Loads and stores of the same index: no order between programs matters.
         tl.store(out_ptr + at + i, tl.load(ptr + i, mask=i < count).to(out_ptr.dtype.element_ty), mask=i < count)
 
 
+# A program casts BLOCK elements of a single tensor to out's dtype, rounding once. The grid covers the blocks of all
+# tensors in turn: `block` counts down to the index within the own tensor, and `at` is that tensor's start in out.
+# ptr_i, count_i: pointer and element count, None for absent tensors, whose code is compiled away.
 @jit
 def _cast_together_kernel(
     out_ptr, ptr_0, ptr_1, ptr_2, ptr_3, ptr_4, ptr_5, ptr_6, ptr_7, count_0, count_1, count_2, count_3, count_4,
     count_5, count_6, count_7, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A program finds its tensor by counting the blocks of those before it: `block` becomes its number within the next
-    # tensor, and `at` the place where that tensor begins in `out`.
     block, at = tl.program_id(0), tl.cast(0, tl.int64)
     blocks = tl.cdiv(count_0, BLOCK)
     _cast_part(out_ptr, ptr_0, block, blocks, count_0, at, BLOCK)
-    # A pointer that is None is a constant to the compiler: the kernel for three tensors has three parts.
     if ptr_1 is not None:
         block, at, blocks = block - blocks, at + count_0, tl.cdiv(count_1, BLOCK)
         _cast_part(out_ptr, ptr_1, block, blocks, count_1, at, BLOCK)
@@ -68,15 +66,14 @@ def _cast_together_kernel(
 
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(numel,): the numbers of all tensors, one after the other, in this dtype. Without gradient."""
+    """Return (numel,): all tensors' elements in order, in the given dtype. No gradient."""
     sizes = [t.numel() for t in tensors]
     out = tensors[0].new_empty(sum(sizes), dtype=dtype)
-    # copy_ serves any dtype and device: the one launch is for speed alone, and gives the same bits.
+    # copy_ gives the same bits; the launch is only faster.
     if not use_triton(*tensors):
         for part, t in zip(out.split(sizes), tensors, strict=True):
             part.copy_(t.reshape(-1))
         return out
-    # More tensors than a launch has pointers: each launch writes its own slice of `out`.
     starts = [0, *accumulate(sizes)]
     for i in range(0, len(tensors), MOST):
         _launch(out[starts[i] :] if i else out, [t.contiguous() for t in tensors[i : i + MOST]])
@@ -87,13 +84,11 @@ def _launch(out: Tensor, tensors: list[Tensor]) -> None:
     sizes = tuple(t.numel() for t in tensors)
     if not any(sizes):
         return
-    # Absent tensors are None for their pointer and for their count.
     missing = MOST - len(tensors)
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         counts = (*sizes, *[None] * missing)
-        # A flat grid over the blocks of all tensors: no tensor is padded to the size of the largest, as in a grid of
-        # two dimensions.
+        # A flat grid: a two-dimensional grid would pad every tensor to the largest.
         return sum(cdiv(size, BLOCK) for size in sizes), (*counts, BLOCK), {"num_warps": 4}
 
     key = (sizes, out.dtype, tuple(t.dtype for t in tensors))

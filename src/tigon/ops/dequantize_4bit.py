@@ -1,9 +1,9 @@
-"""4-bit weights back as floats: w = table[code] · absmax of the code's block, in one launch.
+"""Dequantize 4-bit weights: w = table[code] · absmax of the code's block, in a single launch.
 
-Source: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314: NF4, and double quantisation of the absolute
-maxima. The layout in memory is that of bitsandbytes: two codes a byte, the first of the two in the high four bits.
+Source: Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314: NF4, and double quantization for the absolute
+maxima. The memory layout is bitsandbytes': two codes per byte, the first in the high four bits.
 
-    bytes     0.5 (codes) + 1/64 (8-bit maxima) read, 2 (bf16) written for each weight
+    bytes per weight     read 0.5 (codes) + 1/64 (8-bit maxima), write 2 (bf16)
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from tigon.kernels import cdiv, jit, launch, launcher, tl, use_triton
 
 
-# eq=False: weights are compared by identity, as `==` of tensors is a tensor.
+# eq=False: compare by identity, since `==` on tensors returns a tensor.
 @dataclass(frozen=True, eq=False)
 class NestedAbsmax:
-    """Absolute maxima in 8 bits ("double quantisation"): absmax = table[code] · scale of the code's block + offset.
+    """8-bit absolute maxima ("double quantization"): absmax = table[code] · (scale of the code's block) + offset.
 
     Args:
         table: (256,) fp32.
-        scale: one fp32 number for each block of `blocksize` maxima.
-        offset: () or (1,) fp32, on the weight's device; the mean that was taken off.
+        scale: an fp32 number per block of `blocksize` maxima.
+        offset: () or (1,) fp32, on the weight's device; the mean subtracted before quantization.
         blocksize: maxima that share a scale.
     """
 
@@ -38,17 +38,17 @@ class NestedAbsmax:
 
 @dataclass(frozen=True, eq=False)
 class FourBit:
-    """A frozen weight in 4 bits, as `dequantize_4bit` takes it.
+    """A frozen 4-bit weight, the input of `dequantize_4bit`.
 
     Args:
-        packed: uint8, two codes each, in any shape; another dtype (of FSDP's `quant_storage`) is read as bytes.
-        absmax: one for each block of `blocksize` weights: fp32, or uint8 codes of `nested`.
-        table: (16,) fp32, the number that each code stands for: the quantiles of NF4, or FP4.
-        shape: of the weight.
-        dtype: of the weight when it is made dense: bf16, fp16 or fp32.
+        packed: uint8, two codes per byte, any shape; other dtypes (FSDP's `quant_storage`) are read as bytes.
+        absmax: a number per block of `blocksize` weights: fp32, or uint8 codes for `nested`.
+        table: (16,) fp32, the value of each code: NF4's quantiles, or FP4.
+        shape: the weight's shape.
+        dtype: the dequantized weight's dtype: bf16, fp16 or fp32.
         blocksize: consecutive weights that share a maximum, a power of two.
-        nested: where the maxima are quantised themselves.
-    Raises: ValueError for tensors whose sizes, dtypes or devices do not fit together.
+        nested: for quantized maxima.
+    Raises: ValueError for inconsistent sizes, dtypes or devices.
     """
 
     packed: Tensor
@@ -59,7 +59,7 @@ class FourBit:
     blocksize: int = 64
     nested: NestedAbsmax | None = None
 
-    def __post_init__(self) -> None:  # here, once: a layer makes its weight dense several times a step
+    def __post_init__(self) -> None:  # checked once: a layer dequantizes several times per step
         _check(self)
 
     @property
@@ -67,18 +67,17 @@ class FourBit:
         return self.packed.device
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a plain tensor of this dtype."""
-        # Made dense in the dtype of the quantised weight first, then cast: the numbers are those that bitsandbytes
-        # multiplies by.
+        """Return the weight as a plain tensor with the given dtype."""
+        # Dequantize in the quantized weight's dtype, then cast: bitsandbytes multiplies by the same numbers.
         w = dequantize_4bit(self)
         return w if w.dtype == dtype else w.to(dtype)
 
     @classmethod
     def of(cls, weight: Any) -> FourBit:
-        """The weight of a 4-bit layer of bitsandbytes, a `Params4bit`: the same memory, nothing copied.
+        """Wrap the weight of a bitsandbytes 4-bit layer, a `Params4bit`, without copying.
 
-        Raises: ValueError where the weight has no `quant_state` yet: bitsandbytes quantises when the layer is moved to
-            its device.
+        Raises: ValueError if the weight has no `quant_state` yet: bitsandbytes quantizes when the layer is moved to a
+            device.
         """
         state = getattr(weight, "quant_state", None)
         if state is None:
@@ -88,31 +87,31 @@ class FourBit:
             )
         nested = None
         if state.nested:
-            # bitsandbytes names the second quantisation state2; its absmax are the scales of blocks of maxima.
+            # bitsandbytes' state2 is the second quantization; state2.absmax are the scales for blocks of maxima.
             second = state.state2
             nested = NestedAbsmax(second.code, second.absmax, state.offset, second.blocksize)
-        # A Parameter's .data is the plain tensor of the same memory, which the kernels take. A 4-bit weight is frozen:
-        # no gradient is cut off.
+        # A Parameter's .data is a plain tensor on the same memory. The weight is frozen, so no gradient is lost.
         packed = weight.data if isinstance(weight, torch.nn.Parameter) else weight
         return cls(packed, state.absmax, state.code, tuple(state.shape), state.dtype, state.blocksize, nested)
 
 
 def dequantize_4bit(weight: FourBit) -> Tensor:
-    """The weight as floats: table[code] · absmax in fp32, rounded once to the weight's dtype.
+    """Dequantize: table[code] · absmax in fp32, rounded once to the weight's dtype.
 
     Args:
-        weight: see `FourBit`. None of its tensors gets a gradient.
-    Returns: weight.shape in weight.dtype; bit for bit what bitsandbytes gives on the same device.
-    Raises: ValueError nowhere here: `FourBit` refuses what does not fit together when it is made.
+        weight: see `FourBit`. Gets no gradient.
+    Returns: weight.shape in weight.dtype; bitwise equal to bitsandbytes on the same device.
+    Raises: nothing; `FourBit` validates when constructed.
 
-    With `FourBit.of(weight)` it stands for `bitsandbytes.functional.dequantize_4bit`, and for plain maxima it
+    With `FourBit.of(weight)` equivalent to `bitsandbytes.functional.dequantize_4bit`. The code below is for unquantized
+    maxima.
 
     Replaces::
 
         codes = torch.stack((packed >> 4, packed & 15), -1).view(-1).long()
         w = (table[codes] * absmax.repeat_interleave(blocksize)).to(torch.bfloat16).view(shape)
     """
-    # use_triton asks for float tensors, which packed and 8-bit maxima are not. The table is one, on the same device.
+    # use_triton expects float tensors: the table is on the same device.
     if not use_triton(weight.table):
         return dequantize_4bit_reference(weight)
     nested = weight.nested
@@ -131,31 +130,28 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
 
 def dequantize_4bit_reference(weight: FourBit) -> Tensor:
     numel = math.prod(weight.shape)
-    # A view, whatever dtype FSDP stores the bytes in: its shards of quant_storage are floats by name alone.
+    # View as bytes: FSDP's quant_storage shards have a float dtype in name only.
     packed = weight.packed.reshape(-1).view(torch.uint8)
-    # The high four bits first, as bitsandbytes packs them. An odd number of weights leaves half of the last byte
-    # unused.
     codes = torch.stack((packed >> 4, packed & 15), -1).view(-1)[:numel]
     absmax, nested = weight.absmax.reshape(-1), weight.nested
     if nested is not None:
-        # Two roundings, as bitsandbytes has them: of the product and of the sum.
+        # Two roundings, product and sum, as in bitsandbytes.
         scale = nested.scale.repeat_interleave(nested.blocksize)[: absmax.numel()]
         absmax = nested.table[absmax.long()] * scale + nested.offset
-    # One product in fp32, and one rounding to the weight's dtype: the order of operations is bitsandbytes'.
+    # An fp32 product, then a rounding to the weight's dtype: bitsandbytes' order.
     values = weight.table[codes.long()] * absmax.repeat_interleave(weight.blocksize)[:numel]
     return values.to(weight.dtype).view(weight.shape)
 
 
 def _check(weight: FourBit) -> None:
     numel, nested = math.prod(weight.shape), weight.nested
-    # In bytes, not in elements, for packed may be of any dtype.
     if weight.packed.numel() * weight.packed.element_size() != cdiv(numel, 2):
         raise ValueError(
             f"FourBit: packed must hold {cdiv(numel, 2)} bytes, two of the {numel} weights of "
             f"{tuple(weight.shape)} in each, got {weight.packed.numel() * weight.packed.element_size()}."
         )
     size = weight.blocksize
-    # At least 8: a word of eight codes must not straddle two blocks. A power of two, so that the division is a shift.
+    # At least 8: a word with eight codes must not straddle two blocks. A power of two: the division is a shift.
     if size < 8 or size & (size - 1):
         raise ValueError(f"FourBit: blocksize must be a power of two, 8 or more, got {size}.")
     blocks, codes = cdiv(numel, size), torch.float32 if nested is None else torch.uint8
@@ -172,7 +168,7 @@ def _check(weight: FourBit) -> None:
             ("nested.offset", nested.offset, 1),
         ]
     for name, t, count in tables:
-        # fp32 alone: the kernel's product would round elsewhere with a narrower table.
+        # fp32 only: a narrower table would change the rounding.
         if t.numel() != count or t.dtype != torch.float32:
             raise ValueError(f"FourBit: {name} must be {count} numbers of torch.float32, got {t.numel()} of {t.dtype}.")
     for name, t in (("absmax", weight.absmax), *((name, t) for name, t, _ in tables)):
@@ -185,38 +181,37 @@ def _check(weight: FourBit) -> None:
 # ---------------------------------------------------------------------------------------------------------- kernel
 
 
+# One program dequantizes BLOCK words of CODES codes each: 8 codes in 32 bits, whose bf16 results a thread stores as 16
+# bytes, or 2 codes in a byte if numel is no multiple of 8 or the address is unaligned.
+# packed (words,), absmax (blocks,), table (16,): inputs. nested_table (256,), nested_scale, offset: for uint8 absmax
+# codes, else None. w (numel,): result.
+# Neighbouring threads share absmax: with 64 weights per block 8 words have the same maximum. Each thread recomputes the
+# nested maximum; a table in memory would need a second launch, as in bitsandbytes. L1 serves nearly all nested_scale
+# loads, a scale per 16,384 weights by default, and the table, half a cache line.
 @jit
 def _dequantize_4bit_kernel(
     packed_ptr, absmax_ptr, table_ptr, nested_table_ptr, nested_scale_ptr, offset_ptr, w_ptr, numel, words,
     BLOCKSIZE: tl.constexpr, NESTED_BLOCKSIZE: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A thread takes words of CODES codes: eight in 32 bits, whose eight bf16 results are one store of 16 bytes. Where
-    # the weight is no whole number of words, a word is a byte.
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = word < words
-    # int32 also where words are bytes: shifts of one kind serve both.
     q = tl.load(packed_ptr + word, mask=mask, other=0).to(tl.int32)
-    # Neighbouring threads read neighbouring maxima, or the same one: 8 words of 32 bits share a block of 64 weights.
-    block = word * CODES // BLOCKSIZE  # a block is a whole number of words, so a word has one maximum
+    block = word * CODES // BLOCKSIZE  # a word never straddles blocks
     absmax = tl.load(absmax_ptr + block, mask=mask, other=0)
     if nested_table_ptr is not None:
-        # One scale for NESTED_BLOCKSIZE maxima, by default for 16,384 weights: L1 answers all but the first load.
         scale = tl.load(nested_scale_ptr + block // NESTED_BLOCKSIZE, mask=mask, other=0.0)
-        # absmax was a uint8 code until here. The maximum is computed again by each of the block's eight threads: a
-        # table of maxima in memory would be a second launch, as bitsandbytes has it. No mask: masked lanes have code 0.
+        # No mask: masked lanes have code 0.
         absmax = tl.load(nested_table_ptr + absmax.to(tl.int32)) * scale + tl.load(offset_ptr)
-    # The first code of a byte is in its high bits, the first byte of a word in the word's low ones.
+    # The first code of a byte is in the high bits, the first byte of a word in the low bits.
     i = tl.arange(0, CODES)
-    # Bit 4 · (i ^ 1): code 0 is in bits 4 to 7, code 1 in bits 0 to 3, code 2 in bits 12 to 15. The shift is arithmetic
-    # on an int32, and `& 15` takes the sign bits away.
+    # Shift 4 · (i ^ 1): code 0 is in bits 4 to 7, code 1 in bits 0 to 3, code 2 in bits 12 to 15. The shift is
+    # arithmetic on int32; `& 15` removes the sign bits.
     code = (q[:, None] >> (i // 2 * 8 + 4 - i % 2 * 4)[None, :]) & 15
-    # The table is half a cache line: a warp's look-ups are one access to L1 each.
     w = tl.load(table_ptr + code) * absmax[:, None]
-    # int64, as `word` is: a stacked weight of experts may exceed 2**31 elements.
+    # int64, as word is: stacked expert weights may exceed 2**31 elements.
     element = (word * CODES)[:, None] + i[None, :]
-    # The last byte may hold one code. A mask of single elements would narrow the stores of whole words.
+    # With CODES = 2 the last byte may hold a single code. A mask per element would narrow the word stores.
     kept = element < numel if CODES == 2 else mask[:, None]
-    # A thread stores its CODES results as one run: 16 bytes of bf16.
     tl.store(w_ptr + element, w.to(w_ptr.dtype.element_ty), mask=kept)
 
 
@@ -227,7 +222,7 @@ def _dequantize_4bit_fake(
     table: Tensor, packed: Tensor, absmax: Tensor, nested_table: Tensor | None, nested_scale: Tensor | None,
     offset: Tensor | None, shape: list[int], dtype: torch.dtype, blocksize: int, nested_blocksize: int,
 ) -> Tensor:  # fmt: skip
-    # From the table, the first tensor: `launcher` takes the device from there.
+    # The table is the first tensor, which determines `launcher`'s device.
     return table.new_empty(shape, dtype=dtype)
 
 
@@ -244,22 +239,20 @@ def _dequantize_4bit(
     numel = w.numel()
     if not numel:
         return w
-    # A view for dense bytes; a strided `packed` would be copied.
     packed = packed.reshape(-1).view(torch.uint8)
-    # 32 bits at once need an address that 4 divides: views into a larger buffer may have another.
+    # 32-bit loads need 4-byte alignment, which views into a larger buffer may lack.
     codes = 8 if numel % 8 == 0 and not packed.data_ptr() & 3 else 2
-    # Little-endian: the first byte is in the word's low bits, as the kernel's shifts expect.
+    # Little-endian, as the kernel's shifts expect.
     if codes == 8:
         packed = packed.view(torch.int32)
     tensors = packed, absmax, table, nested_table, nested_scale, offset, w
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        # Of 128 to 1024 words on an H100, 256 were the fastest. A product and a sum stay two roundings: the bits are
-        # those of bitsandbytes, which does them in two launches.
+        # 256 words were the fastest between 128 and 1024 on an H100. Without fusion, product and sum round separately,
+        # as in bitsandbytes' two launches.
         block, warps = 256, 2
         words = cdiv(numel, codes)
-        # The absence of nested tensors is in the key below: None is a constant to the compiler, and makes another
-        # kernel.
+        # The key records absent nested tensors, which compile another kernel.
         arguments = (numel, words, blocksize, nested_blocksize, codes, block)
         return cdiv(words, block), arguments, {"num_warps": warps, "enable_fp_fusion": False}
 

@@ -1,12 +1,12 @@
-"""A gated unit and the linear layer that consumes it, without keeping their product: y = (act(gate) · up) Wᵀ + b.
+"""Gated unit and the linear layer that consumes it, without saving their product: y = (act(gate) · up) Wᵀ + b.
 
-The product act(gate) · up is the widest activation of a transformer layer, 3.5 times the hidden width in Llama. PyTorch
-keeps the product for one use, the gradient of W. Here the backward pass computes it again, in the kernel that reads
-gate and up for their gradients anyway. That saves the tensor, at the price of writing it once more.
+The product act(gate) · up is the widest activation in a transformer layer, 3.5 times the hidden width in Llama. PyTorch
+saves the product for a single use, W's gradient. Here the backward pass recomputes the product in the kernel that reads
+gate and up for their gradients anyway. That saves a tensor, and costs writing the product once more.
 
     backward, inplace=True     dy W → scratch;  gate, up, scratch → dgate, dup, act(gate) · up, in the same memory
 
-With `inplace` nothing else of that width exists beside gate, up and the scratch.
+With `inplace` no other tensor with that width exists beside gate, up and the scratch.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def gated_linear(
     gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, act: Act = "silu",
     inplace: bool = False, **unknown: NoReturn,
 ) -> Tensor:  # fmt: skip
-    """(act(gate) · up) Wᵀ + bias, keeping gate and up alone for the backward pass.
+    """(act(gate) · up) Wᵀ + bias, saving only gate and up for the backward pass.
 
     Args:
-        gate: (..., N), or (..., 2N) holding gate and up side by side when up is None.
+        gate: (..., N); or, if up is None, (..., 2N) with gate and up side by side.
         up: (..., N), gate's dtype, or None.
-        weight: (M, N), gate's dtype; under autocast all are cast as `F.linear` casts them.
+        weight: (M, N), gate's dtype; under autocast all are cast, as by `F.linear`.
         bias: (M,), gate's dtype, or None.
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
-        inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
-            the graph is kept (`retain_graph=True`), nor under torch.compile.
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (squared relu) or "sigmoid".
+        inplace: the backward pass overwrites gate and up with their gradients, so no other code may read them. Ignored
+            with `retain_graph=True` and under torch.compile.
     Returns: (..., M) in gate's dtype.
-    Raises: ValueError for shapes, dtypes or an act that do not fit.
+    Raises: ValueError for invalid shapes, dtypes or act.
 
     Replaces::
 
@@ -65,10 +65,9 @@ def gated_linear_saved_by(
     hooks: tuple[Any, Any] | None, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str,
     inplace: bool,
 ) -> Tensor:  # fmt: skip
-    """`gated_linear` in a checkpoint, whose hooks (pack, unpack) save the inputs before anything is computed.
+    """`gated_linear` in a checkpoint whose hooks (pack, unpack) save the inputs before the forward pass computes.
 
-    A checkpoint computes again up to the last tensor that was saved. torch itself saves the inputs of a Function after
-    its forward pass.
+    A checkpoint recomputes up to the last saved tensor. torch saves a Function's inputs only after the forward pass.
     """
     checked_act("gated_linear", act)
     check_tensors("gated_linear", gate=gate, up=up, weight=weight, bias=bias)
@@ -76,9 +75,7 @@ def gated_linear_saved_by(
     dtype = autocast_dtype(device)
     if dtype is not None and gate.dtype != torch.float64:
         cast = [t if t is None else t.to(dtype) for t in (gate, up, weight, bias)]
-        with torch.autocast(
-            autocast_device(device), enabled=False
-        ):  # done above, and not to be done again in the middle
+        with torch.autocast(autocast_device(device), enabled=False):  # tensors are cast already
             return gated_linear_saved_by(hooks, *cast, act, inplace)  # type: ignore[arg-type,call-arg]
     if not gate.dtype.is_floating_point or gate.dim() == 0:
         raise ValueError(f"gated_linear: gate must be (..., N) floats, got {tuple(gate.shape)} {gate.dtype}.")
@@ -160,10 +157,10 @@ def _write_gradients(
     dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, act: str, dgate: Tensor | None, dup: Tensor | None,
     dw: Tensor | None, db: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write the gradients that are not None. dgate and dup may be gate and up: elements are read before writes."""
+    """Write the gradients that are not None. dgate and dup may alias gate and up: loads come before stores."""
     rows = dy.reshape(-1, weight.shape[0])
     if dgate is not None or dup is not None:
-        # scratch is first the product's gradient. The kernel overwrites it by the product, which dW needs.
+        # scratch first holds the product's gradient; the kernel overwrites scratch with the product, which dW needs.
         scratch = torch.mm(rows, weight)
         gated_backward(scratch, gate, up, act, 1.0, 1.0, dgate, dup, None if dw is None else scratch)
     elif dw is not None:
@@ -185,7 +182,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 6
-    saved = ctx.saved_tensors  # read once: activation checkpointing raises on a second reading
+    saved = ctx.saved_tensors  # read once: activation checkpointing raises on a second access
     return *_gradients(ctx, dy, *saved), None, None
 
 
@@ -199,7 +196,7 @@ def _gradients(ctx: Any, dy: Tensor, gate: Tensor, up: Tensor | None, weight: Te
         db = weight.new_empty(weight.shape[:1]) if needs[3] else None
         _write_gradients(dy, gate, up, weight, ctx.act, dgate, dup, dw, db)
         for t in (dgate, dup):
-            if t is not None:  # PyTorch then raises where another backward pass saved it
+            if t is not None:  # PyTorch then raises if another backward pass needs the old value
                 torch.autograd.graph.increment_version(t)
         grads = dgate, dup, dw, db
     present = (True, up is not None, True, True)
@@ -210,7 +207,7 @@ _gated_linear = differentiable(_gated_linear_fwd, _setup_context, _backward)
 
 
 class _SavedFirst(torch.autograd.Function):
-    """As `_gated_linear`, but its inputs are saved before the forward computes."""
+    """`_gated_linear` with inputs saved before the forward pass computes."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""A residual behind a gate: y = x + sigmoid(gate) · f; or the gated f alone.
+"""Gated residual: y = x + sigmoid(gate) · f; or only the gated f.
 
-Source: LiGR, https://arxiv.org/abs/2502.03417; the gate is that of highway networks, https://arxiv.org/abs/1505.00387
+Source: LiGR, https://arxiv.org/abs/2502.03417; gates as in highway networks, https://arxiv.org/abs/1505.00387
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def gated_residual(x: Tensor | None, gate: Tensor, f: Tensor) -> Tensor:
     """x + sigmoid(gate) · f, computed in fp32 and rounded once.
 
     Args:
-        x: (..., N), any float dtype: the stream that is added to. None for sigmoid(gate) · f alone.
-        gate: (..., N), any float dtype: logits.
-        f: gate's shape and dtype: what is added.
-    Returns: (..., N) in the promoted dtype of x and f.
-    Raises: ValueError where they differ in shape or device, or gate and f in dtype.
+        x: (..., N), any float dtype, the residual stream. None: return sigmoid(gate) · f.
+        gate: (..., N), any float dtype, logits.
+        f: the update, in gate's shape and dtype.
+    Returns: (..., N) in x's and f's promoted dtype.
+    Raises: ValueError if shapes or devices differ, or if gate's and f's dtypes differ.
 
     Replaces::
 
@@ -69,39 +69,41 @@ def gated_residual_reference(x: Tensor | None, gate: Tensor, f: Tensor) -> Tenso
 
 @jit
 def _sigmoid(g):
-    """sigmoid(g) and its slope: from exp(-|g|), since 1 - s would lose all digits where s is near 1."""
+    """Return sigmoid(g) and its slope, from exp(-|g|): 1 - s would lose all digits for s near 1."""
     e = tl.exp(-tl.abs(g))
     r = 1.0 / (1.0 + e)
     return tl.where(g >= 0, r, e * r), e * r * r
 
 
+# A program computes BLOCK columns of a row, on a flat grid over (row, column block), as in `tigon.ops.gated`;
+# contiguous tensors arrive as a single long row.
+# g, f, x, y: row strides; x is None without a stream. N and the strides count UNIT elements, which shows their
+# divisibility to the compiler.
 @jit
 def _gated_residual_fwd_kernel(
     g_ptr, f_ptr, x_ptr, y_ptr, N, stride_gm, stride_fm, stride_xm, stride_ym, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    # A flat grid over (row, block of columns), as that of the gated units: dense tensors arrive as one long row. N and
-    # the strides count UNIT elements, which tells the compiler that they are multiples of it.
     blocks = tl.cdiv(N, BLOCK // UNIT)
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
-    # int64: one long row may have more than 2**31 elements.
+    # int64: a single row may exceed 2**31 elements.
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N * tl.full((), UNIT, tl.int64)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     f = tl.load(f_ptr + row * stride_fm + cols, mask=mask, other=0.0).to(tl.float32)
     s, _ = _sigmoid(g)
     y = s * f
-    # Without a stream its pointer is None, and the kernel has no such load.
     if x_ptr is not None:
         y += tl.load(x_ptr + row * stride_xm + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+# A program computes BLOCK columns of dgate = dy · f · s (1 − s) and df = dy · s, each unless None; dx is dy. The
+# sigmoid is recomputed, y is not saved.
 @jit
 def _gated_residual_bwd_kernel(
     dy_ptr, g_ptr, f_ptr, dg_ptr, df_ptr, N, stride_dym, stride_gm, stride_fm, stride_dgm, stride_dfm,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # dx is dy. dgate = dy · f · s (1 − s), df = dy · s: the sigmoid is computed again, and y is not kept.
     blocks = tl.cdiv(N, BLOCK // UNIT)
     row = (tl.program_id(0) // blocks).to(tl.int64) * UNIT
     cols = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +111,6 @@ def _gated_residual_bwd_kernel(
     dy = tl.load(dy_ptr + row * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + row * stride_gm + cols, mask=mask, other=0.0).to(tl.float32)
     s, slope = _sigmoid(g)
-    # A frozen input gets no gradient: its pointer is None, and its arithmetic is compiled away.
     if dg_ptr is not None:
         f = tl.load(f_ptr + row * stride_fm + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(dg_ptr + row * stride_dgm + cols, (dy * f * slope).to(dg_ptr.dtype.element_ty), mask=mask)
@@ -121,7 +122,7 @@ def _gated_residual_bwd_kernel(
 
 
 def _tile(m: int, n: int, device: torch.device) -> tuple[int, int]:
-    """Elements of a program, and warps: 16 elements a thread, or 4 where there are fewer programs than processors."""
+    """Return elements per program, and warps: 16 elements per thread, or 4 if there are fewer programs than SMs."""
     if m * cdiv(n, 1024) < multiprocessors(device):
         return 256, 2
     block = min(1024, max(256, next_power_of_2(n)))
@@ -129,7 +130,7 @@ def _tile(m: int, n: int, device: torch.device) -> tuple[int, int]:
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor | None, ...]) -> None:
-    """Launch a kernel over tensors of one shape. Dense tensors count as one long row."""
+    """Launch a kernel over tensors with equal shapes. Contiguous tensors form a single long row."""
     first = tensors[0]
     assert first is not None
     M, N, strides, tensors = laid_out(tensors, first.shape[-1] if first.dim() else 1)
@@ -140,7 +141,6 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...]) -> None:
         sizes = (None if n is None else n // unit for n in (N, *strides))
         return M * cdiv(N, block), (*sizes, unit, block), {"num_warps": warps}
 
-    # strides holds None for an absent tensor: its absence is part of the key.
     key = (M, N, strides, *[None if t is None else t.dtype for t in tensors])
     launch(kernel, key, tensors, plan)
 
@@ -149,7 +149,7 @@ def _gated_residual_fwd_fake(gate: Tensor, f: Tensor, x: Tensor | None) -> Tenso
     return gate.new_empty(gate.shape, dtype=f.dtype if x is None else torch.promote_types(x.dtype, f.dtype))
 
 
-# The stream comes last: the first tensor of a launch is there.
+# x comes last, since the first tensor in a launch must not be None.
 @launcher("(Tensor gate, Tensor f, Tensor? x) -> Tensor", _gated_residual_fwd_fake)
 def _gated_residual_fwd(gate: Tensor, f: Tensor, x: Tensor | None) -> Tensor:
     y = _gated_residual_fwd_fake(gate, f, x)

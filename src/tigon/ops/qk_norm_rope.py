@@ -1,10 +1,10 @@
-"""Root-mean-square normalisation of each head, then its rotary embedding, in one pass over q and k.
+"""Per-head RMS normalization, then rotary embedding, in a single pass over q and k.
 
     n = x / sqrt(mean(x²) + eps) · (offset + weight)        over the D dimensions of a head
-    y = rope(n)                                             tigon.rope: pairs (n₁, n₂) turned by their angle
+    y = rope(n)                                             tigon.rope: rotate each pair (n₁, n₂) by its angle
 
-Source: Qwen3 (https://arxiv.org/abs/2505.09388) and Gemma 3 (https://arxiv.org/abs/2503.19786), whose attention norms
-queries and keys; Zhang & Sennrich 2019 and Su et al. 2021 for the two halves.
+Source: Qwen3 (https://arxiv.org/abs/2505.09388) and Gemma 3 (https://arxiv.org/abs/2503.19786), whose attention
+normalizes queries and keys; Zhang & Sennrich 2019 and Su et al. 2021 for the two halves.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6,
     offset: float = 0.0, cast: Cast = "llama", unsqueeze_dim: int = 1, config: Rope = DEFAULT, **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Norm each head of q and of k, scale it, and rotate it by its position, in one launch.
+    """Normalize each head in q and k, scale the head, and rotate it by position, in a single launch.
 
     Args:
-        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any strides. The results lie in memory in
-            the same order: of a transposed view of a projection, token by token.
-        k: like q, with its own number of heads; q's dtype.
+        q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any strides. The results keep q's memory
+            order: for a transposed view of a projection, token by token.
+        k: like q, possibly with another head count; q's dtype.
         q_weight, k_weight: (D,).
         cos, sin: (B, T, R), (1, T, R) or (T, R), as for `tigon.rope`; R < D rotates the first R dimensions of the
-            normed head. No gradient flows to them.
+            normalized head. They get no gradient.
         eps: added to the mean square, in squared units of q and k.
         offset: added to the weights; Gemma stores weight − 1 and uses 1.0.
-        cast: what is rounded before the end, as for `tigon.rms_norm`:
-            "llama"  x·rstd is rounded to x's dtype, then scaled; the result has the promoted dtype of x, weight, cos.
-            "gemma"  nothing is; the result has the promoted dtype of x and cos.
-            "none"   nothing is; the result has the promoted dtype of x, weight and cos.
-            Scale and rotation follow in fp32 and are rounded once: eager code rounds after the scale, after either
+        cast: intermediate rounding, as for `tigon.rms_norm`:
+            "llama"  round x·rstd to x's dtype, then scale; the result has the promoted dtype of x, weight and cos.
+            "gemma"  no intermediate rounding; the result has the promoted dtype of x and cos.
+            "none"   no intermediate rounding; the result has the promoted dtype of x, weight and cos.
+            Scale and rotation run in fp32 and are rounded once: eager code rounds after the scale, after either
             product and after the sum.
         unsqueeze_dim, config: as for `tigon.rope`; no mrope_section, and arithmetic "fp32".
-    Returns: q and k, normed and rotated. For the backward pass nothing is kept but the inputs.
-    Raises: ValueError for shapes, dtypes or options that do not fit, and a cos or sin that requires a gradient.
+    Returns: normalized and rotated q and k. The backward pass saves only the inputs.
+    Raises: ValueError for invalid shapes, dtypes or options, and for a cos or sin that requires a gradient.
 
     Replaces (cast="llama")::
 
@@ -80,7 +80,7 @@ def qk_norm_rope(
     """
     if unknown:
         raise unknown_keyword("qk_norm_rope", unknown, HOMES)
-    # The common case checks nothing: an identity test costs less than any look at fields.
+    # An identity test costs less than comparing fields.
     if config is not DEFAULT:
         _check_config(config)
         cos, sin = config.spread(cos, sin)
@@ -123,10 +123,10 @@ def qk_norm_rope_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
-        # The oracle keeps scale and rotation in fp32 as the kernels do, and not eager code's roundings.
+        # Scale and rotation in fp32, as in the kernels.
         y = x.to(acc) * torch.rsqrt(x.to(acc).square().mean(-1, keepdim=True) + eps)
         if cast == "llama":
-            y = y + (y.to(x.dtype).to(acc) - y).detach()  # the rounded value, with the unrounded gradient
+            y = y + (y.to(x.dtype).to(acc) - y).detach()  # rounded value, unrounded gradient
         return y * (weight.to(acc) + offset)
 
     y = rope_reference(norm(q, q_weight), norm(k, k_weight), cos, sin, unsqueeze_dim=unsqueeze_dim, config=config)
@@ -135,7 +135,7 @@ def qk_norm_rope_reference(
 
 
 def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype:
-    # promote_types is called only where dtypes differ: it costs the host more than the comparison.
+    # promote_types costs the host more than the comparison.
     dtype = x.dtype
     if cast != "gemma" and weight.dtype != dtype:
         dtype = torch.promote_types(dtype, weight.dtype)
@@ -145,6 +145,14 @@ def _out_dtype(x: Tensor, weight: Tensor, cos: Tensor, cast: str) -> torch.dtype
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# One single-warp program normalizes and rotates BLOCK_T tokens × BLOCK_H heads of either q or k; heads are the fast
+# index, q's before k's.
+# q, k, yq, yk: strides (b, t, h), so packed projections need no copy and y keeps x's memory order. wq, wk (D,). cos,
+# sin: strides (cb, ct), shared by all heads.
+# tokens = B · T. HALF = R / 2 rotated pairs, padded to BLOCK_R; BLOCK_REST > 0: D − R dimensions that are normalized
+# but not rotated.
+# ROUND: round x · rstd to x's dtype before the weight (Llama). FAR: head offsets need int64; int32 takes half the
+# registers.
 @jit
 @do_not_specialize("T", "tokens")
 def _qk_norm_rope_fwd_kernel(
@@ -154,63 +162,50 @@ def _qk_norm_rope_fwd_kernel(
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ROUND: tl.constexpr, FAR: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    # A flat grid over tokens and heads, those of q before those of k: one launch serves both.
     blocks_q = tl.cdiv(heads_q, BLOCK_H)
     blocks = blocks_q + tl.cdiv(heads_k, BLOCK_H)
     block = tl.program_id(0) % blocks
     is_q = block < blocks_q
     heads = tl.where(is_q, heads_q, heads_k)
     h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
-    # int32 offsets of heads take half the registers; FAR is a constant of the launch.
     far = h
     if FAR:
         far = h.to(tl.int64)
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-    # int64: a batch of 2**31 elements is 512k tokens of 4096.
+    # int64: 2**31 elements are 512k tokens with width 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    # Pointers are selected, not branched over: q and k share the code and its registers.
+    # Select pointers instead of branching: q and k share the code and its registers.
     x_ptr = q_ptr if is_q else k_ptr
     w_ptr = wq_ptr if is_q else wk_ptr
     y_ptr = yq_ptr if is_q else yk_ptr
     x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
     y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
-    # Strides for batch, token and head: slices of a packed projection are read where they lie.
     x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
     y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
-    # k may have fewer heads than q: the last block of each tensor is masked by that tensor's number of heads. Rows that
-    # the mask leaves out are read as 0 and not written.
+    # k may have fewer heads than q: masked heads load 0 and are not stored.
     here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
 
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
-    # Angles and weights are loaded for every row, in the row's layout: from the L1 cache, 16 bytes a thread. Values
-    # that are loaded once a tile would have to move between threads.
+    # Load angles and weights for every row, in the row's layout, through L1: values loaded once per tile would have to
+    # move between threads.
     angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
     c1, c2 = load_pairs(cos_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
     w1, w2 = load_pairs(w_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
-    # A head is normed before it is turned, and a rotation keeps its length: pairs can be loaded as the rotation needs
-    # them.
     squares = tl.sum(x1 * x1 + x2 * x2, 2)
     if BLOCK_REST > 0:
-        # Partial rotary: dimensions that are not turned count for the norm all the same.
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         there = here & (rest < D)
         x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
         squares += tl.sum(x3 * x3, 2)
-    # By D and not by the tile's width: masked members of a pair are 0.
-    # A number a head. A program is one warp: sums along its heads are shuffles, without a barrier.
-    # Over D, turned or not: the norm precedes the rotation and covers the whole head.
+    # Divide by D, not by the tile width. A program is a single warp, so these sums are shuffles without a barrier.
     rstd = tl.rsqrt(squares / D + eps)[:, :, None]
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # fp32 from here to the store: eager code rounds after the scale, after either product of the rotation, and after
-    # the sum.
     n1, n2 = _hat(x1, rstd, dtype, ROUND) * (w1 + offset), _hat(x2, rstd, dtype, ROUND) * (w2 + offset)
     y1, y2 = turn(n1, n2, c1, c2, s1, s2, False)
-    # Written in x's order of memory, which attention reads: no transposed copy follows.
     store_pairs(y_at, here, y1, y2, HALF, BLOCK_R, INTERLEAVED)
     if BLOCK_REST > 0:
-        # The dimensions behind the rotated ones are scaled and not turned.
         w3 = tl.load(w_at + rest, mask=there, other=0.0).to(tl.float32)
         y3 = _hat(x3, rstd, dtype, ROUND) * (w3 + offset)
         tl.store(y_at + rest, y3.to(y_ptr.dtype.element_ty), mask=there)
@@ -219,12 +214,17 @@ def _qk_norm_rope_fwd_kernel(
 @jit
 def _hat(x, rstd, dtype: tl.constexpr, ROUND: tl.constexpr):
     y = x * rstd
-    # Llama's order: the normed head is rounded to its dtype before the weight scales it.
     if ROUND:
         y = y.to(dtype).to(tl.float32)
     return y
 
 
+# Computes dx for all heads of q, or of k, tile by tile in a persistent loop, and dW in registers until the last tile: 8
+# pairs per thread, 16 registers for both sums. Recomputes rstd, since dx reads the row anyway.
+# n = xhat · w with xhat = x · rstd. dn, g = dn · w: gradients of n and xhat. dx = (g − xhat · mean(g · xhat)) · rstd.
+# dy, x, dx: strides (b, t, h). dw: the program's row of partial sums, which sum_rows adds in a fixed order. Other
+# arguments as in the forward kernel.
+# STAGES is 3 only for heads with 128 dimensions: on an H200 the prefetch cost more than it gained at other widths.
 @jit
 def _bwd_heads(
     dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, tokens, T, heads, D, eps, offset, stride_cb, stride_ct,
@@ -233,56 +233,42 @@ def _bwd_heads(
     FAR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of all heads of q, or of k, tile by tile. The program's share of dW stays in registers until the last tile."""
+    """dx for all heads of a tensor, and the program's share of dW."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # Weights in the layout of a tile's rows, as in the forward: values loaded once would have to move between
-    # threads.
     w_at = w_ptr + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int32)
     everywhere = tl.full((BLOCK_T, BLOCK_H, 1), 1, tl.int1)
-    # Kept in registers for the whole walk. A mask of all ones: the weight has every column, whichever rows a tile
-    # lacks.
     w1, w2 = load_pairs(w_at, everywhere, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
     w1, w2 = w1 + offset, w2 + offset
-    # A share for every row of the tile: rows are added once, after the last tile.
-    # 8 pairs a thread: 16 registers for both sums.
     dw1 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
     dw2 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_R), tl.float32)
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         w3 = tl.load(w_at + rest, mask=everywhere & (rest < D), other=0.0).to(tl.float32) + offset
         dw3 = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_REST), tl.float32)
-    # Heads are the fast index: programs that run together share their tokens' angles.
+    # Heads are the fast index: concurrent programs share their tokens' angles.
     blocks = tl.cdiv(heads, BLOCK_H)
-    # A persistent walk in the grid's stride, so that partial sums are as few as programs. STAGES is 3 for heads of 128
-    # alone: on an H200 the prefetch cost more than it gave at the other widths.
     for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T) * blocks, tl.num_programs(0), num_stages=STAGES):
         h = tile % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
         far = h
         if FAR:
             far = h.to(tl.int64)
         token = tile // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-        # Division by T for every token: sequences are not padded to a tile.
         b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-        # Rows beyond the tensor are read as 0: their products with anything are 0 in every sum.
+        # Masked rows load 0 everywhere, also as angles, and add nothing to any sum.
         here = ((token < tokens)[:, None] & (h < heads)[None, :])[:, :, None]
         x_at = x_ptr + ((b * stride_xb + t * stride_xt)[:, None] + far[None, :] * stride_xh)[:, :, None]
         dy_at = dy_ptr + ((b * stride_dyb + t * stride_dyt)[:, None] + far[None, :] * stride_dyh)[:, :, None]
-        # x and dy before the angles: memory is slower than L1, where the angles come from.
+        # Load x and dy first: memory is slower than L1, which serves the angles.
         x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         dy1, dy2 = load_pairs(dy_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         angle = (b * stride_cb + t * stride_ct)[:, None, None] + tl.zeros((BLOCK_T, BLOCK_H, 1), tl.int64)
-        # Masked rows have angles of 0, and so gradients of 0: they add nothing to dW.
         c1, c2 = load_pairs(cos_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
         s1, s2 = load_pairs(sin_ptr + angle, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
-        # dn: the gradient of the normed and scaled head. g: the gradient of the normed head.
         dn1, dn2 = turn(dy1, dy2, c1, c2, s1, s2, True)
-        # n = xhat · w and xhat = x · rstd: g is the gradient of xhat, dx = (g − xhat · mean(g · xhat)) · rstd.
         g1, g2 = dn1 * w1, dn2 * w2
-        # 1/rms is computed again from the row, which the gradient needs anyway.
-        # Both sums along the head in one place, so that the compiler may interleave their exchanges.
+        # Both reductions together, so that the compiler may interleave their shuffles.
         squares, products = tl.sum(x1 * x1 + x2 * x2, 2), tl.sum(g1 * x1 + g2 * x2, 2)
         if BLOCK_REST > 0:
-            # A dimension that was not turned: its upstream gradient is dn itself.
             there = here & (rest < D)
             x3 = tl.load(x_at + rest, mask=there, other=0.0).to(tl.float32)
             dn3 = tl.load(dy_at + rest, mask=there, other=0.0).to(tl.float32)
@@ -291,30 +277,22 @@ def _bwd_heads(
             products += tl.sum(g3 * x3, 2)
         rstd = tl.rsqrt(squares / D + eps)[:, :, None]
         if NEED_DW:
-            # dW needs the gradient before the rotation: that of the normed, scaled head.
-            # The factor is xhat as the forward pass scaled it, rounded under "llama". dx takes the rounding for the
-            # identity.
+            # xhat as in the forward pass, rounded under "llama"; dx treats the rounding as the identity.
             dw1 += dn1 * _hat(x1, rstd, dtype, ROUND)
             dw2 += dn2 * _hat(x2, rstd, dtype, ROUND)
             if BLOCK_REST > 0:
                 dw3 += dn3 * _hat(x3, rstd, dtype, ROUND)
         if dx_ptr is not None:
-            # products are of x and not of xhat: their factor rstd is applied once a head.
+            # products uses x, not xhat: apply the factor rstd once per head.
             mean = products[:, :, None] * rstd / D
-            # dx has strides of its own, those of x's memory order.
             dx_at = dx_ptr + ((b * stride_dxb + t * stride_dxt)[:, None] + far[None, :] * stride_dxh)[:, :, None]
-            # The component of the gradient along the head itself is taken out, as the norm has fixed the head's
-            # length.
-            # fp32 to the end: one rounding a gradient, at the store.
             dx1, dx2 = (g1 - x1 * rstd * mean) * rstd, (g2 - x2 * rstd * mean) * rstd
             store_pairs(dx_at, here, dx1, dx2, HALF, BLOCK_R, INTERLEAVED)
             if BLOCK_REST > 0:
                 dx3 = (g3 - x3 * rstd * mean) * rstd
                 tl.store(dx_at + rest, dx3.to(dx_ptr.dtype.element_ty), mask=there)
     if NEED_DW:
-        # One row of partial sums a program; sum_rows adds them in a fixed order, without atomics.
         inside = tl.full((1,), 1, tl.int1)
-        # Written once a program, in the order of the weight. _sum_tile has added the tile's rows.
         store_pairs(dw_ptr, inside, _sum_tile(dw1), _sum_tile(dw2), HALF, BLOCK_R, INTERLEAVED)
         if BLOCK_REST > 0:
             tl.store(dw_ptr + rest, _sum_tile(dw3), mask=rest < D)
@@ -322,10 +300,15 @@ def _bwd_heads(
 
 @jit
 def _sum_tile(x):
-    # Tokens and heads: dW is shared by all of them.
     return tl.sum(tl.sum(x, 0), 0)
 
 
+# Persistent grid: each program walks over tiles of q, then over tiles of k, so that registers hold a single dW's sums
+# at a time.
+# dyq or dyk is None if that output is unused, or if neither the input nor its weight needs a gradient; dq, dk may be
+# None.
+# dw: (programs, wanted sums, D) fp32: dWq and dWk side by side, so that sum_rows adds both in a single launch. Other
+# arguments as in `_bwd_heads`.
 @jit
 @do_not_specialize("T", "tokens")
 def _qk_norm_rope_bwd_kernel(
@@ -337,12 +320,8 @@ def _qk_norm_rope_bwd_kernel(
     FAR: tl.constexpr, BLOCK_TQ: tl.constexpr, BLOCK_HQ: tl.constexpr, BLOCK_TK: tl.constexpr, BLOCK_HK: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # A persistent grid: each program walks over tiles of q, then over tiles of k. Registers thus hold the sums of one
-    # dW at a time.
     if NEED_DWQ or NEED_DWK:
-        # (programs, one or both of dWq and dWk, D): wanted sums lie side by side, and sum_rows adds both in one launch.
         dw_ptr += tl.program_id(0).to(tl.int64) * D * (NEED_DWQ + NEED_DWK)
-    # None where q's output was not used, or where neither q nor its weight has a gradient.
     if dyq_ptr is not None:
         _bwd_heads(
             dyq_ptr, q_ptr, wq_ptr, cos_ptr, sin_ptr, dq_ptr, dw_ptr, tokens, T, heads_q, D, eps, offset,
@@ -351,7 +330,6 @@ def _qk_norm_rope_bwd_kernel(
             HALF, INTERLEAVED, ROUND, NEED_DWQ, FAR, BLOCK_TQ, BLOCK_HQ, BLOCK_R, BLOCK_REST, STAGES,
         )  # fmt: skip
     if dyk_ptr is not None:
-        # Each program's row of partial sums holds dW of q, then dW of k, as far as they are wanted.
         if NEED_DWQ:
             dw_ptr += D
         _bwd_heads(
@@ -366,25 +344,29 @@ def _qk_norm_rope_bwd_kernel(
 
 
 def _fwd_tile(half: int, heads: int) -> tuple[int, int, int, int]:
-    """Tokens, heads and pairs a program, and warps: 512 pairs, two 16-byte loads a thread from either half. Programs of
-    one warp need no exchange between warps, and many are in flight at a time."""
-    # Padding to a power of two: heads of 96 have halves of 48 in tiles of 64.
+    """Return tokens, heads and pairs per program, and warps.
+
+    512 pairs, two 16-byte loads per thread from either half. Single-warp programs need no barriers, and many are in
+    flight.
+    """
+    # Heads with 96 dimensions have halves of 48 in tiles of 64.
     block_r = next_power_of_2(max(1, half))
-    # Heads before tokens: all heads of a token share its angles.
-    # More heads than tokens a program: tokens of one program read different angles.
+    # Prefer heads to tokens: all heads of a token share angles.
     block_h = min(8, next_power_of_2(heads), max(1, 512 // block_r))
     return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
 
 def _bwd_tile(half: int) -> tuple[int, int, int, int, int]:
-    """Rows (token, head) a tile, its most heads, warps, stages, and programs a multiprocessor. With 8 pairs a thread 4
-    programs fit on a multiprocessor: while one waits for memory, another computes."""
-    # 1024 pairs on 128 threads. Tiles of q and of k have the same number of rows, split by each tensor's own heads.
+    """Return rows (token, head) per tile, maximal heads per tile, warps, stages, and programs per SM.
+
+    With 8 pairs per thread 4 programs fit on an SM: some compute while others wait for memory.
+    """
+    # 1024 pairs on 128 threads. Tiles of q and k have equal row counts, split by each tensor's head count.
     return max(1, 1024 // next_power_of_2(max(1, half))), 16, 4, 3 if half == 64 else 1, 4
 
 
 def _strides(x: Tensor | None, unsqueeze_dim: int) -> tuple[int, int, int]:
-    """The strides of batch, time and heads; zeros for None."""
+    """Return the strides of batch, time and heads; zeros for None."""
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim))
 
 
@@ -407,20 +389,19 @@ def _qk_norm_rope_fwd(
     yq, yk = like(q, dtype), like(k, dtype)
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
-    # The copies below, and the outputs' strides, follow from this key.
+    # This key determines the copies below and the outputs' strides.
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
         cos.dtype, sin.dtype, eps, offset, rounded, unsqueeze_dim, interleaved, dtype,
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
-    # A q, k or weight without unit stride along D is copied: wide loads need neighbours. Views of packed projections
-    # have it.
+    # Wide loads need unit stride along D, which views of packed projections have.
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
 
     def plan() -> Plan:
         time, D, R = q.shape[3 - unsqueeze_dim], q.shape[3], cos.shape[-1]
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
-        # By the larger number of heads: the blocks of k are then partly masked in grouped-query attention.
+        # Sized for the larger head count: k's blocks are partly masked in grouped-query attention.
         block_t, block_h, block_r, warps = _fwd_tile(R // 2, max(heads))
         tokens = q.shape[0] * time
         arguments = (
@@ -464,14 +445,14 @@ def _qk_norm_rope_bwd(
         q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
     )
     dq, dk, dwq, dwk = results
-    # No row: a weight's gradient is a sum over nothing, and no kernel would write it.
+    # Without rows no kernel writes the weights' gradients.
     if q.numel() == 0 and k.numel() == 0:
         dwq.zero_()
         dwk.zero_()
         return results
-    # If neither the gradient of q (or k) nor that of its weight is needed, the kernel skips q (or k).
+    # The kernel skips q (or k) if neither dq nor dWq (dk nor dWk) is needed.
     dyq, dyk = dyq if need_dq or need_dwq else None, dyk if need_dk or need_dwk else None
-    # need is in the key, as an unwanted gradient is None to the kernel; so are the strides of each dy, which autograd
+    # need is part of the key, since unwanted gradients are None to the kernel; so are the strides of dy, which autograd
     # chooses.
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
@@ -480,13 +461,11 @@ def _qk_norm_rope_bwd(
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
-    # An expanded gradient, as that of y.sum(), has stride 0 and is copied.
+    # An expanded gradient, as from y.sum(), has stride 0 and is copied.
     dyq, dyk = (dy if dy is None else unit_stride(dy) for dy in (dyq, dyk))
     D, half = q.shape[3], cos.shape[-1] // 2
-    # The grid is sized by q and k together, as one launch walks over both.
     rows, most_heads, warps, stages, per_multiprocessor = _bwd_tile(half)
-    # A persistent grid, so that there are as few partial sums as programs.
-    # About as many programs as tiles, where tensors are small, and at least one.
+    # A persistent grid keeps the number of partial sums low; small tensors get about a program per tile.
     programs = min(1 + (q.numel() + k.numel()) // (D * rows), per_multiprocessor * multiprocessors(q.device))
     partial = q.new_empty((programs, need_dwq + need_dwk, D), dtype=torch.float32) if need_dwq or need_dwk else None
     outputs = dq if need_dq else None, dk if need_dk else None
@@ -494,7 +473,6 @@ def _qk_norm_rope_bwd(
     def plan() -> Plan:
         time, rest = q.shape[3 - unsqueeze_dim], D - 2 * half
         heads = q.shape[unsqueeze_dim], k.shape[unsqueeze_dim]
-        # Heads first, as in the forward pass: k with few heads takes more tokens a tile.
         blocks_h = (min(rows, most_heads, next_power_of_2(h)) for h in heads)
         arguments = (
             q.shape[0] * time, time, *heads, D, eps, offset, *angle_strides(cos)[1:],
@@ -505,10 +483,10 @@ def _qk_norm_rope_bwd(
         )  # fmt: skip
         return programs, arguments, {"num_warps": warps}
 
-    # One launch for both tensors: the walk over k fills multiprocessors whose walk over q has ended.
+    # A single launch for both tensors: the walk over k fills SMs that have finished q.
     launch(_qk_norm_rope_bwd_kernel, key, (q, k, q_weight, k_weight, cos, sin, dyq, dyk, *outputs, partial), plan)
     if partial is not None:
-        # partial has one or two rows a program. Without dWq, dWk stands first.
+        # partial has one or two rows per program; without dWq, dWk comes first.
         first, second = (dwq, dwk) if need_dwq else (dwk, None)
         sum_rows(partial, first, second if need_dwk else None)
     return results
@@ -519,13 +497,11 @@ def _qk_norm_rope_bwd(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, _ = inputs
-    # The inputs alone: 1/rms is computed again from the row, which dx needs anyway.
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> tuple[Tensor | None, ...]:
-    # In the order of the inputs: q, k, and their weights.
-    # A missing upstream gradient is None, not zeros: its side is skipped as a whole.
+    # q, k, and their weights. A missing upstream gradient is None: its side is skipped entirely.
     need = [n and dy is not None for n, dy in zip(ctx.needs_input_grad[:4], (dyq, dyk, dyq, dyk), strict=True)]
     if not any(need):
         return (None,) * 12

@@ -1,9 +1,9 @@
-"""Bags of rows of bytes: y = Σ (scale · code + offset), each row with a scale and an offset, widened in registers.
+"""Embedding bags over byte rows, dequantized in registers: y = Σ (scale · code + offset), scale and offset per row.
 
-    bytes a row      D codes, and 4 for scale and offset in fp16: 34 at D = 30, where fp32 takes 120
+    bytes per row     D codes, plus 4 for scale and offset in fp16: 34 at D = 30, where fp32 takes 120
 
-Source: Guan et al. 2019, Post-training 4-bit quantization on embedding tables, https://arxiv.org/abs/1911.02079, there
-row-wise asymmetric; in rankers: Borisyuk et al. 2024, LiRank, https://arxiv.org/abs/2402.06859
+Source: Guan et al. 2019, Post-training 4-bit quantization on embedding tables, https://arxiv.org/abs/1911.02079,
+row-wise asymmetric scheme; in rankers: Borisyuk et al. 2024, LiRank, https://arxiv.org/abs/2402.06859
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from tigon.ops.embedding_bag import embedding_bag_reference
 from tigon.ops.embedding_bag.checks import bags_shape, check_bags, complete_offsets, flat_bags
 from tigon.ops.embedding_bag.launches import bag_sums, bags_of
 
-LARGEST = 65504.0  # of fp16
+LARGEST = 65504.0  # largest fp16 number
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of 8 bits for each row between its minimum and its maximum: w ≈ scale · code + offset.
+    """Quantize each row to 8-bit codes between its minimum and maximum: w ≈ scale · code + offset.
 
     Args:
-        weight: (N, D), any float dtype. The host waits for one look at it.
-    Returns: codes (N, D) uint8, and scale_offset (N, 2) fp16, on the weight's device. Offset is the minimum rounded
-        down to fp16, scale is rounded up, so that code 255 reaches the maximum: no number is off by more than half a
-        scale. The scale is (max - min) / 255 to within fp16's rounding, and larger for rows whose range is below 0.016,
-        where fp16 has multiples of 2⁻²⁴ alone, and for rows that are far from 0 beside their range, whose offsets fp16
-        rounds.
-        A constant row has codes of 1. Its number is exact where it is the sum of two numbers of fp16, as those of fp16
-        are; others are off by 2⁻²² of them, or by 2⁻²⁵, at most.
-    Raises: ValueError for what is no matrix of floats, and for numbers that are not finite or beyond fp16, ±65504.
+        weight: (N, D), any float dtype. Checking the values synchronizes once.
+    Returns: codes (N, D) uint8, and scale_offset (N, 2) fp16, on the weight's device. offset is the minimum rounded
+        down to fp16; scale is rounded up, so that code 255 reaches the maximum: the error is at most half a scale.
+        scale is (max - min) / 255 to within fp16's rounding. It is larger for rows with a range below 0.016, where fp16
+        only has multiples of 2⁻²⁴, and for rows far from 0 relative to their range, where offset is rounded.
+        A constant row has codes 1. The value is exact if representable as a sum of two fp16 numbers, as every fp16
+        number is; else the error is at most 2⁻²² relative, or 2⁻²⁵.
+    Raises: ValueError unless weight is a float matrix with finite values within fp16's range, ±65504.
 
     Replaces::
 
@@ -44,7 +43,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     if weight.dim() != 2 or not weight.dtype.is_floating_point:
         raise ValueError(f"quantize_rows: weight must be (N, D) floats, got {tuple(weight.shape)} {weight.dtype}.")
     w = weight.detach().double()
-    if w.numel() and not bool((w.abs() <= LARGEST).all()):  # NaN fails it too
+    if w.numel() and not bool((w.abs() <= LARGEST).all()):  # also rejects NaN
         raise ValueError("quantize_rows: weight must be finite and within ±65504, as its scales are fp16, got others.")
     N, D = w.shape
     if not w.numel():
@@ -53,7 +52,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     offset = _rounded(low, down=True)
     scale = _rounded((high - offset.double()) / 255, down=False)
     constant = low == high
-    # What fp16 leaves of the number goes to the scale, by a code of 1.
+    # Constant rows store fp16's rounding error in scale, with code 1.
     near = low.half()
     offset = torch.where(constant, near, offset)
     scale = torch.where(constant, (low - near.double()).half(), scale)
@@ -63,10 +62,10 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, down: bool) -> Tensor:
-    """x in fp16, towards −∞ or +∞."""
+    """Round x to fp16, towards −∞ or +∞."""
     near = x.half()
     beyond = near.double() > x if down else near.double() < x
-    # By comparison of the neighbours: torch has no nextafter of fp16 on every device.
+    # torch has no fp16 nextafter on every device.
     bits = near.view(torch.int16).int()
     ordered = torch.where(bits < 0, -(bits & 0x7FFF), bits) + (-1 if down else 1)
     neighbour = torch.where(ordered < 0, -ordered | -0x8000, ordered).to(torch.int16).view(torch.float16)
@@ -79,18 +78,18 @@ def quantized_embedding(
     include_last_offset: bool = False, padding_idx: int | None = None, field_offsets: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """The bags of `embedding_bag` over rows of bytes; no gradient.
+    """`embedding_bag` over quantized rows, without a gradient.
 
     Args:
         codes: (N, D) uint8 or int8.
-        scale_offset: (N, 2) fp16, as of `quantize_rows`: row r is scale_offset[r, 0] · codes[r] + scale_offset[r, 1].
+        scale_offset: (N, 2) fp16, as from `quantize_rows`: row r is scale_offset[r, 0] · codes[r] + scale_offset[r, 1].
         values, offsets, mode, include_last_offset, padding_idx, field_offsets: as in `embedding_bag`.
-        per_sample_weights: as there; gets no gradient.
-        dtype: of the result: fp32, bf16, fp16 or fp64.
-    Returns: (B, D), with field_offsets (B, F, D). Rows are widened and summed in fp32, and rounded once.
-    Raises: ValueError for shapes, dtypes and options that do not fit, and for tensors that require a gradient.
+        per_sample_weights: as in `embedding_bag`, but without a gradient.
+        dtype: the result's dtype: fp32, bf16, fp16 or fp64.
+    Returns: (B, D), with field_offsets (B, F, D). Rows are dequantized and summed in fp32, and rounded once.
+    Raises: ValueError for invalid shapes, dtypes or options, and for tensors that require a gradient.
 
-    A row is D + 4 bytes: 34 at width 30, where fp32 takes 120. Nothing of the table is ever dense.
+    A row takes D + 4 bytes: 34 at width 30, where fp32 takes 120. The dense table never exists in memory.
 
     Replaces::
 
@@ -118,8 +117,8 @@ def quantized_embedding(
             raise ValueError(f"{name}: {what} must not require a gradient, which codes of 8 bits have none of.")
     offsets = complete_offsets(values, offsets, include_last_offset)
     padding = check_bags(name, codes, values, offsets, mode, per_sample_weights, padding_idx, field_offsets)
-    # use_triton asks for float tensors, which codes are not. scale_offset is one, on the same device.
-    # A result that kernels do not write is refused where they are forced.
+    # use_triton expects float tensors: scale_offset is on the codes' device. A fp64 result is rejected if kernels are
+    # forced.
     other = (scale_offset.new_empty(0, dtype=dtype),) if dtype == torch.float64 else ()
     if not use_triton(scale_offset, per_sample_weights, *other):
         return quantized_embedding_reference(
@@ -166,6 +165,6 @@ def _quantized_embedding(
     factors: Tensor | None, mean: bool, padding_idx: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = _quantized_embedding_fake(codes, scale_offset, values, offsets, fields, factors, mean, padding_idx, dtype)
-    # The kernel of `embedding_bag`: it widens a row where it has read it, and is the same otherwise.
+    # `embedding_bag`'s kernel, which dequantizes each row after loading.
     bag_sums(codes, values, offsets, fields, factors, scale_offset, mean, padding_idx, y)
     return y

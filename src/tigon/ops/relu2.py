@@ -1,7 +1,7 @@
 """Squared relu, an activation without a gate: y = relu(x)² · multiplier.
 
 Source: So et al. 2021 (Primer), https://arxiv.org/abs/2109.08668; Nemotron-4, https://arxiv.org/abs/2402.16819
-The kernels are those of the gated units, without a second factor.
+Uses the gated units' kernels without a second factor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def relu2(x: Tensor, *, multiplier: float = 1.0) -> Tensor:
 
     Args:
         x: any shape, any float dtype.
-        multiplier: of the result.
+        multiplier: factor for the result.
     Returns: x's shape and dtype.
-    Raises: ValueError for a dtype that is not a float.
+    Raises: ValueError for a non-float dtype.
 
     Replaces::
 

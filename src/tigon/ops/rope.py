@@ -1,10 +1,10 @@
-"""Rotary position embedding: each pair (x₁, x₂) of a head is turned by the angle of its position.
+"""Rotary position embedding: rotate each pair (x₁, x₂) in a head by the angle for its position.
 
-    y₁ = x₁ · cos₁ − x₂ · sin₁        the pairs: one of the first half of the rotated dimensions with one of the second,
+    y₁ = x₁ · cos₁ − x₂ · sin₁        pairs: first half of the rotated dimensions with second half,
     y₂ = x₂ · cos₂ + x₁ · sin₂        or neighbours (interleaved)
 
 Source: Su et al. 2021, https://arxiv.org/abs/2104.09864; halves as in GPT-NeoX and Llama, neighbours as in GPT-J and
-Cohere. Angles of time, height and width: Qwen2-VL, https://arxiv.org/abs/2409.12191.
+Cohere. Angles for time, height and width: Qwen2-VL, https://arxiv.org/abs/2409.12191.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from tigon.kernels.tiles.pairs import load_pairs, store_pairs, turn
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Options of `rope` and, but for mrope_section and arithmetic, of `qk_norm_rope`: how cos and sin turn a head.
+    """Options for `rope`, and except for mrope_section and arithmetic for `qk_norm_rope`.
 
     Args:
-        interleaved: the pairs are neighbours, (x[0], x[1]), (x[2], x[3]), …; cos and sin then hold the angle of each
-            pair twice in a row, as `repeat_interleave(2, dim=-1)` leaves them.
-        mrope_section: how many of the R/2 pairs turn by the first, the second and the third plane of angles (time,
-            height, width). cos and sin are then (3, B, T, R) or (3, 1, T, R), and are not combined in memory.
-        arithmetic: "fp32" rounds once, at the end. "native" rounds both products and their sum to the dtype of the
-            result, as eager code does: equal to it bit by bit, and so are the gradients.
-        angles: "twice" where cos and sin hold the angle of each pair twice, as transformers' do; "once" where they are
-            (…, R/2), as flash-attention's and torchtitan's are. Shapes cannot tell: half as wide as the head, cos is
-            either a whole head's angles once, or those of half a head twice.
-    Raises: ValueError for options that do not fit.
+        interleaved: pairs are neighbours, (x[0], x[1]), (x[2], x[3]), …; cos and sin then hold each pair's angle twice
+            in a row, as after `repeat_interleave(2, dim=-1)`.
+        mrope_section: how many of the R/2 pairs use the first, the second and the third plane of angles (time, height,
+            width). cos and sin are then (3, B, T, R) or (3, 1, T, R), and are not combined in memory.
+        arithmetic: "fp32" rounds once, at the end. "native" rounds both products and their sum to the result's dtype,
+            as eager code does; results and gradients are bitwise equal to eager's.
+        angles: "twice" if cos and sin hold each pair's angle twice, as in transformers; "once" if they are (…, R/2), as
+            in flash-attention and torchtitan. The shape is ambiguous: a cos half as wide as the head holds either all
+            angles of the head once, or the angles of half a head twice.
+    Raises: ValueError for invalid options.
     """
 
     interleaved: bool = False
@@ -61,15 +61,14 @@ class Rope:
         if self.angles not in ("twice", "once"):
             raise ValueError(f"rope: angles must be 'twice' or 'once', got {self.angles!r}.")
         if self.mrope_section is not None:
-            section = tuple(self.mrope_section)  # of a list, which could not be hashed
-            # A frozen dataclass refuses plain assignment, and its hash, by which compiled graphs are found, needs a
-            # tuple.
+            section = tuple(self.mrope_section)  # lists are not hashable
+            # A frozen dataclass rejects plain assignment. torch.compile finds graphs by the hash, which needs a tuple.
             object.__setattr__(self, "mrope_section", section)
             if len(section) != 3 or min(section) < 0:
                 raise ValueError(f"rope: mrope_section must be three numbers of pairs, got {section}.")
 
     def spread(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin with the angle of each pair twice."""
+        """Return cos and sin with each pair's angle twice."""
         if self.angles == "twice":
             return cos, sin
         if self.interleaved:
@@ -86,17 +85,17 @@ def rope(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, config: Rope = DEFAULT,
     **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
-    """Rotate q and k by their positions, in one launch.
+    """Rotate q and k by position, in a single launch.
 
     Args:
         q: (B, H, T, D) for unsqueeze_dim=1, (B, T, H, D) for unsqueeze_dim=2; any float dtype and strides.
-        k: like q, with its own number of heads; or None.
-        cos, sin: (B, T, R), (1, T, R) or (T, R), R even and at most D. The first R dimensions of each head are rotated,
-            the others pass unchanged. No gradient flows to them.
-        unsqueeze_dim: where the head dimension stands, by the name that transformers uses.
-        config: a `tigon.Rope`: which dimensions are pairs, and how cos and sin hold their angles.
-    Returns: q and k rotated, in the promoted dtype of each with cos; q alone where k is None.
-    Raises: ValueError for shapes or options that do not fit, and for a cos or sin that requires a gradient.
+        k: like q, possibly with another head count; or None.
+        cos, sin: (B, T, R), (1, T, R) or (T, R), R even and at most D. Only the first R dimensions of each head are
+            rotated. cos and sin get no gradient.
+        unsqueeze_dim: the head dimension, under transformers' name.
+        config: a `tigon.Rope`: which dimensions form pairs, and the layout of cos and sin.
+    Returns: q and k rotated, each in the promoted dtype with cos; only q if k is None.
+    Raises: ValueError for invalid shapes or options, and for a cos or sin that requires a gradient.
 
     Replaces::
 
@@ -110,8 +109,8 @@ def rope(
     """
     if unknown:
         raise unknown_keyword("rope", unknown, HOMES)
-    # The kernels read each angle twice, as most models store it. The angles are small beside q and k: spreading them
-    # costs two small launches, and spares a second form of every kernel.
+    # The kernels expect each angle twice, as most models store it. Angles are small beside q and k: spreading them
+    # takes two small launches and avoids a second form of every kernel.
     if config.angles != "twice":
         cos, sin = config.spread(cos, sin)
     section = config.mrope_section
@@ -121,7 +120,7 @@ def rope(
         rotated: tuple[Tensor, Tensor] | Tensor = _rotated(q, k, cos, sin, unsqueeze_dim, config)
         return rotated
     options: Any = (unsqueeze_dim, config.interleaved, *planes, config.arithmetic == "native", False)
-    # One launch has one dtype of x and one of y. A k of another dtype gets a launch of its own, below.
+    # A launch takes a single dtype for x and for y; a k with another dtype gets a separate launch.
     turned: tuple[Tensor, Tensor] = _rope(
         q, k if k is not None and k.dtype == q.dtype else None, cos, sin, *options, _promoted(q, cos)
     )
@@ -135,7 +134,7 @@ def rope(
 def check_rotary(
     name: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, planes: int = 1
 ) -> None:
-    """Raise ValueError, in the name of an operator, where the tensors do not fit."""
+    """Raise a ValueError, with the operator's name, if the tensors do not fit."""
     shape, angles = q.shape, cos.shape
     if unsqueeze_dim != 1 and unsqueeze_dim != 2:
         raise ValueError(
@@ -152,7 +151,7 @@ def check_rotary(
             raise ValueError(f"{name}: k must match q {tuple(shape)} in all but the heads, got {tuple(other)}.")
     dims = len(angles)
     fits = dims == 3 or dims == 2 if planes == 1 else dims == 4 and angles[0] == planes
-    # Angles without dimensions have no last one. They fail below, where the message shows their shape.
+    # Angles without dimensions fail below, where the message shows their shape.
     R = angles[-1] if dims else 0
     if fits and dims > 2:
         fits = angles[-3] == B or angles[-3] == 1
@@ -164,7 +163,7 @@ def check_rotary(
             f"{name}: cos and sin must both be {wanted} with R even and at most {D}, got {tuple(angles)} and "
             f"{tuple(sin.shape)}."
         )
-    # A learned angle would silently stay untrained. Under no_grad nothing is lost, and the angles pass.
+    # A learned angle would silently stay untrained. Under no_grad nothing is lost.
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
         wanting = " and ".join(side for side, t in (("cos", cos), ("sin", sin)) if t.requires_grad)
         raise ValueError(
@@ -173,8 +172,8 @@ def check_rotary(
 
 
 def _planes(section: Sequence[int], cos: Tensor) -> tuple[int, int]:
-    """The pairs from which the second and the third plane of angles hold."""
-    # This runs before check_rotary: cos may have any shape, even none.
+    """Return the first pair of the second and of the third plane of angles."""
+    # Runs before check_rotary: cos may have any shape, even ().
     half = cos.shape[-1] // 2 if cos.dim() else 0
     if sum(section) != half:
         raise ValueError(f"rope: config.mrope_section must sum to {half}, half the width of cos, got {tuple(section)}.")
@@ -192,10 +191,10 @@ def rope_reference(
 
 
 def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, config: Rope) -> Any:
-    """The operator in plain PyTorch, of cos and sin that hold each angle twice."""
+    """The operator in plain PyTorch; cos and sin hold each angle twice."""
     interleaved, section = config.interleaved, config.mrope_section
     if section is not None:
-        # Pair p holds dimensions p and R/2 + p, or 2p and 2p + 1: both take the plane of the pair.
+        # Pair p holds dimensions p and R/2 + p, or 2p and 2p + 1: both use the pair's plane.
         sizes = [2 * n for n in section] if interleaved else [*section, *section]
         cos, sin = (
             torch.cat([m[i % 3] for i, m in enumerate(a.split(sizes, dim=-1))], dim=-1) for a in (cos, sin)
@@ -206,11 +205,10 @@ def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_di
     def rotate(x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, cos.dtype)
         turned, rest, c, s = x[..., :R], x[..., R:], cos, sin
-        # "native" leaves the arithmetic to torch in the given dtypes, which rounds every product: that is the promise.
+        # "native" computes in the given dtypes, where torch rounds every product.
         if config.arithmetic == "fp32":
             turned, c, s = (t.to(torch.promote_types(dtype, torch.float32)) for t in (turned, c, s))
         if interleaved:
-            # The partner of each member with its sign, so that y = x · cos + other · sin for all columns at once.
             other = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
         else:
             other = torch.cat((-turned[..., R // 2 :], turned[..., : R // 2]), dim=-1)
@@ -225,11 +223,11 @@ def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_di
 
 @jit
 def _turn_rounding(x1, x2, c1, c2, s1, s2, dtype: tl.constexpr, INVERSE: tl.constexpr):
-    """The rotation with every product rounded. Compiled without contraction: a fused multiply-add would not round."""
-    # Products of two 16-bit floats are exact in fp32: this rounding is the only one, as in eager code.
+    """Rotate with every product rounded. Compiled without contraction: a fused multiply-add would not round."""
+    # Products of two 16-bit floats are exact in fp32: each product rounds once, as in eager code.
     a1, a2 = (x1 * c1).to(dtype).to(tl.float32), (x2 * c2).to(dtype).to(tl.float32)
-    # The transposed rotation, dx = cos · dy + rotateᵀ(sin · dy): each sine goes with the upstream gradient of its own
-    # column, hence s2 with x2 in the first line, where the rotation has s1.
+    # Transposed rotation, dx = cos · dy + rotateᵀ(sin · dy): each sine goes with the upstream gradient of its own
+    # column, hence s2 with x2 here, where the rotation has s1.
     if INVERSE:
         y1, y2 = a1 + (x2 * s2).to(dtype).to(tl.float32), a2 - (x1 * s1).to(dtype).to(tl.float32)
     else:
@@ -237,6 +235,14 @@ def _turn_rounding(x1, x2, c1, c2, s1, s2, dtype: tl.constexpr, INVERSE: tl.cons
     return y1, y2
 
 
+# One program rotates BLOCK_T tokens × BLOCK_H heads of either q or k; heads are the fast index, q's before k's, so that
+# concurrent programs share angles in L1.
+# q, k, yq, yk: strides (b, t, h), so (B, H, T, D), (B, T, H, D) and slices of packed projections need no copy; y is
+# never x, which torch may have saved. cos, sin: strides (cp, cb, ct) for plane, batch and time.
+# tokens = B · T. HALF = R / 2 rotated pairs, padded to BLOCK_R; BLOCK_REST > 0: copy the remaining D − R dimensions, in
+# y's dtype.
+# SECOND, THIRD: the first pair in the planes of height and width, −1 for plain angles. NATIVE: round every product.
+# INVERSE: transposed rotation, for gradients. FAR: head offsets need int64; int32 takes half the registers.
 @jit
 @do_not_specialize("T", "tokens")
 def _rope_kernel(
@@ -247,60 +253,42 @@ def _rope_kernel(
     INVERSE: tl.constexpr, FAR: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    # A flat grid over (tokens, heads of q then of k): small independent pieces, whose angles come from the L1 cache.
-    # Heads are the fast index, so that programs that run together share their tokens' angles.
     blocks_q = tl.cdiv(heads_q, BLOCK_H)
     blocks = blocks_q + tl.cdiv(heads_k, BLOCK_H)
     block = tl.program_id(0) % blocks
     is_q = block < blocks_q
-    # k may have fewer heads than q: a block of heads is one tensor's.
     heads = tl.where(is_q, heads_q, heads_k)
     h = tl.where(is_q, block, block - blocks_q) * BLOCK_H + tl.arange(0, BLOCK_H)
-    # int32 offsets of heads take half the registers of int64. FAR is a constant of the launch, and true for the few
-    # shapes where 32 bits do not reach.
     far = h
     if FAR:
         far = h.to(tl.int64)
     token = tl.program_id(0) // blocks * BLOCK_T + tl.arange(0, BLOCK_T)
-    # int64: a batch of 2**31 elements is 512k tokens of 4096.
+    # int64: 2**31 elements are 512k tokens with width 4096.
     b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    # Angles are loaded in two dimensions and expanded afterwards. A load of three dimensions, with a single head, takes
-    # a third more registers.
+    # Load angles in two dimensions and expand: with a single head a three-dimensional load takes a third more
+    # registers.
     angle, known = (b * stride_cb + t * stride_ct)[:, None], (token < tokens)[:, None]
-    # SECOND and THIRD move a pair's angle to the plane of height or width: the three planes are never combined in
-    # memory. The launch passes -1 for plain angles, and the compiler leaves the comparison out.
     c1, c2 = load_pairs(cos_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
     s1, s2 = load_pairs(sin_ptr + angle, known, stride_cp, HALF, BLOCK_R, INTERLEAVED, SECOND, THIRD)
-    # All heads of a token share its angles.
     c1, c2, s1, s2 = c1[:, None, :], c2[:, None, :], s1[:, None, :], s2[:, None, :]
 
-    # One launch for q and k: a program picks its tensor, and both share the code below.
-    # Pointers and strides are selected, not branched over: one copy of the code, and its registers, serves both
-    # tensors.
+    # Select pointers and strides instead of branching: q and k share the code and its registers.
     x_ptr = q_ptr if is_q else k_ptr
     y_ptr = yq_ptr if is_q else yk_ptr
     x_token = b * tl.where(is_q, stride_qb, stride_kb) + t * tl.where(is_q, stride_qt, stride_kt)
     y_token = b * tl.where(is_q, stride_yqb, stride_ykb) + t * tl.where(is_q, stride_yqt, stride_ykt)
-    # Strides of batch, token and head are separate: (B, H, T, D), (B, T, H, D) and slices of a packed projection are
-    # all read where they lie.
     x_at = x_ptr + (x_token[:, None] + far[None, :] * tl.where(is_q, stride_qh, stride_kh))[:, :, None]
     y_at = y_ptr + (y_token[:, None] + far[None, :] * tl.where(is_q, stride_yqh, stride_ykh))[:, :, None]
-    # The mask over heads also covers q's last block: without it, lanes beyond heads_q would write into the memory
-    # behind the token's heads.
+    # q's last block needs the head mask: lanes beyond heads_q would write past the token's heads.
     here = (known & (h < heads)[None, :])[:, :, None]
-    # A member of a pair needs the other one: both halves of a head are in the same program.
     x1, x2 = load_pairs(x_at, here, 0, HALF, BLOCK_R, INTERLEAVED, -1, -1)
-    # load_pairs has cast to fp32: products of 16-bit floats would be rounded before they are added, which "native"
-    # alone wants, and then makes explicit.
+    # load_pairs returns fp32: only "native" rounds products, explicitly.
     if NATIVE:
         y1, y2 = _turn_rounding(x1, x2, c1, c2, s1, s2, y_ptr.dtype.element_ty, INVERSE)
     else:
         y1, y2 = turn(x1, x2, c1, c2, s1, s2, INVERSE)
-    # y is new memory, never x: the caller may still hold q, and torch may have saved it.
     store_pairs(y_at, here, y1, y2, HALF, BLOCK_R, INTERLEAVED)
     if BLOCK_REST > 0:
-        # Partial rotary: the dimensions behind the rotated ones are copied.
-        # A copy rounds nothing where dtypes agree; where cos is wider than q, y has the promoted dtype.
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         mask = here & (rest < D)
         tl.store(y_at + rest, tl.load(x_at + rest, mask=mask, other=0.0).to(y_ptr.dtype.element_ty), mask=mask)
@@ -310,17 +298,19 @@ def _rope_kernel(
 
 
 def _tile(half: int, heads: int) -> tuple[int, int, int, int]:
-    """Tokens, heads and pairs a program, and warps: 512 pairs a warp, two 16-byte loads a thread from either half."""
-    # max(1, …): R may be 0, and then a head is copied only.
+    """Return tokens, heads and pairs per program, and warps.
+
+    512 pairs per warp, two 16-byte loads per thread from either half.
+    """
     block_r = next_power_of_2(max(1, half))
-    # Where a third of the lanes is padding (heads of 96), more tokens and fewer heads.
+    # With a third of the lanes padded (heads with 96 dimensions): more tokens and fewer heads.
     block_h = min(4 if block_r == half else 2, next_power_of_2(heads))
-    # One warp: nothing is reduced, so that programs need no common work, and many of them are in flight at a time.
+    # A single warp: there are no reductions, and many programs are in flight.
     return max(1, 512 // (block_r * block_h)), block_h, block_r, 1
 
 
 def like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Empty memory in the order of x, which attention expects of the result."""
+    """Allocate memory in x's order, which attention expects for the result."""
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernels write unit strides
 
@@ -329,10 +319,9 @@ def _rope_fake(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
     third: int, native: bool, inverse: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # Results lie as q and k lie, because attention reads them in that order.
     if not inverse:
         return like(q, dtype), q.new_empty(0) if k is None else like(k, dtype)
-    # Token-major memory whatever layout the gradient came in: the projection's backward reads it without a copy.
+    # Token-major for any gradient layout: the projection's backward then needs no copy.
     if unsqueeze_dim == 2:
         return q.new_empty(q.shape, dtype=dtype), q.new_empty(0 if k is None else k.shape, dtype=dtype)
     B, H, T, D = q.shape
@@ -352,42 +341,39 @@ def _rope_launch(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
     third: int, native: bool, inverse: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # One allocation rule for the traced op and for the launch: their strides cannot disagree.
+    # Shared with the traced op, so that strides cannot disagree.
     yq, yk = _rope_fake(q, k, cos, sin, unsqueeze_dim, interleaved, second, third, native, inverse, dtype)
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
     options = unsqueeze_dim, interleaved, second, third, native, inverse, dtype
-    # The copies below, and the outputs' strides, follow from this key.
+    # This key determines the copies below and the outputs' strides.
     key = (
         options, q.shape, q.stride(), q.dtype, cos.shape, cos.stride(), sin.stride(), cos.dtype, sin.dtype,
         None if k is None else (k.shape, k.stride()),
     )  # fmt: skip
-    # One set of offsets serves both tables: three strides in place of six, and half the address arithmetic.
+    # Equal strides for both tables: three strides instead of six, and half the address arithmetic.
     cos, sin = unit_strides_alike(cos, sin)
-    # The kernel has no stride along D: its loads of 16 bytes need neighbours. Another layout is copied first.
     q = unit_stride(q)
-    k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # no k: it has 0 heads
+    k_or_q, yk_or_yq = (q, yq) if k is None else (unit_stride(k), yk)  # without k: 0 heads
 
     def plan() -> Plan:
-        # unsqueeze_dim is the dimension of the heads, 1 or 2, and 3 - unsqueeze_dim that of the tokens.
         time_dim, R, D = 3 - unsqueeze_dim, cos.shape[-1], q.shape[3]
         tokens = q.shape[0] * q.shape[time_dim]
         heads = [q.shape[unsqueeze_dim], 0 if k is None else k.shape[unsqueeze_dim]]
         strides = [
             s for x in (q, k_or_q, yq, yk_or_yq) for s in (x.stride(0), x.stride(time_dim), x.stride(unsqueeze_dim))
         ]
-        # By the larger of the two numbers of heads: with grouped queries, k's last block may be partly masked.
+        # Sized for the larger head count: with grouped queries, k's last block may be partly masked.
         block_t, block_h, block_r, warps = _tile(R // 2, max(heads))
         arguments = (
             tokens, q.shape[time_dim], *heads, D, *angle_strides(cos), *strides, R // 2, interleaved, second, third,
-            # FAR follows from shapes and strides, which are in the key.
             native, inverse, far_apart(unsqueeze_dim, q, k_or_q, yq, yk_or_yq),
             block_t, block_h, block_r, next_power_of_2(D - R) if D > R else 0,
         )  # fmt: skip
-        # Tokens of all sequences are one dimension, so that short sequences leave no tile partly empty; a tile may span
-        # two sequences, and every token finds its own batch index by division.
+        # Tokens from all sequences form a single dimension, so that short sequences waste no tile; each token finds its
+        # batch index by division.
         grid = cdiv(tokens, block_t) * sum(cdiv(h, block_h) for h in heads)
-        # Contraction into fused multiply-adds is off for "native" alone, where it would skip a rounding.
+        # Fused multiply-adds are off only for "native", where they would skip a rounding.
         return grid, arguments, {"num_warps": warps, "enable_fp_fusion": not native}
 
     launch(_rope_kernel, key, (q, k_or_q, cos, sin, yq, yk_or_yq), plan)
@@ -395,9 +381,12 @@ def _rope_launch(
 
 
 def far_apart(unsqueeze_dim: int, *tensors: Tensor | None) -> bool:
-    """Whether a head may begin 2³¹ elements behind the first, as the 33rd head of 512k tokens stored head by head.
-    Only then are the heads' offsets computed in 64 bits, which takes registers."""
-    # In elements: pointers of Triton count elements, so bytes do not matter.
+    """Return whether a head may start 2³¹ elements after the first, like the 33rd head with 512k tokens stored head by
+    head.
+
+    Only then are head offsets computed in 64 bits, which takes registers.
+    """
+    # Triton pointers count elements, not bytes.
     return any(x is not None and x.shape[unsqueeze_dim] * x.stride(unsqueeze_dim) >= 2**31 for x in tensors)
 
 
@@ -406,16 +395,16 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def unit_strides_alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as the kernels read them: at the same offsets."""
+    """Return cos and sin with equal strides, as the kernels expect."""
     strides = cos.stride()
-    # A batch that was expanded has stride 0 and stays as it is: a copy would write the angles out for each sequence.
+    # An expanded batch has stride 0 and is not copied: a copy would materialize the angles for each sequence.
     return (cos, sin) if strides[-1] == 1 and strides == sin.stride() else (cos.contiguous(), sin.contiguous())
 
 
 def angle_strides(cos: Tensor) -> tuple[int, int, int]:
-    """The strides of planes, batch and time; 0 where there is no such dimension or it is broadcast."""
-    # cos of two dimensions, (T, R), counts as one batch of stride 0. A leading dimension of one may have any stride in
-    # torch, and is given 0 as well, since the kernel multiplies it by the batch index.
+    """Return the strides of planes, batch and time; 0 for missing or broadcast dimensions."""
+    # (T, R) counts as a single batch with stride 0. torch allows any stride for a dimension of size 1: pass 0, since
+    # the kernel multiplies the stride by the batch index.
     *leading, batch, time = cos.stride()[:-1] if cos.dim() > 2 else (0, cos.stride(0))
     return leading[0] if leading else 0, 0 if cos.dim() > 2 and cos.shape[-3] == 1 else batch, time
 
@@ -425,7 +414,7 @@ def angle_strides(cos: Tensor) -> tuple[int, int, int]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, _, cos, sin, *ctx.options, _, _ = inputs
-    # Neither q nor k: the rotation is linear in x, and dx is the transposed rotation of the upstream gradient.
+    # The rotation is linear: dx needs neither q nor k.
     ctx.save_for_backward(cos, sin)
     ctx.dtype = q.dtype
 
@@ -434,10 +423,9 @@ def _backward(ctx: Any, dq: Tensor | None, dk: Tensor | None) -> tuple[Tensor | 
     need_dq, need_dk = ctx.needs_input_grad[:2]
     gq = gk = None
     if need_dq and dq is not None:
-        # INVERSE is the transpose, so that the same kernel serves both passes, and q and k share a launch here too.
         gq, gk = _rope_launch(dq, dk if need_dk else None, *ctx.saved_tensors, *ctx.options, True, ctx.dtype)
         gk = None if dk is None or not need_dk else gk
-    # Without dq, dk takes the place of q in the launch.
+    # Without dq, dk takes q's place in the launch.
     elif need_dk and dk is not None:
         gk, _ = _rope_launch(dk, None, *ctx.saved_tensors, *ctx.options, True, ctx.dtype)
     return gq, gk, None, None, None, None, None, None, None, None, None

@@ -1,16 +1,16 @@
-"""Rows of logits whose classes lie on several devices: statistics of each device's classes, and how they are merged.
+"""Statistics for rows of logits whose classes are split over several devices, and how devices merge them.
 
-With z = softcap(scale · logits) / τ, over the classes of device r
+With z = softcap(scale · logits) / τ, over the classes on device r
 
-    m_r = max z;   s_r = Σ exp(z − m_r);   a_r = Σ exp(z − m_r) · (z − m_r);   z_r = Σ z;   and z[target] if it is there
+    m_r = max z;   s_r = Σ exp(z − m_r);   a_r = Σ exp(z − m_r) · (z − m_r);   z_r = Σ z;   and z[target] if local
 
-and over all classes, with each sum rescaled from its maximum to the common one, d_r = m_r − m, m = max m_r:
+and over all classes, with each sum rescaled from its maximum to the common maximum, d_r = m_r − m, m = max m_r:
 
     s = Σ exp(d_r) · s_r;   a = Σ exp(d_r) · (a_r + s_r · d_r);   logsumexp = m + log s;   entropy = log s − a / s
 
-Three to five numbers a row travel in place of its logits. Every device adds up the parts in the order of the devices,
-so that all devices get the same bits. The gradient then needs nothing more from other devices:
-tigon.ops.cross_entropy and tigon.ops.logprob compute it from these statistics.
+Three to five numbers per row are communicated instead of the logits. Every device adds the parts in device order, so
+that all devices get the same bits. The gradient needs no further communication: tigon.ops.cross_entropy and
+tigon.ops.logprob compute the gradient from these statistics.
 
 Source: running maxima, Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; vocabulary-parallel cross entropy,
 Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
@@ -34,7 +34,7 @@ from tigon.ops.cross_entropy.launches import _cache_sized
 from tigon.ops.cross_entropy.reference import _cap_reference
 from tigon.ops.logprob import _units
 
-# Labels of a device count from its own first class. Negative ones mean: another device's class, an ignored target, a
+# Local labels count from the device's first class. Negative labels: a class on another device, an ignored target, a
 # target out of range.
 ELSEWHERE, IGNORED, OUTSIDE = -1, -2, -3
 LN_2 = math.log(2.0)
@@ -42,19 +42,18 @@ LEAST = torch.finfo(torch.float32).min
 
 
 def local_labels(target: Tensor, ignore_index: int, first: int, size: int, classes: int) -> Tensor:
-    """Global targets, of any integer dtype, as labels of the `size` classes from `first` on, int64."""
+    """Map global targets, any integer dtype, to int64 labels for the `size` classes from `first` on."""
     target = target.long()
-    # In int64: a bound beyond a narrow dtype's range would wrap, and the comparison with it be wrong.
+    # int64: a bound beyond a narrow dtype's range would wrap.
     here = (target >= first) & (target < first + size)
     labels = torch.where(here, target - first, ELSEWHERE)
-    # Each selection overrides the one before: a class is another device's unless it is here, and no class if out of
-    # range. ignore_index comes last, since it may be a valid class.
+    # Later selections override earlier ones; ignore_index comes last, since a valid class may be ignored.
     labels = torch.where((target >= 0) & (target < classes), labels, OUTSIDE)
     return torch.where(target == ignore_index, IGNORED, labels)
 
 
 def columns(along: bool, total: bool) -> int:
-    """How many numbers a row's statistics are: maximum, sum, the target's logit; along and total add one each."""
+    """Return the statistics per row: maximum, sum and target logit; along and total add one number each."""
     return 3 + along + total
 
 
@@ -66,12 +65,11 @@ def _statistics_reference(
 ) -> Tensor:
     k = _units(temperature, softcap, scale)[2]
     z = _capped(logits, softcap, scale)
-    # Finite for a row of -inf alone, of which z − top is then -inf and not NaN.
+    # Finite for a row with only -inf, where z − top is then -inf, not NaN.
     top = z.amax(-1, keepdim=True).clamp(min=LEAST)
     power = (z - top) * k
     e = torch.exp2(power)
     here = labels >= 0
-    # Column 0 stands in for classes that are elsewhere: what it gives is not taken.
     of_target = z.gather(-1, torch.where(here, labels, 0).unsqueeze(-1)).squeeze(-1)
     found = [top.squeeze(-1), e.sum(-1), torch.where(here, of_target, 0.0)]
     if along:
@@ -82,12 +80,12 @@ def _statistics_reference(
 
 
 def _capped(logits: Tensor, softcap: float, scale: float) -> Tensor:
-    """The z of the statistics: capped logits or, without a cap, logits before the scale."""
+    """Return the statistics' z: capped logits or, without a cap, logits before the scale."""
     return _cap_reference(logits, softcap, scale)[0] if softcap else logits
 
 
 class _Merged(NamedTuple):
-    """(M,) each, over all classes: the maximum, log₂ of the sum, the target's logit, entropy and Σ z."""
+    """(M,) each, over all classes: maximum, log₂ of the sum, target logit, entropy and Σ z."""
 
     top: Tensor
     log2_sum: Tensor
@@ -99,11 +97,11 @@ class _Merged(NamedTuple):
 def _merge_reference(parts: Tensor, labels: Tensor, k: float, along: bool, total: bool) -> _Merged:
     tops, sums = parts[..., 0], parts[..., 1]
     top = tops.amax(0)
-    # As the kernel bounds it: 2⁻¹⁰⁰⁰ is 0, and 0 · step stays 0 for a device without classes.
+    # Bounded as in the kernel: 2⁻¹⁰⁰⁰ is 0, and 0 · step stays 0 for a device without classes.
     step = ((tops - top) * k).clamp(min=-1000.0)
     shrink = torch.exp2(step)
     row_sum = (sums * shrink).sum(0)
-    # A target out of range is labelled so on every device: all get NaN, and none has to tell another.
+    # Every device labels an out-of-range target OUTSIDE, so all devices get NaN without communication.
     log2_sum = torch.where(labels == OUTSIDE, float("nan"), row_sum.log2())
     entropy = None
     if along:
@@ -114,34 +112,36 @@ def _merge_reference(parts: Tensor, labels: Tensor, k: float, along: bool, total
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# One program reads a row of this device's logits (M, V) once. EDGES: rows start or end between 16-byte boundaries, as
+# in `tigon.kernels.tiles.edges`.
+# label (M,): `local_labels`. out (M, COLUMNS) fp32: maximum, sum relative to the maximum (not its logarithm, so that
+# sums can be added), target z, and with ALONG and SUM the further sums.
+# softcap, unit, k: `_units`. DEPTH blocks of BLOCK columns are folded at a time.
 @jit
 def _shard_statistics_kernel(
     logits_ptr, label_ptr, out_ptr, V, stride_m, softcap, unit, k,
     SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, IGNORED: tl.constexpr, EDGES: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. EDGES: rows begin or end between 16-byte boundaries, as `tigon.kernels.tiles.edges` has it."""
-    # int64: row times the stride of logits may pass 2**31. Columns stay int32.
+    """A row's statistics over the local classes."""
+    # int64: row · stride may exceed 2**31; columns stay int32.
     row = tl.program_id(0).to(tl.int64)
-    # Three numbers, and one for each further sum that is wanted: what is sent is as small as the call allows.
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
     out_ptr += row * COLUMNS
-    # Only IGNORED ends the program here. A row whose target is elsewhere, or nowhere, has a share in the sums.
+    # Only IGNORED exits here: a row whose target is on another device, or invalid, still contributes to the sums.
     label = tl.load(label_ptr + row)
     if label == IGNORED:
-        # Written all the same: every row is sent, and memory never written would differ from run to run.
+        # Write zeros: every row is communicated, and uninitialized memory would vary between runs.
         for i in tl.static_range(COLUMNS):
             tl.store(out_ptr + i, 0.0)
         return
     logits_ptr += row * stride_m
-    # The row's one reading: no value of the logits is needed again before the gradient but the target's.
     top, total, along, sum_z = row_moments(logits_ptr, V, softcap, unit, k, SOFTCAP, ALONG, SUM, EDGES, DEPTH, BLOCK)
-    # 0 where the class is another device's: the sum over devices is then the logit, without asking who has it.
+    # 0 for classes on other devices, so that the sum over devices is the logit.
     z_target = tl.load(logits_ptr + label, mask=label >= 0, other=0.0).to(tl.float32)
     if SOFTCAP:
-        # The cap of 0 is 0, so that a class that is elsewhere stays 0.
+        # cap(0) = 0: the target z for other devices' classes stays 0.
         z_target, _ = cap(z_target, unit, softcap)
-    # Sums are sent relative to this device's maximum, unlogarithmised: they can then be added.
     tl.store(out_ptr, top)
     tl.store(out_ptr + 1, total)
     tl.store(out_ptr + 2, z_target)
@@ -151,22 +151,19 @@ def _shard_statistics_kernel(
         tl.store(out_ptr + 3 + ALONG, sum_z)
 
 
+# Merges BLOCK rows, a row per lane, in two passes over the parts (world, M, COLUMNS): the maximum first, so that every
+# sum is rescaled once, identically on all devices. The loop over devices is not unrolled, so that the compiled kernel
+# serves any device count.
 @jit
 def _merged_rows(
     parts_ptr, rows, inside, labels, M, world, k, ALONG: tl.constexpr, SUM: tl.constexpr, OUTSIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Over all classes: max z, log₂ of the sum, the target's z, entropy in nats, Σ z. Added in the order of devices."""
+    """Return max z, log₂ of the sum, target z, entropy in nats and Σ z over all classes, added in device order."""
     COLUMNS: tl.constexpr = 3 + ALONG + SUM
-    # Rows lie COLUMNS fp32 apart, 12 to 20 bytes: a warp's loads of one statistic skip the others, which the next loads
-    # find in the cache.
-    # A lane is a row: devices are few, rows many, and no lane has to meet another.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
-    # The maximum first, in a reading of its own: with it every sum is rescaled once, and in the same way on all
-    # devices.
-    # A loop and not unrolled: the number of devices is an argument, so that one compiled kernel serves any.
     for part in range(world):
-        # rows is int64, and with it the offset: devices × rows × columns may pass 2**31.
+        # rows is int64: devices × rows × columns may exceed 2**31.
         top = tl.maximum(top, tl.load(parts_ptr + (part * M + rows) * COLUMNS, mask=inside, other=LOWEST))
     total = tl.zeros((BLOCK,), tl.float32)
     along = tl.zeros((BLOCK,), tl.float32)
@@ -174,27 +171,27 @@ def _merged_rows(
     sum_z = tl.zeros((BLOCK,), tl.float32)
     for part in range(world):
         at = parts_ptr + (part * M + rows) * COLUMNS
-        # Bounded: a device without classes has the least maximum, and its 0 · inf would be NaN.
+        # Bounded: for a device without classes 0 · inf would be NaN.
         step = tl.maximum((tl.load(at, mask=inside, other=LOWEST) - top) * k, -1000.0)
-        # 1 beyond M, so that the logarithm and the quotient below stay finite there.
+        # 1 beyond M, so that logarithm and quotient stay finite.
         own = tl.load(at + 1, mask=inside, other=1.0)
         shrink = tl.exp2(step)
-        # In the order of devices, so that all of them get the same bits.
         total += own * shrink
-        # One device has the target's logit, the others 0.
         z_target += tl.load(at + 2, mask=inside, other=0.0)
         if ALONG:
-            # A sum that was relative to the device's maximum: its log shifts by step, hence the second term.
+            # The sum is relative to the device's maximum: the logarithm shifts by step, hence the second term.
             along += shrink * (tl.load(at + 3, mask=inside, other=0.0) + own * step)
         if SUM:
-            # Σ z is relative to nothing: it is added as it is.
             sum_z += tl.load(at + 3 + ALONG, mask=inside, other=0.0)
     # A target out of range: NaN for loss and gradient, on every device.
     log2_sum = tl.where(labels == OUTSIDE, float("nan"), tl.log2(total))
-    # entropy = log Σ e − Σ e · log e / Σ e. Without ALONG its caller drops it, and the compiler with it.
+    # entropy = log Σ e − Σ e · log e / Σ e; compiled away without ALONG.
     return top, log2_sum, z_target, (log2_sum - along / total) * LN2, sum_z
 
 
+# One program merges BLOCK rows: loss (M,) and stats (HEAD + 2 M,) in `_cross_entropy_fwd_kernel`'s layout, so that the
+# same backward kernel computes each device's gradient.
+# parts (world, M, COLUMNS). label (M,): `local_labels`. No class weights: heads, the only callers, have none.
 @jit
 @do_not_specialize("M", "world")
 def _merge_cross_entropy_kernel(
@@ -203,23 +200,24 @@ def _merge_cross_entropy_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < M
-    # IGNORED beyond M too: those lanes compute with neutral numbers and store nothing.
+    # Lanes beyond M count as IGNORED and store nothing.
     labels = tl.load(label_ptr + rows, mask=inside, other=IGNORED)
     counts = labels != IGNORED
     top, log2_sum, z_target, _entropy, sum_z = _merged_rows(
         parts_ptr, rows, inside, labels, M, world, k, False, SMOOTHING, OUTSIDE, BLOCK
     )
-    # Without class weights: they are no option of a head, whose losses alone come here.
     loss, _, _ = row_loss(
         z_target, 1.0, top, log2_sum, sum_z, 0.0, classes, smoothing, z_loss, scale, False, SMOOTHING, SOFTCAP
     )
-    # Selected, since the statistics of an ignored row are 0 and their logarithm is not finite.
+    # Select: an ignored row's statistics are 0, and log 0 is not finite.
     tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=inside)
-    # As `_cross_entropy_fwd_kernel` leaves them: the same kernel then computes each device's share of the gradient.
     tl.store(stats_ptr + HEAD + 2 * rows, tl.where(counts, top, 0.0), mask=inside)
     tl.store(stats_ptr + HEAD + 2 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
 
 
+# One program merges BLOCK rows: logprob (M,), optional entropy, lse, top1 and mean logit (None to skip), and stats (M,
+# 3) in `_logprob_fwd_kernel`'s layout for its backward kernel; without an entropy the third number stays unwritten and
+# unread.
 @jit
 @do_not_specialize("M", "world")
 def _merge_logprob_kernel(
@@ -235,7 +233,7 @@ def _merge_logprob_kernel(
     top, log2_sum, z_target, entropy, sum_z = _merged_rows(
         parts_ptr, rows, inside, labels, M, world, k, ALONG, SUM, OUTSIDE, BLOCK
     )
-    # The difference of close numbers first. The same line as in `_logprob_fwd_kernel`, from merged statistics.
+    # Subtract the close numbers first, as in `_logprob_fwd_kernel`.
     logprob = ((z_target - top) * k - log2_sum) * LN2
     tl.store(logprob_ptr + rows, tl.where(counts, logprob, 0.0), mask=inside)
     if ALONG:
@@ -243,19 +241,15 @@ def _merge_logprob_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + rows, tl.where(counts, (top * k + log2_sum) * LN2, 0.0), mask=inside)
     if top1_ptr is not None:
-        # z_target is compared with the maximum over all devices, of which one holds it.
         first = counts & (labels != OUTSIDE) & (z_target >= top)
         tl.store(top1_ptr + rows, first.to(tl.int8), mask=inside)
     if SUM:
-        # Scaled once, at the end; capped logits have the scale already.
-        # Over the classes of all devices.
+        # The mean over all devices' classes, scaled once; capped logits include the scale already.
         mean = sum_z / classes
         if not SOFTCAP:
             mean = mean * unit
         tl.store(mean_ptr + rows, tl.where(counts, mean, 0.0), mask=inside)
-    # The layout of `_logprob_fwd_kernel`, whose backward kernel reads it.
-    # 0 for ignored rows, since the backward kernel computes with them before it selects 0. Without ALONG the third
-    # number stays unwritten, and that kernel does not load it.
+    # 0 for ignored rows: the backward kernel computes with these numbers before selecting 0.
     tl.store(stats_ptr + 3 * rows, tl.where(counts, top, 0.0), mask=inside)
     tl.store(stats_ptr + 3 * rows + 1, tl.where(counts, log2_sum, 0.0), mask=inside)
     if ALONG:
@@ -264,13 +258,13 @@ def _merge_logprob_kernel(
 
 # --------------------------------------------------------------------------------------------------------- launches
 
-ROWS = 128  # rows of a program of the merge
+ROWS = 128  # rows per program in the merge
 
 
 def _tile(V: int, capped: bool, more: bool) -> tuple[int, int, int]:
-    """Blocks folded at a time (as many as registers allow), columns of a block, and warps."""
-    # As deep as `row_moments` has registers for: each further sum takes a lane's worth.
-    # 1024 columns on 4 warps are 8 numbers a thread, 16 bytes in 16 bits.
+    """Return blocks folded at a time (as many as registers allow), columns per block, and warps."""
+    # Each further sum takes registers in `row_moments`. 1024 columns on 4 warps are 8 elements per thread, 16 bytes in
+    # 16 bits.
     block = min(1024, next_power_of_2(V))
     return max(1, min(2 if capped else 4 if more else 8, next_power_of_2(V) // block)), block, 4
 
@@ -279,16 +273,15 @@ def shard_statistics(
     logits: Tensor, labels: Tensor, out: Tensor, temperature: float, softcap: float, scale: float, *,
     along: bool, total: bool,
 ) -> None:  # fmt: skip
-    """Write the statistics of (M, V) rows of this device's classes; V may be 0.
+    """Write the statistics for (M, V) rows over this device's classes; V may be 0.
 
-    labels: (M,) of `local_labels`, dense. out: (M, `columns(along, total)`) fp32 (fp64 for the reference of fp64).
+    labels: (M,) from `local_labels`, dense. out: (M, `columns(along, total)`) fp32 (fp64 for the fp64 reference).
     along: Σ e · log₂ e, for the entropy. total: Σ z, for smoothing and the mean logit.
     """
     M, V = logits.shape
-    # An empty batch: a grid of no programs cannot be launched.
     if M == 0:
         return
-    if V == 0:  # a device without classes: empty sums, and the least maximum
+    if V == 0:  # no classes: empty sums, and the smallest maximum
         out.zero_()
         out[:, 0] = LEAST
         return
@@ -297,9 +290,9 @@ def shard_statistics(
             here = logits[part].to(out.dtype), labels[part]
             out[part] = _statistics_reference(*here, temperature, softcap, scale, along, total)
         return
-    # One of the units is k, from z to powers of 2, with the temperature in it: exponentials are of z / τ.
+    # The unit k maps z to powers of 2 and includes the temperature.
     sizes = V, logits.stride(0), *_units(temperature, softcap, scale)
-    # IGNORED is a constant of the kernel, which reads no Python global.
+    # Kernels cannot read Python globals: pass IGNORED as a constant.
     branches = softcap != 0.0, along, total, IGNORED, uneven(logits)
     key = (M, sizes, branches, logits.dtype)
 
@@ -314,13 +307,13 @@ def merge_cross_entropy(
     parts: Tensor, labels: Tensor, loss: Tensor, stats: Tensor, classes: int, label_smoothing: float, z_loss: float,
     softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """Write each row's loss, and the statistics for its gradient.
+    """Write each row's loss, and the statistics for the gradient.
 
-    parts: (devices, M, columns), of temperature 1, with total if there is smoothing. labels, loss: (M,).
+    parts: (devices, M, columns), with temperature 1, and with total for smoothing. labels, loss: (M,).
     stats: (4 + 2 M,), as in `tigon.ops.cross_entropy.launches`.
     """
     world, M, _ = parts.shape
-    # Cross entropy has no temperature: k is log₂ e, times the scale where no cap has applied it.
+    # Cross entropy has no temperature: k is log₂ e, times the scale unless a cap has applied the scale.
     k = _units(1.0, softcap, scale)[2]
     if M == 0:
         return
@@ -337,13 +330,13 @@ def merge_cross_entropy(
         counts = labels != IGNORED
         loss.copy_(torch.where(counts, found, 0.0))
         both = torch.stack([merged.top, merged.log2_sum], -1)
-        # The first four numbers are the reduction's, of which a head's loss has none.
+        # The first four numbers belong to the reduction, which a head's loss does not use.
         stats[4:] = torch.where(counts.unsqueeze(-1), both, 0.0).view(-1)
         return
-    # Many rows a program: the statistics of a row are a few numbers.
+    # Many rows per program: a row has only a few numbers.
     sizes = M, world, classes, label_smoothing, z_loss, scale, k
     branches = label_smoothing != 0.0, softcap != 0.0, IGNORED, OUTSIDE, ROWS
-    # The key below needs no dtypes: statistics, losses and labels have one each, fp32 and int64.
+    # The key needs no dtypes: statistics and losses are fp32, labels int64.
     plan = cdiv(M, ROWS), (*sizes, *branches), {"num_warps": 4}
     launch(_merge_cross_entropy_kernel, (sizes, branches), (parts, labels, loss, stats), lambda: plan)
 
@@ -352,8 +345,10 @@ def merge_logprob(
     parts: Tensor, labels: Tensor, results: tuple[Tensor | None, ...], stats: Tensor, classes: int, temperature: float,
     softcap: float, scale: float,
 ) -> None:  # fmt: skip
-    """As `tigon.ops.logprob.logprob_rows`, from the devices' statistics, which have along if the entropy has a place,
-    and total if the mean logit has one."""
+    """`tigon.ops.logprob.logprob_rows` from the devices' statistics.
+
+    parts include along if the entropy is wanted, and total if the mean logit is wanted.
+    """
     world, M, _ = parts.shape
     units = _units(temperature, softcap, scale)
     along, total = results[1] is not None, results[4] is not None
@@ -375,11 +370,11 @@ def merge_logprob(
             if value is not None:
                 stats[:, i] = torch.where(counts, value, 0.0)
         return
-    # As in `logprob_rows`: bytes of 0 and 1 are what torch.bool is made of.
+    # As in `logprob_rows`: torch.bool is stored as bytes 0 and 1.
     values: list[Tensor | None] = list(results)
     if values[3] is not None:
         values[3] = values[3].view(torch.int8)
-    # The softcap's value stays behind: every z is capped already, and the kernel asks only whether there is a cap.
+    # Every z is capped already: the kernel only needs to know whether there is a cap.
     sizes = M, world, classes, *units[1:]
     branches = softcap != 0.0, IGNORED, OUTSIDE, ROWS
     key = (sizes, branches, *(t is None for t in values))

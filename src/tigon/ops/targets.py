@@ -1,4 +1,4 @@
-"""Class indices from callers: checked, and converted to a dtype in which every comparison with a class is right."""
+"""Class indices from callers: validated, and converted to a dtype with correct comparisons."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CHECKS = os.environ.get("TIGON_CHECKS", "0") == "1"
 
 
 class TargetOutOfRange(ValueError, IndexError):
-    """A class that the logits do not have: an IndexError as from torch's losses, and a ValueError as Tigon's others."""
+    """A class index outside the logits: an IndexError, as in torch's losses, and a ValueError, as in Tigon."""
 
 
 def as_labels(target: Tensor, ignore_index: int) -> Tensor:
-    """target as the operators compare it: int64, or int32 where that holds ignore_index.
+    """Return target in the operators' dtype: int64, or int32 if that can hold ignore_index.
 
     PyTorch compares a tensor with a number in the tensor's dtype. In uint8, 300 is 44 and −100 is class 156; in int32,
     2⁴⁰ is class 0.
@@ -30,7 +30,7 @@ def as_labels(target: Tensor, ignore_index: int) -> Tensor:
 def checked_target(
     name: str, target: Tensor, shape: torch.Size, classes: int, ignore_index: int, device: torch.device
 ) -> Tensor:
-    """target `as_labels`. Raises: ValueError where it does not fit, or holds what is no class."""
+    """Return target through `as_labels`. Raises: ValueError for an invalid target or a value that is no class."""
     if target.shape != shape:
         raise ValueError(f"{name}: target must have shape {tuple(shape)}, one class a row, got {tuple(target.shape)}.")
     if target.dtype.is_floating_point or target.dtype == torch.bool or target.dtype.is_complex:
@@ -38,7 +38,7 @@ def checked_target(
     if target.device != device:  # a kernel would read a host address
         raise ValueError(f"{name}: target must be on the device of the logits, {device}, got {target.device}.")
     target = as_labels(target, ignore_index)
-    # Looking at values stalls a GPU, so on GPUs only the checked mode looks; otherwise the kernels answer NaN.
+    # Reading values stalls a GPU, so GPUs check only with TIGON_CHECKS=1; otherwise the kernels return NaN.
     if (CHECKS or target.device.type == "cpu") and is_concrete(target):
         wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():

@@ -1,8 +1,8 @@
-"""Bags of embeddings: y = Σ weight[value] over the values of a bag, or their mean; of many tables in one launch.
+"""Embedding bags: y = Σ weight[value] over a bag's values, or their mean; for many tables in a single launch.
 
-The gradient of the weight is that of `embedding`: values sorted by the row that they name, and each row written once.
+The weight's gradient is computed as for `embedding`: sort the values by row, and write each row once.
 
-Source: torch.nn.functional.embedding_bag; one launch for many tables: Khudia et al. 2021, FBGEMM,
+Source: torch.nn.functional.embedding_bag; a single launch for many tables: Khudia et al. 2021, FBGEMM,
 https://arxiv.org/abs/2101.05615
 """
 
@@ -29,31 +29,33 @@ def embedding_bag(
     field_offsets: Tensor | None = None,
     grad: Literal["dense", "rows"] = "dense", dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Look up rows of the weight, and add up those of each bag.
+    """Look up rows of the weight, and sum or average them per bag.
 
     Args:
-        values: the ids, of any integer dtype. (B, L): bags of L ids. (M,) with offsets, of which bag b holds
-            values[offsets[b]:offsets[b + 1]]. With field_offsets (B, F), an id a field, or (B, F, L), or (M,).
-        weight: (V, D), any float dtype; with field_offsets the tables of F fields, one below the other.
-        offsets: (B,) int64 from 0, ascending: where each bag begins; with field_offsets (B · F,), the fields of a
-            sample side by side.
+        values: the ids, any integer dtype. (B, L): bags with L ids. (M,) with offsets: bag b holds
+            values[offsets[b]:offsets[b + 1]]. With field_offsets: (B, F), an id per field, or (B, F, L), or (M,).
+        weight: (V, D), any float dtype; with field_offsets F stacked tables.
+        offsets: (B,) int64 from 0, ascending: each bag's start; with field_offsets (B · F,), a sample's fields are
+            contiguous.
         mode: "mean" or "sum". An empty bag gives 0 in both.
-        per_sample_weights: as values, any float dtype: what each row is multiplied by. For mode="sum" alone.
-        include_last_offset: offsets end with M, one entry more.
-        padding_idx: this id adds nothing, counts in no mean, and gets no gradient. In [−V, V); with field_offsets at
-            least 0, and left out in the table of every field.
-        field_offsets: (F + 1,) int64, ascending: the table of field f is weight[field_offsets[f]:field_offsets[f + 1]],
-            and ids of that field count from its first row.
-        grad: of the weight. "dense": (V, D), rows that no bag holds as zeros. "rows": a coalesced torch.sparse_coo
-            tensor of the rows that occur, sorted, for `tigon.training.RowAdagrad`, or SparseAdam and Adagrad of torch.
-        dtype: of the result, such as autocast's: any float dtype; None: the weight's. The gradient has the weight's.
+        per_sample_weights: values' shape, any float dtype: a factor for each row. Only for mode="sum".
+        include_last_offset: offsets has an extra last entry, M.
+        padding_idx: this id adds nothing, is not counted in means, and gets no gradient. In [−V, V); with
+            field_offsets at least 0, and skipped in every field's table.
+        field_offsets: (F + 1,) int64, ascending: field f's table is weight[field_offsets[f]:field_offsets[f + 1]], and
+            the field's ids count from the table's first row.
+        grad: the weight gradient's format. "dense": (V, D), zeros for rows in no bag. "rows": a coalesced
+            torch.sparse_coo tensor with the sorted rows that occur, for `tigon.training.RowAdagrad`, or torch's
+            SparseAdam and Adagrad.
+        dtype: the result's dtype, for example autocast's; any float dtype. None: the weight's. The gradient has the
+            weight's dtype.
     Returns: (B, D), with field_offsets (B, F, D), in that dtype.
-    Raises: ValueError for shapes, dtypes and options that do not fit. A bag with an id that its table does not have is
-        NaN on the GPU, and that id gets no gradient; on the CPU or with TIGON_CHECKS=1 a ValueError.
+    Raises: ValueError for invalid shapes, dtypes or options. An id outside its table makes its bag NaN on the GPU and
+        gets no gradient; on the CPU or with TIGON_CHECKS=1 it raises a ValueError.
 
-    Sums are taken in fp32 in the order of the values, and rounded once, forward and backward; the same bits on every
-    run. With grad="rows" the forward sorts the ids, and the backward pass waits until that is done, to learn how many
-    rows there are: it fits no CUDA graph and no torch.compile, which "dense" does. It sorts at most 2³⁰ ids.
+    Sums are taken in fp32 in the order of the values and rounded once, forward and backward; the bits are the same on
+    every run. With grad="rows" the forward pass sorts the ids, and the backward pass waits for the sort to learn the
+    row count: CUDA graphs and torch.compile support only "dense". grad="rows" sorts at most 2³⁰ ids.
 
     Replaces::
 
@@ -88,7 +90,7 @@ def embedding_bag(
     dtype = weight.dtype if dtype is None else dtype
     if not dtype.is_floating_point:
         raise ValueError(f"{name}: dtype must be one of floats, got {dtype}.")
-    # A result that kernels do not write is refused as such a weight is.
+    # The kernels do not write fp64: reject such a result as such a weight is rejected.
     other = (weight.new_empty(0, dtype=dtype),) if dtype == torch.float64 else ()
     runs_triton = use_triton(weight, per_sample_weights, *other)
     if not runs_triton and grad == "dense":

@@ -1,4 +1,4 @@
-"""What callers may pass as bags, and how bags lie in them."""
+"""Validation and shapes of bags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_bags(
     name: str, table: Tensor, values: Tensor, offsets: Tensor | None, mode: str, per_sample_weights: Tensor | None,
     padding_idx: int | None, field_offsets: Tensor | None,
 ) -> int:  # fmt: skip
-    """Refuse what does not fit the table (V, D). Returns: the id that is left out, -1 for none."""
+    """Raise a ValueError for arguments that do not fit the table (V, D). Returns: the skipped id, -1 for none."""
     V, device = table.shape[0], table.device
     if mode not in ("sum", "mean"):
         raise ValueError(f"{name}: mode must be 'sum' or 'mean', got {mode!r}.")
@@ -65,7 +65,7 @@ def check_bags(
     if padding_idx is not None and not least <= padding_idx < V:
         raise ValueError(f"{name}: padding_idx must lie in [{least}, {V}) or be None, got {padding_idx}.")
     padding = -1 if padding_idx is None else padding_idx % V
-    # Looking at numbers stalls a GPU, so on GPUs only the checked mode looks; otherwise the kernels answer NaN.
+    # Reading values stalls a GPU, so GPUs check only with TIGON_CHECKS=1; otherwise the kernels return NaN.
     if device.type == "cpu" or CHECKS:
         _look(name, V, values, offsets, field_offsets, padding)
     return padding
@@ -96,14 +96,14 @@ def _look(
 
 
 def complete_offsets(values: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor | None:
-    """Offsets that end with the number of values."""
+    """Return offsets that end with the number of values."""
     if offsets is None or include_last_offset or offsets.dim() != 1:
         return offsets
     return torch.cat((offsets, offsets.new_full((1,), values.numel())))
 
 
 def bags_shape(values: Tensor, offsets: Tensor | None, field_offsets: Tensor | None) -> tuple[int, ...]:
-    """(B,), or with fields (B, F)."""
+    """Return (B,), or with fields (B, F)."""
     if field_offsets is None:
         return (values.shape[0] if offsets is None else offsets.shape[0] - 1,)
     fields = field_offsets.shape[0] - 1
@@ -111,7 +111,7 @@ def bags_shape(values: Tensor, offsets: Tensor | None, field_offsets: Tensor | N
 
 
 def flat_bags(t: Tensor | None, field_offsets: Tensor | None) -> Any:
-    """Values, or their weights, as (bags, L): with fields the bags of a sample lie side by side. (M,) stays."""
+    """Reshape values or weights to (bags, L): with fields a sample's bags are contiguous. (M,) is unchanged."""
     if t is None or t.dim() == 1 or field_offsets is None:
         return t
     B, fields, *rest = t.shape
@@ -119,7 +119,7 @@ def flat_bags(t: Tensor | None, field_offsets: Tensor | None) -> Any:
 
 
 def fields_of(values: Tensor, offsets: Tensor | None, field_offsets: Tensor) -> Tensor:
-    """The field of each value."""
+    """Return the field of each value."""
     at = torch.arange(values.numel(), device=values.device)
     if offsets is None:
         bag = at // (values.shape[2] if values.dim() == 3 else 1)

@@ -1,4 +1,4 @@
-"""Kernels of bags: the sum of rows, the row and bag of each value, the gradient of its factor."""
+"""Embedding-bag kernels: row sums, the row and bag of each value, the factors' gradient."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tigon.kernels.tiles.ids import key_of_id
 
 @jit
 def _extent(offsets_ptr, bags, B, M, L):
-    """Where each bag's values begin, and how many there are."""
+    """Return each bag's first value and length."""
     if offsets_ptr is None:
         first = bags * L
         length = tl.where(bags < B, L, 0).to(tl.int32)
     else:
-        # Offsets that do not ascend, or leave the values, read nothing out of bounds.
+        # Clamped, so that invalid offsets read nothing out of bounds.
         first = tl.maximum(tl.load(offsets_ptr + bags, mask=bags < B, other=0), 0)
         last = tl.load(offsets_ptr + bags + 1, mask=bags < B, other=0)
         length = tl.maximum(tl.minimum(last, M) - first, 0).to(tl.int32)
@@ -22,12 +22,12 @@ def _extent(offsets_ptr, bags, B, M, L):
 
 @jit
 def _table(fields_ptr, block, bags, B, FIELDS, V, BLOCK_B: tl.constexpr):
-    """The first row of the table of each bag's field, and how many rows it has."""
+    """Return the first row and the row count of the table for each bag's field."""
     if fields_ptr is None:
         low = tl.zeros_like(bags)
         size = low + V
     else:
-        # In int32, and the program's first bag apart: a remainder of int64 takes longer than all else that a bag costs.
+        # int32, with the program's first bag reduced separately: an int64 remainder would dominate a bag's cost.
         field = (block % FIELDS * (BLOCK_B % FIELDS) + tl.arange(0, BLOCK_B)) % FIELDS
         low = tl.maximum(tl.load(fields_ptr + field, mask=bags < B, other=0), 0)
         size = tl.minimum(tl.load(fields_ptr + field + 1, mask=bags < B, other=0), V) - low
@@ -36,9 +36,9 @@ def _table(fields_ptr, block, bags, B, FIELDS, V, BLOCK_B: tl.constexpr):
 
 @jit
 def _rows_at(values_ptr, at, inside, low, size, padding_idx):
-    """The row of the stacked tables of the values there: −1 for what adds nothing, −2 for an id out of range."""
+    """Return the stacked tables' rows for the values: −1 for values that add nothing, −2 for ids out of range."""
     ids = tl.load(values_ptr + at, mask=inside, other=0).to(tl.int64)
-    # padding_idx is -1 where there is none, which as an id is one out of range.
+    # padding_idx = -1 means none; as an id, -1 is out of range.
     counts = inside & ((ids != padding_idx) | (padding_idx < 0))
     known = (ids >= 0) & (ids < size)
     return tl.where(counts, tl.where(known, low + ids, -2), -1)
@@ -46,22 +46,22 @@ def _rows_at(values_ptr, at, inside, low, size, padding_idx):
 
 @jit
 def _codes(w_ptr, rows, start, H, stride_w, BLOCK_N: tl.constexpr):
-    """Columns of rows of bytes (BLOCK_B, BLOCK_N) that begin anywhere, by words of four bytes.
+    """Load columns of unaligned byte rows (BLOCK_B, BLOCK_N) as 4-byte words.
 
-    A thread can load one byte of such a row, or a word that begins at a boundary. A word of the row is made of two of
-    those. Words are loaded that have a byte of the row: what else is in them lies within four bytes of it.
+    A thread can load a single byte from such a row, or an aligned word. Each word of the row is assembled from two
+    aligned words. Only words that contain a byte of the row are loaded, so loads reach less than four bytes beyond the
+    row.
     """
     begin = w_ptr.to(tl.int64) + rows * stride_w + start
     past = (begin & 3).to(tl.int32)
     words = (w_ptr + (rows * stride_w + start - past)).to(tl.pointer_type(tl.int32), bitcast=True)
     lane = tl.arange(0, BLOCK_N // 4)[None, :]
-    # In words: how many have a byte of these columns.
     width = tl.minimum(H - start, BLOCK_N)
     many = tl.where(rows >= 0, (past + width + 3) // 4, 0)[:, None]
     low = tl.load(words[:, None] + lane, mask=lane < many, other=0)
     high = tl.load(words[:, None] + (lane + 1), mask=lane + 1 < many, other=0)
     bits = (past * 8)[:, None]
-    # By two shifts: one by 32 is undefined.
+    # Two shifts: a shift by 32 is undefined.
     word = (low.to(tl.uint32, bitcast=True) >> bits) | ((high.to(tl.uint32, bitcast=True) << 1) << (31 - bits))
     code: tl.constexpr = w_ptr.dtype.element_ty
     even = tl.join(word.to(code), (word >> 16).to(code))
@@ -73,16 +73,16 @@ def _codes(w_ptr, rows, start, H, stride_w, BLOCK_N: tl.constexpr):
 def _add_rows(
     total, count, wrong, rows, at, start, cols, w_ptr, factors_ptr, scale_offset_ptr, H, stride_w, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Each bag's total, count and error with one row more, as `_rows_at` has it."""
+    """Add a row, as returned by `_rows_at`, to each bag's total, count and error flag."""
     known = rows >= 0
-    # int64: V · H exceeds 2**31 for 200 M rows of 16 numbers.
+    # int64: V · H exceeds 2**31 for 200 M rows with 16 columns.
     if WORDS:
         w = _codes(w_ptr, rows, start, H, stride_w, cols.shape[0]).to(tl.float32)
     else:
         mask = known[:, None] & (cols < H)[None, :]
         w = tl.load(w_ptr + rows[:, None] * stride_w + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if scale_offset_ptr is not None:
-        # Both halves by one load: what limits bags of narrow rows is how many places are asked for, not their bytes.
+        # A single load for both halves: bags with narrow rows are bound by the number of accesses, not by bytes.
         pair = tl.load(scale_offset_ptr + rows, mask=known, other=0)
         scale = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         offset = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -92,6 +92,13 @@ def _add_rows(
     return total + w, count + (rows != -1).to(tl.int32), wrong | (rows == -2).to(tl.int32)
 
 
+# One program sums BLOCK_B bags × BLOCK_N columns in the order of the values, UNROLL rows per bag at a time: table rows
+# are scattered, and many loads in flight hide their latency.
+# values, offsets (B + 1,) or None for bags with L values, fields (FIELDS + 1,) or None, factors or None. w (V, H):
+# table with stride_w. y (B, H): dense.
+# scale_offset (V,) int32 or None: a row's fp16 scale and offset, for quantized tables. M: number of values.
+# MEAN: divide by the count. SINGLE: bags with a single id. PAIRS: even bag length, ids loaded two at a time. WORDS:
+# unaligned byte rows.
 @jit
 @do_not_specialize("B", "M", "padding_idx")
 def _embedding_bag_fwd_kernel(
@@ -100,9 +107,6 @@ def _embedding_bag_fwd_kernel(
     MEAN: tl.constexpr, SINGLE: tl.constexpr, PAIRS: tl.constexpr, WORDS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    # Rows of the table lie anywhere: many loads in flight hide their latency. A flat grid over bags and columns, and
-    # UNROLL rows of each bag at a time. SINGLE: bags of one id. PAIRS: bags of an even number, whose ids are loaded two
-    # at a time. WORDS: rows of bytes that begin anywhere.
     blocks = tl.cdiv(H, BLOCK_N)
     block = tl.program_id(0) // blocks
     bags = block.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -119,19 +123,19 @@ def _embedding_bag_fwd_kernel(
         )
     else:
         first, length = _extent(offsets_ptr, bags, B, M, L)
-        # As long as the longest of these bags; values of the others are masked meanwhile.
         longest = L
         if offsets_ptr is not None:
             longest = tl.max(length, 0)
         for i in range(0, longest, UNROLL):
-            # One value after the other, whatever the tile: the order of the sum is that of the values.
+            # Strictly sequential, so that the sum's order does not depend on the tile.
             if PAIRS:
                 pair = tl.arange(0, 2)
                 for u in tl.static_range(0, UNROLL, 2):
-                    # `first` as twice a number: the compiler sees that 16 divides the address of two ids of 8 bytes.
+                    # Written as an even multiple: the compiler then knows that the address of two 8-byte ids is 16-byte
+                    # aligned.
                     begin = bags * (L // 2) * 2 + (i + u)
                     at = begin[:, None] + pair[None, :]
-                    # Of an even number of ids both are there or neither is.
+                    # The length is even: either both ids exist or neither.
                     inside = tl.broadcast_to((i + u < length)[:, None], (BLOCK_B, 2))
                     both = _rows_at(values_ptr, at, inside, low[:, None], size[:, None], padding_idx)
                     one, two = tl.split(both)
@@ -153,19 +157,23 @@ def _embedding_bag_fwd_kernel(
                     )  # fmt: skip
     if MEAN:
         total = total / tl.maximum(count, 1).to(tl.float32)[:, None]
-    # An id out of range makes its bag NaN: raising would make the host wait for the device.
+    # An id out of range makes its bag NaN: raising would synchronize.
     total = tl.where((wrong != 0)[:, None], float("nan"), total)
     mask = (bags < B)[:, None] & (cols < H)[None, :]
     tl.store(y_ptr + bags[:, None] * H + cols[None, :], total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+# One program processes BLOCK_B bags, BLOCK_L values at a time. Inputs as in `_embedding_bag_fwd_kernel`; outputs may be
+# None.
+# rows (M,) int32: row in the stacked tables, V for values without a gradient (as in `key_of_id`). bag (M,) int32. scale
+# (B,) fp32: 1 / count, for means.
 @jit
 @do_not_specialize("B", "M", "padding_idx")
 def _embedding_bag_tokens_kernel(
     values_ptr, offsets_ptr, fields_ptr, rows_ptr, bag_ptr, scale_ptr, B, M, V, FIELDS, L, padding_idx,
     BLOCK_B: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Of each value the row of the stacked tables and the bag; of each bag what a mean multiplies by."""
+    """Write each value's row and bag, and each bag's mean factor."""
     bags = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     first, length = _extent(offsets_ptr, bags, B, M, L)
     low, size = _table(fields_ptr, tl.program_id(0), bags, B, FIELDS, V, BLOCK_B)
@@ -178,7 +186,6 @@ def _embedding_bag_tokens_kernel(
         counts = inside & ((ids != padding_idx) | (padding_idx < 0))
         count += tl.sum(counts.to(tl.int32), 1)
         if rows_ptr is not None:
-            # V is the key of what has no gradient; `key_of_id` takes it for that.
             known = counts & (ids >= 0) & (ids < size[:, None])
             tl.store(rows_ptr + at, tl.where(known, low[:, None] + ids, V).to(tl.int32), mask=inside)
         if bag_ptr is not None:
@@ -187,13 +194,15 @@ def _embedding_bag_tokens_kernel(
         tl.store(scale_ptr + bags, 1.0 / tl.maximum(count, 1).to(tl.float32), mask=bags < B)
 
 
+# One program computes BLOCK_M values' factor gradients df (M,), each a dot product of a table row and the bag's
+# gradient. bag (M,), or None for bags with L values.
 @jit
 @do_not_specialize("M", "padding_idx")
 def _embedding_bag_factors_kernel(
     ids_ptr, dy_ptr, w_ptr, bag_ptr, df_ptr, M, V, H, stride_dy, stride_w, L, padding_idx,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each value's factor: the product of its row and of its bag's gradient."""
+    """df = w[row] · dy[bag] per value."""
     at = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = key_of_id(ids_ptr, at, M, V, padding_idx).to(tl.int64)
     counts = (at < M) & (rows < V)

@@ -1,4 +1,4 @@
-"""Launches of bags: forward, the dense gradient of the weight, the gradient of the factors."""
+"""Embedding-bag launches: forward, the weight's dense gradient, the factors' gradient."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from tigon.ops.embedding_bag.kernels import (
 
 
 class BagTile(NamedTuple):
-    """Of the forward kernel. bags, columns: of a program; rows: of a bag that are loaded at a time; pairs: whether two
-    ids are loaded at once, which takes bags of an even number."""
+    """The forward kernel's tile.
+
+    bags, columns: per program; rows: loaded at a time per bag; pairs: load two ids at once, for bags with an even
+    length.
+    """
 
     bags: int
     columns: int
@@ -28,11 +31,11 @@ class BagTile(NamedTuple):
 
 
 def _fwd_tile(H: int, longest: int | None, size: int) -> BagTile:
-    """longest: values of a bag, None where offsets tell. size: bytes of a number of the table."""
+    """longest: values per bag, None with offsets. size: bytes per table element."""
     block_n = min(1024, max(4, next_power_of_2(H)))
     if longest == 1:
         return BagTile(max(1, 1024 // block_n), block_n, 1, False, 1)
-    # Rows of one or two sectors of memory: of a bag eight are on their way. One warp waits for no other.
+    # Rows of one or two memory sectors: keep eight rows per bag in flight. A single warp never waits for others.
     narrow = block_n * size <= 64
     numbers, rows, warps = (512, 8, 1) if narrow else (1024, 4, 2)
     bags = max(1, numbers // block_n)
@@ -42,23 +45,23 @@ def _fwd_tile(H: int, longest: int | None, size: int) -> BagTile:
 
 
 def _tokens_tile() -> tuple[int, int, int]:
-    """Bags, values of each at a time, and warps."""
+    """Return bags, values per step and bag, and warps."""
     return 64, 16, 4
 
 
 def _factors_tile(H: int) -> tuple[int, int, int]:
-    """Values, columns and warps."""
+    """Return values, columns and warps."""
     block_n = min(256, next_power_of_2(H))
     return max(1, 1024 // block_n), block_n, 4
 
 
 def bags_of(values: Tensor, offsets: Tensor | None) -> tuple[int, int]:
-    """How many bags there are, and how long each is, 1 where offsets tell."""
+    """Return the bag count and the bag length, which is 1 with offsets."""
     return (values.shape[0], values.shape[1]) if offsets is None else (offsets.shape[0] - 1, 1)
 
 
 def _pairs(scale_offset: Tensor) -> Tensor:
-    """(V, 2) fp16 as (V, 1) int32, which one load reads; a copy where they lie otherwise."""
+    """View (V, 2) fp16 as (V, 1) int32, for a single load; copy if unaligned."""
     if scale_offset.data_ptr() % 4:
         scale_offset = scale_offset.clone()
     return scale_offset.view(torch.int32)
@@ -68,7 +71,7 @@ def bag_sums(
     table: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None,
     scale_offset: Tensor | None, mean: bool, padding_idx: int, y: Tensor,
 ) -> None:  # fmt: skip
-    """y (bags, D) = the sums of rows of the table, widened by scale_offset (V, 2) where that is given."""
+    """Write the table's row sums to y (bags, D), dequantized by scale_offset (V, 2) if given."""
     if not y.numel():
         return
     w = view_rows(table)
@@ -81,7 +84,7 @@ def bag_sums(
     (B, L), (V, H), M, stride = bags_of(values, offsets), w.shape, values.numel(), w.stride(0)
     count = 1 if fields is None else fields.shape[0] - 1
     sizes = B, M, V, count, H, stride, L, padding_idx
-    # Triton has 16 bytes a thread where 16 divides all of these, and else one number.
+    # Triton uses 16-byte loads only if 16 divides all of these, and else loads single elements.
     words = scale_offset is not None and any(n % 16 for n in (w.data_ptr(), stride, H))
     dtypes = tuple(None if t is None else t.dtype for t in (values, w, y, offsets, fields, factors, scale_offset))
 
@@ -118,12 +121,12 @@ def embedding_bag_fwd(
 def tokens_of(
     values: Tensor, offsets: Tensor | None, fields: Tensor | None, V: int, mean: bool, padding_idx: int
 ) -> tuple[Tensor, int, Tensor | None, Tensor | None]:
-    """Of each value the row, and which has no gradient; the bag where lengths differ; 1 / length of a mean's bags."""
+    """Return each value's row, the id or row to skip, each value's bag if lengths differ, and 1 / count for means."""
     values, M, (B, L) = values.contiguous(), values.numel(), bags_of(values, offsets)
     ragged, of_fields = offsets is not None, fields is not None
     if not (ragged or of_fields or mean):
         return values, padding_idx, None, None
-    # A value that no bag holds, as offsets may be wrong, has no row.
+    # With invalid offsets a value may lie in no bag: its row is V.
     rows = values.new_full((M,), V, dtype=torch.int32) if ragged or of_fields else None
     bag = values.new_empty(M, dtype=torch.int32) if ragged else None
     scale = values.new_empty(B, dtype=torch.float32) if mean else None
@@ -155,7 +158,7 @@ def embedding_bag_bwd(
     mean: bool, padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     dw = _embedding_bag_bwd_fake(dy, values, offsets, fields, factors, classes, mean, padding_idx, dtype)
-    if not dw.numel() or not values.numel():  # without values no kernel writes dW
+    if not dw.numel() or not values.numel():  # no values: no kernel writes dW
         return dw.zero_()
     ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
     scale = scale if factors is None else factors.contiguous()

@@ -1,4 +1,4 @@
-"""Bags of embeddings by torch's operators: the specification."""
+"""Embedding bags with torch operators: the specification."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def embedding_bag_reference(
     dtype = weight.dtype if dtype is None else dtype
     acc = torch.promote_types(torch.promote_types(weight.dtype, dtype), torch.float32)
     shape, (V, D) = bags_shape(values, offsets, field_offsets), weight.shape
-    if not D:  # torch reads beyond its memory there
+    if not D:  # torch reads out of bounds for D = 0
         y = weight.sum(0).expand(*shape, 0).to(dtype)
         return y if per_sample_weights is None else y + per_sample_weights.sum().to(y.dtype)
     rows, table = values.reshape(-1).long(), weight.to(acc)
     if field_offsets is not None:
         rows = rows + field_offsets[fields_of(values, offsets, field_offsets)]
-        if padding_idx is not None:  # a row for the padding of all fields
+        if padding_idx is not None:  # an extra row serves all fields' padding
             rows = torch.where(values.reshape(-1) == padding_idx, V, rows)
             table, padding_idx = torch.cat((table, table.new_zeros(1, D))), V
     if offsets is None:

@@ -1,4 +1,4 @@
-"""The gradient of a table as the rows that occur and their sums: a coalesced torch.sparse_coo tensor."""
+"""Row-sparse table gradients: the rows that occur and their sums, as a coalesced torch.sparse_coo tensor."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from tigon.ops.embedding_bag.reference import embedding_bag_reference
 
 
 class Sorted(NamedTuple):
-    """The values of bags by their rows.
+    """Bag values sorted by row.
 
     Attributes:
-        keys: (M,), the rows, ascending; `classes` and above for those without a gradient. order: (M,), whose they are.
-        place: (M,), each key's place among the keys that occur. padding_idx, bag, scale: as `tokens_of` gives them.
-        number: of the rows that occur; a tensor on the host, which is written when `written` is done.
-        written: None where number is written already.
+        keys: (M,), rows, ascending; `classes` and above for values without a gradient.
+        order: (M,), the value of each key.
+        place: (M,), each key's index among the distinct keys.
+        bag, scale: as returned by `tokens_of`.
+        number: distinct row count; a host tensor, valid once `written` has completed.
+        written: None if number is valid already.
     """
 
     keys: Tensor
@@ -32,7 +34,7 @@ class Sorted(NamedTuple):
     written: torch.cuda.Event | None
 
     def unique(self) -> int:
-        """The host waits until the values are sorted, and for nothing behind that."""
+        """Wait until the values are sorted, and only for that, and return the distinct row count."""
         if self.written is not None:
             self.written.synchronize()
         return int(self.number)
@@ -41,13 +43,13 @@ class Sorted(NamedTuple):
 def sort_rows(
     values: Tensor, offsets: Tensor | None, fields: Tensor | None, classes: int, mean: bool, padding_idx: int
 ) -> Sorted:  # fmt: skip
-    """Sort the values of bags, at least one, and begin to copy the number of their rows to the host."""
+    """Sort the bags' values (at least one), and start copying the distinct row count to the host."""
     ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
     keys, order = sorted_ids(ids, classes, padding)
     begins = torch.ones_like(keys, dtype=torch.bool)
     torch.ne(keys[1:], keys[:-1], out=begins[1:])
     place = begins.cumsum(0, dtype=torch.int32) - 1
-    # Those without a gradient sort last: their place is behind those of the rows.
+    # Values without a gradient sort last and do not count.
     found = place[-1] + (keys[-1] < classes)
     if found.device.type != "cuda":
         return Sorted(keys, order, place, bag, scale, found.cpu(), None)
@@ -61,7 +63,7 @@ def sums_of_rows(
     dy: Tensor, found: Sorted, values: Tensor, offsets: Tensor | None, factors: Tensor | None, mean: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The rows (U,) that occur, ascending, and the sums of their gradients (U, D), of the dtype."""
+    """Return the rows (U,) that occur, ascending, and their gradient sums (U, D) in the given dtype."""
     unique = found.unique()
     sums = dy.new_empty((unique, dy.shape[-1]), dtype=dtype)
     if not unique:
@@ -73,7 +75,7 @@ def sums_of_rows(
 
 
 def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The rows (U,) of indices (M,) that occur, ascending, and the sums of their dy (M, D). The host waits for U."""
+    """Return the distinct rows (U,) in indices (M,), ascending, and their sums of dy (M, D). Waits for U."""
     if indices.numel() > SORTED:
         raise ValueError(f"row_adagrad: grad must name at most 2³⁰ rows, got {indices.numel()}.")
     if not dy.numel():
@@ -86,15 +88,15 @@ def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor
 def save_bags(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     weight, values, offsets, fields, factors, ctx.mean, ctx.padding_idx, _ = inputs
     ctx.classes, ctx.weight_dtype = weight.shape[0], weight.dtype
-    # The rows are needed for the gradient of what they are multiplied by alone.
+    # The weight is needed only for the factors' gradient.
     ctx.save_for_backward(values, offsets, fields, factors, None if factors is None else weight)
 
 
 def _save_bags_of_rows(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     save_bags(ctx, inputs, output)
     weight, values, offsets, fields, _, mean, padding_idx, _ = inputs
-    # Sorted now, ahead of whatever comes between: in the backward pass the host would wait for all that the device has
-    # still to do, and the device then for the host.
+    # Sort now: in the backward pass the host would wait for all queued device work, and the device would then wait for
+    # the host.
     if ctx.own["runs_triton"] and ctx.needs_input_grad[0] and values.numel() and weight.shape[1]:
         ctx.sorted = sort_rows(values, offsets, fields, weight.shape[0], mean, padding_idx)
     else:
@@ -117,7 +119,7 @@ def _bag_of_rows_fwd(*args: Any, runs_triton: bool) -> tuple[Tensor]:
 def _flat_rows(
     values: Tensor, offsets: Tensor | None, fields: Tensor | None, V: int, padding_idx: int
 ) -> tuple[Tensor, int]:
-    """Each value's row of the stacked tables, V for what is left out."""
+    """Return each value's row in the stacked tables, V for skipped values."""
     rows = values.long()
     if fields is not None:
         at = torch.arange(values.numel(), device=values.device).view_as(values)
@@ -130,7 +132,7 @@ def _rows_reference(
     dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None,
     weight: Tensor | None, classes: int, mean: bool, padding_idx: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`sums_of_rows`, and the gradient of the factors, by torch's operators."""
+    """`sums_of_rows` and the factors' gradient with torch operators."""
     acc = torch.promote_types(torch.promote_types(dy.dtype, dtype), torch.float32)
     rows, _ = _flat_rows(values, offsets, fields, classes, padding_idx)
     at = torch.arange(values.numel(), device=values.device)
@@ -176,9 +178,9 @@ def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | No
             dw = torch.sparse_coo_tensor(
                 rows[None], sums, (ctx.classes, sums.shape[1]), is_coalesced=True, check_invariants=False
             )
-            # torch takes over the memory of a sparse gradient that nobody else holds, and forgets that it is coalesced.
-            # Held to the end of this pass, it is copied with that word: a copy of U rows, in place of a sort in the
-            # optimizer.
+            # torch steals the memory of a sparse gradient without other references, and then loses the coalesced flag.
+            # Holding a reference until the end of the pass forces a copy that keeps the flag: a copy of U rows, instead
+            # of a sort in the optimizer.
             held = [dw]
             torch.autograd.Variable._execution_engine.queue_callback(held.clear)
     return dw, None, None, None, df, None, None, None

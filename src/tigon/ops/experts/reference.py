@@ -1,4 +1,4 @@
-"""The specification of the experts' layer in plain PyTorch: its CPU path, and the oracle of its kernels."""
+"""Experts' layer in plain PyTorch: the specification, the CPU path and the kernels' oracle."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def moe_mlp_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, options: Options,
 ) -> Tensor:  # fmt: skip
-    # Results of experts are weighted and added in fp32, as the kernels add them: bf16 would round after every expert.
+    # Accumulate in fp32 as the kernels do: bf16 would round after every expert.
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
-    # One unbind, not an indexing for each expert: the gradient of each of those would be as large as all experts'.
+    # unbind once: indexing per expert would allocate a full-size gradient for each expert.
     matrices = (w.unbind() for w in (gate_up, down))
     biases = ([None] * gate_up.shape[0] if b is None else b.unbind() for b in (gate_up_bias, down_bias))
     of_experts = list(zip(*matrices, *biases, strict=True))
     for expert, (first, second, first_bias, second_bias) in enumerate(of_experts):
-        # Which rows are an expert's is known to no graph, nor on meta: then it takes all of them, most by zero.
+        # A graph (and meta) cannot know an expert's rows: run all rows through each expert, most with weight 0.
         if torch.compiler.is_compiling() or x.is_meta:
             share = torch.where(index == expert, weights.to(wide), 0.0).sum(-1)
             out = out + share[:, None] * _one_expert(x, first, second, first_bias, second_bias, options).to(wide)
         else:
-            # The expert's tokens, by a look at the device. An index outside [0, E) is nobody's, here as in the kernels.
+            # Synchronizes with the device. As in the kernels, indices outside [0, E) match no expert.
             token, choice = torch.where(index == expert)
             y = _one_expert(x[token], first, second, first_bias, second_bias, options).to(wide)
             out.index_add_(0, token, weights[token, choice, None].to(wide) * y)
@@ -37,20 +37,19 @@ def moe_mlp_reference(
 def _one_expert(
     x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, options: Options
 ) -> Tensor:
-    # In x's dtype, as both products of the kernels write theirs: z and h are rounded once each.
+    # The kernels write both products in x's dtype: z and h are rounded once each.
     return F.linear(activation_reference(F.linear(x, gate_up, gate_up_bias), options), down, down_bias)
 
 
 def activation_reference(z: Tensor, options: Options) -> Tensor:
-    """h of z = x gate_upᵀ + bias: computed in fp32, rounded once."""
+    """Compute h from z = x gate_upᵀ + bias in fp32, rounded once."""
     act, alpha, limit = ACTS[options.act].value, options.alpha, options.limit
     wide = z.to(torch.promote_types(z.dtype, torch.float32))
     if not options.gated:
         return act(wide).to(z.dtype)
     gate, up = (wide[..., ::2], wide[..., 1::2]) if options.interleaved else wide.chunk(2, -1)
     if limit is not None:
-        # clamp has a slope of 0 beyond the limit, and passes NaN on; gate has no lower limit.
+        # clamp has slope 0 beyond the limit and propagates NaN; gate has no lower limit.
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    # The division is left out where alpha is 1, as in the kernels.
     gate = act(gate) if alpha == 1.0 else act(gate * alpha) / alpha
     return (gate * (up + options.up_offset)).to(z.dtype)

@@ -1,10 +1,10 @@
-"""Attention of several continuations of one prefix: o_i = Σ_j p_ij v_j, p_i = softmax over what token i may see.
+"""Causal attention for several continuations of a shared prefix: o_i = Σ_j p_ij v_j, p_i = softmax over visible tokens.
 
-Token j of suffix c of request r sees the whole prefix r and the tokens of its own suffix up to itself; a token of a
-prefix sees the prefix up to itself. Keys and values of a prefix are there once, whatever number of suffixes read them.
+Token j in suffix c of request r sees prefix r and suffix c up to position j; a prefix token sees the prefix up to the
+token's own position. Keys and values for a prefix are stored once, however many suffixes read them.
 
 Source: Cascade inference, Ye et al. 2024, https://flashinfer.ai/2024/02/02/cascade-inference.html; Hydragen, Juravsky
-et al. 2024, https://arxiv.org/abs/2402.05099; candidates that rank together: LiGR, https://arxiv.org/abs/2502.03417.
+et al. 2024, https://arxiv.org/abs/2402.05099; candidates ranked jointly: LiGR, https://arxiv.org/abs/2502.03417.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tigon.ops.prefix_attention.reference import prefix_attention_reference
 
 __all__ = ["PrefixLayout", "prefix_attention", "prefix_attention_reference"]
 
-# The widest head of the kernels' tiles.
+# Largest head dimension that fits the kernels' tiles.
 WIDEST = 256
 
 
@@ -37,22 +37,21 @@ def prefix_attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of prefixes and of their suffixes, each prefix read where it lies.
+    """Causal attention over prefixes and their suffixes, without copying the prefix.
 
     Args:
-        q: (N, H, D), a row for each token: the rows of all prefixes, then those of all suffixes, as `layout` counts
-            them. D is at most 256.
-        k, v: (N, G, D) in q's dtype, H a multiple of G. q, k and v may be views of one packed projection.
+        q: (N, H, D), a row per token: the rows of all prefixes, then the rows of all suffixes, in `layout`'s order.
+            D is at most 256.
+        k, v: (N, G, D) in q's dtype, H a multiple of G. q, k and v may be views of a packed projection.
         layout: a `tigon.PrefixLayout` on q's device.
-        across: "none": a suffix reads its prefix and itself, as if it were alone. "suffixes": it also reads all tokens
-            of the other suffixes of its request, as candidates do that are ranked together.
+        across: "none": a suffix sees the prefix and itself, as if the suffix were alone. "suffixes": a suffix also sees
+            all tokens in the request's other suffixes, for candidates ranked jointly.
         scale: multiplies the scores; 1/√D by default.
         softcap: scores become softcap · tanh(scores / softcap), as in Gemma 2.
-        window: a token at position i sees keys with positions above i - window. A suffix continues the positions of
-            its prefix.
-    Returns: (N, H, D) in q's dtype, or in that of autocast, as torch's scaled_dot_product_attention.
-    Raises: ValueError for shapes, dtypes and options that do not fit, and for a layout that counts other rows or lies
-        on another device.
+        window: a token at position i sees keys with positions above i - window. A suffix continues the prefix's
+            positions.
+    Returns: (N, H, D) in q's dtype, or in autocast's, as torch's scaled_dot_product_attention.
+    Raises: ValueError for invalid shapes, dtypes or options, and for a layout with another row count or device.
 
     Replaces::
 

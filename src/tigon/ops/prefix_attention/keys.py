@@ -1,7 +1,7 @@
-"""The kernels of a tile of keys: gradients of keys and values, summed over all queries that read them.
+"""Kernels that own a tile of keys: gradients of keys and values, summed over all queries that read the tile.
 
-A tile's program walks over the tokens of its own sequence, then over the suffixes of its request if it is of a prefix:
-the part of the prefix's own attention and that of the suffixes are one sum, in one order, rounded once.
+A program walks over the tokens in the tile's sequence, then, for a prefix tile, over the request's suffixes: both
+contributions form a single sum, in a fixed order, rounded once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def _step(
     q, do, lse, delta, k, v, keep, dk, dv, scale, softcap,
     DK: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries, transposed: keys are the rows of the tile."""
+    """Process a block of queries, transposed: keys are the tile's rows."""
     z, slope = scores_of(tl.dot(k, tl.trans(q), input_precision=PRECISION), scale, softcap)
-    # A row that is not there has the log-sum-exp inf, and a probability of 0.
+    # Rows outside the block have log-sum-exp inf, hence probability 0.
     p = tl.exp2(z - lse[None, :])
     if MASK:
         p = tl.where(keep, p, 0.0)
@@ -36,7 +36,7 @@ def _queries_at(
     q_ptr, do_ptr, lse_ptr, delta_ptr, t, end, stride_qt, stride_qh, stride_dt, stride_dh,
     N: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the tokens from t on, with N heads each: q, do, lse, delta."""
+    """Load q, do, lse and delta for the tokens from t on, N heads per token."""
     rows = tl.arange(0, BLOCK_M)
     live = t + rows // N < end
     if BLOCK_M % N != 0:
@@ -49,6 +49,11 @@ def _queries_at(
     return q, do, lse, delta
 
 
+# One program computes dk and dv for BLOCK_N keys and a single key head g; outputs that are None are skipped.
+# q, do: strides (t, h); k, v: strides (t, g). lse, delta: (G, count, N) fp32. count: number of tokens.
+# tiles (·, 6) int32: the tile's start and stop, its own sequence's range, and the other rows' range (a prefix's
+# suffixes). first: each token's sequence start.
+# SINGLES: 0 no suffix has a single token, 1 some, 2 all. ACROSS: suffixes see each other. N: query heads per key head.
 @jit
 @do_not_specialize("count")
 def _keys_kernel(
@@ -82,7 +87,7 @@ def _keys_kernel(
     rows = tl.arange(0, BLOCK_M)
     token = rows // N
 
-    if ACROSS:  # keys of suffixes, which all suffixes of the request read, but for earlier tokens of their own
+    if ACROSS:  # a suffix key: read by all suffixes of the request, except earlier tokens in its own suffix
         first = tl.load(first_ptr + row, mask=live, other=-1)
         for t in range(own0, own1, T):
             q, do, lse, delta = _queries_at(
@@ -102,10 +107,11 @@ def _keys_kernel(
         end = own1
         if window is not None:
             end = tl.minimum(end, stop - 1 + window)
-            # The first token of a suffix sees furthest back: where it does not see the last key of the tile, none does.
+            # A suffix's first token sees furthest back: if that token misses the tile's last key, all suffix tokens
+            # miss the tile.
             other1 = tl.where(own1 - stop + 1 < window, other1, other0)
-        # One loop, masked throughout, over the own sequence and over the suffixes. With a loop of its own for each, and
-        # for the blocks that need a mask, ptxas lets the tensor cores' products wait for one another, or spills.
+        # A single masked loop over the own sequence and the suffixes. With separate loops, or a separate loop for
+        # unmasked blocks, ptxas serializes the tensor-core products or spills.
         rest = tl.cdiv(tl.maximum(end - start, 0), T)
         for i in range(rest + tl.cdiv(other1 - other0, T)):
             t = tl.where(i < rest, start + i * T, other0 + (i - rest) * T)
@@ -114,16 +120,16 @@ def _keys_kernel(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, last, stride_qt, stride_qh, stride_dt, stride_dh,
                 N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-            # t + rows // N >= key, without a number for each column in registers.
+            # Equals t + rows // N >= key, without a register per column.
             keep = rows[None, :] >= (tl.where(i < rest, key - t, 0) * N)[:, None]
             if window is not None:
-                # Positions from the start of the key's sequence, which a suffix continues.
+                # Positions count from the start of the key's sequence, which a suffix continues.
                 theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
                 position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
                 keep = keep & (position[None, :] - (key - own0)[:, None] < window)
             dk, dv = _step(q, do, lse, delta, k, v, keep, dk, dv, scale, softcap, DK, DV, True, PRECISION)
 
-    # Read again, so that the rows' numbers take no registers in the loops above.
+    # Reload the range, so that it occupies no registers in the loops above.
     start, stop = tl.load(entry, volatile=True), tl.load(entry + 1, volatile=True)
     key = start + tl.arange(0, BLOCK_N)
     live = key < stop
@@ -139,6 +145,8 @@ def _keys_kernel(
         tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
 
 
+# One program computes dk and dv for BLOCK_T suffixes with a single token, whose key only that token reads. Rows start
+# to stop; stop is the total token count. Other arguments as in `_keys_kernel`.
 @jit
 @do_not_specialize("start", "stop")
 def _single_keys_kernel(
@@ -146,7 +154,7 @@ def _single_keys_kernel(
     stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg, stride_dt, stride_dh, scale, softcap,
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The keys of suffixes of one token, which nobody but that token reads. stop: of all tokens."""
+    """dk and dv for single-token suffixes."""
     g = tl.program_id(0) % G
     row = (start + tl.program_id(0) // G * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     live = row < stop

@@ -1,6 +1,6 @@
-"""Launching the kernels: tiles, library ops, gradient.
+"""Launches for prefix attention: tile tables, library ops and autograd.
 
-Prefixes and suffixes are launched apart: a prefix reads no other rows, and its kernel needs no code for suffixes.
+Prefixes and suffixes have separate launches: a prefix reads no other rows, so its kernel needs no suffix code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tigon.ops.prefix_attention.queries import _attend_kernel, _delta_kernel
 
 
 class Tile(NamedTuple):
-    """rows: of packed queries, tokens × heads. keys: of keys. stages: blocks of a loop in flight at once."""
+    """rows: packed queries, tokens × heads. keys: keys per block. stages: loop blocks in flight."""
 
     rows: int
     keys: int
@@ -36,35 +36,37 @@ class Tile(NamedTuple):
     stages: int
 
 
-# What is tuned on a GPU, for 16-bit numbers and heads of up to so many dimensions. With 256 some registers spill.
+# Tuned for 16-bit dtypes and heads up to the given dimension. At 256 some registers spill.
 TILES = {
     "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
     "queries": {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 16, 8, 2)},
     "keys": {64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
 }
-# Where tiles of 128 rows would be half empty, as with few suffixes of one token. Their keys are those above.
+# Used if tiles with 128 rows would be half empty, for example few single-token suffixes. Missing entries come from
+# TILES.
 TILES_SHORT = {
     "forward": {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3)},
     "queries": {128: Tile(64, 64, 4, 2)},
     "keys": {64: Tile(32, 64, 4, 2)},
 }
-# The slope of a softcap takes registers: with one, these.
+# Used with a softcap, whose slope takes extra registers.
 TILES_CAPPED = {
     "forward": {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
     "queries": {64: Tile(64, 64, 4, 3), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
     "keys": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
 }
-# For fp32, whose products are three of the tensor cores' and take twice the registers: with 128 some spill.
+# For fp32: three tensor-core products per product and twice the registers; at 128 some spill.
 TILES_FP32 = {64: Tile(16, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)}
-# Tokens of a tile of the keys of one-token suffixes, and rows of one that makes nothing but Σ do · o.
+# Tokens per tile in `_single_keys_kernel`, and rows per tile in `_delta_kernel`.
 SINGLE_TOKENS, DELTA_ROWS = 16, 32
 
 
 def tile_of(kind: str, q: Tensor, k: Tensor, capped: bool, short: bool = False) -> Tile:
-    """The tile of a kernel: of the forward pass, or of the gradients of queries and of keys.
+    """Return the tile for a kernel: "forward", or the gradients of "queries" or "keys".
 
-    The blocks of keys may depend on heads, dtype, device and options alone, never on the layout: a row's sums are taken
-    block by block, and its bits may not depend on its neighbours. short: of `PrefixLayout.short`, changes rows alone.
+    The key block may depend only on heads, dtype, device and options, never on the layout: sums are taken block by
+    block, and a row's bits must not depend on its neighbours. short: from `PrefixLayout.short`; changes only the row
+    count.
     """
     D, N = q.shape[2], q.shape[1] // k.shape[1]
     width = 64 if D <= 64 else 128 if D <= 128 else 256
@@ -74,7 +76,8 @@ def tile_of(kind: str, q: Tensor, k: Tensor, capped: bool, short: bool = False) 
         tile = TILES_SHORT.get(kind, {}).get(width, tile)
     rows, keys, warps, stages = tile
     rows = max(rows, next_power_of_2(N))
-    # The tile that stays, and blocks of two tensors in flight. Consumer GPUs and AMD's have less room than an H100.
+    # The resident tile plus the blocks of two tensors in flight must fit in shared memory. Consumer GPUs and AMD GPUs
+    # have less than an H100.
     width = max(16, next_power_of_2(D)) * q.element_size()
     stay, move = (2 * keys, rows) if kind == "keys" else (rows if kind == "forward" else 2 * rows, keys)
     room = shared_memory(q.device) - 1024
@@ -84,14 +87,14 @@ def tile_of(kind: str, q: Tensor, k: Tensor, capped: bool, short: bool = False) 
 
 
 def _precision(q: Tensor) -> str:
-    """How fp32 is multiplied: as three products of TF32, which leave out 2⁻²² of each, or as AMD's tensor cores do."""
+    """Return the input precision: for fp32 three TF32 products (relative error 2⁻²² each), or AMD's native fp32."""
     return "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
 
 
 def tables_of(
     layout: PrefixLayout, q: Tensor, k: Tensor, across: bool, capped: bool, keep: bool
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The tables of tiles of the forward pass, and with `keep` of the backward pass."""
+    """Return the tile tables for the forward pass, and with `keep` for the backward pass."""
     N = q.shape[1] // k.shape[1]
     short = layout.short(N)
 
@@ -116,7 +119,7 @@ def _options(tile: Tile) -> dict[str, int]:
 
 
 def _statistics(q: Tensor, k: Tensor) -> Tensor:
-    """Room for a number of each token and head: (G, tokens, N), as a tile of one head of keys reads them."""
+    """Allocate an fp32 number per token and head, (G, tokens, N): contiguous per key head."""
     G = k.shape[1]
     return q.new_empty((G, q.shape[0], q.shape[1] // G), dtype=torch.float32)
 
@@ -199,7 +202,7 @@ def _prefix_attention_bwd(
     singles: int, across: bool, short: bool, scale: float, softcap: float | None, window: int | None,
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """start: the first row of a suffix. wants: of dq, dk and dv; what is not wanted has no elements."""
+    """start: the first suffix row. wants: for dq, dk and dv; unwanted gradients are empty."""
     do, q, k, v = _unit_strides(do, q, k, v)
     scores = scale, softcap, window
     dq, dk, dv = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), wants, strict=True))
@@ -262,7 +265,7 @@ def _launch_single_keys(tensors: tuple[Any, ...], start: int, scores: tuple[Any,
 
 
 def _unit_strides(*tensors: Tensor) -> list[Tensor]:
-    """A copy of what does not lie densely along the heads' dimensions."""
+    """Copy tensors whose head dimension does not have unit stride."""
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of prefixes and suffixes lie: offsets, positions and tables of tiles, made once a batch."""
+"""Row layout for prefixes and suffixes: offsets, positions and tile tables, built once per batch."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ zeros = torch.zeros_like
 class PrefixLayout:
     """R requests, each a prefix and its suffixes, as packed rows: [all prefixes | all suffixes].
 
-    The suffixes of a request lie one behind the other, in the order of the requests, so that both halves are slices of
-    every tensor with a row for each token. Nothing is padded.
+    A request's suffixes are contiguous, in request order, so that both halves are slices of every tensor with a row per
+    token. There is no padding.
 
     Args:
-        prefix_lengths: R ints, the tokens of each prefix. 0 is allowed: the suffixes are then sequences of their own.
-        suffix_lengths: R lists of ints, the tokens of each suffix of each request.
-        device: of the tensors. Default: torch's default device.
-    Raises: ValueError for other counts of requests, for a request without suffixes, for negative lengths and suffixes
-        without tokens, and for tensors: a layout is made without asking the device.
+        prefix_lengths: R ints, the token count of each prefix. With 0 the suffixes are independent sequences.
+        suffix_lengths: R lists of ints, the token count of each suffix per request.
+        device: for the tensors. Default: torch's default device.
+    Raises: ValueError if the request counts differ, for a request without suffixes, for negative prefix lengths or
+        empty suffixes, and for tensors as lengths: building a layout never synchronizes with the device.
 
     Attributes:
-        requests, suffixes: R, and how many suffixes there are in all, C.
-        rows, prefix_rows, suffix_rows: of both halves, and of each.
-        prefix_lengths, suffix_lengths: as given, as tuples.
-        cu_prefix, cu_suffix: (R + 1,) and (C + 1,) int32, where each prefix and each suffix starts in its half.
+        requests, suffixes: R, and the total suffix count C.
+        rows, prefix_rows, suffix_rows: the total row count, and the row count of each half.
+        prefix_lengths, suffix_lengths: the arguments, as tuples.
+        cu_prefix, cu_suffix: (R + 1,) and (C + 1,) int32, the start of each prefix and each suffix in its half.
         request: (C,) int64, the request of each suffix.
-        positions: (rows,) int64. A suffix continues the positions of its prefix.
-        predictor: (suffix_rows,) int64, the row whose output predicts each token of the suffixes. That of a suffix's
-            first token is the last row of its prefix.
+        positions: (rows,) int64. A suffix continues the prefix's positions.
+        predictor: (suffix_rows,) int64, the row whose output predicts each suffix token. The prefix's last row
+            predicts a suffix's first token.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PrefixLayout:
             raise ValueError(
                 f"PrefixLayout: suffix_lengths must hold a list for each of the {self.requests} prefixes, got {count}."
             )
-        # Everything is computed on the host, whatever torch's default device is, and reaches the device in one copy.
+        # Compute on the host, regardless of torch's default device, and copy to the device once.
         prefix = _tensor(self.prefix_lengths)
         many = _tensor([len(s) for s in self.suffix_lengths])
         suffix = _tensor([n for s in self.suffix_lengths for n in s])
@@ -64,13 +64,13 @@ class PrefixLayout:
         self.suffixes = len(suffix)
         self.prefix_rows, self.suffix_rows = sum(self.prefix_lengths), int(suffix.sum())
         self.rows = self.prefix_rows + self.suffix_rows
-        # How many of the suffixes have one token: 0 none, 1 some, 2 all.
+        # 0: no suffix has a single token, 1: some do, 2: all do.
         ones = int((suffix == 1).sum())
         self.singles = 0 if ones == 0 else 1 if ones < self.suffixes else 2
         by_request = _offsets(many)
         of_suffix = _owners(by_request[:-1], self.suffixes)
         cu_prefix, cu_suffix = _offsets(prefix), _offsets(suffix)
-        # Where the suffixes of each request begin, in rows of the suffixes' half.
+        # Start of each request's suffixes, in suffix rows.
         cu_request = cu_suffix.index_select(0, by_request)
         lengths = torch.cat((prefix, suffix))
         starts = torch.cat((cu_prefix[:-1], cu_suffix[:-1] + self.prefix_rows))
@@ -80,9 +80,9 @@ class PrefixLayout:
         position = torch.arange(self.rows, device="cpu") - first + before.index_select(0, sequence)
         of_row = torch.cat((requests, of_suffix)).index_select(0, sequence)
         stop = first + lengths.index_select(0, sequence)
-        # Sequences that are cut into tiles: start, stop, and the rows that each meets as a whole. Tiles of queries meet
-        # the prefix, those of a prefix's keys the suffixes of its request. The suffixes of a request are one sequence
-        # of queries, so that tiles of short ones are full, and by themselves sequences of keys.
+        # Sequences to cut into tiles: start, stop, and the range of other rows that each tile reads in full. Query
+        # tiles read the prefix; prefix-key tiles read the request's suffixes. For queries a request's suffixes form a
+        # single sequence, so that short suffixes share full tiles; for keys each suffix is a sequence.
         prefixes = torch.stack((cu_prefix[:-1], cu_prefix[1:]), 1)
         runs = torch.stack((cu_request[:-1], cu_request[1:]), 1) + self.prefix_rows
         own = torch.stack((cu_suffix[:-1], cu_suffix[1:]), 1) + self.prefix_rows
@@ -91,7 +91,7 @@ class PrefixLayout:
         device = torch.get_default_device() if device is None else torch.device(device)
         parts = [t.int() for t in (cu_prefix, cu_suffix, of_suffix, first, stop, position, of_row)]
         parts += [t.flatten() for t in self._host.values()]
-        # Each part starts at a multiple of 16 bytes, as the kernels' launches expect.
+        # Align each part to 16 bytes, as the kernel launches expect.
         ends = [-(-t.numel() // 4) * 4 for t in parts]
         padded = [torch.nn.functional.pad(t, (0, n - t.numel())) for t, n in zip(parts, ends, strict=True)]
         copied = _copied(torch.cat(padded), device).split(ends)
@@ -104,12 +104,12 @@ class PrefixLayout:
         self._short: dict[int, bool] = {}
 
     def tiles(self, kind: str, size: int) -> Tensor:
-        """(n, 6) int32, the tiles of at most `size` tokens: start, stop, and the sequence that each is cut from.
+        """Return (n, 6) int32, tiles with at most `size` tokens: start, stop, and the sequence they are cut from.
 
-        kind: one of `SEQUENCES`. Those with most to do come first: what is started last should end soon.
+        kind: an entry of `SEQUENCES`. The tiles with the most work come first, so that late programs are short.
         """
         if torch.compiler.is_compiling():
-            # On the device, as a part of the graph, which holds for every layout: as many as there could be.
+            # Inside a graph, which must hold for every layout: compute on the device, with the maximal tile count.
             sequences = self._on_device[kind]
             rows = self.prefix_rows if kind.startswith("prefix") else self.suffix_rows
             return _cut(sequences, size, rows // size + sequences.shape[0], kind == "suffix keys")
@@ -120,14 +120,14 @@ class PrefixLayout:
         return found
 
     def short(self, heads: int) -> bool:
-        """Whether tiles of 64 rows, heads for each token, hold the suffixes better than tiles of 128."""
+        """Return whether tiles with 64 rows (`heads` rows per token) fit the suffixes better than tiles with 128."""
         if torch.compiler.is_compiling():
-            return False  # the graph holds for every layout
+            return False  # a graph must hold for every layout
         found = self._short.get(heads)
         if found is None:
             tokens = [sum(own) for own in self.suffix_lengths]
             small, large = (sum(-(-n * heads // rows) * rows for n in tokens) for rows in (64, 128))
-            # Full tiles of 128 rows read each key half as often.
+            # Full tiles with 128 rows halve the reads per key, hence the factor 1.3.
             found = self._short[heads] = large > 1.3 * small
         return found
 
@@ -152,7 +152,7 @@ class PrefixLayout:
         return torch.where(rows == first, last, rows - 1)
 
     def to(self, device: torch.device | str | int) -> PrefixLayout:
-        """This layout with its tensors on a device; itself if they lie there."""
+        """Return this layout on the given device; self if already there."""
         device = torch.device(device)
         if device == self.device or (device.index is None and device.type == self.device.type != "cuda"):
             return self
@@ -166,8 +166,11 @@ class PrefixLayout:
 
 
 def _cut(sequences: Tensor, size: int, count: int | None, longer: bool) -> Tensor:
-    """Tiles of sequences. longer: only of those with more than one token. Beyond the tiles `count` is filled by empty
-    ones; None for as many as there are, which takes a tensor on the host."""
+    """Cut sequences into tiles.
+
+    longer: only sequences with more than one token. count: pad with empty tiles to this count; None: exact count, for
+    tensors on the host.
+    """
     start, stop = sequences[:, 0].long(), sequences[:, 1].long()
     lengths = stop - start
     if longer:
@@ -179,7 +182,7 @@ def _cut(sequences: Tensor, size: int, count: int | None, longer: bool) -> Tenso
     begin = start[of] + (tile - (ends - counts)[of]) * size
     end = torch.minimum(begin + size, (start + lengths)[of])
     cut = torch.cat((begin[:, None], end[:, None], sequences[of]), 1)
-    # What a tile reads at most: a causal part of its own sequence, and the whole of the other rows.
+    # Upper bound for a tile's reads: a causal part of its own sequence, and all other rows.
     work = end - cut[:, 2] + cut[:, 5] - cut[:, 4]
     return cut[work.argsort(descending=True, stable=True)].int()
 
@@ -190,7 +193,8 @@ def _lengths(name: str, given: Any, least: int) -> tuple[int, ...]:
     lengths = tuple(given)
     if not lengths:
         raise ValueError(f"PrefixLayout: {name} must have at least one length, got an empty list.")
-    # Most are right, and thousands of candidates have one token each: C looks through them, Python at the wrong one.
+    # Thousands of candidates may have a single token each: check all lengths in C first, and loop in Python only to
+    # report an invalid length.
     if set(map(type, lengths)) == {int} and min(lengths) >= least:
         return lengths
     for i, n in enumerate(lengths):
@@ -206,7 +210,7 @@ def _kind(given: Any) -> str:
 
 
 def _tensor(lengths: Sequence[int]) -> Tensor:
-    """On the host, by way of C's numbers: a fifth of the time that torch takes to look at each of Python's."""
+    """Convert through array('q'): a fifth of torch's time for a Python list."""
     return torch.frombuffer(array("q", lengths), dtype=torch.int64)
 
 
@@ -215,15 +219,15 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _owners(starts: Tensor, rows: int) -> Tensor:
-    """(rows,) int64, the sequence that each row lies in. starts: ascending; equal ones are empty but for the last.
+    """Return (rows,) int64, the sequence of each row. starts: ascending; among equal starts all but the last are empty.
 
-    repeat_interleave starts threads at any size, and on a host whose cores are busy they wait for each other.
+    repeat_interleave would start threads at any size, which stall each other on a busy host.
     """
     return torch.bincount(starts, minlength=rows + 1)[:rows].cumsum(0) - 1
 
 
 def _copied(host: Tensor, device: torch.device) -> Tensor:
-    """On the device, without a wait: a copy from pageable memory would wait for all that the stream has to do."""
+    """Copy to the device without a synchronization: a copy from pageable memory would wait for the stream."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,9 @@
-"""The kernel of a tile of queries: what they read (forward), or the gradient of the queries (backward), by one walk.
+"""Kernel that owns a tile of queries: attention output (forward) or the queries' gradient (backward), in a single walk.
 
-A tile is a few neighbouring tokens of a request with the N = H/G heads that read one head of keys: BLOCK_M rows. Its
-walk: the key of a suffix of one token; the blocks of the prefix, from its start and without a mask but for the last;
-then the blocks of each suffix that the tile has tokens of, from its start. So the order of a row's sums
-depends on its own suffix and prefix alone, whatever its neighbours in the tile: a masked key adds an exact zero.
+A tile holds a few consecutive tokens of a request with the N = H/G heads that share a key head: BLOCK_M rows. The walk
+visits: the own key for a single-token suffix; the prefix's blocks from its start, unmasked except for the last block;
+then the blocks of each suffix that has tokens in the tile, from the suffix's start. So the order of a row's sums
+depends only on the row's suffix and prefix, never on the tile's other rows: a masked key adds an exact zero.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tigon.kernels.tiles.constants import LOG2E, LOWEST
 
 @jit
 def block_of(ptr, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
-    """Rows at pointer offsets `at`; zeros where they are not inside, and beyond D."""
+    """Load rows at pointer offsets `at`; zeros where not inside, and beyond D."""
     d = tl.arange(0, BLOCK_D)
     at = at[:, None] + d[None, :]
     if D != BLOCK_D:
@@ -27,7 +27,7 @@ def block_of(ptr, at, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.c
 
 @jit
 def scores_of(s, scale, softcap):
-    """Products of q and k → scores as powers of two, and how a score grows with its product, up to `scale`."""
+    """Map q · k products to base-2 scores, and return the score's slope up to the factor `scale`."""
     if softcap is not None:
         z, slope = cap(s, scale, softcap)
         return z * LOG2E, slope
@@ -38,7 +38,7 @@ def scores_of(s, scale, softcap):
 def _step(
     q, do, k, v, keep, m, total, acc, scale, softcap, GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """One block of keys. m, total: running maximum and sum; in the backward pass log-sum-exp and Σ do · o."""
+    """Process a block of keys. m, total: running maximum and sum; in the backward pass log-sum-exp and Σ do · o."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     z, slope = scores_of(s, scale, softcap)
     if GRAD:
@@ -49,10 +49,10 @@ def _step(
         if softcap is not None:
             ds *= slope
         return m, total, tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    # m starts at a finite number: where a row sees nothing of its first blocks, nothing of it is NaN.
+    # m starts at a finite number, so that fully masked first blocks give no NaN.
     largest = tl.maximum(m, tl.max(tl.where(keep, z, float("-inf")) if MASK else z, 1))
-    # Masked after the exponential, not before: the compiler joins the product of the scale with this difference, and a
-    # block that one tile masks and another does not must round alike in both.
+    # Mask after the exponential, not before: the compiler fuses the scale into this difference, and a block must round
+    # alike whether or not a tile masks the block.
     p = tl.exp2(z - largest[:, None])
     if MASK:
         p = tl.where(keep, p, 0.0)
@@ -61,6 +61,12 @@ def _step(
     return largest, total * fade + tl.sum(p, 1), acc
 
 
+# One program computes BLOCK_M rows of o and lse, or, if do is given, dq and delta = Σ do · o, for key head g.
+# q, do: strides (t, h); k, v: strides (t, g); o, dq: dense (count, H, D). lse, delta: (G, count, N) fp32. count: number
+# of tokens.
+# tiles (·, 6) int32: start and stop, range of the own rows, range of the prefix. first, stop: each token's
+# sequence range.
+# SINGLES: 0 no suffix has a single token, 1 some, 2 all. ACROSS: suffixes see each other. N: query heads per key head.
 @jit
 @do_not_specialize("count")
 def _attend_kernel(
@@ -69,7 +75,7 @@ def _attend_kernel(
     G: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SINGLES: tl.constexpr, ACROSS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """count: of tokens. SINGLES: 0 where no suffix has one token, 1 where some have, 2 where all have."""
+    """Attend from a tile of queries, or compute the queries' gradient."""
     GRAD: tl.constexpr = do_ptr is not None
     WINDOW: tl.constexpr = window is not None
     H: tl.constexpr = G * N
@@ -84,11 +90,11 @@ def _attend_kernel(
     token = start + rows // N
     head = g * N + rows % N
     live = token < stop
-    # int64: a row number times a stride reaches 2**31 at 512k tokens of width 4096.
+    # int64: row · stride reaches 2**31 at 512k tokens with width 4096.
     row = token.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     j = tl.arange(0, BLOCK_N)
-    # Of o and dq, and of statistics, which lie (G, tokens, N): a tile's are neighbours.
+    # Offsets into o and dq, and into the statistics, (G, tokens, N): contiguous per tile.
     of_head = row * H + head
     statistics = (tl.cast(g, tl.int64) * count + start) * N + rows
     first = tl.load(first_ptr + row, mask=live, other=0)
@@ -108,7 +114,6 @@ def _attend_kernel(
     v_ptr += g.to(tl.int64) * stride_vg
 
     if SINGLES > 0 and not ACROSS:
-        # A suffix of one token needs no block: its own key is where maximum and sum start.
         single = live
         if SINGLES == 1:
             single = live & (tl.load(stop_ptr + row, mask=live, other=0) - first == 1)
@@ -131,7 +136,7 @@ def _attend_kernel(
     low = prefix0
     position = length + token - first
     if window is not None:
-        # Whole blocks before the window of every row are left out. The others keep their places.
+        # Skip whole blocks before every row's window; the other blocks keep their boundaries.
         least = tl.min(tl.where(live, position, 2147483647), 0)
         low = prefix0 + tl.maximum(least - window + 1, 0) // BLOCK_N * BLOCK_N
     whole = prefix0 + length // BLOCK_N * BLOCK_N
@@ -157,7 +162,7 @@ def _attend_kernel(
             k = block_of(k_ptr + tl.cast(n, tl.int64) * stride_kt, k_at, inside, D, BLOCK_D, True)
             v = block_of(v_ptr + tl.cast(n, tl.int64) * stride_vt, v_at, inside, D, BLOCK_D, True)
             keep = inside[None, :]
-            if SINGLES < 2:  # all but the later tokens of its own suffix
+            if SINGLES < 2:  # all except later tokens in the own suffix
                 keep = keep & (((n + j)[None, :] <= token[:, None]) | ((n + j)[None, :] >= last[:, None]))
             if window is not None:
                 theirs = length + n + j - tl.load(first_ptr + n + j, mask=inside, other=0)
@@ -165,7 +170,7 @@ def _attend_kernel(
             m, total, acc = _step(q, do, k, v, keep, m, total, acc, scale, softcap, GRAD, True, PRECISION)
     elif SINGLES < 2:
         n = tl.load(first_ptr + start)
-        if tl.load(first_ptr + stop - 1) == n:  # tokens of one suffix: its earlier blocks are seen by all of them
+        if tl.load(first_ptr + stop - 1) == n:  # a single suffix: all rows see its earlier blocks
             begin = n
             n += (start - begin) // BLOCK_N * BLOCK_N
             if window is not None:
@@ -199,13 +204,15 @@ def _attend_kernel(
         tl.store(lse_ptr + statistics, m + tl.log2(total), mask=live)
 
 
+# One program computes delta for BLOCK (token, head) rows, only if dq is not wanted: `_attend_kernel` computes delta
+# otherwise.
 @jit
 @do_not_specialize("count")
 def _delta_kernel(
     do_ptr, o_ptr, delta_ptr, count, stride_dt, stride_dh,
     H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Σ do · o of each token and head, for where no gradient of the queries is wanted: its kernel makes them itself."""
+    """delta = Σ do · o per token and head."""
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = row < count * H
     token, head = row // H, row % H

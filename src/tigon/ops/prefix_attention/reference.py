@@ -1,4 +1,4 @@
-"""Attention over shared prefixes in plain PyTorch: the specification, and what runs without a GPU."""
+"""Prefix attention in plain PyTorch: the specification and the CPU path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def prefix_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, layout: PrefixLayout, *, across: str = "none", scale: float | None = None,
     softcap: float | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    wide = torch.promote_types(q.dtype, torch.float32)  # fp64 stays fp64, which is what tests compare with
+    wide = torch.promote_types(q.dtype, torch.float32)  # fp64 stays fp64: the tests' yardstick
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
     def attend(heads: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
@@ -25,11 +25,11 @@ def prefix_attention_reference(
 
     every = torch.arange(layout.rows, device=q.device)
     if is_traced(q):
-        # All rows at once: a graph holds for every layout, and so may not depend on the lengths.
+        # All rows at once: a graph must hold for every layout and cannot depend on the lengths.
         return attend(q, k, v, _seen(layout, every, across, window))
     prefixes, suffixes = [], []
     p, s = 0, layout.prefix_rows
-    # A request at a time: the scores of all rows with all others are never there together.
+    # Per request, which avoids a score matrix over all rows.
     for length, own in zip(layout.prefix_lengths, layout.suffix_lengths, strict=True):
         rows = torch.cat((every[p : p + length], every[s : s + sum(own)]))
         o = attend(q[rows], k[rows], v[rows], _seen(layout, rows, across, window))
@@ -40,12 +40,12 @@ def prefix_attention_reference(
 
 
 def _seen(layout: PrefixLayout, rows: Tensor, across: str, window: int | None) -> Tensor:
-    """(n, n), which of these rows each of them reads."""
+    """Return (n, n) bool: which of these rows each row sees."""
     request, sequence, position = (t[rows] for t in (layout._of_row, layout._first, layout._position))
     same = sequence[:, None] == sequence
     own = same & (position <= position[:, None])
     suffix, of_prefix = (rows >= layout.prefix_rows)[:, None], rows < layout.prefix_rows
-    # A suffix reads the whole prefix of its request, and `across` the other suffixes too.
+    # A suffix sees the request's prefix, and with `across` the other suffixes too.
     shared = suffix & (of_prefix | ~same) if across == "suffixes" else suffix & of_prefix
     seen = (request[:, None] == request) & (own | shared)
     return seen if window is None else seen & (position > position[:, None] - window)
