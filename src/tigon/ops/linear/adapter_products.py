@@ -18,8 +18,8 @@ def rounded_product(
     left: Tensor, right: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """scale · left right, rounded to dtype, which may be fp32 with half-precision factors."""
-    # Uninitialised: each branch below writes the whole tensor. beta = 0 does not read it either, so NaN garbage stays
-    # out.
+    # Uninitialised: each branch below writes the whole tensor. beta = 0 does not read `out` either, so NaN garbage
+    # stays out.
     if out is None:
         out = left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
     if dtype not in (left.dtype, torch.float32):  # cuBLAS widens results, but does not narrow them
@@ -96,7 +96,7 @@ def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
     copied = [i for i, stack in enumerate(stacks) if len(stack) > 1 or stack[0].dtype != dtype]
     if not copied:
         return wholes
-    # One buffer and one launch for all factors: they are small, and a launch costs more than its copy.
+    # One buffer and one launch for all factors: they are small, and a launch costs more than a copy.
     flat = cast_together([t for i in copied for t in stacks[i]], dtype)
     # A stack's matrices are adjacent, so a view joins them: [A…] is (Σr, H) without another copy.
     for i, part in zip(copied, flat.split_with_sizes([sum(t.numel() for t in stacks[i]) for i in copied]), strict=True):
@@ -171,18 +171,18 @@ class Group:
         self, rows: Tensor, t: Tensor, b: Sequence[Tensor], biases: Sequence[Tensor | None],
         weights: Sequence[Tensor | None],
     ) -> list[Tensor]:  # fmt: skip
-        """Each layer's result. The adapter's part comes first and the wide product adds to it, so y is written once."""
+        """Each layer's result. The adapter's part comes first and the wide product adds to y, so y is written once."""
         results = []
         # `own` is a view with row stride Σr, which the products accept.
         for i, own in enumerate(self.columns(t)):
             factors = own, b[i].t()
             if multiplier(self.frozen[i]) is None:
-                # The outer product writes y and the wide product accumulates onto it: a pass less over y than adding
+                # The outer product writes y and the wide product accumulates onto y: a pass less over y than adding
                 # later.
                 y = outer_product(*factors, self.dtype, self.scales[i], biases[i])
                 results.append(y.addmm_(rows, self.weight(i, weights).t()))
             else:
-                # A layer with its own product has no epilogue to add in. Its result is fresh (`own_product`), so the
+                # A layer with its own product has no epilogue to add in. The result is fresh (`own_product`), so the
                 # adapter's part is added in place.
                 results.append(add_outer_product(self.product(i, rows, weights), *factors, self.scales[i], over=True))
         return results
@@ -215,7 +215,7 @@ class Group:
         present = [i for i, dy in enumerate(dys) if dy is not None]
         # An unused result has no gradient, and its A must not be multiplied with another layer's u.
         joined = self._of(present, a, 0)
-        # The adapters' part first: small, and rounded once, before the frozen products accumulate onto it in their
+        # The adapters' part first: small, and rounded once, before the frozen products accumulate onto dx in their
         # epilogues.
         dx = (
             outer_product(u, joined, self.dtype)
@@ -223,7 +223,7 @@ class Group:
             else self.dropped_outer(u, joined, present, first)
         )
         for i in present:
-            # W is made dense again, because keeping a dense copy of a 4-bit weight would take four times its memory.
+            # W is made dense again, because keeping a dense copy of a 4-bit weight would take four times the memory.
             dx.addmm_(dys[i], self.weight(i, weights))  # type: ignore[arg-type]
         return dx
 
@@ -257,7 +257,7 @@ class Group:
         found: list[Tensor | None] = [None] * self.count
         if not wanted:
             return found
-        # A frozen A needs no gradient, although its u contributed to dx.
+        # A frozen A needs no gradient, although the layer's u contributed to dx.
         u = self._of(wanted, u, 1, present)
         # The product is rounded to the widest parameter dtype, and each part is narrowed from there: a second rounding
         # only where dtypes differ.

@@ -2,7 +2,7 @@
 
 An adapter's products cost almost no FLOPs but much memory traffic: written out, every layer reads x and y several
 times more often than its frozen product does. Here x is read once for all adapters; the adapter writes y, and the
-frozen product accumulates onto y in its epilogue.
+frozen product accumulates onto y in the epilogue.
 
     forward     t = x [A…]ᵀ;  yᵢ = sᵢ tᵢ Bᵢᵀ;  yᵢ += x Wᵢᵀ
     backward    uᵢ = sᵢ dyᵢ Bᵢ;  dx = [u…] [A…];  dx += Σ dyᵢ Wᵢ;  d[A…] = [u…]ᵀ x;  dBᵢ = sᵢ dyᵢᵀ tᵢ
@@ -14,7 +14,7 @@ and again in the backward pass.
 With fp32 adapters and bf16 x, outside autocast, results are as if x were widened: each skinny factor is represented as
 the sum of two bf16 numbers, 16 bits together, and x is not copied.
 
-With dropout each adapter has its own input, mᵢ ⊙ x / (1-p). A's three products then use the kernels in
+With dropout each adapter has a separate input, mᵢ ⊙ x / (1-p). A's three products then use the kernels in
 tigon.ops.lora_dropout, which recompute the masks mᵢ where they read x; 1/(1-p) is part of sᵢ.
 
 Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685
@@ -73,7 +73,7 @@ def lora_linear(
     # Materialize an iterator, which is read several times below.
     layers = tuple(layers)
     dtype, autocast = checked_layers("lora_linear", x, layers)
-    # The reference takes x unchanged: it applies autocast and draws masks itself.
+    # The reference takes x unchanged: the reference applies autocast and draws its own masks.
     if not runs_by_hand(dtype, autocast, layers, x):
         return lora_linear_reference(x, layers)
     # Outside the Function: the recipes in tigon.fusion.memory.recompute recognise casts of tensors they can recompute.
@@ -129,7 +129,7 @@ def gated_lora_linear(
     hidden = gate if up is not None else gate[..., : gate.shape[-1] // 2]
     dtype, autocast = checked_layers("gated_lora_linear", hidden, (layer,))
     parameters = tuple(t for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor))
-    # The backward pass needs the gated unit's kernel, which overwrites its inputs and has no torch path.
+    # The backward pass needs the gated unit's kernel, which overwrites the inputs and has no torch path.
     if not runs_by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *parameters):
         return lora_linear(gated_unit(gate, up, act=act), (layer,), saved_by=saved_by)[0]
     saved_by = saved_by if torch.is_grad_enabled() else None
@@ -155,7 +155,7 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
     # A single draw for all layers, as in the fused path: equal torch seeds then give equal masks.
     masks = draw_masks([layer.dropout for layer in layers], x.device)
     for i, layer in enumerate(layers):
-        # Only a weight that can be made dense goes through F.linear. A layer with its own product keeps its rounding.
+        # Only a weight that can be made dense goes through F.linear. A layer with its own product keeps that rounding.
         if multiplier(layer.weight) is None:
             y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
         else:
@@ -167,7 +167,7 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
 
 
 def adapter_reference(x: Tensor, i: int, layer: LoRA, masks: Masks | None, dtype: torch.dtype) -> Tensor:
-    """scale · (dropped(x) Aᵀ) Bᵀ, in torch operations in dtype; i: the layer's index in its group."""
+    """scale · (dropped(x) Aᵀ) Bᵀ, in torch operations in dtype; i: the layer's index in the group."""
     scale = layer.scale
     if masks is not None:
         # A select, not a product: a dropped infinite x gives 0, whereas 0 · inf would be NaN.
@@ -295,10 +295,10 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
     joined, thin = plan.factors(a, b)
     u = plan.upstream([rows], thin)
     dgate = dup = da = db = None
-    # A checkpoint's hooks do not save t; a thin product recomputes it from the product.
+    # A checkpoint's hooks do not save t; a thin product recomputes t from the product.
     recomputed = need_a or (need_b and t is None)
     if need_gate or need_up:
-        # scratch first holds the product's gradient. The kernel overwrites it with the product, which dA needs.
+        # scratch first holds the product's gradient. The kernel overwrites scratch with the product, which dA needs.
         scratch = plan.input_gradient([rows], u, joined, weights)
         # With a retained graph the next backward pass reads gate and up again.
         over = ctx.inplace and not is_graph_retained()
@@ -309,7 +309,7 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
         gated_backward(scratch, gate, up, ctx.act, 1.0, 1.0, dgate, dup, scratch if recomputed else None)
         if over:
             for written in (dgate, dup):
-                if written is not None:  # so that PyTorch raises if another backward pass saved it
+                if written is not None:  # so that PyTorch raises if another backward pass saved the tensor
                     torch.autograd.graph.increment_version(written)
     # Neither gate nor up needs a gradient, so no kernel has recomputed the product.
     elif recomputed:

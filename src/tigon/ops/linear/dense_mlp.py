@@ -5,7 +5,7 @@
     saved       x, g, u, and h unless recomputed
 
 Gate, up and their product are private to this node, so the backward pass overwrites gate and up with their gradients.
-dx is rounded once for each of its two products. Separate layers also round the sum, in an additional pass.
+dx is rounded once for each of the two products. Separate layers also round the sum, in an additional pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def dense_mlp(
         weights: gate (N, H), up (N, H) and down (M, N). Where up is None, gate is (2N, H), holding both.
         biases: gate's, up's and down's, or None for each.
         act: a name in `tigon.ops.acts`.
-        product: recompute the product of gate and up in the backward pass instead of saving it.
+        product: recompute the product of gate and up in the backward pass instead of saving the product.
         saved_by: a checkpoint's hooks (pack, unpack), used to save before the layer down runs.
 
     Returns: (..., M).
@@ -63,7 +63,7 @@ class DenseMLP(torch.autograd.Function):
         own_x = x if needs[4] or needs[5] else None
         g = linear(x, wg, biases[0])
         u = None if wu is None else linear(x, wu, biases[1])
-        # A checkpoint recomputes up to the last saved tensor: stop before the product, or right after it.
+        # A checkpoint recomputes up to the last saved tensor: stop before the product, or directly after.
         if saved_by is not None and product:
             save_tensors(ctx, saved_by, own_x, g, u, None, wg, wu, wd)
         h = _gated_fwd(g, u, act, 1.0, 1.0)

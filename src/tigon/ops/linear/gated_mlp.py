@@ -53,9 +53,8 @@ def gated_mlp(
 
     Args:
         x: (..., H).
-        gate: a weight (N, H), a pair (weight, bias (N,)), or a `torch.nn.Linear`. Where up is None it has 2N rows:
-        gate's,
-            then up's.
+        gate: a weight (N, H), a pair (weight, bias (N,)), or a `torch.nn.Linear`. Where up is None gate has 2N rows:
+            gate's, then up's.
         up: likewise, (N, H); or None.
         down: likewise, (M, N).
         act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (relu squared) or "sigmoid".
@@ -172,12 +171,12 @@ def _gated_mlp_fwd(
 ) -> Tensor:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     y = x.new_empty((*x.shape[:-1], down_weight.shape[0]))
-    # A view: each tile's last product writes directly to its rows in y.
+    # A view: each tile's last product writes directly to y.
     out = y.view(-1, down_weight.shape[0])
     for tile in _tiles(rows, gate_weight, up_weight, budget):
         # The allocator reuses this product's memory for the next tile: no full-length activation exists.
         product = _gated_fwd(*_gate_and_up(rows[tile], gate_weight, up_weight, gate_bias, up_bias), act, 1.0, 1.0)
-        # Both branches write directly to the tile's rows; addmm adds the bias in its epilogue.
+        # Both branches write directly to the tile's rows; addmm adds the bias in the epilogue.
         if down_bias is None:
             torch.mm(product, down_weight.t(), out=out[tile])
         else:
@@ -234,7 +233,7 @@ def _gated_mlp_bwd(
         if above:
             # scratch: first the product's gradient, then the product itself, which down's dW needs.
             scratch = torch.mm(dy_here, down_weight)
-            # In place: each element is read before it is overwritten.
+            # In place: each element is read before being overwritten.
             gated_backward(scratch, gate, up, act, 1.0, 1.0, gate, up, scratch if need_down else None)
         # Only down's weight is trained: the forward kernel makes the product, without a gradient.
         elif need_down:
@@ -243,7 +242,7 @@ def _gated_mlp_bwd(
             # down's dW = dyᵀ product. scratch now holds the product.
             down_sum.add(dy_here, scratch)
         if need_x:
-            # gate and up now hold their gradients. The second product accumulates onto the first in its epilogue, with
+            # gate and up now hold their gradients. The second product accumulates onto the first in the epilogue, with
             # dx rounded in between.
             torch.mm(gate, gate_weight, out=dx[tile])
             if up is not None and up_weight is not None:
@@ -273,7 +272,7 @@ class _Sum:
         if weight is not None:
             # Stored separately: a wide dw without a second part is fp32 and does not show the result's dtype.
             self.dtype = weight.dtype
-            # Budget 0: a wide sum always lives inside its result and takes no memory beyond an fp32 sum's.
+            # Budget 0: a wide sum always lives inside the result and takes no memory beyond an fp32 sum's.
             self.dw, self.more = weight_gradient.places(weight, weight.dtype, wide, 0, self.wanted)
 
     def add(self, grad: Tensor, x: Tensor) -> None:

@@ -50,7 +50,7 @@ class LoRA(NamedTuple):
 
 
 class Known(LoRA):
-    """A layer whose caller has verified that its tensors match each other and x: `checked_layers` skips the checks.
+    """A layer whose tensors the caller has already checked against each other and x: `checked_layers` skips the checks.
 
     Made by fuse, which inspects each layer on each call to decide whether the operators support it; checking a second
     time took a tenth of the host time per layer.
@@ -60,7 +60,7 @@ class Known(LoRA):
 
 
 def multiplier(weight: Any) -> Callable[[Tensor], Tensor] | None:
-    """The forward product of a frozen weight that implements its own row product, bias included; else None."""
+    """A frozen weight's own forward product over rows, bias included; None if the weight has none."""
     return getattr(weight, "own_product", None)
 
 
@@ -95,7 +95,7 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) 
             if not isinstance(t, Tensor) and not (t is None and field == "bias"):
                 raise ValueError(f"{name}: {where}.{field} must be a tensor, got {type(t).__name__}.")
         weight, a, b, _, bias, dropout = layer
-        # `Frozen` is a protocol: anything with a shape may implement it. A module is the likeliest mistake and gets
+        # `Frozen` is a protocol: anything with a shape may qualify. A module is the likeliest mistake and gets
         # specific advice.
         if isinstance(weight, torch.nn.Module) or not hasattr(weight, "shape"):
             advice = ": pass its weight" if isinstance(getattr(weight, "weight", None), Tensor) else ""

@@ -1,7 +1,7 @@
 """A gated MLP whose three frozen layers carry adapters, as a unit: y = down(act(gate(x)) · up(x)).
 
 Like `lora_linear` followed by `gated_lora_linear`, but gate's and up's adapter parts are never written to memory: the
-frozen products are written alone, and the gated unit adds the adapters to the tiles it reads (tigon.ops.gated_lora).
+frozen products are written alone, and the gated unit adds the adapters to the loaded tiles (tigon.ops.gated_lora).
 The backward pass does the same with the gradient that comes through the layer down.
 
     forward     t = x [Ag; Au]ᵀ;  g = x Wgᵀ, u = x Wuᵀ;  h = act(g + sg tg Bgᵀ) · (u + su tu Buᵀ);  y = down(h)
@@ -76,7 +76,7 @@ def lora_mlp(
     if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
         sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
         raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
-    # The middle tensor does not exist yet. An empty tensor with its width and dtype serves the same checks.
+    # The middle tensor does not exist yet. An empty tensor with the same width and dtype serves the same checks.
     checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
     saved_by = saved_by if torch.is_grad_enabled() else None
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
@@ -105,7 +105,7 @@ def lora_mlp(
         and use_triton(residual)
     )
     x = x if x.dtype == dtype else x.to(dtype)
-    # A group draws its masks on construction, so construct it only where this operator runs.
+    # A group draws its masks on construction, so construct groups only where this operator runs.
     plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     # tensors() gives A, B, biases and weights, two each: [6:] leaves the two weights, as gate and up have no bias here.
     own = (gate.a, up.a, gate.b, up.b, *plans[0].tensors((gate, up))[6:], *plans[1].tensors((down,)))
@@ -136,14 +136,14 @@ class _LoraMLP(torch.autograd.Function):
         # makes td.
         if saved_by is not None:
             save_tensors(ctx, saved_by, x, t, g, u, None, *tensors)
-        # Never saved: the backward kernel has g and u in its tiles, and recomputes from h the parts that gradients
+        # Never saved: the backward kernel has g and u in registers, and recomputes from h the parts that gradients
         # need.
         h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
         td = last.thin_products(h, own_ad)
         if saved_by is None:
             save_tensors(ctx, saved_by, x, t, g, u, td, *tensors)
         if residual is None:
-            # The adapter writes y, and the frozen product adds to it.
+            # The adapter writes y, and the frozen product adds to y.
             y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
             return (y.view(*x.shape[:-1], y.shape[1]),)
         # The frozen product stays separate, and the pass that adds the residual also adds the adapter's part. With the
@@ -190,18 +190,18 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         # Masks act on the columns of u A, so the part cannot be added as a plain outer product of tiles.
         dh = last.input_gradient([rows], ud, own_ad, (wd,))
     if ctx.inplace and not is_graph_retained():
-        # g and u are private to this Function: the kernel reads a tile of both before overwriting it.
+        # g and u are private to this Function: the kernel reads both tiles before overwriting them.
         dg, du = g, u
     else:
         dg, du = torch.empty_like(g), torch.empty_like(u)
     added = (*_added(first, t, (bg, bu)), behind)
     # td is missing after a checkpoint: forward saved before h existed.
     recomputes = need_bd and td is None
-    # Up to a rank that fits in registers, the pass makes the adapters' products from its tiles, so that six thin
+    # Up to a rank that fits in registers, the pass makes the adapters' products from loaded tiles, so that six thin
     # products need not read dgate, dup and h again.
     along = sums_along(g, (*first.ranks, *last.ranks))
-    # The kernel writes h over dh if down's adapter needs h and the kernel cannot serve it, for example because of
-    # masks.
+    # The kernel writes h over dh if down's adapter needs h and the kernel cannot compute that gradient, for example
+    # because of masks.
     h = dh if (need_ad or recomputes) and (behind is None or not along) else None
     # Request a and t only if h is not written: with h in memory, torch computes both products below.
     if along:
@@ -225,7 +225,7 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if h is not None:
         dad = last.a_gradients([rows], ud, h, (ad,), (need_ad,))[0]
         td = last.thin_products(h, own_ad) if recomputes else td
-    # Freed before dx: the tensor is as wide as g, and dx's products no longer need it.
+    # Freed before dx: the tensor is as wide as g, and dx's products do not need it.
     del dh, h
     dbd = last.b_gradients([rows], td, (bd,), (True,))[0] if need_bd else None
     dx = None
@@ -234,7 +234,7 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         dx = first.input_gradient((dg, du), up_stream, joined, (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
     dags = first.a_gradients((dg, du), up_stream, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
     dbias = rows.sum(0) if need_bias else None
-    # The residual's gradient is the upstream gradient itself: nothing here writes to it.
+    # The residual's gradient is the upstream gradient itself: nothing here modifies the tensor.
     dresidual = dy if need_residual else None
     return dx, None, None, None, None, dresidual, *dags, dbg, dbu, None, None, dad, dbd, dbias, None
 

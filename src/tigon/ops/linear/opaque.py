@@ -1,7 +1,7 @@
 """Low-rank adapters beside frozen layers that run their own forward: yᵢ = layerᵢ(x) + sᵢ (x Aᵢᵀ) Bᵢᵀ.
 
 The layers are opaque: int8 products, GPTQ and AWQ kernels, other libraries' tensor classes. Their forward runs under
-autograd and produces its own gradient for x. The adapters are computed around it: x is read once for all adapters, and
+autograd and produces the gradient of x. The adapters are computed around them: x is read once for all adapters, and
 the adapter parts are added to the layers' results, forward and backward.
 
     forward     x' = x, t = x [A…]ᵀ;  yᵢ = layerᵢ(x');  yᵢ += sᵢ tᵢ Bᵢᵀ
@@ -53,15 +53,15 @@ class Opaque:
             forbid in-place writes to the result, and rows need no reshaping.
         narrows: the sum has the dtype of the layer's result even if the adapter's part is wider.
         weight: returns the weight (N, H) as a plain tensor in a given dtype, for the gradient of the layer's input. The
-            layer then runs without autograd, and its own Function saves nothing. If the layer is fresh and flat too,
-            `lora_linear` and related operators accept it as a weight.
+            layer then runs without autograd, and the layer's own Function saves nothing. If the layer is fresh and flat
+            too, `lora_linear` and related operators accept the layer as a weight.
     """
 
     layer: Callable[[Tensor], Tensor]
     shape: tuple[int, int]
     device: torch.device
-    # False by default: a class is fresh only if its forward pass is known not to keep the result, and no hook may see
-    # it.
+    # False by default: a class is fresh only if its forward pass is known not to keep the result, and no hook sees the
+    # result.
     fresh: bool = False
     flat: bool = False
     narrows: bool = True
@@ -92,10 +92,10 @@ def opaque_lora_linear(
 
     Args:
         x: (..., H).
-        layers: one or more `LoRA` with `Opaque` weights and bias None: each layer adds its own bias.
+        layers: one or more `LoRA` with `Opaque` weights and bias None: the layers add their biases.
         saved_by: as in `lora_linear`.
 
-    Returns: a tuple of (..., Nᵢ), each in its layer's result dtype.
+    Returns: a tuple of (..., Nᵢ), each in the layer's result dtype.
 
     Raises: ValueError as `lora_linear`.
     """
@@ -113,7 +113,7 @@ def opaque_lora_linear(
     # The adapters' dx is accumulated onto the layers' dx if x needs no cast; otherwise autograd adds them. The cast is
     # for the adapters only: the layers take x unchanged and cast as usual.
     narrow = x if x.dtype == dtype else x.to(dtype)
-    # The layers must use the Function's output x: with the input x, their gradients would bypass its backward pass.
+    # The layers must use the Function's output x: with the input x, their gradients would bypass this backward pass.
     passes = narrow is x and x.requires_grad and torch.is_grad_enabled()
     # A single layer that keeps its input's gradient forbids in-place writes to the sum: autograd may pass that tensor
     # on.
@@ -141,7 +141,7 @@ def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Grou
     fits = type(y) is Tensor and y.dtype == group.dtype and y.device == x.device and y.layout is torch.strided
     if fits and y.dim() and y.numel() == t.shape[0] * base.shape[0] and y.shape[-1] == base.shape[0]:
         # Autograd forbids writes to a view made inside a Function. A leaf that requires a gradient is not the layer's
-        # result, and in-place writes to it are an error.
+        # result, and in-place writes to a leaf are an error.
         over = base.fresh and y.is_contiguous() and not y._is_view() and not (y.is_leaf and y.requires_grad)
         return _Added.apply(y, t, layer.b, layer.scale, group, early, over)[0]  # type: ignore[no-any-return]
     # The adapter's part as a separate tensor, which costs a pass over y for the sum.
@@ -177,7 +177,7 @@ class _ThinProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: Group, passes: bool, fresh: bool, saved_by: Any, *a: Tensor
     ) -> tuple[Tensor, ...]:
-        # An unused result's gradient stays None, and its products are skipped.
+        # An unused result's gradient stays None, and the products are skipped.
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.group, ctx.passes, ctx.fresh, ctx.shape = True, group, passes, fresh, x.shape
         # All A as a single matrix: x is read once for any number of layers.
@@ -224,7 +224,7 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
             low = group.dropped_outer(u, own, present)
             dx = low if rows is None else rows.add_(low) if over else low.add_(rows)
         else:
-            # The adapters' product reads dx' in its epilogue.
+            # The adapters' product reads dx' in the epilogue.
             dx = outer_product(u, own, group.dtype) if rows is None else add_outer_product(rows, u, own, over=over)
         dx = dx.view(ctx.shape)
     if any(needs):
@@ -234,7 +234,7 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
 
 
 class _Multiplied(torch.autograd.Function):
-    """x, the layer → the layer's result. Backward multiplies by its dense weight; x is not saved."""
+    """x, the layer → the layer's result. Backward multiplies by the dense weight; x is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, base: Opaque) -> tuple[Tensor, ...]:
@@ -259,7 +259,7 @@ def _multiplied_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...
 
 
 class _Early:
-    """`_Added`'s saved tensors, saved before its layer runs if a checkpoint gave hooks."""
+    """`_Added`'s saved tensors, saved before the layer runs if a checkpoint gave hooks."""
 
     def __init__(self, saved_by: tuple[Any, Any] | None, t: Tensor, b: Tensor) -> None:
         self.held: Any = None

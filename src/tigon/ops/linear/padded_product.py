@@ -26,7 +26,7 @@ def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
     """Split the classes into blocks for the products: all classes, or a multiple of 64 and then the rest.
 
     A product over 50257 classes (GPT-2), or 200019, takes up to six times as long as a product over a few classes less,
-    because its rows begin at addresses where 16-byte loads are impossible.
+    because the rows begin at addresses where 16-byte loads are impossible.
     """
     if V * dtype.itemsize % 16 == 0 or V < 1024:
         return [slice(0, V)]
@@ -47,7 +47,7 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         return  # nothing to compute; before torch 2.13 there is no meta kernel for a product with an out_dtype
     elif b.is_cuda:
         # `out` may be columns in wider rows. With an out_dtype, torch's addmm behaves as without: cuBLAS accepts the
-        # row stride, and torch copies from a temporary where it cannot.
+        # row stride, and torch copies from a temporary otherwise.
         if first:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
         else:

@@ -2,7 +2,7 @@
 
 torch records four nodes per layer for a (B, T, D) input: a view, the weight's transposition, the product, a view. Each
 layer's backward pass writes a gradient for x, and autograd sums the gradients in separate passes. Here the second
-product accumulates onto the first in its epilogue:
+product accumulates onto the first in the epilogue:
 
     forward     yᵢ = x Wᵢᵀ + bᵢ
     backward    dx = dy₁ W₁;  dx += dy₂ W₂;  …;  dWᵢ = dyᵢᵀ x;  dbᵢ = Σ dyᵢ
@@ -48,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *tensors: Any) -> tuple[Tensor, ...]:
-        # An unused result's gradient stays None, and its products are skipped.
+        # An unused result's gradient stays None, and the products are skipped.
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.count = True, count
         weights, biases = tensors[:count], tensors[count:]
@@ -66,7 +66,7 @@ class Projections(torch.autograd.Function):
         ys = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         needs = ctx.needs_input_grad
         if not needs[0]:
-            # A frozen layer on an input without a gradient: attention must not compute a gradient for its result.
+            # A frozen layer on an input without a gradient: attention must not compute a gradient for the result.
             dead = [y for i, y in enumerate(ys) if not (needs[2 + i] or needs[2 + count + i])]
             ctx.mark_non_differentiable(*dead)
         return (*ys, *way)

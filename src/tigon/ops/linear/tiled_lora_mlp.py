@@ -75,7 +75,7 @@ class _Sums:
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         for i, g in enumerate(gradients):
             if g is not None:
-                # The first tile's gradient becomes the total: no zeroed buffer, no pass to add to it.
+                # The first tile's gradient becomes the total: no zeroed buffer, no separate addition.
                 total = self.totals[i]
                 self.totals[i] = g if total is None else total.add_(g)
 
@@ -145,7 +145,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
             # The kernel reads gate, up and the product's gradient, and overwrites them with their gradients and the
             # product.
             gated_backward(product, gate, up, ctx.act, 1.0, 1.0, gate, up, product)
-        # `product` now holds the product itself in both cases: the kernel has overwritten its gradient.
+        # `product` now holds the product itself in both cases: the kernel has overwritten the gradient.
         sum_ad.add(last.a_gradients(over, u, product, sum_ad.wide, need_ad, at))
         sum_bd.add(last.b_gradients(over, last.thin_products(product, joined_d, at), sum_bd.wide, need_bd))
         if not above:
@@ -160,7 +160,7 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         sum_a.add(first.a_gradients(grads, u, here, sum_a.wide, need_a, at))
         sum_b.add(first.b_gradients(grads, t, sum_b.wide, need_b))
         sum_biases.add([g.sum(0, dtype=torch.float32) if n else None for g, n in zip(grads, need_biases, strict=True)])
-    # down's bias needs only dy, so its sum covers all tokens at once.
+    # down's bias needs only dy, so the sum covers all tokens at once.
     dbias = dys.sum(0) if need_bias[0] else None
     found = [*sum_a.results(), *sum_b.results(), *sum_biases.results(), None, None]
     found += [*sum_ad.results(), *sum_bd.results(), dbias, None]

@@ -1,6 +1,6 @@
 """A head's dW (V, H): a sum over chunks, in fp32 for several chunks, narrowed to the weight's dtype at the end.
 
-An fp32 sum and its bf16 result together take half as much memory again as the sum alone, at the loss's memory peak. If
+An fp32 sum and the bf16 result together take half as much memory again as the sum alone, at the loss's memory peak. If
 the result is larger than a chunk of logits, half of the fp32 sum therefore lives inside the bf16 result: the first half
 of the rows is summed there, the other half in a second tensor. Both together take no more memory than one fp32 sum.
 Narrowing converts in place, from the front, in passes that double in size. Each pass overwrites only memory that has
@@ -130,7 +130,7 @@ def narrow_sum(dw: Tensor, more: Tensor, factor: Tensor | None = None, ours: boo
         return torch.cat([t.to(dw.dtype) for t in scaled])
     out = dw if ours else torch.empty_like(dw)
     blocks = cdiv(front.numel(), BLOCK)
-    # bf16 block i overwrites fp32 block i // 2. The first launch is a single program, which reads its block before
+    # bf16 block i overwrites fp32 block i // 2. The first launch is a single program, which reads the block before
     # writing. Later launches write blocks start … 2 start, over fp32 blocks that earlier launches have read.
     start, stop = 0, 1 if ours else blocks
     while start < blocks:
