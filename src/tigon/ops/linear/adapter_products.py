@@ -47,7 +47,6 @@ def skinny_product(
     wide: Tensor, narrow: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """scale · wide narrow: `wide` holds token activations, `narrow` has r columns and may be fp32."""
-    # Common case: adapters in x's dtype, or narrowed under autocast.
     if narrow.dtype == wide.dtype:
         return rounded_product(wide, narrow, dtype, scale, out)
     # Both halves side by side as 2r columns: `wide`, the large operand, is read from DRAM once.
@@ -92,7 +91,6 @@ def add_outer_product(
 def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
     """Concatenate each stack of matrices in this dtype; a single launch makes all copies."""
     wholes = [stack[0] for stack in stacks]
-    # A single factor already in dtype needs no copy.
     copied = [i for i, stack in enumerate(stacks) if len(stack) > 1 or stack[0].dtype != dtype]
     if not copied:
         return wholes
@@ -173,7 +171,6 @@ class Group:
     ) -> list[Tensor]:  # fmt: skip
         """Each layer's result. The adapter's part comes first and the wide product adds to y, so y is written once."""
         results = []
-        # `own` is a view with row stride Σr, which the products accept.
         for i, own in enumerate(self.columns(t)):
             factors = own, b[i].t()
             if multiplier(self.frozen[i]) is None:
@@ -236,7 +233,6 @@ class Group:
     def _of(self, layers: Sequence[int], joined: Tensor, dim: int, among: Sequence[int] | None = None) -> Tensor:
         """Select some layers' parts in a tensor that joins the parts for `among`, by default all layers."""
         among = range(self.count) if among is None else among
-        # All layers, in the same order: no copy.
         if len(layers) == len(among):
             return joined
         parts = dict(zip(among, joined.split_with_sizes([self.ranks[i] for i in among], dim), strict=True))
@@ -274,7 +270,6 @@ class Group:
             both = rounded_product(torch.cat(_halves(u, rows.dtype), 1).t(), rows, u.dtype)
             da = both[: u.shape[1]] + both[u.shape[1] :]
         for i, own in zip(wanted, da.split_with_sizes([self.ranks[i] for i in wanted]), strict=True):
-            # A view where dtypes agree: Σr rows with H numbers are not worth a copy.
             found[i] = own.to(a[i].dtype)
         return found
 

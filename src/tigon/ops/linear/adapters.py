@@ -70,7 +70,6 @@ def lora_linear(
 
     With a dropout of p, `F.dropout(x, p)` stands before a, with masks of another generator.
     """
-    # Materialize an iterator, which is read several times below.
     layers = tuple(layers)
     dtype, autocast = checked_layers("lora_linear", x, layers)
     # The reference takes x unchanged: the reference applies autocast and draws its own masks.
@@ -311,7 +310,6 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
             for written in (dgate, dup):
                 if written is not None:  # so that PyTorch raises if another backward pass saved the tensor
                     torch.autograd.graph.increment_version(written)
-    # Neither gate nor up needs a gradient, so no kernel has recomputed the product.
     elif recomputed:
         scratch = _gated_fwd(gate, up, ctx.act, 1.0, 1.0).view(-1, a[0].shape[1])
     if need_b:

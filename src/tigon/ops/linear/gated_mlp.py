@@ -121,7 +121,6 @@ def _checked(
 
 def is_one_tile(x: Tensor, width: int) -> bool:
     """Whether gate and up for all tokens, and a gradient with their width, fit the budget."""
-    # `chunk_rows` makes a single tile under the same condition.
     tokens = x.numel() // max(1, x.shape[-1])
     return tokens * HELD * width * x.element_size() <= chunk_budget(x.device)
 
@@ -156,7 +155,6 @@ def _gated_mlp_fwd_fake(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
     up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
 ) -> Tensor:  # fmt: skip
-    # Shapes only: the tile count concerns the launch, not the graph.
     return x.new_empty((*x.shape[:-1], down_weight.shape[0]))
 
 
@@ -171,12 +169,10 @@ def _gated_mlp_fwd(
 ) -> Tensor:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     y = x.new_empty((*x.shape[:-1], down_weight.shape[0]))
-    # A view: each tile's last product writes directly to y.
     out = y.view(-1, down_weight.shape[0])
     for tile in _tiles(rows, gate_weight, up_weight, budget):
         # The allocator reuses this product's memory for the next tile: no full-length activation exists.
         product = _gated_fwd(*_gate_and_up(rows[tile], gate_weight, up_weight, gate_bias, up_bias), act, 1.0, 1.0)
-        # Both branches write directly to the tile's rows; addmm adds the bias in the epilogue.
         if down_bias is None:
             torch.mm(product, down_weight.t(), out=out[tile])
         else:
@@ -206,7 +202,6 @@ def _gated_mlp_bwd(
     need: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = need
-    # Copies only if x or dy is not dense; tiles are then row views.
     rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, down_weight.shape[0])
     # Uninitialised: every token is in exactly one tile, which writes its row.
     dx = torch.empty_like(rows) if need_x else x.new_empty(0)
@@ -226,7 +221,6 @@ def _gated_mlp_bwd(
     # Whether anything but down needs a gradient. If not, the product's gradient and the backward kernel are skipped.
     above = any((need_x, need_gate, need_up, need_gate_bias, need_up_bias))
     for tile in tiles:
-        # Views. A tile's allocations are freed, or overwritten, before the next tile's products allocate.
         rows_here, dy_here = rows[tile], dy[tile]
         # The two recomputed products are the price for saving nothing this wide between forward and backward.
         gate, up = _gate_and_up(rows_here, gate_weight, up_weight, gate_bias, up_bias)
@@ -239,7 +233,6 @@ def _gated_mlp_bwd(
         elif need_down:
             scratch = _gated_fwd(gate, up, act, 1.0, 1.0)
         if need_down:
-            # down's dW = dyᵀ product. scratch now holds the product.
             down_sum.add(dy_here, scratch)
         if need_x:
             # gate and up now hold their gradients. The second product accumulates onto the first in the epilogue, with
@@ -247,7 +240,6 @@ def _gated_mlp_bwd(
             torch.mm(gate, gate_weight, out=dx[tile])
             if up is not None and up_weight is not None:
                 dx[tile].addmm_(up, up_weight)
-        # dW = gradᵀ x per tile, accumulated in the product's epilogue.
         for grad, total, bias in ((gate, gate_sum, biases[0]), (up, up_sum, biases[1])):
             if grad is not None:
                 total.add(grad, rows_here)
@@ -255,10 +247,8 @@ def _gated_mlp_bwd(
                     # No product gives this sum, so each tile's gradient is read again.
                     bias += grad.sum(0, dtype=bias.dtype)
     return [
-        # In the order of the operator's tensors, as in `need`.
         dx.view(x.shape) if need_x else dx, *(total.result(x) for total in sums),
         *(x.new_empty(0) if b is None else b.to(x.dtype) for b in biases),
-        # Over all tokens at once: dy is whole in any case.
         dy.sum(0) if need_down_bias and down_bias is not None else x.new_empty(0),
     ]  # fmt: skip
 
@@ -277,7 +267,6 @@ class _Sum:
 
     def add(self, grad: Tensor, x: Tensor) -> None:
         if self.wanted:
-            # The first tile overwrites, which avoids a zeroing pass.
             weight_gradient.accumulate(weight_gradient.parts(self.dw, self.more), grad, x, self.first)
             self.first = False
 
@@ -301,14 +290,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    # The result was unused: no tile is recomputed.
     if dy is None:
         return (None,) * 9
     saved = ctx.saved_tensors
     # An absent bias has an entry in needs_input_grad too.
     need = [n and t is not None for n, t in zip(ctx.needs_input_grad[:7], saved, strict=True)]
     grads = _gated_mlp_bwd(dy, *saved, ctx.act, ctx.budget, need)
-    # None for act and budget.
     return *(g if n else None for g, n in zip(grads, need, strict=True)), None, None
 
 

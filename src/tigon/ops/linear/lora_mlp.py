@@ -143,7 +143,6 @@ class _LoraMLP(torch.autograd.Function):
         if saved_by is None:
             save_tensors(ctx, saved_by, x, t, g, u, td, *tensors)
         if residual is None:
-            # The adapter writes y, and the frozen product adds to y.
             y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
             return (y.view(*x.shape[:-1], y.shape[1]),)
         # The frozen product stays separate, and the pass that adds the residual also adds the adapter's part. With the
@@ -169,7 +168,6 @@ def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Add
 
 def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     first, last = ctx.plans
-    # In `save_tensors`' order in forward; down's bias is saved too, but not needed.
     x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = load_tensors(ctx)[:15]
     if dy is None:
         return (None,) * 16
@@ -230,7 +228,6 @@ def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     dbd = last.b_gradients([rows], td, (bd,), (True,))[0] if need_bd else None
     dx = None
     if need_x:
-        # A single sum over gate and up: both adapter parts in one product, then each frozen product on top.
         dx = first.input_gradient((dg, du), up_stream, joined, (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
     dags = first.a_gradients((dg, du), up_stream, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
     dbias = rows.sum(0) if need_bias else None

@@ -103,7 +103,6 @@ def opaque_lora_linear(
     dtype, autocast = checked_layers("opaque_lora_linear", x, layers)
     # checked_layers needs a weight's shape and device, which `Opaque` has too.
     bases: list[Opaque] = [layer.weight for layer in layers]  # type: ignore[misc]
-    # The layers themselves run the same way in both branches; the choice concerns only the adapters.
     if not runs_by_hand(dtype, autocast, layers, x):
         masks = draw_masks([layer.dropout for layer in layers], x.device)
         return tuple(_reference(x, i, layers[i], base, masks) for i, base in enumerate(bases))
@@ -144,7 +143,6 @@ def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Grou
         # result, and in-place writes to a leaf are an error.
         over = base.fresh and y.is_contiguous() and not y._is_view() and not (y.is_leaf and y.requires_grad)
         return _Added.apply(y, t, layer.b, layer.scale, group, early, over)[0]  # type: ignore[no-any-return]
-    # The adapter's part as a separate tensor, which costs a pass over y for the sum.
     low = _Added.apply(None, t, layer.b, layer.scale, group, early, False)[0]
     total: Tensor = y + low.view(*y.shape[:-1], low.shape[1])
     return _narrowed(total, y, base)
@@ -180,7 +178,6 @@ class _ThinProducts(torch.autograd.Function):
         # An unused result's gradient stays None, and the products are skipped.
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.group, ctx.passes, ctx.fresh, ctx.shape = True, group, passes, fresh, x.shape
-        # All A as a single matrix: x is read once for any number of layers.
         t = group.thin_products(x.reshape(-1, x.shape[-1]), stacked(group.thin, a)[0])
         # Skip x, group, passes, fresh, saved_by. Only A's gradients need x.
         needed = any(ctx.needs_input_grad[5:])
@@ -208,7 +205,6 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     present = [i for i, u in enumerate(us) if u is not None]
     needs = ctx.needs_input_grad[5 : 5 + n]
     da: list[Tensor | None] = [None] * n
-    # No adapter was used: the layers' gradient passes through unchanged.
     if not present:
         return dx, None, None, None, None, *da
     found = [u for u in us if u is not None]
@@ -224,11 +220,9 @@ def _thin_products_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
             low = group.dropped_outer(u, own, present)
             dx = low if rows is None else rows.add_(low) if over else low.add_(rows)
         else:
-            # The adapters' product reads dx' in the epilogue.
             dx = outer_product(u, own, group.dtype) if rows is None else add_outer_product(rows, u, own, over=over)
         dx = dx.view(ctx.shape)
     if any(needs):
-        # d[A…] in a single product: x is read once here as well.
         da = group.a_gradients(us, u, x.reshape(-1, x.shape[-1]), a, needs)
     return dx, None, None, None, None, *da
 
@@ -278,11 +272,9 @@ class _Added(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.group, ctx.scale, ctx.held = True, group, float(scale), early.held
-        # Otherwise t and B were saved before the layer ran.
         if early.held is None:
             save_tensors(ctx, None, t, b)
         factors = t, b.to(group.thin).t()
-        # ctx.scale already includes 1/(1-p).
         if y is None:
             return (outer_product(*factors, group.dtype, ctx.scale),)
         total = add_outer_product(y.reshape(-1, y.shape[-1]), *factors, ctx.scale, over).view(y.shape)

@@ -75,7 +75,6 @@ class _Sums:
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         for i, g in enumerate(gradients):
             if g is not None:
-                # The first tile's gradient becomes the total: no zeroed buffer, no separate addition.
                 total = self.totals[i]
                 self.totals[i] = g if total is None else total.add_(g)
 
@@ -99,7 +98,6 @@ class _TiledLoraMLP(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         # Dense for the whole pass: dequantising a 4-bit weight per tile would cost a pass over the weight each time.
         weights, wd = [first.weight(i, weights) for i in (0, 1)], [last.weight(0, wd)]
-        # Tiles write rows of a single result, so no concatenation is needed.
         y = rows.new_empty(rows.shape[0], bd[0].shape[0])
         (joined, b), (joined_d, bd) = first.factors(a, b), last.factors(ad, bd)
         for tile in _tiles(rows, b[0].shape[0], budget):
@@ -138,7 +136,6 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         # Recompute gate and up with the forward pass's products in the same order: bitwise equal.
         t = first.thin_products(here, joined, at)
         gate, up = first.results(here, t, thin, biases, weights)
-        # Tiles keep nothing for the next tile: tensors are freed, or overwritten, within an iteration.
         u = last.upstream(over, thin_d)
         product = last.input_gradient(over, u, joined_d, wd, at) if above else _gated_fwd(gate, up, ctx.act, 1.0, 1.0)
         if above:
@@ -154,13 +151,11 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
         grads = [gate, up]
         u = first.upstream(grads, thin)
         if dx is not None:
-            # Each token is in exactly one tile, so dx needs no sum over tiles.
             dx[tile] = first.input_gradient(grads, u, joined, weights, at)
         # These sums run over tiles, in fp32. Rounded to bf16 per tile, their error would grow with the sequence length.
         sum_a.add(first.a_gradients(grads, u, here, sum_a.wide, need_a, at))
         sum_b.add(first.b_gradients(grads, t, sum_b.wide, need_b))
         sum_biases.add([g.sum(0, dtype=torch.float32) if n else None for g, n in zip(grads, need_biases, strict=True)])
-    # down's bias needs only dy, so the sum covers all tokens at once.
     dbias = dys.sum(0) if need_bias[0] else None
     found = [*sum_a.results(), *sum_b.results(), *sum_biases.results(), None, None]
     found += [*sum_ad.results(), *sum_bd.results(), dbias, None]

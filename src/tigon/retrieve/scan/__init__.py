@@ -83,9 +83,8 @@ def filtered_topk(
     same bits in every batch and plan. On a CPU torch computes the products, whose last bits differ between a single
     query and a batch. Tag weights are added last, in order of word and value; tags with weight 0 change no bit.
 
-    Rows may hold infinities: their scores are then inf, -inf or NaN. This does not hold with per-query filters: a row
-        with
-    score inf that fails a filter may keep rows that pass out of a result.
+    Rows may hold infinities: their scores are then inf, -inf or NaN. This does not hold with per-query filters: a
+    row with score inf that fails a filter may keep rows that pass out of a result.
 
     Replaces::
 

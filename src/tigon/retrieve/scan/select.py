@@ -198,8 +198,7 @@ def _choose_among_groups_kernel(
     candidate_ptr, row_ptr, best_ptr, pick_ptr, maxima_ptr, group_ptr, room_ptr, scores_ptr, rows_ptr, certified_ptr,
     certain_ptr, B, K, k, PLACES: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """A query: like `_choose_kernel`, among the rows in the k groups with the best rows; and whether the result is
-    certain.
+    """A query: like `_choose_kernel`, for the k groups with the best rows; and whether the result is certain.
 
     maxima_ptr holds a bound for each group's scores, and the K groups with the largest bounds were picked: no other
     group has a larger bound than the smallest among those. If that is below the k-th score, no other row is among the k
