@@ -206,7 +206,7 @@ def _outer_softmax_bwd_kernel(
         # Σ_j ds_ij = 0: k and k' give the same dq.
         dq = _gathered(_over_columns(ds * k) * factor, SAMPLES, STEP) * scale
         tl.store(dx_ptr + rows, dq.to(dx_ptr.dtype.element_ty), mask=mask)
-    dk = _gathered(tl.sum(dk, 2), SAMPLES, BLOCK) * LN2  # q · scale · log₂ e in q above
+    dk = _gathered(tl.sum(dk, 2), SAMPLES, BLOCK) * LN2  # q holds q · scale · log₂ e
     dv = _gathered(tl.sum(dv, 2), SAMPLES, BLOCK)
     if RESIDUAL:
         dv += tl.load(dy_ptr + columns, mask=inside, other=0.0).to(tl.float32)
