@@ -17,6 +17,7 @@ def split(ptr, N):
 
     ptr: a scalar. Tensors with identically aligned rows have the same head and body.
     """
+    # W numbers fill 16 bytes: 8 numbers with 16 bits, 4 with 32.
     W: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     # From the address, so that storage that begins between two boundaries is covered.
     past = (ptr.to(tl.int64) // (16 // W) % W).to(tl.int32)
