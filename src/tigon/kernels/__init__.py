@@ -1,15 +1,15 @@
-"""The tools of every kernel file: the choice of a backend, operators from launches, kernel launches.
+"""Shared kernel infrastructure: backend dispatch, operator registration, kernel launches.
 
 language       Triton's language for kernels: `tl`, and the decorators `jit` and `do_not_specialize`
 dispatch       Triton kernels or the torch reference, decided per call
 autograd       a launch function as a torch.library op and as an autograd.Function
-launch_cache   launches of compiled kernels without Triton's dispatch
-device         properties of a device on which launches depend
-rows           how the rows of a tensor lie in memory
-row_parts      how few wide rows are cut into parts for several programs
-autocast       the dtype that autocast casts to
+launch_cache   launches compiled kernels without Triton's dispatch
+device         device properties that launches depend on
+rows           row layout in memory
+row_parts      splits few wide rows into parts for several programs
+autocast       autocast's target dtype
 graph_capture  whether a CUDA graph is being captured, or rehearsed
-arguments      checks of callers' tensors, layers and keywords
+arguments      checks callers' tensors, layers and keywords
 """
 
 from tigon.kernels.arguments import Layer, check_no_shape, check_tensors, unknown_keyword, weight_and_bias

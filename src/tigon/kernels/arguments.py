@@ -1,4 +1,4 @@
-"""Checks of arguments that come before all others."""
+"""Argument checks that run before all others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Layer = Tensor | tuple[Tensor, Tensor | None] | torch.nn.Linear
 
 
 def check_tensors(name: str, **arguments: Any) -> None:
-    """Raise a ValueError for an argument that is neither a tensor nor None, such as a layer in place of a weight."""
+    """Raise a ValueError for an argument that is neither a tensor nor None, such as a layer passed as a weight."""
     for argument, value in arguments.items():
         if value is None or isinstance(value, Tensor):
             continue
-        attribute = argument.rpartition("_")[2]  # a layer's name for gate_weight is weight
+        attribute = argument.rpartition("_")[2]  # gate_weight → weight, the layer's attribute
         advice = f": pass its {attribute}" if isinstance(getattr(value, attribute, None), Tensor) else ""
         raise ValueError(f"{name}: {argument} must be a tensor, got {type(value).__name__}{advice}.")
 
 
 def check_no_shape(name: str, weight: Any) -> None:
-    """Raise a ValueError for torch's normalized_shape in the weight's place."""
+    """Raise a ValueError if torch's normalized_shape was passed as the weight."""
     if isinstance(weight, int | tuple | list):
         raise ValueError(
             f"{name}: weight must be a tensor, got {weight}: where torch.nn.functional.{name} takes normalized_shape, "
@@ -32,11 +32,12 @@ def check_no_shape(name: str, weight: Any) -> None:
 
 
 def unknown_keyword(name: str, unknown: Mapping[str, Any], homes: Mapping[str, str]) -> TypeError:
-    """The error for keywords that a function does not have.
+    """Return the TypeError for keywords that a function does not accept.
 
     Args:
-        name: the function's name. unknown: the keywords.
-        homes: for what users may look for among the keywords, how they say it: "config=tigon.Rope(interleaved=…)".
+        name: the function's name.
+        unknown: the keywords.
+        homes: maps keywords that users may look for to Tigon's spelling: "config=tigon.Rope(interleaved=…)".
     """
     keyword, value = next(iter(unknown.items()))
     if keyword not in homes:
@@ -46,9 +47,9 @@ def unknown_keyword(name: str, unknown: Mapping[str, Any], homes: Mapping[str, s
 
 
 def weight_and_bias(name: str, argument: str, layer: Any, *, linear: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The weight and the bias of an argument that is a `Layer`; a ValueError if it is none.
+    """Return the weight and bias of a `Layer` argument; raise a ValueError for any other type.
 
-    linear: a `torch.nn.Linear` is one. Not where weights of several layers are stacked.
+    linear: accept a `torch.nn.Linear`. False where several layers' weights are stacked.
     """
     if isinstance(layer, Tensor):
         return layer, None

@@ -1,4 +1,4 @@
-"""Autocast: the dtype of its casts, and autocast as at another time."""
+"""Autocast: the dtype it casts to, and restoring an earlier autocast state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tigon.kernels.dispatch import meta_as_gpu
 
 
 class autocast_as:
-    """Autocast with the dtype it had when the head ran; does nothing if autocast has that dtype now."""
+    """Autocast with the dtype that was active when the head ran; no-op if that dtype is active now."""
 
     def __init__(self, device: str, dtype: torch.dtype | None) -> None:
         self.context = None
@@ -27,9 +27,9 @@ class autocast_as:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on this type of device; None where it is off.
+    """Return autocast's dtype on this device type; None where autocast is off.
 
-    The meta device has no autocast, except inside `meta_as_gpu`: there the CPU's holds.
+    The meta device has no autocast, except inside `meta_as_gpu`, where the CPU's setting applies.
     """
     if device == "meta":
         if not meta_as_gpu.active:
@@ -39,5 +39,5 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def autocast_device(device: str) -> str:
-    """The device type to pass to torch.autocast: the meta device has no autocast, and uses the CPU's."""
+    """The device type to pass to torch.autocast. The meta device has no autocast and uses the CPU's."""
     return "cpu" if device == "meta" else device

@@ -1,4 +1,4 @@
-"""How a launch becomes an operator: a torch.library op when traced, an autograd.Function in eager mode."""
+"""Turn a launch function into an operator: a torch.library op when traced, an autograd.Function in eager mode."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ def _gpus() -> int:
 
 
 def is_traced(x: Tensor) -> bool:
-    """True where x stands for a tensor in a graph that is being recorded, and no memory is there to launch on."""
+    """True if x is a placeholder in a graph being recorded, with no memory to launch on."""
     return torch.compiler.is_compiling() or type(x) not in _PLAIN or _is_recorded()
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces the caller. Before torch 2.13 Dynamo takes torch's own function of this name for true
-    under torch.compile as well.
+    """Whether torch.export traces the caller.
+
+    Before torch 2.13, Dynamo evaluates torch's own function with this name to true under torch.compile as well.
     """
     return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether x holds numbers that the host may read."""
+    """Whether x holds values that the host may read."""
     return not is_traced(x) and not x.is_meta and x.numel() > 0
 
 
 def _is_recorded() -> bool:
-    """Whether `make_fx` records operations on plain tensors, or a FakeTensorMode takes them for fake ones."""
+    """Whether `make_fx` records operations on plain tensors, or a FakeTensorMode treats plain tensors as fake."""
     if not torch._C._len_torch_dispatch_stack():  # the common case, in 30 ns
         return False
     modes = torch._C._TorchDispatchModeKey
@@ -47,20 +48,20 @@ def _is_recorded() -> bool:
 
 
 def is_graph_retained() -> bool:
-    """Inside a backward pass: whether the graph is retained for another one, so that saved tensors must stay as they
-    are."""
+    """Inside a backward pass: whether the graph is retained for another pass, so that saved tensors must not change."""
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if keeps_graph is None else keeps_graph()
 
 
 def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Register a launch function as `torch.ops.tigon.<name>`; call it directly in eager mode, as the op when traced.
+    """Register a launch function as `torch.ops.tigon.<name>`: a direct call in eager mode, the op when traced.
 
     Args:
         schema: arguments and results in torch's schema language, "(Tensor x, float eps) -> Tensor".
-        fake: same arguments; returns empty outputs of the right shape, dtype and strides.
-    The first argument of the launch function is a tensor, and its device becomes the current one. Called with keyword
-    arguments, which the schema does not have, the function runs directly.
+        fake: same arguments; returns empty outputs with the right shape, dtype and strides.
+
+    The first argument must be a tensor; its device becomes the current device. Keyword arguments are not in the
+    schema: a call with keywords runs the function directly.
     """
 
     def register(fn: Callable[..., R]) -> Callable[..., R]:
@@ -68,7 +69,7 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R
 
         def on_device(*args: Any, **own: Any) -> Any:
             x = args[0]
-            # get_device() is -1 on a CPU. With one GPU in the process there is nothing to switch, nor to ask.
+            # get_device() is -1 on a CPU. With a single GPU in the process there is no device to switch to.
             if x.is_cuda and _gpus() > 1 and x.get_device() != torch.cuda.current_device():
                 with torch.cuda.device(x.device):
                     return fn(*args, **own)
@@ -90,14 +91,13 @@ def launcher(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., R
 
 
 def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
-    """The results of backward. With `create_graph` they are a graph that raises wherever differentiated.
+    """Run backward and return the gradients. With `create_graph`, differentiating them again raises.
 
-    The graph leads from each gradient to the operator's inputs and the upstream gradients.
-    `torch.autograd.grad(…, w)` prunes paths that do not lead to w: an error without a path to w would be pruned, and
-    the loss differentiated without that term. torch's `once_differentiable` gives no error at all where the upstream
-    gradient requires none, as that of a plain sum.
-
-    Without `create_graph` this costs nothing. The paths to the inputs are found from the saved tensors.
+    The recorded graph leads from each gradient to the operator's inputs and to the upstream gradients.
+    `torch.autograd.grad(…, w)` prunes paths that do not lead to w. If no path led to w, the error would be pruned
+    too, and the loss differentiated without that term. torch's `once_differentiable` gives no error at all where
+    the upstream gradient does not require grad, as for a plain sum.
+    Without `create_graph` this is free. Saved tensors lead to the inputs.
     """
     if not torch.is_grad_enabled():
         return backward(ctx, *gradients)
@@ -106,16 +106,16 @@ def run_once_differentiable(backward: Callable[..., Any], ctx: Any, *gradients: 
         found = backward(unpacked, *gradients)
     ways = [t for t in (*gradients, *unpacked.saved_tensors, *_leaves(ctx, unpacked.saved_tensors)) if t is not None]
     given = [g for g in found if g is not None]
-    # The gradients themselves are leaves, too: without any other way the error is still met by `.backward()`.
+    # The gradients are leaves too: if there is no other path, `.backward()` still reaches the error.
     refused = iter(_Refused.apply(len(given), *(g.detach().requires_grad_() for g in given), *ways) if given else ())
     return tuple(g if g is None else next(refused) for g in found)
 
 
 def make_anchor(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """In forward: an output without elements, to be saved, where no other saved tensor leads to the inputs.
+    """In forward: return an empty output to save, where no other saved tensor leads to the inputs.
 
-    A saved input leads to itself, and a leaf is found through the graph. The result of the operator would lead to the
-    inputs as well, but users write `loss += penalty`, and saved tensors may not be written to.
+    A saved input leads to itself, and leaves are found through the graph. The operator's result would also lead to
+    the inputs, but users write `loss += penalty`, and saved tensors must not be modified in place.
     """
     if any(ctx.needs_input_grad[i] and not args[i].is_leaf for i in unsaved):
         return (args[unsaved[0]].new_empty(0),)
@@ -123,10 +123,10 @@ def make_anchor(ctx: Any, args: Any, unsaved: tuple[int, ...]) -> tuple[Tensor, 
 
 
 def save_tensors(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | None) -> None:
-    """Save tensors for the backward pass; where a checkpoint gave its hooks (pack, unpack), at once.
+    """Save tensors for the backward pass; if a checkpoint gave hooks (pack, unpack), save them immediately.
 
-    A checkpoint computes again up to the last tensor that was saved. torch saves the inputs of a Function after its
-    forward pass, so all work after this call would be computed again for nothing.
+    A checkpoint recomputes up to the last saved tensor. torch saves a Function's inputs after the forward pass, so
+    all work after this call would be recomputed for nothing.
     """
     ctx.saved_by = hooks
     if hooks is None:
@@ -136,7 +136,7 @@ def save_tensors(ctx: Any, hooks: tuple[Any, Any] | None, *tensors: Tensor | Non
 
 
 def load_tensors(ctx: Any) -> list[Any]:
-    """The tensors of `save_tensors`. To be called once in a backward pass: checkpoints hand them out no second time."""
+    """Load the tensors from `save_tensors`. Call once per backward pass: checkpoints do not hand them out twice."""
     if ctx.saved_by is None:
         return list(ctx.saved_tensors)
     if ctx.packed is None:
@@ -151,7 +151,7 @@ def load_tensors(ctx: Any) -> list[Any]:
 
 
 class _Unpacked:
-    """A context whose saved tensors are unpacked already: activation checkpointing hands them out no second time."""
+    """A context with saved tensors already unpacked: activation checkpointing does not hand them out twice."""
 
     def __init__(self, ctx: Any) -> None:
         vars(self).update(ctx=ctx, saved_tensors=ctx.saved_tensors)
@@ -164,7 +164,7 @@ class _Unpacked:
 
 
 class _Refused(torch.autograd.Function):
-    """The gradients of an operator, and all that they depend on → the gradients. Backward raises."""
+    """Identity on an operator's gradients, with everything they depend on as further inputs. Backward raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -179,9 +179,9 @@ class _Refused(torch.autograd.Function):
 
 
 def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
-    """The leaves behind those inputs of an operator that were not saved; none where an output was saved."""
+    """Return the leaves behind an operator's inputs that were not saved; empty if an output was saved."""
     reached = {torch.autograd.graph.get_gradient_edge(t)[:2] for t in saved if t is not None and t.requires_grad}
-    if any(node is ctx for node, _ in reached):  # an output of its own leads to every input
+    if any(node is ctx for node, _ in reached):  # the operator's output leads to every input
         return []
     nodes = [edge[0] for edge in ctx.next_functions if edge[0] is not None and tuple(edge) not in reached]
     leaves, seen = [], set()
@@ -198,8 +198,8 @@ def _leaves(ctx: Any, saved: tuple[Any, ...]) -> list[Tensor]:
 
 
 def bind_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, in a third less time where no transform of torch.func is active."""
-    # Without the Python half of apply, which looks for functorch's wrappers.
+    """`function.apply`, in a third less time where no torch.func transform is active."""
+    # Skips the Python half of apply, which looks for functorch's wrappers.
     bare: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     transformed = torch._C._are_functorch_transforms_active
 
@@ -238,24 +238,24 @@ def differentiable(
     outputs: int = 1,
     unsaved: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """Give a launch function its gradient, and return the function to call.
+    """Attach a gradient to a launch function, and return the function to call.
 
     Args:
-        launch: a function made by `@launcher`. Its first `outputs` results are the operator's, the others are for the
+        launch: a function made by `@launcher`. The first `outputs` results are the operator's; the others are for the
             backward pass.
         setup_context: (ctx, inputs, output) → None; saves tensors for the backward pass.
-        backward: (ctx, *gradients) → one gradient, or None, for each input. Gradients may be None.
-        unsaved: the positions of differentiable inputs that setup_context does not save. Then gradients and saved
-            tensors may be followed by one more, which backward ignores: see `make_anchor`.
+        backward: (ctx, *gradients) → a gradient, or None, for each input. Gradients may be None.
+        unsaved: positions of differentiable inputs that setup_context does not save. An extra tensor may then follow
+            the gradients and the saved tensors; backward ignores it: see `make_anchor`.
 
-    In eager mode this is an `autograd.Function` around the direct launch. Under torch.compile it is the op, with the
-    same two functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects one input
-    given twice, and fails on a float option made symbolic (torch 2.13, dynamic=True).
+    Eager mode uses an `autograd.Function` around the direct launch. torch.compile uses the op, with the same two
+    functions registered as its autograd formula: Dynamo can trace the Function as well, but rejects an input that is
+    passed twice, and fails on a float option made symbolic (torch 2.13, dynamic=True).
     """
     op, direct = launch.op, launch.direct  # type: ignore[attr-defined]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        # A missing upstream gradient stays None: a tensor of zeros would cost a pass over its memory.
+        # A missing upstream gradient stays None: a zero tensor would cost a pass over its memory.
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
 
@@ -269,7 +269,7 @@ def differentiable(
         def forward(ctx: Any, *args: Any) -> Any:
             result = op(*args) if type(args[0]) not in _PLAIN or _is_recorded() else direct(*args)
             ctx.set_materialize_grads(False)
-            ctx.hides = True  # results beyond `outputs`: only the backward pass ever sees them
+            ctx.hides = True  # results beyond `outputs`: only the backward pass sees them
             setup_context(ctx, args, result)
             way = make_anchor(ctx, args, unsaved) if unsaved else ()
             if not way:
@@ -303,9 +303,9 @@ def differentiable_directly(
     outputs: int = 1,
     unsaved: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """As `differentiable`, for calls with arguments that torch.library cannot take: apply(*args, own).
+    """Like `differentiable`, for calls with arguments that torch.library cannot take: apply(*args, own).
 
-    own: keyword arguments of the launch function; `ctx.own` in the other two.
+    own: the launch function's keyword arguments; `ctx.own` in setup_context and backward.
     """
 
     class Direct(torch.autograd.Function):
@@ -333,7 +333,7 @@ def differentiable_directly(
 
 
 def _name(function: Any, launch: Callable[..., Any]) -> None:
-    """The node in the graph, which profilers show and grad_fn prints: RmsNormBackward."""
+    """Set the graph node's name, shown by profilers and grad_fn: RmsNormBackward."""
     name = launch.__name__.removesuffix("_fwd").removesuffix("_launch")
     function.__name__ = function.__qualname__ = "".join(part.title() for part in name.split("_"))
     function._backward_cls.__name__ = f"{function.__name__}Backward"

@@ -1,4 +1,4 @@
-"""Properties of a device on which launches depend."""
+"""Device properties that launches depend on."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from tigon.kernels.language import TensorDescriptor
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors (compute units) of a device. They size persistent grids."""
+    """The device's streaming multiprocessors (compute units); persistent grids are sized by this count."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 2 if device.type == "cpu" else 132  # cpu: the interpreter runs programs one after another
+    return 2 if device.type == "cpu" else 132  # cpu: the interpreter runs programs sequentially
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use. They bound the tiles in flight."""
+    """Shared memory per program in bytes; bounds the tiles in flight."""
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65536))
-    return 232448  # of Hopper
+    return 232448  # Hopper's
 
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device is an H100 or one of its kin, for options that have been tried there alone."""
+    """Whether the device is Hopper (H100 family), for options tested on Hopper only."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[:1] == (9,)
 
 
 @functools.cache
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether the device has an engine that copies tiles into shared memory: NVIDIA GPUs from Hopper on."""
+    """Whether the device can copy tiles into shared memory asynchronously: NVIDIA GPUs from Hopper on."""
     if device.type == "cuda":
         return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     return True
@@ -43,17 +43,17 @@ def has_copy_engine(device: torch.device) -> bool:
 
 @functools.cache
 def limits_registers(device: torch.device) -> bool:
-    """Whether Triton's compiler for the device takes a limit of registers: NVIDIA's does."""
+    """Whether Triton's compiler for the device accepts a register limit: NVIDIA's does."""
     return device.type != "cuda" or torch.version.hip is None
 
 
 def register_limit(device: torch.device, count: int) -> dict[str, int]:
-    """Triton's option that limits the registers of a thread, so that more programs share a multiprocessor."""
+    """Triton's option that limits registers per thread, so that more programs fit on a multiprocessor."""
     return {"maxnreg": count} if limits_registers(device) else {}
 
 
 def can_describe(*tensors: Tensor) -> bool:
-    """Whether tensors can be passed to a kernel as descriptors, from which the copy engine loads tiles."""
+    """Whether tensors can be passed to a kernel as descriptors, so that the copy engine loads tiles."""
     return (
         TensorDescriptor is not None
         and has_copy_engine(tensors[0].device)
@@ -68,5 +68,5 @@ def can_describe(*tensors: Tensor) -> bool:
 
 
 def describe(t: Tensor, block: tuple[int, ...]) -> Any:
-    """A descriptor of a tensor that `can_describe` accepts, for loads of tiles of shape `block`."""
+    """Return a descriptor for a tensor that `can_describe` accepts, with tile shape `block`."""
     return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))

@@ -1,13 +1,13 @@
-"""The one place that decides which implementation runs: the Triton kernels or the torch reference.
+"""Backend dispatch: the only place that chooses between the Triton kernels and the torch reference.
 
     triton   CUDA and ROCm tensors in bf16, fp16 and fp32 (and CPU tensors under TRITON_INTERPRET=1, when forced)
     torch    everything else: any device, any dtype; the specification of every operator
 
-The choice is made per call, from the tensors, by `use_triton`. `use_backend("torch" | "triton")` or the environment
-variable TIGON_BACKEND forces it. Forced means forced: where the forced backend cannot run, the call raises.
+`use_triton` decides per call, from the tensors. `use_backend("torch" | "triton")` or the environment variable
+TIGON_BACKEND forces a backend. If the forced backend cannot run, the call raises.
 
-Launches are registered as `torch.library` ops by `@launcher`, and go through them only under `torch.compile`: the
-dispatcher costs 36 µs a call in eager mode, a direct launch nothing.
+`@launcher` registers launches as `torch.library` ops, used only under `torch.compile`: the dispatcher costs 36 µs per
+call in eager mode, a direct launch nothing.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _forced = _checked_backend(os.environ.get("TIGON_BACKEND"), "TIGON_BACKEND")
 
 
 class use_backend:
-    """Force one implementation for the calls inside a `with` block, in every thread of the process.
+    """Force a backend for calls inside a `with` block, in every thread of the process.
 
     Args:
-        name: "triton", "torch", or "auto" (decide from the tensors, the default outside any block).
-    Raises:
-        ValueError for another name. A call inside the block raises RuntimeError where the forced backend cannot run.
+        name: "triton", "torch", or "auto" (decide from the tensors; the default outside any block).
 
-    The choice is made in the forward pass: a backward pass runs on the backend of its forward.
+    Raises:
+        ValueError for another name. A call inside the block raises RuntimeError if the forced backend cannot run.
+
+    The choice is made in the forward pass: a backward pass runs on its forward's backend.
     """
 
     def __init__(self, name: Literal["triton", "torch", "auto"]) -> None:
@@ -67,7 +68,7 @@ class use_backend:
 
 
 class Mode:
-    """A mode that holds inside a `with` block, in every thread of the process: its class is `active` there."""
+    """A mode that holds inside a `with` block, in every thread of the process: the class is `active` there."""
 
     active = False
 
@@ -83,11 +84,11 @@ class Mode:
 
 
 class meta_as_gpu(Mode):
-    """Inside a `with` block meta tensors take the path of a GPU's, in every thread of the process.
+    """Inside a `with` block meta tensors take the GPU path, in every thread of the process.
 
-    Operators then allocate what they would allocate on a GPU, and no kernel is launched: a training step on the meta
-    device tells how much memory the step takes on a GPU (tigon.fusion.memory.estimate). Autocast of meta tensors, which
-    torch does not have, is what autocast is on the CPU.
+    Operators then allocate the same memory as on a GPU and launch no kernel: a training step on the meta device gives
+    the memory that the step takes on a GPU (tigon.fusion.memory.estimate). Meta tensors, for which torch has no
+    autocast, follow the CPU's autocast setting.
     """
 
 
@@ -97,10 +98,10 @@ def stands_for_gpu(t: Tensor) -> bool:
 
 
 def why_not_triton(*tensors: Tensor | None) -> str | None:
-    """The reason why the Triton kernels cannot take these tensors, or None when they can.
+    """Return the reason why the Triton kernels cannot take these tensors, or None if they can.
 
     Args:
-        tensors: the inputs of one call; None where an optional one was not given.
+        tensors: a call's inputs; None for an omitted optional input.
     Returns: a clause for a sentence, or None.
     """
     if not HAS_TRITON and not meta_as_gpu.active:
@@ -115,21 +116,21 @@ def why_not_triton(*tensors: Tensor | None) -> str | None:
             return f"the kernels run on CUDA and ROCm devices, not on {t.device.type!r}"
         if device is not None and t.device != device:
             return f"the tensors are on different devices ({device} and {t.device})"
-        if type(t) is not Tensor and hasattr(t, "__tensor_flatten__"):  # made of other tensors: no memory of its own
+        if type(t) is not Tensor and hasattr(t, "__tensor_flatten__"):  # composed of other tensors, without own memory
             return f"the kernels take plain tensors, not {type(t).__name__}"
         device = t.device
     return None
 
 
 def torch_is_forced() -> bool:
-    """Whether `use_backend("torch")` or TIGON_BACKEND asks for the references. Operators without a kernel ask this."""
+    """Whether `use_backend("torch")` or TIGON_BACKEND forces the reference. For operators without a kernel."""
     return _forced == "torch"
 
 
 def use_triton(*tensors: Tensor | None) -> bool:
-    """True when the Triton kernels serve this call. The only question an operator asks about backends."""
+    """True if the Triton kernels serve this call. Operators make no other backend check."""
     if _forced is None and HAS_TRITON:
-        # The common case, plain tensors on one GPU, in a fifth of the time that `why_not_triton` takes.
+        # Fast path for plain tensors on one GPU: a fifth of the time `why_not_triton` takes.
         device = tensors[0].get_device()  # type: ignore[union-attr]
         for t in tensors:
             if t is not None and (
@@ -145,5 +146,5 @@ def use_triton(*tensors: Tensor | None) -> bool:
         if reason is not None:
             raise RuntimeError(f"tigon: the triton backend was forced, but {reason}.")
         return True
-    # The interpreter is for testing kernels, not for speed: CPU tensors go to the kernels only when these are forced.
+    # The interpreter is for testing, not for speed: CPU tensors reach the kernels only when Triton is forced.
     return reason is None and not all(t is None or t.device.type == "cpu" for t in tensors)

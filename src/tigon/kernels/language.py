@@ -1,11 +1,11 @@
-"""The language of kernels: Triton's, and the decorators of its functions.
+"""The kernel language: Triton's, and the decorators for its functions.
 
     @jit
     @do_not_specialize("M")
     def _scale_kernel(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
 
-The body of a kernel is Triton's language, in which a parameter has no Python type: a pointer may be None, and a number
-may be a constant. To a type checker `jit` is therefore `typing.no_type_check`. All other functions are fully typed.
+A kernel body is written in Triton's language, where parameters have no Python type: a pointer may be None, and a number
+may be a constant. For type checkers `jit` is therefore `typing.no_type_check`. All other functions are fully typed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
 except ImportError:  # macOS, Windows and CPU-only installs: the torch reference serves every call
 
     class _NoTriton:
-        """Lets a kernel file be imported without Triton. Its kernels are never launched."""
+        """Lets a kernel file be imported without Triton. Such kernels are never launched."""
 
         @staticmethod
         def jit(fn: Any, **_: Any) -> Any:
@@ -42,7 +42,7 @@ else:
 
 
 def do_not_specialize(*names: str) -> Callable[[Function], Function]:
-    """Under `@jit`: sizes that vary from step to step, of which 1 and multiples of 16 get no kernel of their own."""
+    """Under `@jit`: sizes that vary between steps; the values 1 and multiples of 16 compile no separate kernel."""
 
     def mark(fn: Function) -> Function:
         fn.__do_not_specialize__ = names  # type: ignore[attr-defined]

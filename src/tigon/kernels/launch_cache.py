@@ -1,10 +1,10 @@
-"""The launch of a Triton kernel; from the second time on without Triton's dispatch.
+"""Kernel launches that skip Triton's dispatch from the second launch on.
 
-Triton looks at every argument of every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
-30 µs for a long signature. Here the caller's key finds the kernel at once. For a new key, such as another number of
-rows, `_specialization_key` restates Triton's own rules for sharing compiled kernels. A new Triton may break
-this file: tests/kernels/test_launches.py compares every launch with Triton's, and TIGON_LAUNCH_CACHE=0 goes through
-Triton's dispatch each time.
+Triton inspects every argument on every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
+30 µs for a long signature. Here the caller's key finds the kernel directly. For a new key, such as a new row count,
+`_specialization_key` restates Triton's rules for sharing compiled kernels. A new Triton release may break this file:
+tests/kernels/test_launches.py compares every launch with Triton's, and TIGON_LAUNCH_CACHE=0 always uses Triton's
+dispatch.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ Started = tuple[Any, Any, Any]
 # (kernel, device, key) → the compiled kernel, grid, arguments after the tensors.
 _plans: dict[tuple[Any, ...], tuple[Any, Any, Any, int, tuple[Any, ...]]] = {}
 _MOST_PLANS = 4096
-# The result of `_specialization_key` → the compiled kernel. As many as Triton has compiled, which keeps them as well.
+# The result of `_specialization_key` → the compiled kernel. Bounded by the kernels that Triton itself keeps.
 _kernels: dict[tuple[Any, ...], Started] = {}
 
 
 def launch(kernel: Any, key: tuple[Any, ...], tensors: tuple[Any, ...], plan: Callable[[], Plan]) -> None:
-    """Launch a Triton kernel on the current device; from the second time on without Triton's dispatch.
+    """Launch a Triton kernel on the current device, without Triton's dispatch from the second launch on.
 
     Args:
         kernel: the jitted function; its first arguments are `tensors`.
-        key: everything but the tensors' addresses on which the launch depends: shapes, strides, dtypes, options. If the
+        key: everything the launch depends on except the tensors' addresses: shapes, strides, dtypes, options. If the
             key omits something the plan depends on, the next call reuses the wrong kernel.
-        tensors: tensors, None, or from the second on descriptors of `describe`.
-        plan: () → grid, arguments after the tensors, Triton's options; called once a key.
+        tensors: tensors, None, or from the second on descriptors from `describe`.
+        plan: () → grid, arguments after the tensors, Triton's options; called once per key.
 
-    Kernels of `key` are compiled for addresses that 16 divides; launches with other addresses are planned anew each
-    time. The interpreter, and launches under a profiler's hooks, go through Triton's dispatch.
-    Addresses are passed as numbers: for a tensor Triton asks the driver whether the GPU can see it.
+    Cached kernels assume addresses divisible by 16; launches with other addresses are planned anew each time. The
+    interpreter, and launches under a profiler's hooks, go through Triton's dispatch.
+    Addresses are passed as numbers: for a tensor, Triton asks the driver whether the GPU can access the memory.
     """
     pointers = []
     address = 0
     for t in tensors:
         if isinstance(t, Tensor):
             t = t.data_ptr()
-            # The lowest four bits of all addresses together: 0 if 16 divides each of them.
+            # The low four bits of all addresses combined: 0 if 16 divides each address.
             address |= t
         pointers.append(t)
     device = tensors[0].get_device()
@@ -78,7 +78,7 @@ def launch(kernel: Any, key: tuple[Any, ...], tensors: tuple[Any, ...], plan: Ca
                 _kernels[specialization] = started
         started_plan = *started, grid, arguments
         if not address & 15:
-            # A bound, since every new shape is a new key: sequences of ever-changing lengths would fill memory.
+            # Bounded, because every new shape is a new key: ever-changing sequence lengths would fill memory.
             if len(_plans) >= _MOST_PLANS:
                 _plans.clear()
             _plans[key] = started_plan
@@ -97,20 +97,19 @@ def _specialization_key(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> tuple[Any, ...] | None:
-    """The key of the compiled kernel that Triton would choose for these arguments; None where only Triton can tell.
+    """Return the key of the compiled kernel that Triton would choose; None where only Triton can decide.
 
-    Launches of one key get the same compiled kernel from Triton, which compiles one for each of
-
+    Launches with equal keys get the same compiled kernel from Triton. Triton compiles separately for
     - the kernel, the device, the options (warps, stages, registers, contraction of products), and Triton's own modes;
-    - the dtype of each tensor, and whether 16 divides its address: a thread then moves 16 bytes at once. A None is a
-      constant. Of a descriptor dtype and block;
-    - the value of each `tl.constexpr`, and its type: True is a constant other than 1, although Python has them equal;
-    - the width of each whole number: 32 bits, signed 64 or unsigned 64. Unless `do_not_specialize` names the argument,
-      also whether the number is 1, which becomes a constant, and whether 16 divides the number;
-    - the type alone of a float, or of a bool that is no constant.
+    - each tensor's dtype, and whether 16 divides the address: a thread then moves 16 bytes at once. None is a
+      constant. For a descriptor: dtype and block;
+    - the value and type of each `tl.constexpr`: True is a constant other than 1, although equal in Python;
+    - each integer's width: 32 bits, signed 64 or unsigned 64. Unless `do_not_specialize` names the argument,
+      also whether the integer is 1, which becomes a constant, and whether 16 divides the integer;
+    - only the type, for a float or a non-constant bool.
     """
     knobs, types = triton.knobs, tuple(map(type, arguments))
-    # A stage that a hook adds may depend on anything.
+    # A compiler stage added by a hook may depend on anything.
     if getattr(knobs.runtime, "add_stages_inspection_hook", None) is not None or not _KNOWN.issuperset(types):
         return None
     modes = knobs.runtime.debug, getattr(knobs.compilation, "instrumentation_mode", None)
@@ -128,9 +127,9 @@ def _specialization_key(
             return None
     constants, sizes, others = _pickers.get(kernel.fn) or _make_pickers(kernel, len(tensors))
     values = constants(arguments)
-    # The texts where there are floats: 0.0 and −0.0 are equal, and two constants.
+    # Floats by their repr: 0.0 and −0.0 are equal, but are two constants.
     parts.append(tuple(map(repr, values)) if float in constants(types) else values)
-    # Of which arguments these are numbers, the types tell.
+    # The types identify the arguments that these integers belong to.
     parts += [_width(n) for n in sizes(arguments) if type(n) is int]
     parts += [
         ("1" if n == 1 else n & 15 == 0) if -(2**31) <= n < 2**31 else (_width(n), n & 15 == 0)
@@ -140,15 +139,15 @@ def _specialization_key(
     return tuple(parts)
 
 
-# Types of arguments that are the same to Triton where they are equal, or where the type is.
+# Argument types for which Triton distinguishes nothing beyond value or type.
 _KNOWN: set[type] = {bool, int, float, str, type(None)}
 if HAS_TRITON:
     _KNOWN |= {triton.runtime.JITFunction, tl.dtype}
 _HIP = torch.version.hip is not None
 
 Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]
-# A kernel's Python function → those of its arguments after the tensors that are constants, whole numbers of which
-# Triton sees only the width, and others.
+# A kernel's Python function → three pickers for its arguments after the tensors: constants, integers specialized on
+# width only, and others.
 _pickers: dict[Any, tuple[Picker, Picker, Picker]] = {}
 
 
@@ -164,19 +163,19 @@ def _make_pickers(kernel: Any, tensors: int) -> tuple[Picker, Picker, Picker]:
 
 
 def _picker(places: list[int]) -> Picker:
-    """A function that picks these places of a tuple."""
+    """Return a function that picks these positions from a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda values: tuple([values[i] for i in places])
 
 
 def _width(n: int) -> int:
-    """The bits that a whole number takes in a kernel; 65 where they are unsigned."""
+    """An integer's width in a kernel, in bits; 65 means unsigned."""
     return 32 if -(2**31) <= n < 2**31 else 64 if n < 2**63 else 65
 
 
 def _has_launch_hook() -> bool:
-    """Whether a hook, such as that of Triton's profiler, is to see every launch."""
+    """Whether a hook, such as Triton's profiler, must see every launch."""
     hook = triton.knobs.runtime.launch_enter_hook
     # Up to Triton 3.4 a function or None, since then a chain of functions.
     return hook is not None and bool(getattr(hook, "calls", True))

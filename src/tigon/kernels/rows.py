@@ -1,4 +1,4 @@
-"""How the rows of a tensor lie in memory, and small integer arithmetic of launches."""
+"""Row layout in memory, and integer arithmetic for launches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. Triton's own costs 9 µs a call on the host."""
+    """a / b rounded up. Triton's own costs 9 µs per call on the host."""
     return -(-a // b)
 
 
@@ -16,7 +16,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def view_rows(x: Tensor) -> Tensor:
-    """View x (..., N) as (M, N) with unit stride along N; copies only where no single row stride describes x."""
+    """View x (..., N) as (M, N) with unit stride along N; copies only if no single row stride describes x."""
     n = x.shape[-1] if x.dim() else 1
     if x.dim() == 2 and (x.stride(1) == 1 or n == 1):
         return x
@@ -28,16 +28,17 @@ def view_rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, n) if n else x.new_empty(0, 0)
 
 
-# Rows of no more numbers are left whole: at 1001 on an H100 the edges cost more than the narrow loads. Where rows begin
-# at boundaries and only end elsewhere, as padded ones do, narrow loads cost twice as much: those up to PADDED.
+# Rows up to WHOLE numbers are not split: at 1001 on an H100 the edges cost more than the narrow loads. Padded rows,
+# which begin at a boundary and only end off-boundary, cost twice as much with narrow loads: they stay whole up to
+# PADDED.
 WHOLE, PADDED = 4096, 512
 
 
 def uneven(x: Tensor, *others: Tensor) -> bool:
     """Whether rows of x (M, N) begin or end between 16-byte boundaries, and `tigon.kernels.tiles.edges` helps.
 
-    Triton lets a thread move 16 bytes at once where 16 divides address, stride and width. Elsewhere a kernel can that
-    takes the edges of a row apart, if the rows of the others, which it moves as well, lie like those of x.
+    Triton lets a thread move 16 bytes at once if 16 divides address, stride and width. Other layouts can too, in a
+    kernel that handles a row's edges separately, if the other tensors' rows are aligned like x's.
     """
     size, address, stride, width = x.element_size(), x.data_ptr(), x.stride(0), x.shape[1]
     for t in others:
@@ -49,11 +50,11 @@ def uneven(x: Tensor, *others: Tensor) -> bool:
 
 
 def row_groups(x: Tensor, order: tuple[int, ...] | None = None) -> tuple[Tensor, int, int, int]:
-    """Where the rows of x (..., N) lie, in the order of its leading dimensions, or in another order of them.
+    """Describe where the rows of x (..., N) start, with the leading dimensions in the given order.
 
     Returns: (x, inner, outer_stride, inner_stride), such that row r starts at
-        (r // inner) · outer_stride + (r % inner) · inner_stride, and runs with unit stride. The heads of a packed
-        projection are such a view. x is a copy where two strides do not describe it.
+        (r // inner) · outer_stride + (r % inner) · inner_stride, and has unit stride. The heads of a packed
+        projection are such a view. x is copied if two strides do not describe it.
     """
     if order is None and x.is_contiguous():
         return x, 1, x.shape[-1], 0
@@ -73,7 +74,7 @@ def row_groups(x: Tensor, order: tuple[int, ...] | None = None) -> tuple[Tensor,
 
 
 def memory_order(dense: Tensor) -> tuple[int, ...] | None:
-    """The leading dimensions of a result of `empty_rows`, from the slowest to the fastest; None if contiguous."""
+    """The leading dimensions of an `empty_rows` result, from slowest to fastest; None if contiguous."""
     if dense.is_contiguous():
         return None
     strides = dense.stride()
@@ -81,11 +82,11 @@ def memory_order(dense: Tensor) -> tuple[int, ...] | None:
 
 
 def in_order(y: Tensor, x: Tensor) -> Tensor:
-    """y in the order of x's memory, dense along the rows: the strides of `empty_rows`, by torch's operators."""
+    """y in x's memory order, dense along the rows: the same strides as `empty_rows`, using torch operators."""
     if x.is_contiguous() or x.dim() < 2 or x.stride(-1) != 1:
         return y.contiguous()
     order = [0]
-    for d in range(1, x.dim()):  # by comparisons, since Dynamo sorts no sizes that vary
+    for d in range(1, x.dim()):  # insertion sort: Dynamo cannot sort symbolic sizes
         at = d
         while at and x.stride(order[at - 1]) < x.stride(d):
             at -= 1
@@ -96,10 +97,10 @@ def in_order(y: Tensor, x: Tensor) -> Tensor:
 
 
 def empty_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Room for a result of x's shape, in the order of x's memory, dense along the rows."""
+    """Allocate a result with x's shape, in x's memory order, dense along the rows."""
     if x.is_contiguous() or (x.stride(-1) == 1 and x.dim() > 1):
         y = torch.empty_like(x, dtype=dtype)
-        # For overlapping rows, such as the windows of `unfold`, PyTorch may make another dimension the fastest.
+        # For overlapping rows, such as `unfold` windows, PyTorch may make another dimension the fastest.
         if y.stride(-1) == 1 or y.is_contiguous():
             return y
     return x.new_empty(x.shape, dtype=dtype)

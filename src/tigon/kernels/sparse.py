@@ -1,4 +1,4 @@
-"""Sparse matrices of parts that were checked when they were made."""
+"""Sparse matrices from parts that were validated when created."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def make_csr_matrix(starts: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
-    """A matrix in CSR layout, without a check of the parts, for which the host would wait for the device.
+    """Build a CSR matrix without checking the parts, because a check synchronizes the host with the device.
 
     Args:
-        starts: (rows + 1,), where the values of each row begin.
-        columns: of each value.
+        starts: (rows + 1,), each row's first position in `values`.
+        columns: each value's column.
         values: row after row.
-        size: rows and columns.
+        size: (rows, columns).
     """
     with warnings.catch_warnings():
-        # torch says so of every CSR tensor. Here CSR tensors only multiply dense matrices.
+        # torch warns about every CSR tensor. Here CSR tensors only multiply dense matrices.
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(starts, columns, values, size, check_invariants=False)

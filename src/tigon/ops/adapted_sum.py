@@ -1,8 +1,8 @@
 """The residual stream plus an adapted layer: r + (y + s t Bᵀ), where y is the frozen layer's product.
 
-Written apart these are three passes over tensors of y's size: the adapter's part is written, the frozen product reads
-it as its addend and writes the sum, and an addition reads both and writes the third. Here the tile of t Bᵀ is made
-where y and r are added, and the whole is rounded once.
+Separately, these are three passes over y-sized tensors: the adapter's part is written, the frozen product reads that
+part as an addend and writes the sum, and an addition reads both and writes the third. Here the tile of t Bᵀ is made
+where y and r are added, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tigon.kernels import cdiv, do_not_specialize, jit, launch, next_power_of_2,
 
 
 def adapted_sum(residual: Tensor, y: Tensor, t: Tensor, b: Tensor, scale: float) -> Tensor:
-    """residual + (y + scale · t bᵀ), summed in fp32, rounded once and written over y. Without gradient.
+    """residual + (y + scale · t bᵀ), summed in fp32, rounded once and written over y. Not differentiable.
 
-    residual, y: (M, N) of one dtype. t: (M, r) and b: (N, r), in that dtype too.
+    residual, y: (M, N), the same dtype. t: (M, r) and b: (N, r), in that dtype too.
     """
-    # A layer that multiplies by itself may give a result that lies otherwise.
+    # A layer with a custom product may return a non-contiguous result.
     if not use_triton(y, residual, t, b) or not y.is_contiguous():
         return y.copy_(adapted_sum_reference(residual, y, t, b, scale))
     M, N = y.shape
     if y.numel():
         rank, residual = t.shape[1], residual.contiguous()
-        # Columns of t and b have to lie side by side; a slice of a wider t is read where it lies.
+        # Columns of t and b must be contiguous; a slice of a wider t is read in place.
         t, b = (f if f.stride(1) == 1 or rank == 1 else f.contiguous() for f in (t, b))
 
         def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
@@ -46,26 +46,29 @@ def adapted_sum_reference(residual: Tensor, y: Tensor, t: Tensor, b: Tensor, sca
 
 
 def _tile(rank: int) -> tuple[int, int, int, int]:
-    """Rows, columns and ranks of a tile, and warps."""
-    # 64 × 128 numbers on 128 threads: eight 16-byte loads of y and of r each are under way at once. Factors of a tile
-    # come from L2, 6 KiB at rank 16 beside 32 KiB of y and r.
+    """Rows, columns and ranks per tile, and warps."""
+    # 64 × 128 numbers on 128 threads: eight 16-byte loads each for y and r are in flight at once. The factors' tiles
+    # come from L2, 6 KiB at rank 16 next to 32 KiB of y and r.
     return 64, 128, min(64, max(16, next_power_of_2(rank))), 4
 
 
+# y = r + (y + scale · t Bᵀ) in place. A program owns a (BLOCK_M, BLOCK_N) tile. Columns are the fast grid index:
+# concurrent programs share rows of t.
+#   y, r: (M, N), contiguous. t, b: (M, RANK), (N, RANK), with row strides stride_tm and stride_bn, padded to BLOCK_R.
+# Summed in fp32, with a single rounding at the store. The same thread reads and overwrites a number.
 @jit
 @do_not_specialize("M")
 def _adapted_sum_kernel(
     y_ptr, r_ptr, t_ptr, b_ptr, M, N, stride_tm, stride_bn, scale, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    # Columns run fastest: programs that run together share their rows of t.
     blocks = tl.cdiv(N, BLOCK_N)
     rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    # int64: row · N reaches 2**31 at 512k tokens of width 4096.
+    # int64: row · N reaches 2**31 at 512k tokens with width 4096.
     at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-    # Asked for before the products, which then run while both are on their way.
+    # Loaded before the products, which then run while both loads are in flight.
     y = tl.load(y_ptr + at, mask=mask, other=0.0)
     r = tl.load(r_ptr + at, mask=mask, other=0.0)
     part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -76,7 +79,5 @@ def _adapted_sum_kernel(
         b_at = cols.to(tl.int64)[:, None] * stride_bn + k[None, :]
         b = tl.load(b_ptr + b_at, mask=(cols < N)[:, None] & (k < RANK)[None, :], other=0.0)
         part = tl.dot(t, b.T, part, input_precision="ieee")
-    # The layer's result first, then the stream, all of it in fp32: the one rounding is that of the sum.
     total = r.to(tl.float32) + (y.to(tl.float32) + scale * part)
-    # Over y: each number is read by the thread that writes it.
     tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""The softcap of logits, as Gemma 2 has it: z = softcap · tanh(scale · x / softcap)."""
+"""The logit softcap, as in Gemma 2: z = softcap · tanh(scale · x / softcap)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from tigon.kernels import jit, tl
 def cap(x, scale, softcap):
     """z = softcap · tanh(u), u = scale · x / softcap, and dz/dx. x, scale, softcap: fp32, softcap > 0.
 
-    tanh comes from exp(-2|u|), which does not overflow. For small u, as most logits have under a cap of 30,
-    1 - exp(-2|u|) cancels: below 0.3 the series to u⁹ takes its place, exact to fp32. An infinite x gives ±softcap: a
-    caller puts -inf back where a mask had it. NaN stays NaN.
+    tanh is computed from exp(-2|u|), which does not overflow. For small u, the usual case for logits under a cap of 30,
+    1 - exp(-2|u|) cancels: below 0.3 a series to u⁹ replaces tanh, exact to fp32. An infinite x gives ±softcap: callers
+    restore -inf where a mask had set it. NaN stays NaN.
     """
     u = x * scale / softcap
-    # Of the absolute value: one exponential, at most 1, whatever the sign of u.
     e = tl.exp(-2.0 * tl.abs(u))
     t = tl.where(u >= 0, 1.0, -1.0) * (1.0 - e) / (1.0 + e)
-    # Both ways are computed and one is selected: threads of a warp would otherwise diverge at |u| = 0.3.
+    # Both branches are computed and one is selected: threads would otherwise diverge at |u| = 0.3.
     s = u * u
-    # tanh's Taylor series. The first term that is left out, 1382/155925 · u¹¹, is less than 2⁻²⁴ of u at |u| = 0.3.
+    # tanh's Taylor series. The first omitted term, 1382/155925 · u¹¹, is less than 2⁻²⁴ · u at |u| = 0.3.
     series = u + u * s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835))))
     t = tl.where(tl.abs(u) < 0.3, series, t)
-    # dtanh = 1 − tanh²: near the cap, where t rounds to ±1, the slope is 0, as that of PyTorch's tanh.
+    # dtanh = 1 − tanh²: near the cap, where t rounds to ±1, the slope is 0, as in PyTorch.
     return softcap * t, scale * (1.0 - t * t)

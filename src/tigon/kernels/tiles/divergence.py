@@ -1,13 +1,13 @@
-"""The terms of a divergence between two distributions, class by class.
+"""The terms of a divergence between two distributions, per class.
 
-The kernels of `tigon.ops.divergence` and of distillation share them. They know nothing of how a row is read.
+Shared by the kernels for `tigon.ops.divergence` and distillation, independent of how a row is read.
 """
 
 from __future__ import annotations
 
 from tigon.kernels import INTERPRET, jit, tl
 
-# The logarithm of a probability far below fp32's smallest: 2^LEAST_LOG is 0, and LEAST_LOG is finite.
+# Log of a probability far below fp32's smallest: 2^LEAST_LOG is 0, and LEAST_LOG is finite.
 LEAST_LOG = tl.constexpr(-1e4)
 INTERPRETED = tl.constexpr(INTERPRET)
 
@@ -22,11 +22,11 @@ except ImportError:
 
 @jit
 def log2_of_normal(x):
-    """log₂ x of a normal number, to 2⁻²² near 1: by NVIDIA's hardware, where tl.log2 is twenty instructions."""
+    """log₂ x for normal x, to 2⁻²² near 1: a single NVIDIA instruction, where tl.log2 takes twenty."""
     if INTERPRETED:
         y = tl.log2(x)
     elif is_cuda():
-        # ftz: a number below the normal ones counts as 0, hence the name.
+        # ftz: subnormals count as 0, hence the function's name.
         y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     else:
         y = tl.log2(x)
@@ -35,22 +35,21 @@ def log2_of_normal(x):
 
 @jit
 def sides(lq, lp, beta, KIND: tl.constexpr):
-    """A class's term of the divergence, in bits (TVD's as it is), q, and u, from lq = log₂ q and lp = log₂ p.
+    """A class's divergence term in bits (TVD's as it is), q, and u, from lq = log₂ q and lp = log₂ p.
 
     q is the student, p the teacher. The divergence's slope with respect to lq is a multiple of u; Σ q · u over the
     classes then gives the slope with respect to a logit, q · (u − Σ q · u). For forward KL u is p, and the slope q − p.
-    beta weighs JSD's mixture M = beta · p + (1 − beta) · q. A class of probability 0 adds nothing, also where its
+    beta weighs JSD's mixture M = beta · p + (1 − beta) · q. A class with probability 0 adds nothing, even if its
     logarithm is -inf. NaN stays NaN.
     """
     if KIND == "kl":
         p, q = tl.exp2(lp), tl.exp2(lq)
         u = p
-        # A teacher's probability of 0 adds nothing, whatever the student says: 0 · (-inf) must not become NaN. A
-        # student's 0 beside p > 0 stays infinite, as the divergence is.
+        # At p = 0 the term is 0: 0 · (-inf) must not become NaN. At q = 0 with p > 0 it stays infinite, as KL is.
         terms = tl.where(p == 0.0, 0.0, p * (lp - lq))
     elif KIND == "reverse":
         q = tl.exp2(lq)
-        # A class that the student excludes: 0 · (−inf) must not become NaN.
+        # At q = 0: 0 · (−inf) must not become NaN.
         u = tl.where(q == 0.0, 0.0, lq - lp)
         terms = q * u
     elif KIND == "tvd":
@@ -58,21 +57,19 @@ def sides(lq, lp, beta, KIND: tl.constexpr):
         u = half_sign(q, p)
         terms = 0.5 * tl.abs(p - q)
     else:
-        # Computed from the larger of p and q and their ratio: two exponentials in place of three. Where p and q are
-        # alike, and terms cancel, the logarithm is then one of a number near 1. Both logs are kept finite, so that a
-        # probability of 0 adds 0.
+        # Computed from max(p, q) and the ratio: two exponentials instead of three. Where p and q are close and terms
+        # cancel, the logarithm's argument is near 1. Both logs are kept finite, so that a probability of 0 adds 0.
         lp = tl.maximum(lp, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         lq = tl.maximum(lq, LEAST_LOG, propagate_nan=tl.PropagateNan.ALL)
         d = lp - lq
-        # At most 1, and the smaller probability is the larger one times it: no exponential overflows.
+        # ratio is at most 1, and small = large · ratio: no exponential overflows.
         ratio = tl.exp2(-tl.abs(d))
         large = tl.exp2(tl.maximum(lp, lq))
         small = large * ratio
         up = d >= 0.0
         p = tl.where(up, large, small)
         q = tl.where(up, small, large)
-        # M / max(p, q) lies between the larger side's weight and 1, so that the hardware's logarithm sees a normal
-        # number.
+        # M / max(p, q) lies between the larger side's weight and 1: a normal number, as log2_of_normal requires.
         weight = tl.where(up, beta, 1.0 - beta)
         log_m = log2_of_normal(weight + (1.0 - weight) * ratio)  # log2 of M / max(p, q)
         # lq − log₂ M is −max(d, 0) − log_m, and lp − log₂ M is min(d, 0) − log_m: log₂ M itself is never formed.
@@ -83,6 +80,6 @@ def sides(lq, lp, beta, KIND: tl.constexpr):
 
 @jit
 def half_sign(q, p):
-    """½ sign(q − p), TVD's slope with respect to q; 0 where they are equal, and where one is NaN."""
+    """½ sign(q − p), TVD's slope with respect to q; 0 where they are equal or either is NaN."""
     # Two comparisons, both false for NaN: a sign by division would be NaN at q = p.
     return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0))

@@ -1,9 +1,9 @@
-"""A row that begins or ends between 16-byte boundaries: its body, moved 16 bytes a thread, and the two edges beside it.
+"""Rows that begin or end between 16-byte boundaries: an aligned body, moved 16 bytes per thread, and two edges.
 
-A thread moves 16 bytes at once only from an address that 16 divides. Rows of 49155 numbers of 2 bytes begin at every
-remainder in turn, and a kernel that cannot rely on a row's address moves each number by itself, 2.5 times as slowly as
-memory allows. The body of such a row is what lies between its first and its last boundary. The edges are fewer numbers
-than two threads move at once. Nothing outside the row is read or written.
+A thread moves 16 bytes at once only from an address divisible by 16. Rows of 49155 2-byte numbers begin at every
+remainder in turn, and a kernel that cannot rely on a row's alignment moves each number separately, 2.5 times slower
+than memory allows. The body spans the row from its first to its last boundary. The edges hold fewer numbers than two
+threads move at once. Nothing outside the row is read or written.
 """
 
 from __future__ import annotations
@@ -13,37 +13,36 @@ from tigon.kernels import jit, tl
 
 @jit
 def split(ptr, N):
-    """A row of N numbers at ptr: how many come before its first boundary, and how many fill whole 16 bytes from there.
+    """Split a row of N numbers at ptr: the count before the first boundary, and the count in whole 16-byte units after.
 
-    ptr: a scalar. Two tensors whose rows lie alike have the same head and body.
+    ptr: a scalar. Tensors with identically aligned rows have the same head and body.
     """
-    # W numbers fill 16 bytes: 8 of 16 bits, 4 of 32.
+    # W numbers fill 16 bytes: 8 numbers with 16 bits, 4 with 32.
     W: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
-    # The address itself: it also tells of storage that begins between two boundaries.
+    # From the address, so that storage that begins between two boundaries is covered.
     past = (ptr.to(tl.int64) // (16 // W) % W).to(tl.int32)
-    # The outer modulo turns W, of a row that begins at a boundary, into 0. A row that ends before its first boundary is
-    # all head, with a body of 0.
+    # The outer modulo turns W, for a row that begins at a boundary, into 0. A row that ends before its first boundary
+    # is all head, with a body of 0.
     head = tl.minimum((W - past) % W, N)
-    # A multiple of W by construction, which the compiler sees: a mask `column < body` is the same for all of a thread's
-    # numbers.
+    # A multiple of W by construction, visible to the compiler: the mask `column < body` is uniform within a thread.
     return head, (N - head) // W * W
 
 
 @jit
 def aligned(ptr, head):
-    """Where the body begins, with the promise that 16 divides the address."""
+    """The body's start, with the promise that 16 divides the address."""
     return tl.multiple_of(ptr + head, 16)
 
 
 @jit
 def edges(ptr, head, body, N):
-    """The columns of both edges in one tile, and which of its lanes hold one: those before the body, then those behind.
+    """The columns of both edges in one tile, head first, and a mask for lanes that hold a column.
 
-    ptr: a pointer to the row's dtype, which says how many lanes there are: 16 of 2 bytes, 8 of 4.
+    ptr: a pointer with the row's dtype, which determines the lane count: 16 for 2 bytes, 8 for 4.
     """
     W: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
     lane = tl.arange(0, 2 * W)
-    # Each edge has fewer than W numbers, so that W lanes hold it. Lane W is the first column behind the body.
+    # Each edge has fewer than W numbers, so W lanes hold it. Lane W is the first column after the body.
     before = lane < W
     columns = tl.where(before, lane, head + body - W + lane)
     return columns, tl.where(before, lane < head, columns < N)

@@ -1,4 +1,4 @@
-"""A row's cross entropy from the statistics of its logits, whichever kernel or device has gathered them."""
+"""A row's cross entropy from its logits' statistics, independent of the kernel or device that gathered them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ def row_loss(
     z_target, w_target, top, log2_sum, sum_z, sum_w, V, smoothing, z_loss, scale,
     WEIGHTED: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """A row's loss, the share of z-loss in that loss, and the mass of its target distribution, all in fp32.
+    """A row's loss, the z-loss share in that loss, and the target distribution's mass, all in fp32.
 
     z_target, top: the target's z and the row's maximum, before the scale, or after the softcap. log2_sum: log₂ of
-    Σ exp(z − top), kept apart from top, since their sum would be rounded at its own size. sum_z, sum_w: Σ w·z and Σ w
-    over the classes, used with SMOOTHING alone. The gradient is p · mass minus the target distribution.
+    Σ exp(z − top), kept separate from top, since their sum would be rounded at its own size. sum_z, sum_w: Σ w·z and Σ
+    w over the classes, used only with SMOOTHING. The gradient is p · mass minus the target distribution.
     """
     unit = scale  # converts z, which the statistics leave unscaled, to logits
     if SOFTCAP:
         unit = 1.0
     lse = top * unit + log2_sum * LN2
-    # The difference of two close numbers comes first, where it is exact; lse itself is needed by z-loss alone.
+    # The difference of two close numbers comes first, where it is exact; only z-loss needs lse itself.
     nll = (top - z_target) * unit + log2_sum * LN2
     mass = 1.0
     if WEIGHTED:
-        # Without weights the multiplications are left out, and so is a load of the weight.
         loss = w_target * nll
         mass = w_target
         if SMOOTHING:
-            # Σ w · (lse − z) = Σw · nll + (Σw · z_target − Σ w·z): from nll, so that a rounded lse does not enter.
+            # Σ w · (lse − z) = Σw · nll + (Σw · z_target − Σ w·z): from nll, to avoid the rounded lse.
             loss = (1.0 - smoothing) * loss + smoothing / V * (sum_w * nll + (sum_w * z_target - sum_z) * unit)
             mass = (1.0 - smoothing) * w_target + smoothing / V * sum_w
     else:
         loss = nll
         if SMOOTHING:
-            # The same sum with all weights 1, in which V cancels.
+            # The same sum with all weights 1; V cancels.
             loss += smoothing * (z_target - sum_z / V) * unit
-    # z-loss is not weighted, and costs two products a row: no branch leaves it out where its coefficient is 0.
+    # z-loss is not weighted. Two products per row: no branch skips them where the coefficient is 0.
     z = z_loss * lse * lse
-    # The share of z-loss by itself, for callers that report it.
     return loss + z, z, mass

@@ -1,4 +1,4 @@
-"""Statistics of a softmax over a row that is read once, from memory, in blocks."""
+"""Softmax statistics over a row that is read once, in blocks."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ def fold_moments(
     z, mask, top, total, along, sum_z, softcap, unit, k,
     SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile (DEPTH, lanes) of logits into the running sums of `row_moments`, of which every lane has its own."""
+    """Fold a tile (DEPTH, lanes) of logits into the running per-lane sums for `row_moments`."""
     if SOFTCAP:
-        # The statistics are those of the capped logits. The cap is monotonic, so that the maximum could be capped by
-        # itself, but the sums need every capped logit anyway.
+        # Statistics are taken over the capped logits. The cap is monotonic, so the maximum could be capped alone, but
+        # the sums need every capped logit anyway.
         z, _ = cap(z, unit, softcap)
-        # The tanh of a masked -inf is -1, a logit like any other.
+        # tanh maps a masked -inf to -1, a regular logit.
         z = tl.where(mask, z, float("-inf"))
     if SUM:
-        # Masked logits are -inf, which no sum may have as a term.
+        # Masked logits are -inf and must not enter the sum.
         sum_z += tl.sum(tl.where(mask, z, 0.0), 0)
-    # Over the DEPTH values that one thread holds of its lane: no exchange between threads.
+    # Over the DEPTH values that a thread holds for its lane: no exchange between threads.
     new = tl.maximum(top, tl.max(z, 0))
     # Bounded: from the start to the first maximum the distance would be infinite, and 0 · inf is NaN.
     step = tl.maximum((top - new) * k, -1000.0)
     shrink = tl.exp2(step)
-    # The difference is taken before the factor k: it is exact where the two are close, and only there e is not small.
+    # Subtract before scaling by k: the difference is exact where both are close, the only place e is not small.
     power = (z - new[None, :]) * k
     e = tl.exp2(power)
     if ALONG:
-        # Σ e · log₂ e is relative to the maximum too: a new maximum shifts log₂ e of the old terms by step.
+        # Σ e · log₂ e is relative to the maximum too: a new maximum shifts the old terms' log₂ e by step.
         along = shrink * (along + total * step) + tl.sum(tl.where(e == 0.0, 0.0, e * power), 0)
-    # After `along`, which still needs the total that is relative to the old maximum.
+    # After `along`, which needs the total relative to the old maximum.
     total = total * shrink + tl.sum(e, 0)
     return new, total, along, sum_z
 
@@ -46,39 +46,38 @@ def row_moments(
     SOFTCAP: tl.constexpr, ALONG: tl.constexpr, SUM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's max z, Σ e, Σ e · log₂ e with e = 2^((z − max) k), and Σ z: four fp32 scalars, from one reading.
+    """A row's max z, Σ e, Σ e · log₂ e with e = 2^((z − max) k), and Σ z: four fp32 scalars, in one pass.
 
-    z is the logit as stored, or with SOFTCAP the capped one (unit: the scale before the cap). k: from z to powers of 2.
-    ALONG and SUM say whether the third and the fourth are wanted; an unwanted one is 0 and costs nothing. DEPTH blocks
-    are folded at a time. A row of -inf alone gives a maximum of LOWEST and a sum of 0. EDGES: the row begins or ends
-    between 16-byte boundaries.
+    z is the stored logit, or with SOFTCAP the capped logit (unit: the scale before the cap). k: from z to powers of 2.
+    ALONG and SUM enable the third and fourth result; a disabled result is 0 and free. DEPTH blocks are folded at a
+    time. A row of only -inf gives a maximum of LOWEST and a sum of 0. EDGES: the row begins or ends between 16-byte
+    boundaries.
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.arange(0, DEPTH)[:, None] * BLOCK + lane[None, :]
-    # A finite start: a lane that has seen only -inf must not compute inf - inf.
+    # Finite start: a lane that has seen only -inf must not compute inf - inf.
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     along = tl.zeros((BLOCK,), tl.float32)
     sum_z = tl.zeros((BLOCK,), tl.float32)
-    # Without EDGES these stay what they are here, and the compiler sees one run of V columns from the row's start.
+    # Without EDGES these are constant, and the compiler sees one run of V columns from the row's start.
     first, width = 0, V
     body_ptr = logits_ptr
     if EDGES:
         first, width = split(logits_ptr, V)
         body_ptr = aligned(logits_ptr, first)
-    # Columns count in int32: a single row has fewer than 2**31 numbers. Only the caller's row offset is int64.
+    # int32 columns: a single row has fewer than 2**31 numbers. Only the caller's row offset is int64.
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width
-        # -inf in masked lanes, whose exponential is 0: neither maximum nor total then needs a select.
+        # -inf in masked lanes makes the exponential 0: neither maximum nor total needs a select.
         z = tl.load(body_ptr + start + tile, mask=mask, other=float("-inf")).to(tl.float32)
         top, total, along, sum_z = fold_moments(
             z, mask, top, total, along, sum_z, softcap, unit, k, SOFTCAP, ALONG, SUM
         )
-    # Lanes meet only here.
     row_top = tl.max(top, 0)
     if EDGES:
-        # The edges have sums of their own, from neutral starts: at most 16 lanes, which do not fit the body's tile.
-        # They are read after the body, whose tiles no longer take registers.
+        # The edges have separate sums from neutral starts: at most 16 lanes, which do not fit the body's tile. They are
+        # read after the body, once the body's tiles no longer take registers.
         edge, real = edges(logits_ptr, first, width, V)
         z = tl.load(logits_ptr + edge, mask=real, other=float("-inf")).to(tl.float32)
         nothing = tl.zeros(edge.shape, tl.float32)
@@ -87,7 +86,7 @@ def row_moments(
             SOFTCAP, ALONG, SUM,
         )  # fmt: skip
         row_top = tl.maximum(row_top, tl.max(edge_top, 0))
-    # A lane without any logit has top = LOWEST and a total of 0. Its step is bounded as above: 2⁻¹⁰⁰⁰ is 0 in fp32, and
+    # A lane without any logit has top = LOWEST and a total of 0. The step is bounded as above: 2⁻¹⁰⁰⁰ is 0 in fp32, and
     # 0 · step is 0 where 0 · -inf would be NaN.
     step = tl.maximum((top - row_top) * k, -1000.0)
     shrink = tl.exp2(step)
@@ -111,7 +110,7 @@ def row_moments(
 
 @jit
 def moments_of_parts(partial_ptr, row, P, k, ALONG: tl.constexpr, SUM: tl.constexpr, BLOCK_P: tl.constexpr):
-    """`row_moments` of a row from those of its P parts, (M, 4, P)."""
+    """Combine `row_moments` of a row's P parts, (M, 4, P), into the row's."""
     top = numbers_of_parts(partial_ptr, row, 0, P, LOWEST, 4, BLOCK_P)
     total = numbers_of_parts(partial_ptr, row, 1, P, 0.0, 4, BLOCK_P)
     row_top = tl.max(top, 0)

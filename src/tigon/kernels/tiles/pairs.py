@@ -1,4 +1,4 @@
-"""Rotary pairs: the two members of a pair lie half a head apart, or side by side (INTERLEAVED).
+"""Rotary pairs: a pair's members lie half a head apart, or side by side (INTERLEAVED).
 
 Source: Su et al. 2021, https://arxiv.org/abs/2104.09864
 """
@@ -13,18 +13,20 @@ def load_pairs(
     at, here, stride_plane, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr,
     SECOND: tl.constexpr, THIRD: tl.constexpr,
 ):  # fmt: skip
-    """Both members of the pairs of each row, in fp32. at, here: addresses and mask of the rows, with a last dimension
-    of one. From pair SECOND on the angles lie one plane further, from THIRD on two; negative values: one plane."""
-    if INTERLEAVED:  # one run of memory, in wide loads; a pair is in one thread, so splitting pairs moves no data
-        # BLOCK_R is HALF, rounded up to a power of 2: the mask below cuts both members of the surplus pairs.
+    """Load both members of each row's pairs, in fp32.
+
+    at, here: row addresses and mask, with a trailing dimension of size 1. From pair SECOND on the angles lie one plane
+    further, from THIRD on two; negative values: a single plane.
+    """
+    if INTERLEAVED:  # one contiguous run, in wide loads; a thread holds whole pairs, so splitting moves no data
+        # BLOCK_R is HALF, rounded up to a power of 2: the mask below excludes both members of surplus pairs.
         col = tl.arange(0, 2 * BLOCK_R)
         if SECOND >= 0:
-            # Each column gets the address of its own plane, so that one load serves three planes. A pair is two columns
-            # here, hence the 2.
+            # Each column gets its plane's address, so that one load serves three planes. A pair is two columns, hence
+            # the 2.
             at += ((col >= 2 * SECOND).to(tl.int32) + (col >= 2 * THIRD).to(tl.int32)) * stride_plane
         x = tl.load(at + col, mask=here & (col < 2 * HALF), other=0.0).to(tl.float32)
-        # tl.split takes a last dimension of 2 apart, and nothing else. Tiles are (rows, pairs) or, with heads,
-        # (rows, heads, pairs).
+        # tl.split requires a trailing dimension of 2. Tiles are (rows, pairs) or, with heads, (rows, heads, pairs).
         if len(x.shape) == 2:
             x = tl.reshape(x, (x.shape[0], BLOCK_R, 2))
         else:
@@ -35,7 +37,7 @@ def load_pairs(
         if SECOND >= 0:
             at += ((pair >= SECOND).to(tl.int32) + (pair >= THIRD).to(tl.int32)) * stride_plane
         mask = here & (pair < HALF)
-        # Two runs of memory half a head apart, each in wide loads.
+        # Two contiguous runs half a head apart, each in wide loads.
         x1 = tl.load(at + pair, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(at + HALF + pair, mask=mask, other=0.0).to(tl.float32)
     return x1, x2
@@ -43,12 +45,11 @@ def load_pairs(
 
 @jit
 def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Write both members of the pairs where `load_pairs` reads them, rounded to the dtype at `at`."""
-    # Rounded before the members are interleaved: what is moved about is then no wider than what is stored.
+    """Store both members of each pair at the addresses that `load_pairs` reads, rounded to the dtype at `at`."""
+    # Round before interleaving: the moved data is then no wider than the stored data.
     dtype = at.dtype.element_ty
     if INTERLEAVED:
         col = tl.arange(0, 2 * BLOCK_R)
-        # Members are interleaved in registers, so that one run of memory is written in wide stores.
         tl.store(at + col, tl.interleave(y1.to(dtype), y2.to(dtype)), mask=here & (col < 2 * HALF))
     else:
         pair = tl.arange(0, BLOCK_R)
@@ -59,14 +60,14 @@ def store_pairs(at, here, y1, y2, HALF: tl.constexpr, BLOCK_R: tl.constexpr, INT
 
 @jit
 def turn(x1, x2, c1, c2, s1, s2, INVERSE: tl.constexpr):
-    """The rotation of pairs (x1, x2) by angles whose cosines are c1, c2 and sines s1, s2. INVERSE: transposed, for dx.
+    """Rotate pairs (x1, x2) by angles with cosines c1, c2 and sines s1, s2. INVERSE: transposed, for dx.
 
-    Either member has an angle of its own, as tables that repeat each angle twice may hold two different ones. In fp32,
-    with contraction: `tigon.ops.rope` has another for results that round each product.
+    Each member has a separate angle, because tables that repeat each angle may hold two different ones. In fp32, with
+    contraction: `tigon.ops.rope` has a variant that rounds each product.
     """
     if INVERSE:
-        # The transpose, in which the sines change places between the members. A rotation by −angle would be another map
-        # where a table holds two different angles for a pair.
+        # The transpose swaps the sines between members. A rotation by −angle would be a different map where a table
+        # holds two different angles for a pair.
         y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:
         y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2

@@ -1,4 +1,4 @@
-"""Reductions that share their exchange between warps."""
+"""Reductions that share an exchange between warps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,5 @@ def sum2(a, b):
 
     Where a row spans warps, its sum goes through shared memory, behind a barrier. Joined, both sums share the barrier.
     """
-    # A joined pair lies in one thread, so that neither join nor split moves data. The sum over dimension 1 carries
-    # pairs from thread to thread.
+    # A joined pair lies in one thread, so that neither join nor split moves data.
     return tl.split(tl.sum(tl.join(a, b), 1))

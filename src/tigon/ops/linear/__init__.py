@@ -1,1 +1,1 @@
-"""Products with weights: gated MLPs, projections, LoRA and other adapters, forward and backward by hand."""
+"""Products with weights: gated MLPs, projections, LoRA and other adapters, with hand-written forward and backward."""

@@ -1,21 +1,21 @@
-"""Low-rank adapters on frozen linear layers, all layers of one input together: yᵢ = x Wᵢᵀ + bᵢ + sᵢ (x Aᵢᵀ) Bᵢᵀ.
+"""Low-rank adapters on frozen linear layers, all layers that share an input: yᵢ = x Wᵢᵀ + bᵢ + sᵢ (x Aᵢᵀ) Bᵢᵀ.
 
-An adapter's products cost nothing in FLOPs and much in memory traffic: written out, every layer reads x and y several
-times more than its frozen product does. Here x is read once for all adapters, and y is written by the adapter and then
-added to by the frozen product itself, in its epilogue.
+An adapter's products cost almost no FLOPs but much memory traffic: written out, every layer reads x and y several
+times more often than its frozen product does. Here x is read once for all adapters; the adapter writes y, and the
+frozen product accumulates onto y in the epilogue.
 
     forward     t = x [A…]ᵀ;  yᵢ = sᵢ tᵢ Bᵢᵀ;  yᵢ += x Wᵢᵀ
     backward    uᵢ = sᵢ dyᵢ Bᵢ;  dx = [u…] [A…];  dx += Σ dyᵢ Wᵢ;  d[A…] = [u…]ᵀ x;  dBᵢ = sᵢ dyᵢᵀ tᵢ
-    kept        x and t, r numbers a token
+    saved       x and t, r numbers per token
 
-The frozen weights get no gradient. A weight in a form of its own, 4-bit say, is made dense in the forward pass, and
-again in the backward pass.
+The frozen weights get no gradient. A weight in another representation, such as 4-bit, is made dense in the forward pass
+and again in the backward pass.
 
-Adapters in fp32 beside x in bf16, outside of autocast, compute as if x were widened: each skinny factor stands as the
-sum of two bf16 numbers, 16 bits together, and no copy of x is made.
+With fp32 adapters and bf16 x, outside autocast, results are as if x were widened: each skinny factor is represented as
+the sum of two bf16 numbers, 16 bits together, and x is not copied.
 
-With dropout each adapter has an x of its own, mᵢ ⊙ x / (1-p). The three products of A then go through the kernels of
-tigon.ops.lora_dropout, which compute the masks mᵢ again where they read x, and 1/(1-p) is part of sᵢ.
+With dropout each adapter has a separate input, mᵢ ⊙ x / (1-p). A's three products then use the kernels in
+tigon.ops.lora_dropout, which recompute the masks mᵢ where they read x; 1/(1-p) is part of sᵢ.
 
 Source: Hu et al. 2021, LoRA, https://arxiv.org/abs/2106.09685
 """
@@ -50,18 +50,19 @@ from tigon.ops.lora_dropout import Masks, draw_masks, keep_mask, kept_share
 def lora_linear(
     x: Tensor, layers: Sequence[LoRA], *, saved_by: tuple[Any, Any] | None = None
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """x Wᵢᵀ + biasᵢ + scaleᵢ · (x Aᵢᵀ) Bᵢᵀ for each layer, keeping x and x Aᵢᵀ for the backward pass.
+    """x Wᵢᵀ + biasᵢ + scaleᵢ · (x Aᵢᵀ) Bᵢᵀ for each layer, saving x and x Aᵢᵀ for the backward pass.
 
     Args:
         x: (..., H).
-        layers: the layers that x goes through, one or more `tigon.LoRA`: those of queries, keys and values, say. Ranks,
-            scales and the dtypes of adapters may differ. Under autocast x, weights and adapters are cast as `F.linear`
-            casts them.
-        saved_by: a checkpoint's hooks (pack, unpack), to save by before the wide products: a checkpoint computes again
-            up to the last tensor that was saved.
-    Returns: a tuple of (..., Nᵢ) in x's dtype. Gradients go to x, the adapters and the biases; a gradient has its
+        layers: one or more `tigon.LoRA` that share the input x, such as queries, keys and values. Ranks, scales and
+            adapter dtypes may differ. Under autocast x, weights and adapters are cast as in `F.linear`.
+        saved_by: a checkpoint's hooks (pack, unpack), used to save before the wide products: a checkpoint recomputes
+            up to the last saved tensor.
+
+    Returns: a tuple of (..., Nᵢ) in x's dtype. x, the adapters and the biases get gradients; a gradient has its
         parameter's dtype and is rounded once.
-    Raises: ValueError for shapes, dtypes or devices that do not fit, and for a weight that wants a gradient.
+
+    Raises: ValueError for mismatched shapes, dtypes or devices, and for a weight that requires a gradient.
 
     Replaces, for each layer::
 
@@ -69,21 +70,19 @@ def lora_linear(
 
     With a dropout of p, `F.dropout(x, p)` stands before a, with masks of another generator.
     """
-    # An iterator is read once here and several times below.
     layers = tuple(layers)
     dtype, autocast = checked_layers("lora_linear", x, layers)
-    # The reference takes x as it came: it narrows under autocast itself, and draws masks of its own.
+    # The reference takes x unchanged: the reference applies autocast and draws its own masks.
     if not runs_by_hand(dtype, autocast, layers, x):
         return lora_linear_reference(x, layers)
-    # Outside of the Function: the recipes of tigon.fusion.memory.recompute know casts of what they can compute again.
+    # Outside the Function: the recipes in tigon.fusion.memory.recompute recognise casts of tensors they can recompute.
     x = x if x.dtype == dtype else x.to(dtype)
-    # Without gradients nothing is saved, by a checkpoint's hooks neither.
+    # Without gradients nothing is saved, not even by a checkpoint's hooks.
     saved_by = saved_by if torch.is_grad_enabled() else None
     plan = Group(layers, dtype, wide=not autocast)
-    # Tensors go in flat, since autograd looks for them among the arguments and not inside of tuples. What is no tensor
-    # travels in the plan.
+    # Tensors are passed flat, because autograd does not look inside tuples. The plan carries the rest.
     result = _lora_linear(x, plan, saved_by, *plan.tensors(layers))
-    # Behind the results there may be the empty tensor of `make_anchor`, which is nobody's result.
+    # `make_anchor` may have appended an empty tensor.
     return result[: len(layers)]  # type: ignore[no-any-return]
 
 
@@ -91,18 +90,20 @@ def gated_lora_linear(
     gate: Tensor, up: Tensor | None, layer: LoRA, *, act: Act = "silu", inplace: bool = False,
     saved_by: tuple[Any, Any] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The adapted layer of act(gate) · up, keeping gate and up alone for the backward pass: `gated_linear` with LoRA.
+    """The adapted layer of act(gate) · up, saving only gate and up: `gated_linear` with LoRA.
 
     Args:
         gate: (..., N), or (..., 2N) holding gate and up side by side when up is None.
         up: (..., N), gate's dtype, or None.
-        layer: the layer that takes the product; see `lora_linear`.
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
-        inplace: the backward pass writes the gradients over gate and up, which nobody else may then read. Not where
-            the graph is kept (`retain_graph=True`), nor under torch.compile.
-        saved_by: as in `lora_linear`; nothing but gate and up is then kept.
+        layer: the layer applied to the product; see `lora_linear`.
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (relu squared) or "sigmoid".
+        inplace: the backward pass overwrites gate and up with their gradients, so no other code may read them. Ignored
+            if the graph is retained (`retain_graph=True`) and under torch.compile.
+        saved_by: as in `lora_linear`; only gate and up are then saved.
+
     Returns: (..., M) in gate's dtype.
-    Raises: ValueError for shapes, dtypes or an act that do not fit.
+
+    Raises: ValueError for mismatched shapes or dtypes, or an unknown act.
 
     Replaces::
 
@@ -111,7 +112,7 @@ def gated_lora_linear(
     """
     checked_act("gated_lora_linear", act)
     device = gate.device.type
-    # A Function is no operation that autocast knows, so what F.linear would cast is cast here. fp64 stays, as with
+    # Autocast does not see into a Function, so the casts that F.linear would make are made here. fp64 stays, as in
     # F.linear.
     cast = autocast_dtype(device)
     if cast is not None and gate.dtype != torch.float64:
@@ -123,11 +124,11 @@ def gated_lora_linear(
         )
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
         raise ValueError(f"gated_lora_linear: gate must be (..., 2N) where up is None, got {tuple(gate.shape)}.")
-    # The layer's input in shape and dtype: the checks want x, and the product does not exist yet.
+    # Stands for the product, which does not exist yet, in the checks on shape and dtype.
     hidden = gate if up is not None else gate[..., : gate.shape[-1] // 2]
     dtype, autocast = checked_layers("gated_lora_linear", hidden, (layer,))
     parameters = tuple(t for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor))
-    # The backward pass takes the gated unit's kernel, which has no torch path: it writes over its own inputs.
+    # The backward pass needs the gated unit's kernel, which overwrites the inputs and has no torch path.
     if not runs_by_hand(dtype, autocast, (layer,), gate) or not use_triton(gate, up, *parameters):
         return lora_linear(gated_unit(gate, up, act=act), (layer,), saved_by=saved_by)[0]
     saved_by = saved_by if torch.is_grad_enabled() else None
@@ -136,11 +137,11 @@ def gated_lora_linear(
 
 
 def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ...]:
-    """Each layer for itself, in torch's operations: adapters in their dtype where that is wider than x's."""
+    """Each layer separately, in torch operations: adapters compute in their dtype if wider than x's."""
     device, dtype = x.device.type, autocast_dtype(x.device.type)
     if dtype is not None and x.dtype != torch.float64:
         x = x.to(dtype)
-        # Off inside: the operands are cast by now, and the call below has to take the branch without autocast.
+        # Off inside: the operands are already cast, and the call below must not apply autocast.
         with torch.autocast(autocast_device(device), enabled=False):
             cast = [
                 layer._replace(
@@ -150,28 +151,27 @@ def lora_linear_reference(x: Tensor, layers: Sequence[LoRA]) -> tuple[Tensor, ..
             ]
             return lora_linear_reference(x, cast)
     results = []
-    # One draw for all layers, as in the other path: the same seed of torch's generator then gives the same masks here.
+    # A single draw for all layers, as in the fused path: equal torch seeds then give equal masks.
     masks = draw_masks([layer.dropout for layer in layers], x.device)
     for i, layer in enumerate(layers):
-        # Only a weight that can be made dense goes through F.linear. A layer with a product of its own keeps its
-        # rounding.
+        # Only a weight that can be made dense goes through F.linear. A layer with its own product keeps that rounding.
         if multiplier(layer.weight) is None:
             y = F.linear(x, dense(layer.weight, x.dtype), layer.bias)
         else:
             y = layer.weight.product(x)  # type: ignore[union-attr]
-        # fp32 adapters compute in fp32, as PEFT does. The sum is rounded once, to x's dtype.
+        # fp32 adapters compute in fp32, as in PEFT. The sum is rounded once, to x's dtype.
         wide = torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
         results.append((y + adapter_reference(x, i, layer, masks, wide)).to(x.dtype))
     return tuple(results)
 
 
 def adapter_reference(x: Tensor, i: int, layer: LoRA, masks: Masks | None, dtype: torch.dtype) -> Tensor:
-    """scale · (dropped(x) Aᵀ) Bᵀ, in torch's operations in dtype; i: the layer's place in its group."""
+    """scale · (dropped(x) Aᵀ) Bᵀ, in torch operations in dtype; i: the layer's index in the group."""
     scale = layer.scale
     if masks is not None:
-        # A select and not a product: an infinite x that is dropped gives 0, while 0 · inf would be NaN.
+        # A select, not a product: a dropped infinite x gives 0, whereas 0 · inf would be NaN.
         x = torch.where(keep_mask(masks, i, x.shape[:-1].numel(), x.shape[-1]).view(x.shape), x, 0.0)
-        # The share of kept elements is that of the rounded p, so that the mean stays right to the last of the 16 bits.
+        # The kept share for the rounded p, so that the mean is exact to p's 16 bits.
         scale = scale / kept_share(layer.dropout)
     return F.linear(F.linear(x.to(dtype), layer.a.to(dtype)), layer.b.to(dtype)) * scale
 
@@ -180,28 +180,28 @@ def adapter_reference(x: Tensor, i: int, layer: LoRA, masks: Masks | None, dtype
 
 
 def _rows(dy: Tensor | None) -> Tensor | None:
-    # A view where the rows of dy lie at even distances, else a copy, which all products of dy then share.
+    # A view if dy's rows are evenly strided, else a copy that all products share.
     return None if dy is None else dy.reshape(-1, dy.shape[-1])
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Group, saved_by: Any, *tensors: Any) -> tuple[Tensor, ...]:
-        # A result that nobody used brings None, and not a tensor of zeros that products would read.
+        # An unused result has gradient None, not a zero tensor that products would read.
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.plan = True, plan
         a, b, biases, weights = plan.split(tensors)
-        # x, plan and saved_by come first: needs_input_grad has a place for every argument, tensor or not.
+        # Skip x, plan and saved_by: needs_input_grad has an entry for every argument, tensor or not.
         need_a, need_b = plan.split(ctx.needs_input_grad[3:])[:2]
         rows = x.reshape(-1, x.shape[-1])
         joined, thin = plan.factors(a, b)
         t = plan.thin_products(rows, joined)
-        # x serves the gradients of A alone: where A is frozen, dx needs only the weights.
+        # Only A's gradients need x: where A is frozen, dx needs only the weights.
         own_x = x if any(need_a) else None
-        # Before the wide products: a checkpoint that computes again stops at the last tensor saved, and skips them.
+        # Before the wide products: a checkpoint's recomputation stops at the last saved tensor and skips them.
         save_tensors(ctx, saved_by, own_x, t if any(need_b) else None, *a, *b, *weights)
         ys = [y.view(*x.shape[:-1], y.shape[1]) for y in plan.results(rows, t, thin, biases, weights)]
-        # Of the inputs, x where it is not kept and the biases are not saved; see make_anchor.
+        # Unsaved inputs: the biases, and x unless saved; see make_anchor.
         unsaved = [0] * (own_x is None) + [3 + 2 * plan.count + i for i, bias in enumerate(biases) if bias is not None]
         way = (
             ()
@@ -220,26 +220,25 @@ class _LoraLinear(torch.autograd.Function):
 def _lora_linear_backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     plan: Group = ctx.plan
     n = plan.count
-    # Before the first return: `load_tensors` also lets go of what a checkpoint's hooks have packed.
+    # Before the first return: `load_tensors` also releases the tensors packed by a checkpoint's hooks.
     x, t, *rest = load_tensors(ctx)
     dys = [_rows(dy) for dy in given[:n]]
     a, b, weights = (rest[i : i + n] for i in range(0, 3 * n, n))
     need_x, needs = ctx.needs_input_grad[0], plan.split(ctx.needs_input_grad[3:])
-    # Possible where only the empty tensor of `make_anchor` was reached.
+    # Possible if only `make_anchor`'s empty tensor was reached.
     if all(dy is None for dy in dys):
         return (None,) * len(ctx.needs_input_grad)
     dx: Tensor | None = None
     da: list[Tensor | None] = [None] * n
     if need_x or any(needs[0]):
-        # Cast again and not kept: the narrow copies are small, and one launch makes all of them.
+        # Cast again instead of saved: the narrow copies are small, and a single launch makes all.
         joined, thin = plan.factors(a, b)
         u = plan.upstream(dys, thin)
         if need_x:
             dx = plan.input_gradient(dys, u, joined, weights)
-            # x's shape comes from a gradient: x itself may not have been kept.
+            # The shape comes from a gradient: x may not have been saved.
             dx = dx.view(*next(dy for dy in given if dy is not None).shape[:-1], dx.shape[1])
         if any(needs[0]):
-            # u serves dx and d[A…] both, and is computed once.
             da = plan.a_gradients(dys, u, x.reshape(-1, x.shape[-1]), a, needs[0])
     db = plan.b_gradients(dys, t, b, needs[1]) if any(needs[1]) else [None] * n
     return dx, None, None, *da, *db, *_bias_gradients(dys, needs[2], plan.dtype), *[None] * n
@@ -258,12 +257,11 @@ class _GatedLoraLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.plan, ctx.act, ctx.inplace = True, plan, act, inplace
         a, b, biases, weights = plan.split(tensors)
-        # Of gate, up, plan, act, inplace, saved_by, A, B, bias, weight.
         need_b = ctx.needs_input_grad[7]
         if saved_by is not None:
-            # A checkpoint computes no further than here: t takes the product, which the backward pass makes anyway.
+            # A checkpoint recomputes no further than this: t needs the product, which the backward pass makes anyway.
             save_tensors(ctx, saved_by, gate, up, None, *a, *b, *weights)
-        # Never saved: the backward pass's kernel reads gate and up for their gradients, and writes the product on the
+        # Never saved: the backward kernel reads gate and up for their gradients and recomputes the product along the
         # way.
         product = _gated_fwd(gate, up, act, 1.0, 1.0).view(-1, a[0].shape[1])
         joined, thin = plan.factors(a, b)
@@ -273,7 +271,7 @@ class _GatedLoraLinear(torch.autograd.Function):
         y = plan.results(product, t, thin, biases, weights)[0]
         y = y.view(*gate.shape[:-1], y.shape[1])
         way: tuple[Tensor, ...] = ()
-        # The bias is the one differentiable input that nothing saved leads to.
+        # The bias is the only differentiable input that no saved tensor leads to.
         if saved_by is None and biases[0] is not None:
             way = make_anchor(ctx, (gate, up, plan, act, inplace, saved_by, *tensors), (8,))
             if way:
@@ -296,12 +294,12 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
     joined, thin = plan.factors(a, b)
     u = plan.upstream([rows], thin)
     dgate = dup = da = db = None
-    # t was not kept under a checkpoint's hooks. The product gives it back in one thin product.
+    # A checkpoint's hooks do not save t; a thin product recomputes t from the product.
     recomputed = need_a or (need_b and t is None)
     if need_gate or need_up:
-        # scratch is first the product's gradient. The kernel overwrites it by the product, which dA needs.
+        # scratch first holds the product's gradient. The kernel overwrites scratch with the product, which dA needs.
         scratch = plan.input_gradient([rows], u, joined, weights)
-        # With a kept graph the next backward pass reads gate and up again.
+        # With a retained graph the next backward pass reads gate and up again.
         over = ctx.inplace and not is_graph_retained()
         if need_gate:
             dgate = gate.detach() if over else torch.empty_like(gate, memory_format=torch.contiguous_format)
@@ -310,13 +308,12 @@ def _gated_lora_linear_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[A
         gated_backward(scratch, gate, up, ctx.act, 1.0, 1.0, dgate, dup, scratch if recomputed else None)
         if over:
             for written in (dgate, dup):
-                if written is not None:  # PyTorch then raises where another backward pass saved it
+                if written is not None:  # so that PyTorch raises if another backward pass saved the tensor
                     torch.autograd.graph.increment_version(written)
-    # Neither gate nor up wants a gradient, so no kernel makes the product on its way.
     elif recomputed:
         scratch = _gated_fwd(gate, up, ctx.act, 1.0, 1.0).view(-1, a[0].shape[1])
     if need_b:
-        # From the product, not from dgate: scratch holds the product since the kernel above.
+        # From the product, not from dgate: the kernel above wrote the product to scratch.
         db = plan.b_gradients([rows], plan.thin_products(scratch, joined) if t is None else t, b, [True])[0]
     if need_a:
         da = plan.a_gradients([rows], u, scratch, a, [True])[0]

@@ -1,11 +1,11 @@
-"""A gated MLP of three plain linear layers, with one node in autograd's graph: y = (act(x Wgᵀ) · x Wuᵀ) Wdᵀ.
+"""A gated MLP with three plain linear layers as a single autograd node: y = (act(x Wgᵀ) · x Wuᵀ) Wdᵀ.
 
     forward     g = x Wgᵀ, u = x Wuᵀ;  h = act(g) · u;  y = h Wdᵀ
-    backward    dh = dy Wd;  dg, du and h in one pass over g and u;  dx = dg Wg;  dx += du Wu;  dW of each
-    kept        x, g, u, and h only where it is not to be computed again
+    backward    dh = dy Wd;  dg, du and h in one pass over g and u;  dx = dg Wg;  dx += du Wu;  each dW
+    saved       x, g, u, and h unless recomputed
 
-Gate, up and their product belong to this node alone, so the backward pass writes the gradients over gate and up. dx is
-rounded once for each of its two products. The layers one by one round the sum of both once more, in a pass of its own.
+Gate, up and their product are private to this node, so the backward pass overwrites gate and up with their gradients.
+dx is rounded once for each of the two products. Separate layers also round the sum, in an additional pass.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ def dense_mlp(
     x: Tensor, weights: Layers, biases: tuple[Tensor | None, ...], *, act: Act, product: bool,
     saved_by: tuple[Any, Any] | None = None,
 ) -> Tensor:  # fmt: skip
-    """down(act(gate(x)) · up(x)), where all tensors are plain, have one dtype, and lie on one device that has kernels.
+    """down(act(gate(x)) · up(x)) for plain tensors with one dtype, on one device that has kernels.
 
     Args:
         x: (..., H).
-        weights: of gate (N, H), up (N, H) and down (M, N). Where up is None, gate is (2N, H), holding both.
-        biases: of gate, up and down, or None for each.
+        weights: gate (N, H), up (N, H) and down (M, N). Where up is None, gate is (2N, H), holding both.
+        biases: gate's, up's and down's, or None for each.
         act: a name in `tigon.ops.acts`.
-        product: compute the product of gate and up again in the backward pass, and do not keep it.
-        saved_by: a checkpoint's hooks (pack, unpack): what is kept is saved before the layer down runs.
+        product: recompute the product of gate and up in the backward pass instead of saving the product.
+        saved_by: a checkpoint's hooks (pack, unpack), used to save before the layer down runs.
+
     Returns: (..., M).
     """
     y: Tensor = _dense_mlp(x, act, product, saved_by, *weights, *biases)[0]
@@ -58,11 +59,11 @@ class DenseMLP(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.act = True, act
         needs = ctx.needs_input_grad
-        # x serves the gradients of gate's and up's weights alone.
+        # Only the gradients of gate's and up's weights need x.
         own_x = x if needs[4] or needs[5] else None
         g = linear(x, wg, biases[0])
         u = None if wu is None else linear(x, wu, biases[1])
-        # A checkpoint computes again up to the last tensor that was saved: not as far as the product, or not beyond.
+        # A checkpoint recomputes up to the last saved tensor: stop before the product, or directly after.
         if saved_by is not None and product:
             save_tensors(ctx, saved_by, own_x, g, u, None, wg, wu, wd)
         h = _gated_fwd(g, u, act, 1.0, 1.0)
@@ -70,7 +71,7 @@ class DenseMLP(torch.autograd.Function):
             save_tensors(ctx, saved_by, own_x, g, u, None if product or not needs[6] else h, wg, wu, wd)
         y = linear(h, wd, biases[2])
         if saved_by is None and (own_x is None or biases != (None, None, None)):
-            # Of the inputs, x where it is not kept and the biases are not saved; see make_anchor.
+            # Unsaved inputs: the biases, and x unless saved; see make_anchor.
             unsaved = [0] * (own_x is None) + [7 + i for i, bias in enumerate(biases) if bias is not None]
             way = make_anchor(ctx, (x, act, product, saved_by, wg, wu, wd, *biases), tuple(unsaved))
             if way:
@@ -84,7 +85,7 @@ class DenseMLP(torch.autograd.Function):
 
 
 def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    # Before the first return: `load_tensors` also lets go of what a checkpoint's hooks have packed.
+    # Before the first return: `load_tensors` also releases the tensors packed by a checkpoint's hooks.
     x, g, u, h, wg, wu, wd = load_tensors(ctx)[:7]
     if given is None:
         return (None,) * 10
@@ -95,9 +96,9 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
     dx = dwg = dwu = dwd = dg = du = None
     again = need_wd and h is None
     if need_g or need_u:
-        # scratch: first the product's gradient, then the product itself, which dW of down needs.
+        # scratch: first the product's gradient, then the product itself, which down's dW needs.
         scratch = torch.mm(dy, wd)
-        # Nobody else holds gate and up. With a kept graph the next backward pass reads them again.
+        # Gate and up are private to this node. With a retained graph the next backward pass reads them again.
         over = not is_graph_retained()
         if need_g:
             dg = g if over else torch.empty_like(g)
@@ -108,7 +109,7 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
         scratch = _gated_fwd(g, u, ctx.act, 1.0, 1.0).view(-1, wd.shape[1])
     if need_wd:
         dwd = torch.mm(dy.t(), scratch if again else h.view(-1, wd.shape[1]))
-    # As wide as gate, and nothing below reads it.
+    # Free the tensor, as wide as gate: nothing below reads it.
     scratch = h = None
     rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
     if dg is not None:
@@ -120,7 +121,7 @@ def _backward(ctx: Any, given: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if du is not None:
         du = du.view(-1, wu.shape[0])
         if dx is not None:
-            # The fp32 sum of the product is added to what stands there, and rounded.
+            # The product's fp32 sum is added to dx in the epilogue, then rounded.
             dx.addmm_(du, wu)
         if need_wu:
             dwu = torch.mm(du.t(), rows)

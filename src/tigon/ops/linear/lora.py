@@ -1,4 +1,4 @@
-"""A frozen linear layer with a low-rank adapter, in any form of the weight, and what operators ask of it."""
+"""A frozen linear layer with a low-rank adapter, for any weight representation, and checks shared by the operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tigon.kernels.dispatch import DTYPES, torch_is_forced
 
 
 class Frozen(Protocol):
-    """A frozen weight (N, H) in a form of its own, such as the 4-bit numbers of `tigon.FourBit`."""
+    """A frozen weight (N, H) in another representation, such as 4-bit numbers in `tigon.FourBit`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -22,7 +22,7 @@ class Frozen(Protocol):
     def device(self) -> torch.device: ...
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a plain tensor (N, H); called in the forward pass and again in the backward pass."""
+        """Return the weight as a plain tensor (N, H); called in the forward pass and again in the backward pass."""
 
 
 class LoRA(NamedTuple):
@@ -31,13 +31,14 @@ class LoRA(NamedTuple):
     Args:
         weight: W (N, H), x's dtype, without a gradient; or a `tigon.FourBit`, or any object with `shape`,
             `device` and `dense(dtype)`.
-        a: A (r, H) in x's dtype, a narrower one or fp32. b: B (N, r), the same.
-        scale: of the adapter, such as alpha / r.
+        a: A (r, H) in x's dtype, a narrower dtype or fp32.
+        b: B (N, r), likewise.
+        scale: the adapter's scale, such as alpha / r.
         bias: (N,), x's dtype, or None.
-        dropout: the probability p with which an element of the adapter's input is dropped, the others being divided by
-            1-p; in [0, 1), and rounded to a multiple of 2⁻¹⁶. It holds at every call: pass 0 in evaluation. Each layer
-            and each call has a mask of its own, from a seed that torch's generator of x's device draws. The masks are
-            not those of `torch.nn.Dropout`.
+        dropout: the probability p that an element of the adapter's input is dropped, with the others divided by
+            1-p; in [0, 1), and rounded to a multiple of 2⁻¹⁶. Applied on every call: pass 0 in evaluation. Each layer
+            and call has a separate mask, seeded from torch's generator on x's device. The masks differ from those of
+            `torch.nn.Dropout`.
     """
 
     weight: Tensor | Frozen
@@ -45,21 +46,21 @@ class LoRA(NamedTuple):
     b: Tensor
     scale: float = 1.0
     bias: Tensor | None = None
-    dropout: float = 0  # an int: torch.compile makes a number of a float, and would look at the function twice
+    dropout: float = 0  # an int: torch.compile makes a float symbolic, and would trace the function twice
 
 
 class Known(LoRA):
-    """A layer of which the caller knows that its tensors fit each other and x: it passes `checked_layers` unread.
+    """A layer whose tensors the caller has already checked against each other and x: `checked_layers` skips the checks.
 
-    fuse makes these. It reads each layer at each call to find out whether the operators serve it, and a second reading
-    took a tenth of the host's time for a layer.
+    Made by fuse, which inspects each layer on each call to decide whether the operators support it; checking a second
+    time took a tenth of the host time per layer.
     """
 
     __slots__ = ()
 
 
 def multiplier(weight: Any) -> Callable[[Tensor], Tensor] | None:
-    """The forward product of a frozen weight that multiplies rows in a way of its own, bias included; else None."""
+    """A frozen weight's own forward product over rows, bias included; None if the weight has none."""
     return getattr(weight, "own_product", None)
 
 
@@ -71,17 +72,16 @@ def dense(weight: Tensor | Frozen, dtype: torch.dtype) -> Tensor:
 
 
 def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) -> tuple[torch.dtype, bool]:
-    """The dtype of the products, and whether autocast chose it; a ValueError for what does not fit.
+    """Return the products' dtype, and whether autocast chose it; raise a ValueError for mismatched arguments.
 
-    at: the place of the first of these layers among those that the caller was given.
+    at: index of the first layer here among the layers that the caller received.
     """
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point or x.dim() == 0:
         what = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name}: x must be (..., H) floats, got {what}.")
     if not layers:
         raise ValueError(f"{name}: layers must hold at least one tigon.LoRA, got none.")
-    # Under autocast dtypes may differ, since all operands are cast. Without it a mixture is an error in F.linear as
-    # well.
+    # Autocast casts all operands, so dtypes may differ. Without autocast a mixture is an error in F.linear too.
     cast = autocast_dtype(x.device.type) if x.dtype != torch.float64 else None
     if all(type(layer) is Known for layer in layers):
         return cast or x.dtype, cast is not None
@@ -95,8 +95,8 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) 
             if not isinstance(t, Tensor) and not (t is None and field == "bias"):
                 raise ValueError(f"{name}: {where}.{field} must be a tensor, got {type(t).__name__}.")
         weight, a, b, _, bias, dropout = layer
-        # `Frozen` is a protocol: anything with a shape may be one. A module is the likeliest mistake, and gets its own
-        # advice.
+        # `Frozen` is a protocol: anything with a shape may qualify. A module is the likeliest mistake and gets
+        # specific advice.
         if isinstance(weight, torch.nn.Module) or not hasattr(weight, "shape"):
             advice = ": pass its weight" if isinstance(getattr(weight, "weight", None), Tensor) else ""
             raise ValueError(
@@ -113,7 +113,7 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) 
         for field, t in (("weight", weight), ("a", a), ("b", b), ("bias", bias)):
             if t is not None and t.device != x.device:
                 raise ValueError(f"{name}: {where}.{field} must be on x's device {x.device}, got {t.device}.")
-        # The backward pass makes no gradient of W at all: a trainable weight would silently get none.
+        # The backward pass makes no gradient for W: a trainable weight would silently get none.
         if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name}: {where}.weight must be frozen, got one that requires a gradient.")
         for field, t in (("weight", weight), ("bias", bias)):
@@ -122,27 +122,27 @@ def checked_layers(name: str, x: Tensor, layers: tuple[LoRA, ...], at: int = 0) 
         for field, t in (("a", a), ("b", b)):
             if not t.dtype.is_floating_point:
                 raise ValueError(f"{name}: {where}.{field} must have a float dtype, got {t.dtype}.")
-        # p = 1 is out: 1 / (1 − p) would be infinite.
+        # p = 1 is excluded: 1 / (1 − p) would be infinite.
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise ValueError(f"{name}: {where}.dropout must be a number, at least 0 and below 1, got {dropout!r}.")
     return cast or x.dtype, cast is not None
 
 
 def runs_by_hand(dtype: torch.dtype, autocast: bool, layers: tuple[LoRA, ...], x: Tensor) -> bool:
-    """Whether the products below serve this call. They are torch's own, so they run on any device."""
+    """Whether the hand-written products serve this call. They use torch's products, so they run on any device."""
     if torch.compiler.is_compiling():
-        return False  # Inductor fuses the casts and sums itself, and its partitioner decides what is kept
-    # Tensor subclasses, meta tensors and sparse ones go to the reference, whose operations they know how to take.
+        return False  # Inductor fuses the casts and sums itself, and its partitioner decides which tensors are saved
+    # Tensor subclasses, meta and sparse tensors go to the reference, which uses operations they support.
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
     if not use_triton(x, *tensors) and (torch_is_forced() or not all(map(_is_plain, (x, *tensors)))):
         return False
     widest = widest_dtype(layers, dtype)
-    # Two halves of fp16 lack the range of fp32: small gradients would be lost.
+    # Two fp16 halves lack fp32's range: small gradients would be lost.
     return dtype in DTYPES and (autocast or widest == dtype or (dtype, widest) == (torch.bfloat16, torch.float32))
 
 
 def _is_plain(t: Tensor) -> bool:
-    # type() and not isinstance: a subclass of Tensor, such as a DTensor, may give `addmm_` another meaning.
+    # type(), not isinstance: a Tensor subclass, such as DTensor, may redefine `addmm_`.
     plain = type(t) in (Tensor, torch.nn.Parameter)
     return plain and t.layout is torch.strided and t.dtype in DTYPES and not t.is_meta
 

@@ -1,15 +1,15 @@
-"""A gated MLP whose three frozen layers carry adapters, as one unit: y = down(act(gate(x)) · up(x)).
+"""A gated MLP whose three frozen layers carry adapters, as a unit: y = down(act(gate(x)) · up(x)).
 
-As `lora_linear` and `gated_lora_linear` in a row, but the adapters' parts of gate and up are never written to memory:
-the frozen products stand alone, and the gated unit adds the adapters to the tiles that it reads (tigon.ops.gated_lora).
-So does the backward pass with the gradient that comes through the layer behind.
+Like `lora_linear` followed by `gated_lora_linear`, but gate's and up's adapter parts are never written to memory: the
+frozen products are written alone, and the gated unit adds the adapters to the loaded tiles (tigon.ops.gated_lora).
+The backward pass does the same with the gradient that comes through the layer down.
 
     forward     t = x [Ag; Au]ᵀ;  g = x Wgᵀ, u = x Wuᵀ;  h = act(g + sg tg Bgᵀ) · (u + su tu Buᵀ);  y = down(h)
                 with a residual stream r in the last pass over y: r + (h Wdᵀ + sd td Bdᵀ)
     backward    dh = dy Wd, and the adapter's part in the kernel that gives dg, du and h again; then as for any layers
-    kept        x, t, g, u
+    saved       x, t, g, u
 
-A checkpoint that computes again stops before h.
+A checkpoint's recomputation stops before h.
 """
 
 from __future__ import annotations
@@ -47,19 +47,21 @@ def lora_mlp(
     x: Tensor, layers: tuple[LoRA, LoRA, LoRA], *, act: Act = "silu", inplace: bool = True,
     saved_by: tuple[Any, Any] | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """down(act(gate(x)) · up(x)) with adapters on all three layers, keeping x and the frozen results of gate and up.
+    """down(act(gate(x)) · up(x)) with adapters on all three layers, saving x and gate's and up's frozen results.
 
     Args:
         x: (..., H).
         layers: gate, up and down, each a `tigon.LoRA`: (N, H), (N, H) and (H', N).
-        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (the square of relu) or "sigmoid".
-        inplace: the backward pass writes the gradients of gate and up over them, which nobody else can see. Not where
-            the graph is kept (`retain_graph=True`).
+        act: a name in `tigon.ops.acts`: "silu", "gelu_tanh", "gelu", "relu", "relu2" (relu squared) or "sigmoid".
+        inplace: the backward pass overwrites gate and up, which are private, with their gradients. Ignored if the
+            graph is retained (`retain_graph=True`).
         saved_by: as in `lora_linear`.
-        residual: (..., H'), what the result is added to, or None. The adapter's part of down, the frozen product and
-            the residual stream are then added in one pass, and the sum is rounded once.
-    Returns: (..., H') in x's dtype, of residual and the result in the promoted one.
-    Raises: ValueError as `lora_linear`, and for layers whose sizes do not fit each other.
+        residual: (..., H'), added to the result, or None. down's adapter part, the frozen product and the residual
+            stream are then added in one pass, and the sum is rounded once.
+
+    Returns: (..., H') in x's dtype; with a residual, in the promoted dtype.
+
+    Raises: ValueError as `lora_linear`, and for layers whose sizes do not match.
 
     Replaces::
 
@@ -74,12 +76,11 @@ def lora_mlp(
     if tuple(gate.weight.shape) != tuple(up.weight.shape) or down.weight.shape[1] != gate.weight.shape[0]:
         sizes = ", ".join(str(tuple(layer.weight.shape)) for layer in layers)
         raise ValueError(f"lora_mlp: layers must be gate and up (N, H) and down (M, N), got {sizes}.")
-    # The middle tensor does not exist yet. An empty one of its width and dtype lets the same checks read it.
+    # The middle tensor does not exist yet. An empty tensor with the same width and dtype serves the same checks.
     checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
     saved_by = saved_by if torch.is_grad_enabled() else None
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
-    # The unit's kernel adds adapters on the tensor cores: half precision alone, factors in the same dtype, and no bias,
-    # for which it has no argument.
+    # The unit's kernel adds adapters on the tensor cores: half precision only, factors in the same dtype, and no bias.
     one_pass = (
         dtype in (torch.bfloat16, torch.float16)
         and use_triton(x, *tensors)
@@ -89,14 +90,14 @@ def lora_mlp(
         and max(layer.a.shape[0] for layer in layers) <= WIDEST
         and (autocast or widest_dtype(layers, dtype) == dtype)
     )
-    # Two units in a row: g and u are then written with their adapters' parts, which is right for every case and moves
-    # more bytes.
+    # Otherwise two separate units: g and u are written with their adapter parts, which is always correct but moves more
+    # bytes.
     if not one_pass:
         g, u = lora_linear(x, (gate, up), saved_by=saved_by)
         y = gated_lora_linear(g, u, down, act=act, inplace=inplace, saved_by=saved_by)
         return y if residual is None else residual + y
-    # A stream in another dtype is promoted by torch's sum, and so is one that broadcasts. A bias would be one more
-    # operand of the pass, which no family of models has.
+    # torch's sum handles a residual that needs promotion or broadcasting. A bias would be another operand in the pass,
+    # and no model family has one.
     joined = (
         residual is not None
         and (residual.dtype, residual.shape) == (dtype, (*x.shape[:-1], down.weight.shape[0]))
@@ -104,7 +105,7 @@ def lora_mlp(
         and use_triton(residual)
     )
     x = x if x.dtype == dtype else x.to(dtype)
-    # A group draws its masks when it is made: none is made where another operator makes it.
+    # A group draws its masks on construction, so construct groups only where this operator runs.
     plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
     # tensors() gives A, B, biases and weights, two each: [6:] leaves the two weights, as gate and up have no bias here.
     own = (gate.a, up.a, gate.b, up.b, *plans[0].tensors((gate, up))[6:], *plans[1].tensors((down,)))
@@ -113,7 +114,7 @@ def lora_mlp(
 
 
 class _LoraMLP(torch.autograd.Function):
-    """x, …, the stream, A and B of gate and up, their weights, and A, B, bias and weight of down → y."""
+    """x, …, the residual, gate's and up's A and B, their weights, and down's A, B, bias and weight → y."""
 
     @staticmethod
     def forward(
@@ -125,32 +126,30 @@ class _LoraMLP(torch.autograd.Function):
         first, last = plans
         ag, au, bg, bu, wg, wu, ad, bd, bias, wd = tensors
         rows = x.reshape(-1, x.shape[-1])
-        # One launch casts all factors that need it. B of gate and up stay as they are: the unit's kernel narrows them
-        # when it loads them.
+        # A single launch casts all factors that need it. gate's and up's B stay: the unit's kernel narrows them on
+        # load.
         joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
         t = first.thin_products(rows, joined)
-        # The frozen layers' results alone. Their adapters' parts, as wide as these, exist only in the tiles of the next
-        # kernel.
+        # Only the frozen layers' results. Their adapter parts, just as wide, exist only in the next kernel's tiles.
         g, u = (first.product(i, rows, (wg, wu)) for i in (0, 1))
-        # A checkpoint computes again up to here: h, its thin product and the product of down are left out. td is then
-        # made in the backward pass.
+        # A checkpoint recomputes up to here: h, its thin product and down's product are skipped. The backward pass then
+        # makes td.
         if saved_by is not None:
             save_tensors(ctx, saved_by, x, t, g, u, None, *tensors)
-        # Never saved: the backward pass's kernel has g and u in its tiles, and makes of h what the gradients need.
+        # Never saved: the backward kernel has g and u in registers, and recomputes from h the parts that gradients
+        # need.
         h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
         td = last.thin_products(h, own_ad)
         if saved_by is None:
             save_tensors(ctx, saved_by, x, t, g, u, td, *tensors)
-        # h is freed when this returns.
         if residual is None:
-            # y is written by the adapter and added to by the frozen product.
             y = last.results(h, td, (own_bd,), (bias,), (wd,))[0]
             return (y.view(*x.shape[:-1], y.shape[1]),)
-        # The frozen product stands alone, and the pass that adds it to the stream adds the adapter's part to it. Were
-        # the stream the product's addend, the sum would be rounded twice at the stream's size.
+        # The frozen product stays separate, and the pass that adds the residual also adds the adapter's part. With the
+        # residual as the product's addend, the sum would be rounded twice at the residual's magnitude.
         y = last.product(0, h, (wd,))
         y = adapted_sum(residual.reshape(y.shape), y, td, own_bd, last.scales[0])
-        # The stream is the one input that nothing saved leads to.
+        # The residual is the only input that no saved tensor leads to.
         way = () if saved_by is not None else make_anchor(ctx, (x, plans, act, inplace, saved_by, residual), (5,))
         if way:
             ctx.save_for_backward(*ctx.to_save, *way)
@@ -169,73 +168,70 @@ def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Add
 
 def _lora_mlp_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     first, last = ctx.plans
-    # In the order of `save_tensors` in forward; the bias of down is saved too, and not needed.
     x, t, g, u, td, ag, au, bg, bu, wg, wu, ad, bd, _, wd = load_tensors(ctx)[:15]
     if dy is None:
         return (None,) * 16
-    # Arguments 1 to 4 are the plans and options; the weights' places are skipped, as they are frozen.
+    # Arguments 1 to 4 are the plans and options; the frozen weights are skipped.
     need_x, need_residual, need_ag, need_au, need_bg, need_bu, _, _, need_ad, need_bd, need_bias, _ = (
         ctx.needs_input_grad[i] for i in (0, *range(5, 16))
     )
     rows = dy.reshape(-1, dy.shape[-1])
     joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
-    # First of all: the kernel below wants the adapter's share of dh as factors, ud and A.
+    # First: the kernel below needs the adapter's share of dh as factors, ud and A.
     ud = last.upstream([rows], (own_bd,))
     behind = None
     if last.masks is None:
-        # The frozen layer's part alone: the kernel adds ud A.
-        # dh without the adapter's part is written once. With it, the part would be written, read and written again in
-        # that width.
+        # Only the frozen layer's part: the kernel adds ud A. dh is then written once; otherwise the adapter's part
+        # would be written, read and written again at that width.
         dh, behind = torch.mm(rows, last.weight(0, (wd,))), Added(ud, ad)
     else:
-        # Masks act on the columns of the product u A, so the part cannot be added as a plain outer product of tiles.
+        # Masks act on the columns of u A, so the part cannot be added as a plain outer product of tiles.
         dh = last.input_gradient([rows], ud, own_ad, (wd,))
     if ctx.inplace and not is_graph_retained():
-        # g and u are this Function's own results, which nobody else holds: the kernel reads a tile of both before it
-        # writes it.
+        # g and u are private to this Function: the kernel reads both tiles before overwriting them.
         dg, du = g, u
     else:
         dg, du = torch.empty_like(g), torch.empty_like(u)
     added = (*_added(first, t, (bg, bu)), behind)
     # td is missing after a checkpoint: forward saved before h existed.
     recomputes = need_bd and td is None
-    # Up to a rank that registers hold, the pass makes the adapters' products from the tiles it has, and six thin
+    # Up to a rank that fits in registers, the pass makes the adapters' products from loaded tiles, so that six thin
     # products need not read dgate, dup and h again.
     along = sums_along(g, (*first.ranks, *last.ranks))
-    # The kernel writes h over dh where down's adapter needs h and the kernel cannot serve it: masks may lie between.
+    # The kernel writes h over dh if down's adapter needs h and the kernel cannot compute that gradient, for example
+    # because of masks.
     h = dh if (need_ad or recomputes) and (behind is None or not along) else None
-    # a and t are asked for only where h is not written: what comes from h in memory is multiplied by torch below.
+    # Request a and t only if h is not written: with h in memory, torch computes both products below.
     if along:
         found = gated_lora_gradients(
             dh, g, u, added, ctx.act, (dg, du), h, b=need_bg or need_bu, a=need_ad and h is None,
             t=recomputes and h is None,
         )  # fmt: skip
-        # u of gate and up side by side, (M, rg + ru), as `upstream` would give them.
+        # gate's and up's u side by side, (M, rg + ru), in `upstream`'s layout.
         up_stream, td = found.u, td if found.t is None else found.t
         dad, dbg, dbu = (
             None if not need or d is None else d.to(like.dtype)
             for d, need, like in ((found.da, need_ad, ad), (found.db_gate, need_bg, bg), (found.db_up, need_bu, bu))
         )
     else:
-        # Beyond that rank: dg, du and h go to memory, and each thin product reads one of them again.
+        # Beyond that rank, dg, du and h go to memory, and each thin product reads one tensor again.
         gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), h)
         up_stream = first.upstream((dg, du), stacked(first.dtype, (bg,), (bu,)))
         dbg, dbu = first.b_gradients((dg, du), t, (bg, bu), (need_bg, need_bu))
         dad = None
-    # h lies over dh here: the kernel has read the gradient of a tile before it wrote the product there.
+    # h is stored over dh: the kernel reads each gradient tile before writing the product there.
     if h is not None:
         dad = last.a_gradients([rows], ud, h, (ad,), (need_ad,))[0]
         td = last.thin_products(h, own_ad) if recomputes else td
-    # Before dx: the tensor is as wide as g, and dx's products need no more of it.
+    # Freed before dx: the tensor is as wide as g, and dx's products do not need it.
     del dh, h
     dbd = last.b_gradients([rows], td, (bd,), (True,))[0] if need_bd else None
     dx = None
     if need_x:
-        # One sum over gate and up: the adapters' parts of both in one product, then each frozen product on top.
         dx = first.input_gradient((dg, du), up_stream, joined, (wg, wu)).view(*dy.shape[:-1], x.shape[-1])
     dags = first.a_gradients((dg, du), up_stream, x.reshape(-1, x.shape[-1]), (ag, au), (need_ag, need_au))
     dbias = rows.sum(0) if need_bias else None
-    # The stream's gradient is the upstream one itself: nothing here writes to it.
+    # The residual's gradient is the upstream gradient itself: nothing here modifies the tensor.
     dresidual = dy if need_residual else None
     return dx, None, None, None, None, dresidual, *dags, dbg, dbu, None, None, dad, dbd, dbias, None
 

@@ -1,4 +1,4 @@
-"""Products whose rows are padded to 16 bytes: room for them, the blocks they are taken in, sums without a temporary."""
+"""Products with rows padded to 16 bytes: allocation, class blocks, accumulation without a temporary."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def empty_logits(rows: int, V: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for (rows, V) logits, uninitialised; rows of 16 bytes and more begin at multiples of 16 bytes."""
+    """Allocate (rows, V) logits, uninitialised; rows with at least 16 bytes begin at multiples of 16 bytes."""
     if not needs_padding(V, dtype):
         return like.new_empty(rows, V, dtype=dtype)
-    step = 64 if V >= 1024 else 16 // dtype.itemsize  # whole cache lines, where they are little beside the budget
+    step = 64 if V >= 1024 else 16 // dtype.itemsize  # whole cache lines, where the overhead is small
     room = like.new_empty(rows, -(-V // step) * step, dtype=dtype)
     if like.is_cpu:
-        # With AMX, torch multiplies the number behind an odd number of columns by 0: NaN there becomes NaN in dX.
+        # With AMX, torch multiplies the number after an odd column count by 0: NaN there becomes NaN in dX.
         room[:, V:].zero_()
     return room[:, :V]
 
@@ -23,10 +23,10 @@ def needs_padding(V: int, dtype: torch.dtype) -> bool:
 
 
 def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
-    """The blocks of classes for the products: all classes, or first a multiple of 64 and then the rest.
+    """Split the classes into blocks for the products: all classes, or a multiple of 64 and then the rest.
 
-    A product over 50257 classes (GPT-2), or 200019, takes up to six times as long as one over a few classes less: its
-    rows begin where no 16-byte load can.
+    A product over 50257 classes (GPT-2), or 200019, takes up to six times as long as a product over a few classes less,
+    because the rows begin at addresses where 16-byte loads are impossible.
     """
     if V * dtype.itemsize % 16 == 0 or V < 1024:
         return [slice(0, V)]
@@ -34,8 +34,8 @@ def class_blocks(V: int, dtype: torch.dtype) -> list[slice]:
 
 
 def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """out = or += a b, without a temporary of its size; out may be fp32 under half-precision factors."""
-    if not b.shape[0]:  # a sum of nothing, as where a device has no classes
+    """out = or += a b, without a temporary; out may be fp32 with half-precision factors."""
+    if not b.shape[0]:  # empty sum, as on a device without classes
         if first:
             out.zero_()
     elif out.dtype == b.dtype:
@@ -44,10 +44,10 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         else:
             out.addmm_(a, b)
     elif b.is_meta:
-        return  # there is nothing to compute, and before torch 2.13 no meta kernel of a product with an out_dtype
+        return  # nothing to compute; before torch 2.13 there is no meta kernel for a product with an out_dtype
     elif b.is_cuda:
-        # `out` may be columns of wider rows. The product with an out_dtype is torch's addmm like the one without: its
-        # library takes the distance between rows as it is, and torch copies from a temporary where that cannot be.
+        # `out` may be columns in wider rows. With an out_dtype, torch's addmm behaves as without: cuBLAS accepts the
+        # row stride, and torch copies from a temporary otherwise.
         if first:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
         else:

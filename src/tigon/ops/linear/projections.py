@@ -1,15 +1,15 @@
-"""Linear layers of one input, with one node in autograd's graph: yᵢ = x Wᵢᵀ + bᵢ.
+"""Linear layers that share an input, as a single autograd node: yᵢ = x Wᵢᵀ + bᵢ.
 
-torch records four nodes for each layer of a (B, T, D) input: a view, the weight's transposition, the product, a view.
-Each layer's backward pass writes a gradient of x, and autograd sums the gradients in passes of their own. Here the
-second product adds to the first where it stands, in its epilogue:
+torch records four nodes per layer for a (B, T, D) input: a view, the weight's transposition, the product, a view. Each
+layer's backward pass writes a gradient for x, and autograd sums the gradients in separate passes. Here the second
+product accumulates onto the first in the epilogue:
 
     forward     yᵢ = x Wᵢᵀ + bᵢ
     backward    dx = dy₁ W₁;  dx += dy₂ W₂;  …;  dWᵢ = dyᵢᵀ x;  dbᵢ = Σ dyᵢ
-    kept        x, and the weights where x wants a gradient
+    saved       x, and the weights if x needs a gradient
 
-Forward pass and dW have the bits of torch's layers. dx is rounded once for each layer. torch rounds each layer's
-product, and each sum of two once more.
+The forward pass and dW match torch's layers bit for bit. dx is rounded once per layer. torch rounds each layer's
+product, and each pairwise sum once more.
 """
 
 from __future__ import annotations
@@ -25,36 +25,38 @@ from tigon.kernels import bind_apply, make_anchor, run_once_differentiable
 
 
 def projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """F.linear(x, weight, bias) for each weight, where all tensors are plain and have one dtype and device.
+    """F.linear(x, weight, bias) for each weight; all tensors are plain and share dtype and device.
 
     Args:
         x: (..., H).
-        weights: (Nᵢ, H). biases: (Nᵢ,) or None, one for each weight.
-    Returns: a tuple of (..., Nᵢ), and behind these, where autograd needs it, an empty tensor that is nobody's result.
+        weights: (Nᵢ, H).
+        biases: (Nᵢ,) or None, per weight.
+
+    Returns: a tuple of (..., Nᵢ), followed by an empty tensor where autograd needs an anchor.
     """
     ys: tuple[Tensor, ...] = _projections(x, len(weights), *weights, *biases)
     return ys
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear, with a result that may be written to when it has left an autograd Function."""
+    """F.linear, with a result that may be modified in place after leaving an autograd Function."""
     y = F.linear(x, weight, bias)
-    # With a bias torch gives a view of the product's rows. Autograd refuses writes to views that a Function has made.
+    # With a bias torch returns a view. Autograd forbids writes to views made inside a Function.
     return y if bias is None or not y._is_view() else torch.ops.aten._unsafe_view(y, y.shape)
 
 
 class Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, *tensors: Any) -> tuple[Tensor, ...]:
-        # The gradient of a result that nobody used stays None, and its products are left out.
+        # An unused result's gradient stays None, and the products are skipped.
         ctx.set_materialize_grads(False)
         ctx.hides, ctx.count = True, count
         weights, biases = tensors[:count], tensors[count:]
-        # x serves the weights' gradients alone: where all weights are frozen, it is not kept.
+        # Only the weights' gradients need x: with all weights frozen, x is not saved.
         own_x = ctx.own_x = True in ctx.needs_input_grad[2 : 2 + count]
         saved = (x, *weights) if own_x else weights
         ctx.save_for_backward(*saved)
-        # Of the inputs, x where it is not kept and the biases are not saved; see make_anchor.
+        # Unsaved inputs: the biases, and x unless saved; see make_anchor.
         unsaved = [] if own_x else [0]
         if biases != (None,) * count:
             unsaved += [2 + count + i for i, bias in enumerate(biases) if bias is not None]
@@ -64,7 +66,7 @@ class Projections(torch.autograd.Function):
         ys = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         needs = ctx.needs_input_grad
         if not needs[0]:
-            # A frozen layer of an input without a gradient: attention is to compute none for its result.
+            # A frozen layer on an input without a gradient: attention must not compute a gradient for the result.
             dead = [y for i, y in enumerate(ys) if not (needs[2 + i] or needs[2 + count + i])]
             ctx.mark_non_differentiable(*dead)
         return (*ys, *way)
@@ -84,17 +86,17 @@ def _backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         given_here = given[i]
         if given_here is None:
             continue
-        # A view where the rows of dy lie at even distances, else a copy, which the three products share.
+        # A view if dy's rows are evenly strided, else a copy that the three products share.
         dy = given_here.reshape(-1, given_here.shape[-1])
         if needs[0]:
-            # The fp32 sum of the product is added to what stands there, and rounded.
+            # The product's fp32 sum is added to dx in the epilogue, then rounded.
             dx = torch.mm(dy, weights[i]) if dx is None else dx.addmm_(dy, weights[i])
         if needs[2 + i]:
             gradients[i] = torch.mm(dy.t(), rows)
         if needs[2 + count + i]:
             gradients[count + i] = dy.sum(0)
     if dx is not None:
-        # x's shape comes from a gradient: x itself may not have been kept.
+        # The shape comes from a gradient: x may not have been saved.
         dx = dx.view(*next(dy for dy in given if dy is not None).shape[:-1], dx.shape[1])
     return dx, None, *gradients
 

@@ -1,8 +1,8 @@
-"""A gated MLP with adapters on its frozen layers that keeps only its input, and computes a tile of tokens at a time.
+"""A gated MLP with adapters on frozen layers that saves only its input and computes a tile of tokens at a time.
 
-As tigon.ops.linear.gated_mlp does for plain layers: the backward pass computes gate and up again, tile by tile, and
-only one tile's gate and up exist at a time. The adapters' gradients are summed over the tiles in fp32 and rounded once.
-Weights in a form of their own are made dense once a pass, not once a tile.
+Like tigon.ops.linear.gated_mlp for plain layers: the backward pass recomputes gate and up tile by tile, and only a
+single tile's gate and up exist at a time. Adapter gradients are summed over the tiles in fp32 and rounded once. Weights
+in another representation are made dense once per pass, not per tile.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from tigon.ops.linear.lora import LoRA, checked_layers, multiplier, runs_by_hand
 def tiled_lora_mlp(
     x: Tensor, layers: tuple[LoRA, LoRA, LoRA], *, act: Act = "silu", tile_bytes: int | None = None
 ) -> Tensor | None:
-    """down(act(gate(x)) · up(x)) with adapters on all three layers, keeping x alone; None where it cannot be done.
+    """down(act(gate(x)) · up(x)) with adapters on all three layers, saving only x; None if unsupported.
 
     Args:
         x: (..., H).
         layers: gate, up and down, each a `tigon.LoRA`: (N, H), (N, H) and (H', N).
         act: a name in `tigon.ops.acts`.
-        tile_bytes: of gate, up and one gradient of their width, together; as in `gated_mlp`.
+        tile_bytes: bytes per tile for gate, up and a gradient with their width, together; as in `gated_mlp`.
+
     Returns: (..., H') in x's dtype.
+
     Raises: ValueError as `lora_linear`.
     """
     checked_act("lora_mlp", act)
@@ -40,46 +42,45 @@ def tiled_lora_mlp(
     dtype, autocast = checked_layers("lora_mlp", x, (gate, up))
     checked_layers("lora_mlp", x.new_empty((0, gate.weight.shape[0])), (down,), at=2)
     tensors = [t for layer in layers for t in (layer.a, layer.b, layer.bias, layer.weight) if isinstance(t, Tensor)]
-    # None, and not the reference: the caller has a way of its own for layers that cannot go in tiles.
+    # None instead of the reference: the caller has a fallback for layers that cannot be tiled.
     if not use_triton(x, *tensors) or not runs_by_hand(dtype, autocast, layers, x):
         return None
     if any(multiplier(layer.weight) is not None for layer in layers):
-        return None  # int8 products choose the columns of outliers by all tokens
+        return None  # int8 products choose outlier columns from all tokens
     x = x if x.dtype == dtype else x.to(dtype)
-    # Each group draws its masks once, here. A tile computes its part of them from the number of its first row, forward
-    # and backward.
+    # Each group draws its masks once, here. A tile derives its part from the index of its first row, forward and
+    # backward.
     plans = Group((gate, up), dtype, wide=not autocast), Group((down,), dtype, wide=not autocast)
-    # Fixed in the forward pass and kept for the backward pass, whatever the environment says by then.
+    # Fixed in the forward pass, so that the backward pass does not depend on the environment.
     budget = chunk_budget(x.device, tile_bytes)
     own = *plans[0].tensors((gate, up)), *plans[1].tensors((down,))
     return _TiledLoraMLP.apply(x, *plans, act, budget, *own)  # type: ignore[no-any-return]
 
 
 def _tiles(rows: Tensor, width: int, budget: int) -> list[slice]:
-    # The bytes of HELD tensors of the middle width: what is alive at once in the backward pass, which has the most.
+    # HELD tensors with the middle width are alive at once in the backward pass, where most memory is used.
     step = chunk_rows(rows.shape[0], HELD * width * rows.element_size(), budget)
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
 
 
 class _Sums:
-    """Gradients of adapters, or of biases, added up over tiles in fp32."""
+    """Gradients for adapters or biases, accumulated over tiles in fp32."""
 
     def __init__(self, like: Sequence[Tensor | None], needs: Sequence[bool]) -> None:
         self.like, self.needs = like, list(needs)
-        # Stand for the parameters: a tile's gradients are asked for in fp32.
+        # Placeholders for the parameters, so that a tile's gradients come in fp32.
         self.wide = [torch.empty(0, dtype=torch.float32) for _ in like]
         self.totals: list[Tensor | None] = [None] * len(like)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         for i, g in enumerate(gradients):
             if g is not None:
-                # The first tile's gradient becomes the total, which spares zeroing a buffer and a pass that adds to it.
                 total = self.totals[i]
                 self.totals[i] = g if total is None else total.add_(g)
 
     def results(self) -> list[Tensor | None]:
         return [
-            # No tile came: x has no tokens, and the gradient is 0 and not None.
+            # x has no tokens: the gradient is 0, not None.
             None if not need or p is None else torch.zeros_like(p) if total is None else total.to(p.dtype)
             for p, need, total in zip(self.like, self.needs, self.totals, strict=True)
         ]
@@ -90,22 +91,20 @@ class _TiledLoraMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, first: Group, last: Group, act: str, budget: int, *tensors: Any) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.first, ctx.last, ctx.act, ctx.budget = first, last, act, budget
-        # x and parameters alone. gate, up and the product are 3.5 times as wide as x each in Llama.
+        # Only x and parameters. gate, up and the product are 3.5 times as wide as x each in Llama.
         ctx.save_for_backward(x, *tensors)
         a, b, biases, weights = first.split(tensors[:8])
         ad, bd, bias, wd = last.split(tensors[8:])
         rows = x.reshape(-1, x.shape[-1])
-        # Dense for the whole pass: making a 4-bit weight dense for each tile would cost a pass over it a tile.
+        # Dense for the whole pass: dequantising a 4-bit weight per tile would cost a pass over the weight each time.
         weights, wd = [first.weight(i, weights) for i in (0, 1)], [last.weight(0, wd)]
-        # Tiles write their rows of one result, so nothing is joined at the end.
         y = rows.new_empty(rows.shape[0], bd[0].shape[0])
         (joined, b), (joined_d, bd) = first.factors(a, b), last.factors(ad, bd)
         for tile in _tiles(rows, b[0].shape[0], budget):
-            # A slice of rows is a view: no tile of x is copied.
             here = rows[tile]
             gate, up = first.results(here, first.thin_products(here, joined, tile.start), b, biases, weights)
             product = _gated_fwd(gate, up, act, 1.0, 1.0)
-            # The tile's y is copied into place. That pass over H' numbers a token is small beside the products over N.
+            # The tile's y is copied into place: a pass over H' numbers per token is small next to the products over N.
             y[tile] = last.results(product, last.thin_products(product, joined_d, tile.start), bd, bias, wd)[0]
         return y.view(*x.shape[:-1], y.shape[1])
 
@@ -129,38 +128,34 @@ def _backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     sums = [_Sums(*p) for p in ((a, need_a), (b, need_b), (biases, need_biases), (ad, need_ad), (bd, need_bd))]
     sum_a, sum_b, sum_biases, sum_ad, sum_bd = sums
     dx = torch.empty_like(rows) if need_x else None
-    # Whether anything in front of the middle product wants a gradient; if not, the down projection's adapter needs the
-    # product alone.
+    # Whether anything before the middle product needs a gradient; if not, down's adapter needs only the product.
     above = need_x or any((*need_a, *need_b, *need_biases))
     (joined, thin), (joined_d, thin_d) = first.factors(a, b), last.factors(ad, bd)
     for tile in _tiles(rows, b[0].shape[0], ctx.budget):
         here, over, at = rows[tile], [dys[tile]], tile.start
-        # Gate and up again, in the order of the forward pass and by the same products: the same bits.
+        # Recompute gate and up with the forward pass's products in the same order: bitwise equal.
         t = first.thin_products(here, joined, at)
         gate, up = first.results(here, t, thin, biases, weights)
-        # Nothing of a tile is kept for the next: its tensors are freed, or overwritten, within this turn of the loop.
         u = last.upstream(over, thin_d)
         product = last.input_gradient(over, u, joined_d, wd, at) if above else _gated_fwd(gate, up, ctx.act, 1.0, 1.0)
         if above:
-            # The kernel reads gate, up and the product's gradient, and writes their gradients and the product there.
+            # The kernel reads gate, up and the product's gradient, and overwrites them with their gradients and the
+            # product.
             gated_backward(product, gate, up, ctx.act, 1.0, 1.0, gate, up, product)
-        # From here on `product` is the product itself in both cases: the kernel has overwritten its gradient.
+        # `product` now holds the product itself in both cases: the kernel has overwritten the gradient.
         sum_ad.add(last.a_gradients(over, u, product, sum_ad.wide, need_ad, at))
         sum_bd.add(last.b_gradients(over, last.thin_products(product, joined_d, at), sum_bd.wide, need_bd))
         if not above:
             continue
-        # Under their old names: the kernel has written dgate over gate, and dup over up.
+        # The kernel has written dgate over gate, and dup over up.
         grads = [gate, up]
         u = first.upstream(grads, thin)
         if dx is not None:
-            # A token is in one tile, so dx has no sum over tiles.
             dx[tile] = first.input_gradient(grads, u, joined, weights, at)
-        # These sums run over tiles, in fp32. Rounded to bf16 tile by tile, their error would grow with the length of
-        # the sequence.
+        # These sums run over tiles, in fp32. Rounded to bf16 per tile, their error would grow with the sequence length.
         sum_a.add(first.a_gradients(grads, u, here, sum_a.wide, need_a, at))
         sum_b.add(first.b_gradients(grads, t, sum_b.wide, need_b))
         sum_biases.add([g.sum(0, dtype=torch.float32) if n else None for g, n in zip(grads, need_biases, strict=True)])
-    # down's bias needs dy alone, so its sum is taken over all tokens at once.
     dbias = dys.sum(0) if need_bias[0] else None
     found = [*sum_a.results(), *sum_b.results(), *sum_biases.results(), None, None]
     found += [*sum_ad.results(), *sum_bd.results(), dbias, None]

@@ -1,1 +1,1 @@
-"""Operators that only LiRank uses, one file each."""
+"""LiRank-only operators, one per file."""

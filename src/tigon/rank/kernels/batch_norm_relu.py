@@ -1,10 +1,10 @@
-"""relu of a batch norm: y = max(0, (h − μ) / sqrt(σ² + eps) · γ + β), with μ and σ² of each column of a batch.
+"""Batch norm with relu: y = max(0, (h − μ) / sqrt(σ² + eps) · γ + β), with μ and σ² per column of a batch.
 
 Source: Ioffe & Szegedy 2015, https://arxiv.org/abs/1502.03167
 
-Rows may have columns of zeros behind the normed columns, as LiRank's padded linear layers put them, and so has the
-result. The bytes that move are the floor: h twice and y forward; dy and h twice and dh backward. The relu's mask is
-computed again from h.
+Rows may have zero columns after the normalized columns, as LiRank's padded linear layers produce; the result then has
+them too. The minimum traffic: h twice and y forward; dy and h twice and dh backward. The relu mask is recomputed from
+h.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ def batch_norm_relu(
     h: Tensor, weight: Tensor, bias: Tensor, running: Running | None = None, *, training: bool = True,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Batch norm of the first N columns of h, and relu. fp32 (fp64 of fp64), rounded once.
+    """Batch norm over the first N columns of h, then relu. fp32 (fp64 for fp64), rounded once.
 
     Args:
-        h: (C, W), W ≥ N, any float dtype, with zeros in the columns behind the first N.
+        h: (C, W), W ≥ N, any float dtype, with zeros after the first N columns.
         weight, bias: (N,), γ and β, fp32; fp64 through the reference.
-        running: (N,) mean and (N,) variance, in weight's dtype. In training they are written to, as `nn.BatchNorm1d`
-            does: running ← (1 − momentum) · running + momentum · batch's, of the unbiased variance.
-        training: by the statistics of the batch; else by the running ones.
-    Returns: (C, W) in h's dtype, dense, with zeros behind the first N columns.
-    Raises: ValueError for shapes and dtypes other than these, one row in training, and no running statistics outside
-        of it.
+        running: (N,) mean and (N,) variance, in weight's dtype. Updated in training like `nn.BatchNorm1d`:
+            running ← (1 − momentum) · running + momentum · batch statistic, with the unbiased variance.
+        training: normalize by the batch statistics; otherwise by the running statistics.
 
-    The gradients of weight and bias, and those of the statistics in training, are sums in fp32 in a fixed order.
+    Returns: (C, W) in h's dtype, dense, with zeros after the first N columns.
+
+    Raises: ValueError for other shapes or dtypes, for a single row in training, and for missing running statistics
+        outside training.
+
+    The gradients of weight and bias, and in training those of the statistics, are fp32 sums in a fixed order.
     """
     check_tensors("batch_norm_relu", h=h, weight=weight, bias=bias)
     _check(h, weight, bias, running, training)
@@ -67,7 +69,7 @@ def batch_norm_relu(
         return _batch_norm_relu(h, weight, bias, running[0].contiguous(), running[1].contiguous(), eps)
     if running is None or h.shape[0] == 0:
         return _batch_norm_relu(h, weight, bias, None, None, eps)
-    # An op that writes to its arguments has no gradient; and the kernel writes to dense statistics.
+    # An op that mutates its arguments has no gradient, and the kernel needs contiguous statistics.
     if is_traced(h) or not all(t.is_contiguous() for t in running):
         return batch_norm_relu_reference(h, weight, bias, running, momentum=momentum, eps=eps)
     result: Tensor = _tracking(h, weight, bias, None, None, eps, {"running": running, "momentum": momentum})
@@ -102,7 +104,7 @@ def batch_norm_relu_reference(
     x = h[:, :N].to(torch.promote_types(h.dtype, weight.dtype))
     if training and C:
         mean = x.mean(0)
-        # Two passes, as the kernels' statistics are meant to be: E(x²) − E(x)² would cancel.
+        # Two passes, like the kernels' statistics: E(x²) − E(x)² would cancel.
         variance = (x - mean).square().mean(0)
         if running is not None:
             with torch.no_grad():
@@ -119,15 +121,15 @@ def batch_norm_relu_reference(
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 #
-# Tiles are (BLOCK_M, BLOCK_N); a program has one block of columns and the tiles of a chunk of rows. Columns run fastest
-# among programs: those that run together read rows as they lie. W and the strides count UNIT elements, which tells the
-# compiler that they are multiples of it. Behind the first N columns mean, weight and bias are 0, and so is all that
-# follows from them.
+# Tiles are (BLOCK_M, BLOCK_N); a program owns a column block and the tiles in a chunk of rows. Columns are the fast
+# grid index: concurrent programs read whole rows. W and the strides count UNIT elements, which tells the compiler that
+# they are multiples of UNIT. After the first N columns mean, weight and bias are 0, and so are all values derived from
+# them.
 
 
 @jit
 def _chunk(C, W, per, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's chunk, its first tile and the one behind its last, its columns, and which of them there are."""
+    """This program's chunk, its first tile, the end of its tiles, its columns, and the column mask."""
     blocks = tl.cdiv(W, BLOCK_N // UNIT)
     chunk = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -136,9 +138,9 @@ def _chunk(C, W, per, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 @jit
 def _rows(tile, C, col_mask, BLOCK_M: tl.constexpr):
-    """The rows of a tile, and which of its places there are."""
+    """A tile's rows, and the tile mask."""
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    # int64: row · stride exceeds 2**31 at 613,000 rows of width 3504.
+    # int64: row · stride exceeds 2**31 at 613,000 rows with width 3504.
     return rows.to(tl.int64)[:, None], (rows < C)[:, None] & col_mask[None, :]
 
 
@@ -154,7 +156,7 @@ def _columns(w_ptr, b_ptr, stats_ptr, cols, N):
 
 @jit
 def _positive(square):
-    # Not the maximum, which takes 0 for NaN: a NaN of the batch is one of the result.
+    # Not tl.maximum, which turns NaN into 0: NaN in the batch must reach the result.
     return tl.where(square < 0.0, 0.0, square)
 
 
@@ -164,21 +166,21 @@ def _batch_norm_stats_kernel(
     h_ptr, part_ptr, C, N, W, stride_h, per,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Mean and Σ (h − mean)² of each chunk's columns."""
+    """Mean and Σ (h − mean)² for each column in a chunk."""
     chunk, first, last, cols, col_mask = _chunk(C, W, per, UNIT, BLOCK_M, BLOCK_N)
     h_ptr += cols[None, :]
     rows, mask = _rows(first, C, col_mask, BLOCK_M)
     x = tl.load(h_ptr + rows * stride_h * UNIT, mask=mask, other=0.0).to(tl.float32)
-    # Sums are about the mean of the first tile, which lies within sqrt(tiles) standard deviations of the chunk's: a
-    # difference of squares keeps its digits then.
+    # Sums are centred on the first tile's mean, within sqrt(tiles) standard deviations of the chunk's: a difference of
+    # squares then keeps its digits.
     about = tl.sum(x, 0) / tl.minimum(BLOCK_M, C - first * BLOCK_M)
-    # Each place of the tile has its sums: places meet once, after the last tile.
+    # Separate sums per tile element, reduced once after the last tile.
     total = tl.where(mask, x - about[None, :], 0.0)
     squares = total * total
     for tile in tl.range(first + 1, last, num_stages=STAGES):
         rows, mask = _rows(tile, C, col_mask, BLOCK_M)
         x = tl.load(h_ptr + rows * stride_h * UNIT, mask=mask, other=0.0).to(tl.float32)
-        # Masked places hold 0, not `about`.
+        # Masked elements hold 0, not `about`.
         x = tl.where(mask, x - about[None, :], 0.0)
         total += x
         squares += x * x
@@ -195,11 +197,11 @@ def _batch_norm_fold_kernel(
     stats_ptr, part_ptr, mean_ptr, var_ptr, C, N, P, rows, momentum, eps,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1/std of P chunks of `rows` rows, which move the running ones; without chunks those of the running."""
+    """Mean and 1/std from P chunks of `rows` rows, updating the running statistics; without chunks, from the latter."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
     if part_ptr is not None:
-        # As in a chunk, about the mean of the first: the chunks' means may be large beside what tells them apart.
+        # Centred on the first chunk's mean: the chunk means may be large compared with their differences.
         about = tl.load(part_ptr + cols, mask=mask, other=0.0)
         total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
         squares = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
@@ -208,7 +210,6 @@ def _batch_norm_fold_kernel(
             there = (p < P)[:, None] & mask[None, :]
             at = part_ptr + p.to(tl.int64)[:, None] * 2 * N + cols[None, :]
             shift = tl.where(there, tl.load(at, mask=there, other=0.0) - about[None, :], 0.0)
-            # The last chunk may have fewer rows.
             weighted = tl.minimum(rows, C - p * rows).to(tl.float32)[:, None] * shift
             total += weighted
             squares += tl.load(at + N, mask=there, other=0.0) + weighted * shift
@@ -240,7 +241,7 @@ def _batch_norm_relu_fwd_kernel(
     for tile in tl.range(first, last, num_stages=STAGES):
         rows, mask = _rows(tile, C, col_mask, BLOCK_M)
         x = tl.load(h_ptr + rows * stride_h * UNIT + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        # One fma, as in the backward kernels, which so find the mask that was here.
+        # An fma, as in the backward kernels, so that they recompute the same mask.
         y = _positive(tl.fma(x - mean[None, :], scale[None, :], bias[None, :]))
         tl.store(y_ptr + rows * W * UNIT + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -249,7 +250,7 @@ def _batch_norm_relu_fwd_kernel(
 def _upstream(
     dy_ptr, h_ptr, rows, mask, cols, stride_dy, stride_h, mean, scale, bias, UNIT: tl.constexpr
 ):  # fmt: skip
-    """The gradient of the norm's result, and h − mean, of a tile."""
+    """A tile's gradient of the norm's result, and h − mean."""
     dy = tl.load(dy_ptr + rows * stride_dy * UNIT + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     x = tl.load(h_ptr + rows * stride_h * UNIT + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     x -= mean[None, :]
@@ -262,7 +263,7 @@ def _batch_norm_relu_sums_kernel(
     dy_ptr, h_ptr, w_ptr, b_ptr, stats_ptr, part_ptr, C, N, W, stride_dy, stride_h, per,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's shares of dγ and dβ: a row of (P, 2, N), which `sum_rows` adds."""
+    """A chunk's part of dγ and dβ: a row in (P, 2, N), summed by `sum_rows`."""
     chunk, first, last, cols, col_mask = _chunk(C, W, per, UNIT, BLOCK_M, BLOCK_N)
     mean, rstd, scale, bias = _columns(w_ptr, b_ptr, stats_ptr, cols, N)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -277,6 +278,7 @@ def _batch_norm_relu_sums_kernel(
     tl.store(part_ptr + N, tl.sum(db, 0), mask=cols < N)
 
 
+# dh for a chunk, dense; dw_ptr and db_ptr hold dγ and dβ, or None with running statistics.
 @jit
 @do_not_specialize("C", "per")
 def _batch_norm_relu_bwd_kernel(
@@ -285,8 +287,8 @@ def _batch_norm_relu_bwd_kernel(
 ):  # fmt: skip
     _, first, last, cols, col_mask = _chunk(C, W, per, UNIT, BLOCK_M, BLOCK_N)
     mean, rstd, scale, bias = _columns(w_ptr, b_ptr, stats_ptr, cols, N)
-    # dh = γ / std · (g − dβ / C − ĥ · dγ / C): what the batch's mean and variance take out of the gradient. Running
-    # statistics, without sums, take nothing.
+    # dh = γ / std · (g − dβ / C − ĥ · dγ / C): the last two terms come from the batch's mean and variance, and are
+    # absent for running statistics.
     along = tl.zeros((BLOCK_N,), tl.float32)
     shift = tl.zeros((BLOCK_N,), tl.float32)
     if dw_ptr is not None:
@@ -303,7 +305,7 @@ def _batch_norm_relu_bwd_kernel(
 
 
 class _Cut(NamedTuple):
-    """How a batch is cut: the grid, chunks of rows, tiles of a chunk, and rows, columns and stages of a tile."""
+    """How a batch is partitioned: grid, row chunks, tiles per chunk, and rows, columns and stages per tile."""
 
     programs: int
     chunks: int
@@ -313,19 +315,19 @@ class _Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _cut(C: int, W: int, itemsize: int, inputs: int, device: torch.device) -> _Cut:
-    """128 columns, 256 bytes of 16-bit rows, and 16 or 32 rows: 16-byte loads, of which a thread has two or four.
+    """128 columns, 256 bytes in 16-bit rows, and 16 or 32 rows: two or four 16-byte loads per thread.
 
-    Sixteen programs a multiprocessor, of which about a quarter run at a time: fewer and longer ones would leave
-    multiprocessors idle at the end, and more have more shares to fold.
+    Sixteen programs per multiprocessor, of which about a quarter run at a time: fewer, longer programs would leave
+    multiprocessors idle at the end, and more programs produce more parts to fold.
     """
     block_n = min(128, max(8, next_power_of_2(W)))
-    # Backward a thread has two tensors of a tile beside its two sums.
+    # In the backward pass a thread holds two tile tensors and two sums.
     block_m = (4096 if inputs == 1 else 2048) // block_n
     tiles, blocks = cdiv(C, block_m), cdiv(W, block_n)
-    # Rounding up twice may leave chunks empty; counting again drops them.
+    # Rounding up twice may leave empty chunks; recounting drops them.
     per = cdiv(tiles, max(1, 16 * multiprocessors(device) // blocks))
     chunks = cdiv(tiles, per)
-    # Two tiles on their way while a third is computed, in each of four programs.
+    # Two tiles in flight while a third is computed, in each of four programs.
     fits = 4 * 3 * inputs * block_m * block_n * itemsize <= shared_memory(device)
     return _Cut(chunks * blocks, chunks, per, (block_m, block_n, 3 if fits and per > 1 else 1))
 
@@ -355,12 +357,12 @@ def _fold(
     momentum: float, eps: float,
 ) -> None:  # fmt: skip
     N, P = stats.shape[1], None if part is None else part.shape[0]
-    # A first tensor is there in any case: `launch` asks it for the device.
+    # stats comes first because stats is never None: `launch` takes the device from the first tensor.
     tensors = stats, part, mean, variance
     key = (C, N, P, rows, mean is None, momentum, eps)
 
     def plan() -> Plan:
-        # Narrow blocks, as in sum_rows: there are few columns and many multiprocessors.
+        # Narrow blocks, as in sum_rows: few columns, many multiprocessors.
         return cdiv(N, 16), (C, N, P, rows, momentum, eps, 64, 16), {"num_warps": 4}
 
     launch(_batch_norm_fold_kernel, key, tensors, plan)
@@ -381,7 +383,7 @@ def _batch_norm_relu_fwd(
     h: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, variance: Tensor | None, eps: float, *,
     running: Running | None = None, momentum: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """mean, variance: statistics to go by, in place of the batch's. running: those that the batch's move."""
+    """mean, variance: statistics to use instead of the batch's. running: statistics that the batch's update."""
     y, stats = _batch_norm_relu_fwd_fake(h, weight, bias, mean, variance, eps)
     if y.numel() == 0:
         return y, stats
@@ -419,7 +421,7 @@ def _batch_norm_relu_bwd(
     columns = weight.contiguous(), bias.contiguous(), stats
     sums: tuple[Tensor | None, Tensor | None] = None, None
     if need_sums or of_batch:
-        # dh takes the sums as well, where the statistics are those of the batch.
+        # With batch statistics, dh needs the sums too.
         first, second = (dw, db) if need_sums else (torch.empty_like(columns[0]) for _ in range(2))
         part = stats.new_empty((_cut_of(*inputs).chunks, 2, N))
         _launch(_batch_norm_relu_sums_kernel, inputs, (*columns, part), N)

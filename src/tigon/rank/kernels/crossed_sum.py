@@ -1,7 +1,8 @@
-"""The sum of a cross layer, y = x + x₀ ⊙ (u + b), beside x₀, which goes on to the next layer.
+"""A cross layer's sum, y = x + x₀ ⊙ (u + b), which also passes x₀ on to the next layer.
 
-Autograd would give u and x₀ their gradients in two passes each, add those of x₀ that the layers give in further ones,
-and sum b's in one more. The backward kernel reads dy, x₀, u and the next layer's gradient of x₀ once, and writes both.
+Autograd would compute u's and x₀'s gradients in two passes each, accumulate the layers' x₀ gradients in further passes,
+and sum b's gradient in another. The backward kernel reads dy, x₀, u and the next layer's x₀ gradient once, and writes
+both gradients.
 
 Source: DCN V2, Wang et al. 2021, https://arxiv.org/abs/2008.13535
 """
@@ -34,8 +35,8 @@ from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 def crossed_sum(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(x + x0 · (u + bias), x0), computed in fp32 and rounded once.
 
-    x0, u, x: (B, N) of one float dtype. bias: (N,), any float dtype. In eager mode alone, and with kernels; elsewhere
-    torch adds and multiplies.
+    x0, u, x: (B, N), the same float dtype. bias: (N,), any float dtype. Only for eager mode with kernels; otherwise use
+    torch.
     """
     if x0.dim() != 2 or not x0.shape == u.shape == x.shape or bias.shape != x0.shape[1:]:
         shapes = ", ".join(str(tuple(t.shape)) for t in (x0, u, x, bias))
@@ -55,6 +56,7 @@ def crossed_sum_reference(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Ten
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# y = x + x₀ · (u + b). A program owns a (BLOCK_M, BLOCK_N) tile. All (M, W · UNIT) tensors are contiguous.
 @jit
 @do_not_specialize("M")
 def _crossed_sum_fwd_kernel(
@@ -71,16 +73,17 @@ def _crossed_sum_fwd_kernel(
     tl.store(y_ptr + at, (x + x0 * (u + b[None, :])).to(y_ptr.dtype.element_ty), mask=mask)
 
 
+# du = dy · x₀, dx₀ = ds + dy · (u + b), and this program's part of db = Σ rows du, over rows_each rows and BLOCK_N
+# columns. dx is dy. ds is None for the last layer, whose x₀ is unused; du, dx0 and db are None if not needed.
 @jit
 @do_not_specialize("M", "rows_each")
 def _crossed_sum_bwd_kernel(
     dy_ptr, ds_ptr, x0_ptr, u_ptr, b_ptr, du_ptr, dx0_ptr, db_ptr, M, W, rows_each,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # du = dy · x₀, dx₀ = ds + dy · (u + b), and this program's share of db = Σ rows du. dx is dy.
     part, first, cols, inside = locate_part(W, rows_each, UNIT, BLOCK_N)
     b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    # A sum for each place of the tile, which threads have to themselves: they meet once, at the end.
+    # A separate sum per tile element, reduced across threads once, at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
@@ -91,7 +94,6 @@ def _crossed_sum_bwd_kernel(
         x0 = tl.load(x0_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if dx0_ptr is not None:
             dx0 = dy * (tl.load(u_ptr + at, mask=mask, other=0.0).to(tl.float32) + b[None, :])
-            # The last layer's x₀ goes nowhere: no gradient comes from there.
             if ds_ptr is not None:
                 dx0 += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx0_ptr + at, dx0.to(dx0_ptr.dtype.element_ty), mask=mask)
@@ -118,7 +120,7 @@ def _crossed_sum_fwd(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     if y.numel():
 
         def plan() -> Plan:
-            (block_m, block_n, warps), unit = (16, 128, 4), unit_of(N, ())  # 16 numbers a thread
+            (block_m, block_n, warps), unit = (16, 128, 4), unit_of(N, ())  # 16 numbers per thread
             return cdiv(M, block_m) * cdiv(N, block_n), (M, N // unit, unit, block_m, block_n), {"num_warps": warps}
 
         launch(_crossed_sum_fwd_kernel, (M, N, x.dtype, bias.dtype), (x0, u, x, bias, y), plan)
@@ -164,14 +166,14 @@ def _crossed_sum_bwd(
 
 
 class CrossedSum(torch.autograd.Function):
-    """x0, u, x, bias → the sum, and x0 again."""
+    """x0, u, x, bias → the sum, and x0 unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         laid = [t.contiguous() for t in (x0, u, x, bias)]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(laid[0], laid[1], laid[3])
-        # An input that is returned becomes a view of itself whose gradient comes here: no memory is touched.
+        # A returned input becomes a view whose gradient arrives here: no memory traffic.
         return _crossed_sum_fwd(*laid), x0
 
     @staticmethod

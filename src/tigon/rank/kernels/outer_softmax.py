@@ -1,11 +1,11 @@
-"""Attention between the r numbers of a row: y = A v, A = softmax(q kᵀ / τ) of shape (r, r), one for each row.
+"""Attention between the r numbers in a row: y = A v, with A = softmax(q kᵀ / τ) (r, r) per row.
 
-A is never in memory, forward or backward, and nothing but the input is kept for the backward pass.
+A is never in memory, forward or backward, and only the input is saved for the backward pass.
 
-The softmax does not change when k is shifted. From k' = k − (max k + min k) / 2 the largest score of row i of A is
-|q_i| h / τ, with h = (max k − min k) / 2: no pass over the scores looks for it.
+The softmax is invariant to a shift in k. With k' = k − (max k + min k) / 2 the largest score in row i of A is
+|q_i| h / τ, with h = (max k − min k) / 2, so no pass over the scores is needed to find the maximum.
 
-Source: Residual DCN of LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859, section 3.2
+Source: Residual DCN in LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859, section 3.2
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.tiles.constants import LN2, LOG2E
 
-# The widest A: a tile has all of its columns, 16 a thread on 8 warps.
+# The widest A: a tile holds all its columns, 16 per thread on 8 warps.
 MAX_RANK = 4096
 
 
@@ -39,15 +39,17 @@ def outer_softmax(qkv: Tensor, temperature: float = 1.0, *, residual: bool = Fal
     """softmax(q kᵀ / temperature) v for each row, with q, k and v its three thirds. fp32, rounded once.
 
     Args:
-        qkv: (..., 3r), any float dtype, r up to 4096: one projection, q before k before v.
-        temperature: τ > 0, which divides the products q_i k_j.
-        residual: add v, as LiRank's cross layer does. Its gradient is added in the same pass.
-    Returns: (..., r) in qkv's dtype.
-    Raises: ValueError for a last dimension that 3 does not divide or that is longer than 3 · 4096, a dtype that is not
-        a float, and a temperature that is not positive.
+        qkv: (..., 3r), any float dtype, r up to 4096: a fused projection, q before k before v.
+        temperature: τ > 0, divides the products q_i k_j.
+        residual: add v, as in LiRank's cross layer. The gradient is added in the same pass.
 
-    Nothing but qkv is kept for the backward pass, and its gradient is one tensor: no cat of three. Arithmetic is r²
-    exponentials a row forward, and as many backward. A row of an infinite k is NaN.
+    Returns: (..., r) in qkv's dtype.
+
+    Raises: ValueError for a last dimension not divisible by 3 or longer than 3 · 4096, a non-float dtype, and a
+        temperature that is not positive.
+
+    Only qkv is saved for the backward pass, and its gradient is a single tensor, without concatenation. The arithmetic
+    is r² exponentials per row forward, and as many backward. A row with an infinite k gives NaN.
 
     Source: LiRank, https://arxiv.org/abs/2402.06859
 
@@ -82,40 +84,42 @@ def outer_softmax_reference(qkv: Tensor, temperature: float = 1.0, *, residual: 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 #
-# A tile is (I, J, S, LI, LJ): S samples, and of each the rows ri · LI + li of A and its columns rj · LJ + lj. Triton
-# deals the last dimensions to threads, so that S · LI · LJ is the number of threads, and a thread has I rows and J
-# columns in registers. Sums over I and J stay in the thread; what crosses threads is a number for each row and each
-# column, and not one for each element: r²/LJ + r²/LI and less, instead of r² exchanges. Of a tile in Triton's usual
-# two dimensions the exchanges take longer than the exponentials.
+# A tile is (I, J, S, LI, LJ): S samples, each with A's rows ri · LI + li and columns rj · LJ + lj. Triton distributes
+# the last dimensions over threads, so S · LI · LJ is the thread count, and a thread holds I rows and J columns in
+# registers. Sums over I and J stay within the thread; only row and column sums cross threads, not elements: r²/LJ +
+# r²/LI exchanges or fewer, instead of r². With Triton's usual two-dimensional tile the exchanges take longer than the
+# exponentials.
 
 
 @jit
 def _dealt(x, SAMPLES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """(S, BLOCK), as it was read, as (BLOCK / LANES, S, LANES): rows or columns of tiles."""
+    """(S, BLOCK), as loaded, as (BLOCK / LANES, S, LANES): rows or columns for tiles."""
     return tl.permute(tl.reshape(x, (SAMPLES, BLOCK // LANES, LANES)), (1, 0, 2))
 
 
 @jit
 def _gathered(x, SAMPLES: tl.constexpr, BLOCK: tl.constexpr):
-    """The way back, for a store."""
+    """Inverse of `_dealt`, for a store."""
     return tl.reshape(tl.permute(x, (1, 0, 2)), (SAMPLES, BLOCK))
 
 
 @jit
 def _over_columns(tile):
-    # Dimension 1 first, which is in registers: one number for each row and thread is left to exchange.
+    # Dimension 1 first, which is in registers: only one number per row and thread is exchanged.
     return tl.sum(tl.sum(tile, 1), 3)
 
 
 @jit
 def _centred(k, live):
-    """k less the middle of its range, and half of the range: (S, BLOCK) and (S, 1). Columns beyond r get 0."""
-    # Halves: the sum of two large numbers of one sign is infinite.
+    """k minus its midrange, and half the range: (S, BLOCK) and (S, 1). Columns beyond r get 0."""
+    # Halve before adding: the sum of two large numbers with equal sign would overflow.
     top = 0.5 * tl.max(tl.where(live, k, float("-inf")), 1, keep_dims=True)
     low = 0.5 * tl.min(tl.where(live, k, float("inf")), 1, keep_dims=True)
     return tl.where(live, k - (top + low), 0.0), top - low
 
 
+# y (B, R) from x = qkv (B, 3 R), row stride stride_x. A program owns SAMPLES samples and loops over STEP rows of A.
+# WHOLE: R == BLOCK, so that no columns are padding. scale_log2e: log₂ e / τ.
 @jit
 @do_not_specialize("B")
 def _outer_softmax_fwd_kernel(
@@ -123,7 +127,7 @@ def _outer_softmax_fwd_kernel(
     RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, SAMPLES: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     LANES_I: tl.constexpr, LANES_J: tl.constexpr,
 ):  # fmt: skip
-    # int64: sample · stride exceeds 2**31 at 11 million samples of r = 64.
+    # int64: sample · stride exceeds 2**31 at 11 million samples with r = 64.
     samples = tl.program_id(0).to(tl.int64) * SAMPLES + tl.arange(0, SAMPLES)[:, None]
     x_ptr += samples * stride_x
     y_ptr += samples * R
@@ -135,10 +139,9 @@ def _outer_softmax_fwd_kernel(
     k, half = _centred(k, live)
     k = _dealt(k, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
     v = _dealt(v, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
-    # 1 for a column of A, 0 for one beyond r: its k is 0, whose exponential is not.
+    # 1 for A's columns, 0 beyond r, where k is 0 and the exponential is not.
     counts = _dealt(tl.broadcast_to(live, (SAMPLES, BLOCK)).to(tl.float32), SAMPLES, BLOCK, LANES_J)
     counts = counts[None, :, :, None, :]
-    # Rows beyond r end the loop, as far as they fill steps.
     for start in range(0, R, STEP):
         rows = start + tl.arange(0, STEP)[None, :]
         mask = (samples < B) & (rows < R)
@@ -150,11 +153,14 @@ def _outer_softmax_fwd_kernel(
         total = _over_columns(e if WHOLE else e * counts)
         y = _gathered(_over_columns(e * v) / total, SAMPLES, STEP)
         if RESIDUAL:
-            # Read a second time, as rows, from the cache.
+            # Read again as rows, from the cache.
             y += tl.load(x_ptr + 2 * R + rows, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+# dx = (dq, dk, dv) (B, 3 R) from dy and x, with the forward kernel's layout; scale: 1/τ. A step holds whole rows of A:
+# the row sums and y are recomputed from the exponentials that the gradients need, so that y is exact rather than
+# rounded to 16 bits. Where a row has one large score, v_j − y cancels.
 @jit
 @do_not_specialize("B")
 def _outer_softmax_bwd_kernel(
@@ -162,9 +168,7 @@ def _outer_softmax_bwd_kernel(
     RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, SAMPLES: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     LANES_I: tl.constexpr, LANES_J: tl.constexpr,
 ):  # fmt: skip
-    # A step has whole rows of A: their sums and y are computed again from the exponentials that the gradients need, so
-    # that y is exact, and not what was left of it in 16 bits. Where a row has one large score, v_j − y cancels.
-    # int64 as in the forward.
+    # int64 as in the forward kernel.
     samples = tl.program_id(0).to(tl.int64) * SAMPLES + tl.arange(0, SAMPLES)[:, None]
     x_ptr += samples * stride_x
     dy_ptr += samples * stride_dy
@@ -179,7 +183,7 @@ def _outer_softmax_bwd_kernel(
     v = _dealt(v, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
     counts = _dealt(tl.broadcast_to(live, (SAMPLES, BLOCK)).to(tl.float32), SAMPLES, BLOCK, LANES_J)
     counts = counts[None, :, :, None, :]
-    # By lane of rows: lanes meet once, behind the loop.
+    # Per row lane: lanes are reduced once, after the loop.
     dk = tl.zeros((BLOCK // LANES_J, SAMPLES, LANES_I, LANES_J), tl.float32)
     dv = tl.zeros((BLOCK // LANES_J, SAMPLES, LANES_I, LANES_J), tl.float32)
     for start in range(0, R, STEP):
@@ -192,17 +196,17 @@ def _outer_softmax_bwd_kernel(
         e = tl.exp2(q * k - top)
         share = 1.0 / _over_columns(e if WHOLE else e * counts)
         y = (_over_columns(e * v) * share)[:, None, :, :, None]
-        # dy_i over the row's sum turns exponentials into A's elements times dy_i. Rows beyond r have dy = 0; columns
-        # beyond r are not stored, and add nothing to dq, as their k is 0.
+        # dy_i divided by the row sum turns exponentials into A's elements times dy_i. Rows beyond r have dy = 0;
+        # columns beyond r are not stored, and add nothing to dq, as their k is 0.
         factor = _dealt(dy, SAMPLES, STEP, LANES_I) * share
         w = factor[:, None, :, :, None]
         dv += tl.sum(e * w, 0)
-        ds = e * (v - y)  # over w
+        ds = e * (v - y)  # not yet multiplied by w
         dk += tl.sum(ds * (w * q), 0)
-        # Σ_j ds_ij = 0: dq is the same of k and of k'.
+        # Σ_j ds_ij = 0: k and k' give the same dq.
         dq = _gathered(_over_columns(ds * k) * factor, SAMPLES, STEP) * scale
         tl.store(dx_ptr + rows, dq.to(dx_ptr.dtype.element_ty), mask=mask)
-    dk = _gathered(tl.sum(dk, 2), SAMPLES, BLOCK) * LN2  # of q · scale · log₂ e
+    dk = _gathered(tl.sum(dk, 2), SAMPLES, BLOCK) * LN2  # q holds q · scale · log₂ e
     dv = _gathered(tl.sum(dv, 2), SAMPLES, BLOCK)
     if RESIDUAL:
         dv += tl.load(dy_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -214,15 +218,15 @@ def _outer_softmax_bwd_kernel(
 
 
 def _tile(r: int, rows: int) -> tuple[dict[str, int], int]:
-    """Samples a program, columns, rows a step, lanes of rows and of columns; and warps.
+    """Samples per program, columns, rows per step, row lanes and column lanes; and warps.
 
-    rows: of A, in a step and thread. A thread has 16 columns of each, for which k, v and backward two sums are in
-    registers. With four lanes of rows, a sample of r = 64 is 16 threads. A program is a warp where that can be: its
-    threads exchange sums, and deal what they read, behind no barrier.
+    rows: A's rows per step and thread. A thread has 16 columns, for which k, v and in the backward pass two sums are in
+    registers. With four row lanes, a sample with r = 64 takes 16 threads. A program is a single warp where possible, so
+    that its threads exchange sums and distribute loads without a barrier.
     """
     block = max(4, next_power_of_2(r))
     lanes_j = max(1, block // 16)
-    lanes_i = max(1, min(4, 256 // lanes_j))  # 8 warps at most: more would leave a thread too few registers
+    lanes_i = max(1, min(4, 256 // lanes_j))  # at most 8 warps: more would leave too few registers per thread
     warps = max(1, lanes_i * lanes_j // 32)
     samples = warps * 32 // (lanes_i * lanes_j)
     step = min(block, rows * lanes_i)
@@ -234,7 +238,7 @@ def _fwd_tile(r: int) -> tuple[dict[str, int], int]:
 
 
 def _bwd_tile(r: int) -> tuple[dict[str, int], int]:
-    # Two rows of 16 columns, which take 166 registers where they are given. With four rows it would be 8 warps.
+    # Two rows by 16 columns take 166 registers if available. Four rows would need 8 warps.
     return _tile(r, 2)
 
 
@@ -277,7 +281,7 @@ def _outer_softmax_bwd(dy: Tensor, qkv: Tensor, temperature: float, residual: bo
         R = W // 3
         tile, warps = _bwd_tile(R)
         numbers = B, R, *strides, 1 / temperature, LOG2E.value / temperature, residual, tile["BLOCK"] == R
-        # 16 warps a multiprocessor in place of 12, for a few numbers on the stack: 4 to 13 % faster on an H200.
+        # 16 warps per multiprocessor instead of 12, at the cost of a few spilled numbers: 4 to 13 % faster on an H200.
         options = {"num_warps": warps, **register_limit(x.device, 128)}
         return cdiv(B, tile["SAMPLES"]), (*numbers, *tile.values()), options
 

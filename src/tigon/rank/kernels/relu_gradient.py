@@ -1,4 +1,4 @@
-"""The backward pass of y = relu(h + b) from y: dh = dy where y > 0, and db = Σ rows dh, in one pass.
+"""The backward pass for y = relu(h + b), from y: dh = dy where y > 0, and db = Σ rows dh, in one pass.
 
 Autograd writes dh in one pass and reads it again for db in another.
 """
@@ -15,9 +15,9 @@ from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 
 def relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(dh, db): dy where y is positive, 0 elsewhere, and the sums of its columns, in fp32 and rounded once.
+    """(dh, db): dy where y is positive, 0 elsewhere, and the column sums, in fp32 and rounded once.
 
-    dy, y: (M, N) of one float dtype. A NaN of y passes dy on, as torch's threshold does.
+    dy, y: (M, N), the same float dtype. Where y is NaN, dy passes through, as in torch's threshold.
     """
     if dy.dim() != 2 or dy.shape != y.shape:
         raise ValueError(f"relu_gradient: dy and y must be (M, N), got {tuple(dy.shape)} and {tuple(y.shape)}.")
@@ -32,6 +32,7 @@ def relu_gradient_reference(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return dh, dh.sum(0)
 
 
+# A program owns rows_each rows and BLOCK_N columns: dh, and its part of db. All (M, W · UNIT) tensors are contiguous.
 @jit
 @do_not_specialize("M", "rows_each")
 def _relu_gradient_kernel(
@@ -39,7 +40,7 @@ def _relu_gradient_kernel(
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     part, first, cols, inside = locate_part(W, rows_each, UNIT, BLOCK_N)
-    # A sum for each place of the tile, which threads have to themselves: they meet once, at the end.
+    # A separate sum per tile element, reduced across threads once, at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, rows_each, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)

@@ -1,7 +1,7 @@
-"""The product of each row with one vector: z = x · w, the head of a model with one logit.
+"""The product of each row with a vector: z = x · w, the head for a single-logit model.
 
-torch's product of a matrix and a vector rounds the logits to the dtype of x, and its backward pass reads x in one
-kernel and writes dx, a product of every two numbers, in a slow one. Here one kernel does both, and z stays in fp32.
+torch's matrix-vector product rounds the logits to x's dtype, and its backward pass reads x in one kernel and writes dx,
+an outer product, in a slow one. Here a single kernel does both, and z stays in fp32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 
 def row_dot(x: Tensor, weight: Tensor) -> Tensor:
-    """(M,) fp32, or fp64 for fp64: each row of x by the weight, summed in fp32.
+    """(M,) fp32, or fp64 for fp64: each row of x times the weight, summed in fp32.
 
-    x: (M, K), any float dtype, K ≥ N: columns behind the first N count nothing and get gradients of 0. weight: (N,).
-    In eager mode alone, and with kernels; elsewhere torch multiplies.
+    x: (M, K), any float dtype, K ≥ N: columns after the first N are ignored and get gradient 0. weight: (N,).
+    Only for eager mode with kernels; otherwise use torch.
     """
     if x.dim() != 2 or weight.dim() != 1 or weight.shape[0] > x.shape[1]:
         shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
@@ -52,6 +52,7 @@ def row_dot_reference(x: Tensor, weight: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# z (M,) = x · w. A program owns BLOCK_M rows and loops over N columns. x has W · UNIT columns, of which N count.
 @jit
 @do_not_specialize("M")
 def _row_dot_fwd_kernel(
@@ -61,24 +62,25 @@ def _row_dot_fwd_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, N, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
-        # All of a row's columns, which are a multiple of UNIT as N need not be: loads of N would be narrow.
+        # Masked by W · UNIT, not N: a mask by N, which need not be a multiple of UNIT, would make the loads narrow.
         mask = (rows < M)[:, None] & (cols < W * UNIT)[None, :]
         # int64: a batch may have more than 2**31 numbers.
         at = rows.to(tl.int64)[:, None] * W * UNIT + cols[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        # What lies behind may be NaN.
+        # Columns after N may hold NaN.
         total += tl.where((cols < N)[None, :], x * w[None, :], 0.0)
     tl.store(z_ptr + rows, tl.sum(total, 1), mask=rows < M)
 
 
+# dx = dz ⊗ w, and this program's part of dw = Σ rows dz · x, over rows_each rows and BLOCK_N columns. dx and dw are
+# None if not needed.
 @jit
 @do_not_specialize("M", "rows_each")
 def _row_dot_bwd_kernel(
     dz_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, M, N, W, rows_each,
     UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # dx = dz ⊗ w, and this program's share of dw = Σ rows dz · x.
     part, first, cols, inside = locate_part(W, rows_each, UNIT, BLOCK_N)
     counts = cols < N
     w = tl.load(w_ptr + cols, mask=counts, other=0.0).to(tl.float32)
@@ -90,10 +92,9 @@ def _row_dot_bwd_kernel(
         dz = tl.load(dz_ptr + rows, mask=there, other=0.0).to(tl.float32)[:, None]
         at, mask = rows[:, None] * W * UNIT + cols[None, :], there[:, None] & inside[None, :]
         if dw_ptr is not None:
-            # Sums of columns that do not count are not stored.
             total += dz * tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         if dx_ptr is not None:
-            # 0 behind the columns that count, of an infinite dz as well.
+            # 0 after the first N columns even for an infinite dz.
             dx = tl.where(counts[None, :], dz * w[None, :], 0.0).to(dx_ptr.dtype.element_ty)
             tl.store(dx_ptr + at, dx, mask=mask)
     if dw_ptr is not None:
@@ -112,7 +113,7 @@ def _row_dot_fwd(x: Tensor, weight: Tensor) -> Tensor:
     (M, K), N, z = x.shape, weight.shape[0], _row_dot_fwd_fake(x, weight)
 
     def plan() -> Plan:
-        (block_m, block_n, warps), unit = (16, 256, 4), unit_of(K, ())  # 32 numbers a thread
+        (block_m, block_n, warps), unit = (16, 256, 4), unit_of(K, ())  # 32 numbers per thread
         return cdiv(M, block_m), (M, N, K // unit, unit, block_m, block_n), {"num_warps": warps}
 
     if M:

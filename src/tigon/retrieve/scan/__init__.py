@@ -1,11 +1,11 @@
-"""The k rows with the highest scores q · xᵢ + bᵢ among those that pass a filter, exactly, without writing the scores.
+"""Exact top-k search: the k rows with the highest scores q · xᵢ + bᵢ that pass a filter, without storing the scores.
 
-Order items by (score descending, row ascending) and cut them into groups. The k best items lie in the k groups whose
-best items are best: if an item of another group were among them, k groups would each hold an item before it. So one
-pass over the items writes the maximum of each group alone, the best groups are scored once more, and the k best of
-those are the answer. No threshold is guessed, and no order of the items is a bad one.
+Order items by (score descending, row ascending) and split them into groups. The k best items lie in the k groups with
+the best maxima: if an item in another group were among them, k groups would each hold a better item. A pass over the
+items therefore writes only each group's maximum, the best groups are scored again, and their k best items are the
+result. No threshold is guessed, and no item order is unfavourable.
 
-Source: the filter before the scan is that of LiNR, Borisyuk et al. 2024, https://arxiv.org/abs/2407.13218.
+Source: the filter before the scan is LiNR's, Borisyuk et al. 2024, https://arxiv.org/abs/2407.13218.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["CodedItems", "RowBits", "RowFilter", "RowTags", "encode_items", "fil
 
 Plan = Literal["auto", "dense", "compact", "bitmaps", "codes"]
 Where = RowFilter | Sequence[RowFilter | None] | RowBits
-# Beyond that the groups of a query no longer fit the programs that select among them.
+# Beyond that, a query's groups no longer fit the programs that select among them.
 MOST = 2048
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -50,40 +50,41 @@ def filtered_topk(
     plan: Plan = "auto",
     share: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k best rows of items for each query, of those that pass: the exact answer of scoring all of them.
+    """Return the k best rows of items that pass, for each query: exactly the result of scoring all rows.
 
     Args:
         query: (B, D): fp16, bf16 or fp32.
-        items: (N, D): fp16, bf16, float8_e4m3fn or fp32, in any stride of rows. `CodedItems` are rows with codes of 8
-            bits, which a search reads first where that moves fewer bytes. The answer is the same. With signs for codes
-            it is approximate where they are read: rows that are among the best may be missing.
+        items: (N, D): fp16, bf16, float8_e4m3fn or fp32, with any row stride. `CodedItems` are rows with 8-bit codes,
+            which a search reads first where that moves fewer bytes, with the same result. Sign codes make the
+            search approximate where they are read: some of the best rows may be missing.
         k: 1 to 2048.
-        attributes: (W, N) int64, W words of each row, which filters and tags test. Their highest bit is never used.
-        where: a `tigon.RowFilter` for all queries, or a sequence of one for each, None for all rows. Equal filters cost
-            once where they are the same object. Make them with `device=` where you compile the call. A `tigon.RowBits`
-            instead of filters that were tested before: a search then reads N/8 bytes of each, and no attributes.
-        live: (⌈N/32⌉,) int32. Bit r % 32 of number r // 32 says that row r is there. Default: all are.
-        bias: (N,) fp32, added to the scores of a row.
-        tags: T values of the attributes. Make them with `device=` where you compile the call.
-        tag_weights: (B, T) fp32, finite: for each query what a row's having each of the values adds to its score.
-            Codes of the items are not read then, and signs are not either: the answer is exact.
-        plan: how to scan, on a GPU: "dense" reads all rows; "compact" those that pass one filter; "bitmaps" all rows
-            with a filter for each query; "codes" the signs of all that pass at most one filter. "auto" takes what moves
-            fewest bytes. The answer is the same, but for signs.
-        share: how many of the rows pass, from 0 to 1, where you know about it. It decides between plans alone.
-    Returns: scores (B, k) fp32, descending, and rows (B, k) int64; of equal scores the lower row is first. Where fewer
-        than k rows pass, the rest is row -1 with score -inf. Rows whose score is NaN or -inf are never returned. For
+        attributes: (W, N) int64, W words per row, tested by filters and tags. The highest bit is never used.
+        where: a `tigon.RowFilter` for all queries, or a sequence with a filter per query, None for all rows. The same
+            filter object is tested only once. Create filters with `device=` if the call is compiled. A `tigon.RowBits`
+            replaces filters with precomputed bits: a search then reads N/8 bytes per filter, and no attributes.
+        live: (⌈N/32⌉,) int32. Bit r % 32 in number r // 32 says that row r exists. Default: all rows exist.
+        bias: (N,) fp32, added to a row's scores.
+        tags: T attribute values. Create tags with `device=` if the call is compiled.
+        tag_weights: (B, T) fp32, finite: per query, the score added to a row for having each value.
+            Codes, signs included, are then not read: the result is exact.
+        plan: the scan strategy on a GPU: "dense" reads all rows; "compact" reads the rows that pass one filter;
+            "bitmaps" reads all rows, with a filter per query; "codes" reads the signs of all rows that pass at most one
+            filter. "auto" picks the plan that moves the fewest bytes. The result is the same, except with signs.
+        share: the fraction of rows that pass, from 0 to 1, if known. Used only to choose the plan.
+
+    Returns: scores (B, k) fp32, descending, and rows (B, k) int64; equal scores are ordered by row. If fewer
+        than k rows pass, the rest is row -1 with score -inf. Rows with score NaN or -inf are never returned. For
         fp64 the scores are fp64.
-    Raises: ValueError for shapes, dtypes, devices and options that do not fit, and for tensors whose gradient would be
-        asked for: the answer has none.
 
-    Scores are sums in fp32 of the numbers as they are stored. On a GPU their order depends on D and k alone: the same
-    query gets the same bits whatever its batch and the plan. On a CPU the products are torch's, whose last bits differ
-    between a query alone and in a batch. Weights of tags are added at the end, one after another in the
-    order of word and value; tags whose weight is 0 change no bit.
+    Raises: ValueError for mismatched shapes, dtypes, devices and options, and for tensors that require a gradient: the
+        result has none.
 
-    Rows may hold infinities: their scores are inf, -inf or NaN as such sums are. Not where queries have filters of
-    their own: there a row of score inf that fails a filter may keep rows that pass out of an answer.
+    Scores are fp32 sums over the stored numbers. On a GPU the summation order depends only on D and k: a query gets the
+    same bits in every batch and plan. On a CPU torch computes the products, whose last bits differ between a single
+    query and a batch. Tag weights are added last, in order of word and value; tags with weight 0 change no bit.
+
+    Rows may hold infinities: their scores are then inf, -inf or NaN. This does not hold with per-query filters: a
+    row with score inf that fails a filter may keep rows that pass out of a result.
 
     Replaces::
 
@@ -103,7 +104,7 @@ def filtered_topk(
     where = _check_filters(query, items.shape[0], attributes, where, plan)
     if uses_signs(query, coded, where, plan, share) and coded is not None:
         return sign_topk(query, coded, k, attributes, where, live, bias)
-    # use_triton asks for floats of DTYPES; of fp8 the kernels read the bytes.
+    # use_triton accepts the floats in DTYPES; the kernels read fp8 as bytes.
     if not use_triton(query, None if items.dtype == torch.float8_e4m3fn else items, bias):
         return filtered_topk_reference(
             query, items, k, attributes=attributes, where=where, live=live, bias=bias, tags=tags,
@@ -152,7 +153,7 @@ def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None)
         raise ValueError(f"filtered_topk: plan must be one of {', '.join(get_args(Plan))}, got {plan!r}.")
     if share is not None and not 0 <= share <= 1:
         raise ValueError(f"filtered_topk: share must be from 0 to 1, got {share}.")
-    if items.shape[0] > 2**31 - 4096:  # the numbers of the rows of the last strip fit 32 bits
+    if items.shape[0] > 2**31 - 4096:  # so that row numbers in the last strip fit 32 bits
         raise ValueError(f"filtered_topk: items must be at most 2**31 - 4096 rows, got {items.shape[0]}.")
 
 
@@ -235,7 +236,7 @@ def _check_codes(coded: CodedItems, k: int) -> None:
 
 
 def _check_filters(query: Tensor, rows: int, attributes: Tensor | None, where: Where | None, plan: str) -> Where | None:
-    """The filter of all queries, or a list of one for each; None where all rows pass."""
+    """The filter for all queries, or a list with a filter per query; None if all rows pass."""
     if where is None:
         return None
     if isinstance(where, RowBits):

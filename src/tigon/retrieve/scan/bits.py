@@ -1,4 +1,4 @@
-"""Which rows pass, known before the search: a bit for each filter and row, made once and kept as rows are written."""
+"""Precomputed filter results: a bit per filter and row, made once and updated as rows are written."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tigon.kernels import cdiv, do_not_specialize, jit, launch, tl, use_triton
 from tigon.retrieve.scan.compact import holds
 from tigon.retrieve.scan.filters import RowFilter, stack_tables
 
-# Words of a program, of 32 rows each.
+# Words per program, 32 rows each.
 BLOCK, WARPS = 8, 4
 
 
 class RowBits(NamedTuple):
-    """Which rows pass filters, as bits, in place of the filters themselves. `RowBits.from_filters` makes them.
+    """Filter results as bits, in place of the filters themselves. Create with `RowBits.from_filters`.
 
     Args:
-        bits: (F, ⌈N/32⌉) int32. Bit r % 32 of number r // 32 says whether row r passes.
-        which: (B,) int32, the filter of each query, 0 to F - 1. None: the first is for all queries.
-        starts: (F,) int64, where in the memory of `bits` each filter's numbers begin. None: filters are its rows.
+        bits: (F, ⌈N/32⌉) int32. Bit r % 32 in number r // 32 says whether row r passes.
+        which: (B,) int32, each query's filter, 0 to F - 1. None: the first filter for all queries.
+        starts: (F,) int64, offsets into `bits` where each filter's numbers begin. None: filters are its rows.
     """
 
     bits: Tensor
@@ -38,7 +38,9 @@ class RowBits(NamedTuple):
         """Test rows by filters.
 
         Args:
-            filters: F of them. attributes: (W, N) int64. which: (B,) int32, the filter of each query.
+            filters: F filters.
+            attributes: (W, N) int64.
+            which: (B,) int32, each query's filter.
         """
         words = cdiv(attributes.shape[1], 32)
         bits = attributes.new_empty((len(filters), words), dtype=torch.int32)
@@ -47,18 +49,18 @@ class RowBits(NamedTuple):
 
     @property
     def filters(self) -> int:
-        """How many there are."""
+        """The number of filters."""
         return 1 if self.which is None else len(self.bits if self.starts is None else self.starts)
 
     def beginnings(self) -> Tensor:
-        """`starts`, computed where they are not given."""
+        """`starts`, computed if not given."""
         if self.starts is not None:
             return self.starts
         stride = self.bits.stride(0) if len(self.bits) > 1 else 0
         return torch.arange(len(self.bits), device=self.bits.device) * stride
 
     def mask(self, start: int, stop: int) -> Tensor:
-        """(n,) or (B, n) bool, which of these rows pass; the specification of the kernels."""
+        """(n,) or (B, n) bool, whether each row passes; the kernels' specification."""
         first, past = start // 32, (stop + 31) // 32
         words = self.bits[:1]
         if self.which is not None and self.starts is not None:
@@ -85,18 +87,20 @@ def pack_bits(mask: Tensor) -> Tensor:
 def write_bits(
     filters: Sequence[RowFilter], attributes: Tensor, bits: Tensor, starts: Tensor, words: Tensor | None = None
 ) -> None:
-    """Test rows by filters, each of which passes or fails 32 rows in a number of its bits.
+    """Test rows by filters, and write 32 results per int32.
 
     Args:
-        filters: different objects. attributes: (W, N) int64.
-        bits: int32, the memory that is written to. starts: (F,) int64, where in it each filter's ⌈N/32⌉ numbers begin.
-        words: (n,) int64, the numbers that are written, of each filter; the others stay. None: all are.
+        filters: distinct objects.
+        attributes: (W, N) int64.
+        bits: int32, the output buffer.
+        starts: (F,) int64, offsets into bits where each filter's ⌈N/32⌉ numbers begin.
+        words: (n,) int64, indices to write, for each filter; others stay unchanged. None: all.
     """
     N = attributes.shape[1]
     count = cdiv(N, 32) if words is None else len(words)
     if not count or not filters:
         return
-    # The kernels read whole numbers; use_triton asks for floats.
+    # The kernels read integers; use_triton needs a float tensor.
     if not use_triton(attributes.new_empty(0, dtype=torch.float32)):
         rows: Any = slice(0, N)
         if words is not None:
@@ -118,7 +122,7 @@ def write_bits(
 
 
 def _flat(bits: Tensor) -> Tensor:
-    """The memory of bits, from its first number to its last."""
+    """The memory behind bits, from its first number to its last."""
     reach = (len(bits) - 1) * bits.stride(0) + bits.shape[1]
     return bits.as_strided((reach,), (1,))
 
@@ -129,7 +133,7 @@ def _bits_kernel(
     attributes_ptr, table_ptr, bitmaps_ptr, start_ptr, words_ptr, bits_ptr, N, count, stride, literals,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of BLOCK words, the bits of each filter: a program writes what no other does, so none is added atomically."""
+    """Each filter's bits for BLOCK words. A program owns its words, so no atomics are needed."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = n < count
     if words_ptr is not None:
@@ -150,9 +154,9 @@ def _bits_kernel(
         some = some & more
         if (flags & 4) != 0:
             start = tl.load(start_ptr + f)
-            # No two bits of a word are the same: their sum is the word.
+            # No two bits in a word overlap: their sum is the word.
             tl.store(bits_ptr + start + place, tl.sum(keep.to(tl.int32) << bit[None, :], 1), mask=there)
             keep = inside
             f += 1
-            # The bitmaps of the next filter lie behind those of this one.
+            # The next filter's bitmaps follow this filter's.
             bitmaps_ptr += tl.load(row_ptr + 7)

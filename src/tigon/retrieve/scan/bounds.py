@@ -1,23 +1,24 @@
-"""Upper bounds of scores from 8-bit codes: what `rescore` computes of a row is never above the bound of its row.
+"""Upper bounds on scores from 8-bit codes: `rescore` never computes a score above the row's bound.
 
-Let a row be x = s · (c + e) with its code c, its scale s and |e|₂ ≤ E, |c|₂ ≤ C, the two numbers of `CodedItems.error`.
-Let a query be q = t · (u + f), with whole numbers u (or u + w/256, two terms), F ≥ |f|₂ and Q ≥ |q|₂ / t. Then
+Let a row be x = s · (c + e) with code c, scale s and |e|₂ ≤ E, |c|₂ ≤ C, the two numbers in `CodedItems.error`.
+Let a query be q = t · (u + f), with integers u (or u + w/256, two terms), F ≥ |f|₂ and Q ≥ |q|₂ / t. Then
 
     q · x = s · t · (u · c + f · c + (u + f) · e)  ≤  s · (t · (u · c) + t · (F · C + Q · E)).
 
-The scan computes s · (t · v + A) in fp32, where v is u · c and A the slack of the query. It must be at least what
-`rescore` returns, whose sum in fp32 is off by at most (D + 2) · 2⁻²³ · Q · t · s · (C + E), in any order of the sum:
+The scan computes s · (t · v + A) in fp32, where v is u · c and A the query's slack. The bound must be at least the
+result of `rescore`, whose fp32 sum is off by at most (D + 2) · 2⁻²³ · Q · t · s · (C + E), in any summation order:
 
-- u · c is a whole number, exact in int32. Its conversion to fp32, that of w · c, and their sum round by 2⁻²⁴ each, of
-  at most 127² · D: v is off by less than D · 2⁻⁸.
-- t · v + A and the product with s round by 2⁻²⁴ each, of at most s · t · ((Q + F) · C + D · 2⁻⁸) + s · A: together less
-  than 2⁻²¹ of it. A product and a sum in one rounding are off by less.
+- u · c is an integer, exact in int32. Conversion to fp32, conversion of w · c, and their sum round by 2⁻²⁴ each, with
+  values up to 127² · D: v is off by less than D · 2⁻⁸.
+- t · v + A and the product with s round by 2⁻²⁴ each, with values up to s · t · ((Q + F) · C + D · 2⁻⁸) + s · A:
+  together less than 2⁻²¹ relative. A fused multiply-add is off by less.
 - a bias is added to both, and rounding keeps their order.
 
-A is the sum of all that, and more by 2⁻¹⁰ + D · 2⁻²¹ of itself, which is beyond the rounding of Q, F and A: sums of D
-squares, and a division that is off by two units in the last place (the 2⁻¹⁴ · √D below). A is at least t, scales are at
-least 2⁻⁶⁷ and t at least 2⁻⁵⁷, so that no rounding of numbers near 2⁻¹⁴⁹ reaches the surplus. A query beyond 2⁵⁰, or
-with NaN, has t = 0 and A = inf; a row beyond 2⁵⁰, or with NaN, has s = inf and c = 0. Their bounds are inf.
+A is the sum of all these terms, increased by a factor 1 + 2⁻¹⁰ + D · 2⁻²¹, which exceeds the rounding in Q, F and A:
+sums over D squares, and a division that is off by two units in the last place (the 2⁻¹⁴ · √D below). A is at least t,
+scales are at least 2⁻⁶⁷ and t at least 2⁻⁵⁷, so that no rounding of numbers near 2⁻¹⁴⁹ reaches the surplus. A query
+beyond 2⁵⁰, or with NaN, has t = 0 and A = inf; a row beyond 2⁵⁰, or with NaN, has s = inf and c = 0. Their bounds are
+inf.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tigon.retrieve.scan.scan import rows_of_strip, write_maxima
 
 @jit
 def rounded(x):
-    """The nearest whole number that a code has."""
+    """The nearest integer in the code range."""
     return tl.minimum(tl.maximum(tl.floor(x + 0.5), -127.0), 127.0)
 
 
@@ -39,7 +40,7 @@ def _encode_query_kernel(
     q_ptr, error_ptr, code_ptr, low_ptr, step_ptr, slack_ptr, certified_ptr, stride, D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A query's codes u, and w where there are two terms, its step t and its slack A; and that it is not certified."""
+    """A query's codes u, and w for two terms, its step t and slack A; resets its certified flag."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
@@ -77,9 +78,10 @@ def _bounds_kernel(
     MIDDLE: tl.constexpr, STRIP: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     UNIT: tl.constexpr, LISTING: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One strip of codes, one block of queries: as `_scan_kernel`, whose words these are, of bounds instead of scores.
+    """A strip of codes and a block of queries: like `_scan_kernel`, with the same arguments, for bounds instead of
+    scores.
 
-    word_ptr: bit 0 of a row's word is whether it passes the one filter; None where all do, or where there is a list.
+    word_ptr: bit 0 in a row's word says whether the row passes the single filter; None if all pass, or with a list.
     """
     strip = tl.program_id(0) // blocks
     b = tl.program_id(0) % blocks * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -139,7 +141,7 @@ def _bounds_kernel(
         s = (s * step[:, None] + slack[:, None]) * scale[None, :]
         if bias_ptr is not None:
             s = s + tl.load(bias_ptr + i)[None, :]
-        # A bound may be inf: no sum with -inf, which would be NaN.
+        # A bound may be inf: select instead of adding -inf, which would give NaN.
         if word_ptr is not None:
             s = tl.where(((tl.load(word_ptr + i) & 1) != 0)[None, :], s, float("-inf"))
         if live_ptr is not None and LISTING == 0:

@@ -1,4 +1,4 @@
-"""Launching a search with 8-bit codes: bounds, pick, rescore, choose; then a scan of rows for what that leaves open."""
+"""Search with 8-bit codes: bounds, pick, rescore, choose; then a row scan for queries that stay undecided."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _coded_topk(
     table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None, filters: int, live: Tensor | None,
     bias: Tensor | None, kind: str, share: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `_filtered_topk`; and (B,) bool, whether the codes sufficed for a query. Where they did not, rows are scanned.
+    """Like `_filtered_topk`; also returns (B,) bool, whether the codes sufficed per query. If not, rows are scanned.
 
-    Whether they did is known on the device alone: the kernels of the second scan are always launched, and return at
-    once where there is nothing to do. So a search never waits, and can be captured in a CUDA graph.
+    Only the device knows whether they sufficed: the second scan's kernels are always launched, and return immediately
+    without work. A search therefore never synchronizes, and can be captured in a CUDA graph.
     """
     (B, D), N = query.shape, items.shape[0]
-    # Of the products of rows, which are not for fp32 numbers, see `_terms`.
+    # For row products in 16 bits, see `_terms`; not for fp32.
     two_terms = query.dtype != items.dtype and items.dtype in (torch.float16, torch.bfloat16)
     plan = None
     if B and N:
@@ -103,14 +103,14 @@ def _search(
     coded: tuple[Tensor, Tensor, Tensor], rows: Rows, filters: int, plan: Plan, out: tuple[Tensor, Tensor, Tensor],
     key: tuple[int, int],
 ) -> None:  # fmt: skip
-    """One piece of a batch, into scores, rows, and whether the codes sufficed."""
+    """Search one piece of a batch; writes scores, rows, and whether the codes sufficed."""
     B, N, then = query.shape[0], items.shape[0], plan.then
     assert then is not None
     scores, found, certain = out
     unknown, other = (query.new_empty((B,), dtype=torch.int32) for _ in range(2))
     maxima = query.new_empty((sum(_nodes(N, plan)[0]), B), dtype=torch.float32)
     _launch_bounds(query, coded, rows, plan, maxima, unknown, key)
-    # A list that the bounds' scan has made is there for the scan of rows.
+    # The row scan reuses a list made by the bounds scan.
     listed = rows if rows.listing is None else rows._replace(listing=None)
     _choose_best(query, items, listed, plan, maxima, (unknown, certain), (scores, found), key)
     again = *key, 1
@@ -154,8 +154,8 @@ def _choose_best(
     query: Tensor, items: Tensor, rows: Rows, plan: Plan, maxima: Tensor, flags: tuple[Tensor, Tensor],
     out: tuple[Tensor, Tensor], key: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """The k best rows of the groups with the largest maxima, of queries that the first flag has as open; the second
-    becomes whether no other row can be among them."""
+    """The k best rows in the groups with the largest maxima, for queries that the first flag marks undecided; the
+    second flag becomes whether no other row can be among them."""
     (known, certain), (scores, found) = flags, out
     B, k, sizes, K = query.shape[0], scores.shape[1], plan.sizes, plan.groups
     picks = _descend(maxima, rows, items.shape[0], plan, key, known)

@@ -1,11 +1,10 @@
-"""Codes: rows once more in fewer bits, by which a search finds candidates that it then scores by the rows.
+"""Codes: a low-bit copy of the rows, which a search uses to find candidates that it then scores from the rows.
 
-"int8": a row x is s · (c + e), with a scale s, a code c of whole numbers from -127 to 127, and an error e. A scan of
-the codes bounds every score from above, so the answer stays exact.
+"int8": a row x is s · (c + e), with a scale s, an integer code c from -127 to 127, and an error e. A scan over the
+codes bounds every score from above, so the result stays exact.
+"sign": signs of random projections (sign.py), from which a search estimates: the result is approximate.
 
-"sign": signs of random projections (sign.py), by which a search guesses: the answer is approximate.
-
-Source: bounds from few bits, and exact scores for what they leave, are the VA-file's, Weber, Schek and Blott 1998,
+Source: the VA-file computes bounds from few bits, and exact scores for the rest, Weber, Schek and Blott 1998,
 https://www.vldb.org/conf/1998/p194.pdf
 """
 
@@ -22,26 +21,26 @@ from tigon.retrieve.scan.sign_launches import encode
 
 Codes = Literal["int8", "sign"]
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
-# Rows that are encoded at once, in copies of fp32.
+# Numbers encoded at once, in fp32 copies.
 PIECE = 1 << 24
-# Rows whose largest number is in between have codes. A smaller one is encoded as if it were the least; a larger one, or
-# NaN, has scale inf: its bound is above all, so that it is always scored exactly.
+# Rows whose largest magnitude lies between these have codes. A smaller row is encoded as if at the minimum; a larger
+# row, or a row with NaN, has scale inf and bound inf, so that it is always scored exactly.
 LEAST, MOST = 2.0**-60, 2.0**50
 
 
 class CodedItems(NamedTuple):
-    """Rows and their codes, which `tigon.filtered_topk` takes in place of items. `encode_items` makes them.
+    """Rows and their codes, which `tigon.filtered_topk` takes as items. Create with `encode_items`.
 
     Attributes:
-        rows: (N, D) fp16, bf16, float8_e4m3fn or fp32, by which every returned score is computed.
-        codes: (N, D) int8; or of signs (N, bits / 32) int32, whose lowest bits come first.
-        scales: (N,) fp32, of a row and its code. inf for a row that its code says nothing of. Of signs (N,) bf16, the
-            norms of the rows; None where all have the same.
-        error: (2,) fp32, rounded up: no row has a larger |x / scale - code|₂, and none a larger |code|₂. For rows that
-            come from several calls of `encode_items` the larger numbers of all of them.
-        candidates: of signs: how many rows a query scores exactly, those with the best codes, and with them the rows
-            beside these. None: 5 k, and at least 256.
-        projection: of signs: (terms, bits) int32, of which numbers of a row each sign is one.
+        rows: (N, D) fp16, bf16, float8_e4m3fn or fp32; every returned score is computed from these.
+        codes: (N, D) int8; for signs (N, bits / 32) int32, lowest bits first.
+        scales: (N,) fp32, per row. inf for a row whose code carries no information. For signs (N,) bf16, the
+            row norms; None if all are equal.
+        error: (2,) fp32, rounded up: upper bounds on |x / scale - code|₂ and |code|₂ over all rows. For rows
+            from several `encode_items` calls, the larger numbers.
+        candidates: signs only: the number of rows scored exactly per query, those with the best codes, plus the rows
+            next to them. None: 5 k, and at least 256.
+        projection: signs only: (terms, bits) int32, the row elements that each sign sums.
     """
 
     rows: Tensor
@@ -53,16 +52,18 @@ class CodedItems(NamedTuple):
 
 
 def encode_items(rows: Tensor, codes: Codes = "int8", *, bits: int = 512, seed: int = 0) -> CodedItems:
-    """Rows with their codes, for `tigon.filtered_topk`.
+    """Encode rows for `tigon.filtered_topk`.
 
     Args:
         rows: (N, D) fp16, bf16, float8_e4m3fn or fp32.
-        codes: "int8": D + 4 bytes a row, which searches of up to 64 queries read before they read rows. They find the
-            same. "sign": bits / 8 + 2 bytes a row, from which searches of few queries guess their candidates: an answer
-            then lacks some of the best rows, and the scores of those that it has are exact.
-        bits: of signs: 64, 128, 256, 512 or 1024.
-        seed: of signs: of their projections. Rows that are searched together need the same.
-    Returns: `CodedItems`, of which rows is the tensor itself. Encode rows again when they change.
+        codes: "int8": D + 4 bytes per row, read before the rows in searches with up to 64 queries, with the same
+            result. "sign": bits / 8 + 2 bytes per row, from which searches with few queries estimate candidates: some
+            best rows may then be missing, and the returned scores are exact.
+        bits: signs only: 64, 128, 256, 512 or 1024.
+        seed: signs only: the projections' seed. Rows that are searched together need the same seed.
+
+    Returns: `CodedItems` whose rows is the given tensor itself. Encode rows again when they change.
+
     Raises: ValueError for another shape or dtype, unknown codes, or another number of bits.
 
     Replaces::
@@ -96,8 +97,8 @@ def encode_items(rows: Tensor, codes: Codes = "int8", *, bits: int = 512, seed: 
 
 
 def encode_signs(rows: Tensor, projection: Tensor, *, scaled: bool) -> sign.Signs:
-    """The signs of rows, and their norms where they are scaled."""
-    # use_triton asks for floats of DTYPES; of fp8 the kernel reads the bytes.
+    """The rows' signs, and their norms if scaled."""
+    # use_triton accepts the floats in DTYPES; the kernel reads fp8 as bytes.
     one_byte = rows.dtype == torch.float8_e4m3fn
     if use_triton(projection.new_empty(0, dtype=torch.float16) if one_byte else rows):
         return encode(rows, projection, scaled=scaled)
@@ -105,15 +106,15 @@ def encode_signs(rows: Tensor, projection: Tensor, *, scaled: bool) -> sign.Sign
 
 
 def _int8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales, and the two norms, each at least the exact one."""
+    """Codes, scales, and upper bounds on the two norms."""
     D = x.shape[1]
     largest = x.abs().amax(1)
-    ordinary = largest <= MOST  # NaN is not
+    ordinary = largest <= MOST  # false for NaN
     scale = torch.where(ordinary, largest.clamp(min=LEAST) / 127, 1.0)
     ratio = torch.where(ordinary[:, None], x / scale[:, None], 0.0)
     code = ratio.round().clamp(-127, 127)
-    # Each ratio is rounded by at most 127 · 2⁻²⁴, and so is its difference from the code: together below 2⁻¹⁵. A sum of
-    # D squares is off by less than D · 2⁻²³ of itself.
+    # Each ratio is rounded by at most 127 · 2⁻²⁴, and so is the difference from the code: together below 2⁻¹⁵. A sum
+    # over D squares has a relative error below D · 2⁻²³.
     margin = 1 + D * 2.0**-22
     errors = (ratio - code).square().sum(1).amax().sqrt() * margin + D**0.5 * 2.0**-15
     norms = code.square().sum(1).amax().sqrt() * margin

@@ -1,4 +1,4 @@
-"""Which rows pass: of one filter a list, of many a word of bits for each row. The kernels read a filter's table."""
+"""Filter evaluation: a list of passing rows for a single filter, bit words per row for several filters."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from tigon.kernels import do_not_specialize, jit, tl
 
 @jit
 def holds(row_ptr, bitmaps_ptr, attributes_ptr, stride, i, inside):
-    """One literal, a row of the table (filters.py), for the rows i of items."""
+    """Evaluate a literal, a row in the table (filters.py), for item rows i."""
     word, mask = tl.load(row_ptr), tl.load(row_ptr + 1)
     low, span, flags = tl.load(row_ptr + 2), tl.load(row_ptr + 3), tl.load(row_ptr + 4)
     bits = tl.load(attributes_ptr + word * stride + i, mask=inside, other=0) & mask
-    # Of unsigned numbers one comparison is both bounds: what is below the least wraps around.
+    # With unsigned numbers a single comparison covers both bounds: values below the minimum wrap around.
     within = (bits - low).to(tl.uint64, bitcast=True) <= span.to(tl.uint64, bitcast=True)
     if (flags & 8) != 0:
         code = bits >> tl.load(row_ptr + 5)
@@ -23,7 +23,7 @@ def holds(row_ptr, bitmaps_ptr, attributes_ptr, stride, i, inside):
 
 @jit
 def is_live(live_ptr, i, inside):
-    """Bit i % 32 of number i // 32."""
+    """Bit i % 32 in number i // 32."""
     return ((tl.load(live_ptr + (i >> 5), mask=inside, other=0) >> (i & 31)) & 1) != 0
 
 
@@ -32,7 +32,7 @@ def list_strip(
     strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,
     STRIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a strip that pass, in their order, at the beginning of its place in the list; and how many."""
+    """Write a strip's passing rows, in order, to the strip's part of the list; return their count."""
     n = 0
     for start in range(0, STRIP, BLOCK):
         i = strip * STRIP + start + tl.arange(0, BLOCK)
@@ -57,7 +57,7 @@ def list_strip(
 
 @jit
 def live_words(bits_ptr, live_ptr, place, there, N):
-    """Numbers of 32 rows' bits, without those of rows that are not there, and of places that hold none."""
+    """Bit words for 32 rows each, without deleted rows, and 0 past the end."""
     left = N - place * 32
     word = tl.load(bits_ptr + place, mask=there & (left > 0), other=0)
     word &= tl.where(left >= 32, -1, (1 << tl.minimum(tl.maximum(left, 0), 31)) - 1)
@@ -68,7 +68,7 @@ def live_words(bits_ptr, live_ptr, place, there, N):
 
 @jit
 def ones(word):
-    """How many bits of a number are set: of pairs, of fours, of bytes, and their sum in the highest byte."""
+    """Popcount: pairs, nibbles, bytes, then their sum in the highest byte."""
     x = word.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -78,7 +78,7 @@ def ones(word):
 
 @jit
 def list_bits(strip, bits_ptr, live_ptr, list_ptr, count_ptr, N, STRIP: tl.constexpr):
-    """As `list_strip`, from bits: one sum over the strip's words, and each row's place among those of its word."""
+    """Like `list_strip`, from bits: a prefix sum over the strip's words, and each row's position within its word."""
     place = strip * (STRIP // 32) + tl.arange(0, STRIP // 32)
     word = live_words(bits_ptr, live_ptr, place, place >= 0, N)
     count = ones(word)
@@ -96,7 +96,7 @@ def list_bits(strip, bits_ptr, live_ptr, list_ptr, count_ptr, N, STRIP: tl.const
 @jit
 @do_not_specialize("N")
 def _list_bits_kernel(bits_ptr, live_ptr, list_ptr, count_ptr, N, STRIP: tl.constexpr):
-    """The list of a strip from bits, where several blocks of queries read it."""
+    """A strip's list from bits, for several query blocks."""
     list_bits(tl.program_id(0), bits_ptr, live_ptr, list_ptr, count_ptr, N, STRIP)
 
 
@@ -106,7 +106,7 @@ def _list_kernel(
     attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,
     STRIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The list of a strip, where several blocks of queries read it; else the scan makes the list itself."""
+    """A strip's list, for several query blocks; with a single block the scan makes the list itself."""
     list_strip(
         tl.program_id(0), attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride, literals,
         STRIP, BLOCK,
@@ -118,7 +118,7 @@ def _list_kernel(
 def _words_kernel(
     attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, word_ptr, N, stride, literals, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Bit f % 32 of number f // 32 of a row: whether it passes filter f. First come the first numbers of all rows."""
+    """Bit f % 32 in a row's number f // 32: whether the row passes filter f. All rows' first numbers come first."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < N
     there = inside
@@ -138,7 +138,7 @@ def _words_kernel(
             word |= keep.to(tl.int32) << (f & 31)
             keep = there
             f += 1
-            # The bitmaps of the next filter lie behind those of this one.
+            # The next filter's bitmaps follow this filter's.
             bitmaps_ptr += tl.load(row_ptr + 7)
             if (f & 31) == 0:
                 tl.store(word_ptr + N.to(tl.int64) * (f // 32 - 1) + i, word, mask=inside)

@@ -1,4 +1,4 @@
-"""Which rows pass: clauses of literals over attribute words, as numbers that the kernels read."""
+"""Row filters: clauses of literals over attribute words, as integers that the kernels read."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-# What the kernels' loops are bounded by, and what a sentence can still say.
+# Bounds on the kernels' loops.
 MOST_CLAUSES, MOST_LITERALS = 16, 16
 LARGEST = 2**63 - 1
 # A bitmap of codes is at most 256 MiB.
 MOST_CODES = 2**31
 TESTS = ("any", "all", "range", "codes")
 
-# A row of the table. Every test is `0 <= (word & MASK) - LOW <= SPAN` of unsigned numbers, or a bit of a bitmap.
+# A table row. Every test is `0 <= (word & MASK) - LOW <= SPAN` on unsigned numbers, or a bitmap lookup.
 WORD, MASK, LOW, SPAN, FLAGS, SHIFT, START, BITS = range(8)
 COLUMNS = 8
-# Bits of FLAGS. SPAN of a row of codes is how many bits of the bitmap there are; LAST_OF_FILTER's BITS the words of all
-# bitmaps of the filter, by which those of the next filter are found behind them.
+# Bits in FLAGS. For codes, SPAN is the bitmap's bit count; for LAST_OF_FILTER, BITS is the word count of all the
+# filter's bitmaps, the offset to the next filter's bitmaps.
 NEGATED, LAST_OF_CLAUSE, LAST_OF_FILTER, CODES = 1, 2, 4, 8
 
 
 class Literal(NamedTuple):
-    """One test of one attribute word of a row.
+    """A test on an attribute word of a row.
 
     Args:
-        word: the row of `attributes` that holds the word.
-        mask: the bits of the word that are looked at, below 2**63.
-        test: "any": one of the bits is set. "all": all are. "range": low <= word & mask <= high. "codes": the number
-            in the bits, (word & mask) >> (lowest bit of mask), is one of `codes`.
-        low, high: the bounds of a range, shifted to where the mask is; both pass.
-        negated: the literal holds where the test does not.
-        codes: the numbers that pass, non-negative ints.
+        word: index of the word in `attributes`.
+        mask: the tested bits, below 2**63.
+        test: "any": at least one bit is set. "all": all bits are set. "range": low <= word & mask <= high. "codes": the
+            masked number, (word & mask) >> (lowest bit of mask), is in `codes`.
+        low, high: inclusive bounds for a range, shifted to the mask's position.
+        negated: invert the test.
+        codes: the passing numbers, non-negative ints.
     """
 
     word: int
@@ -49,22 +49,23 @@ Clauses = Sequence[Sequence[Literal]]
 
 
 class RowFilter:
-    """Rows pass that satisfy every clause; a clause is satisfied by any of its literals.
+    """A row filter in conjunctive form: a row passes if every clause has at least one literal that holds.
 
-    Without clauses every row passes; an empty clause lets no row pass. A filter does not change once it is made, and
-    another filter needs no other kernel: the kernels read its table.
+    Without clauses every row passes; an empty clause lets no row pass. Filters are immutable, and a new filter needs no
+    new kernel: the kernels read its table.
 
     Args:
         clauses: at most 16 sequences of at most 16 `RowFilter.Literal`s.
-        device: of the table. Default: the CPU; `tigon.filtered_topk` takes it to where the items are, once.
-    Raises: ValueError for too many clauses or literals, and for literals whose numbers do not fit.
+        device: the table's device. Default: the CPU; `tigon.filtered_topk` copies the table to the items' device, once.
+
+    Raises: ValueError for too many clauses or literals, and for literals with invalid numbers.
 
     Attributes:
         clauses: as given, as tuples.
-        words: how many attribute words there must be.
-        table: (literals, 8) int64, what the kernels read.
-        bitmaps: (n,) int32, a bit for each code of the literals with codes, one bitmap behind the other.
-        device: of both.
+        words: the required number of attribute words.
+        table: (literals, 8) int64, read by the kernels.
+        bitmaps: (n,) int32, a bit per code for the literals with codes, bitmaps concatenated.
+        device: the device of both.
     """
 
     Literal: ClassVar[type[Literal]] = Literal
@@ -74,10 +75,10 @@ class RowFilter:
         self.words = max((literal.word + 1 for clause in self.clauses for literal in clause), default=0)
         rows, bitmaps = _rows(self.clauses)
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        # At least one number: a tensor without elements has no address that a kernel could be given.
+        # At least one number: an empty tensor has no address to pass to a kernel.
         self.bitmaps = torch.cat(bitmaps) if bitmaps else torch.zeros(1, dtype=torch.int32, device="cpu")
         self.device = torch.device("cpu")
-        # Without this filter itself: a cycle would keep megabytes of codes until the garbage collector runs.
+        # Excludes this filter: a cycle would keep megabytes of codes until garbage collection.
         self._moved: dict[torch.device, RowFilter] = {}
         self._hash = hash(self.clauses)
         if device is not None:
@@ -86,7 +87,7 @@ class RowFilter:
             self._moved = {}
 
     def to(self, device: torch.device | str | int) -> RowFilter:
-        """This filter with its table on a device; the same object for the same device."""
+        """Return this filter with its table on a device; the same object for the same device."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -102,7 +103,7 @@ class RowFilter:
         return found
 
     def mask(self, attributes: Tensor) -> Tensor:
-        """(N,) bool, which rows pass; the specification of the kernels.
+        """(N,) bool, whether each row passes; the kernels' specification.
 
         attributes: (W, N) int64.
         """
@@ -189,12 +190,12 @@ def _check_literal(name: str, literal: Any) -> Literal:
 
 
 def _rows(clauses: tuple[tuple[Literal, ...], ...]) -> tuple[list[list[int]], list[Tensor]]:
-    """The table's rows, and the bitmaps of codes."""
+    """The table's rows, and the codes' bitmaps."""
     rows: list[list[int]] = []
     bitmaps: list[Tensor] = []
     start = 0
     for clause in clauses:
-        # A clause without literals is one that never holds: no bits, and 1 for the least.
+        # A clause without literals never holds: mask 0, minimum 1.
         for literal in clause or (Literal(0, 0),):
             mask = literal.mask
             row = [literal.word, mask, 0, 0, NEGATED if literal.negated else 0, _lowest_bit(mask), 0, 0]
@@ -213,7 +214,7 @@ def _rows(clauses: tuple[tuple[Literal, ...], ...]) -> tuple[list[list[int]], li
                 row[LOW], row[SPAN] = low, high - low
             rows.append(row)
         rows[-1][FLAGS] |= LAST_OF_CLAUSE
-    if not rows:  # no bits, and 0 for the least and the most: every row passes
+    if not rows:  # mask 0, minimum and maximum 0: every row passes
         rows.append([0, 0, 0, 0, LAST_OF_CLAUSE, 0, 0, 0])
     rows[-1][FLAGS] |= LAST_OF_FILTER
     rows[-1][BITS] = max(start, 1)
@@ -221,22 +222,22 @@ def _rows(clauses: tuple[tuple[Literal, ...], ...]) -> tuple[list[list[int]], li
 
 
 def _bitmap(codes: Sequence[int]) -> Tensor:
-    """(n,) int32: bit c % 32 of number c // 32 is set where c is one of the codes."""
+    """(n,) int32: bit c % 32 in number c // 32 is set for each code c."""
     bits = torch.zeros(max(codes, default=0) // 32 + 1, 32, dtype=torch.int64, device="cpu")
     bits.view(-1)[torch.tensor(codes, dtype=torch.int64, device="cpu")] = 1
-    # The sum fits 32 bits; as int32 its highest bit is the sign.
+    # The sum fits 32 bits; as int32 the highest bit is the sign.
     return (bits << torch.arange(32, device="cpu")).sum(1).to(torch.int32)
 
 
 def _copy_to(t: Tensor, device: torch.device) -> Tensor:
-    """On the device, without a wait: a copy from pageable memory would wait for all that the stream has to do."""
+    """Copy to the device without synchronizing: a copy from pageable memory would wait for the stream's work."""
     if device.type != "cuda" or t.device.type != "cpu" or torch.compiler.is_compiling():
         return t.to(device)
     return t.pin_memory().to(device, non_blocking=True)
 
 
-# For the filters of a batch, by identity: their tables one behind the other. What is kept holds the filters, so that no
-# other object gets their identity.
+# Concatenated tables for a batch's filters, keyed by identity. The cache holds the filters, so that no other object can
+# reuse an identity.
 _stacked: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _STACKED_KEPT, _STACKED_BYTES = 64, 64 << 20
 EVERY = RowFilter([])
@@ -245,7 +246,7 @@ EVERY = RowFilter([])
 def stack_tables(
     where: RowFilter | Sequence[RowFilter | None] | None, kind: str, device: torch.device, B: int
 ) -> tuple[int, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """How many distinct filters there are; their table, their bitmaps, and (B,) int32 which of them a query has."""
+    """Return the number of distinct filters; their table, their bitmaps, and (B,) int32, each query's filter."""
     if where is None:
         if kind == "dense":
             return 0, (None, None, None)
@@ -266,7 +267,7 @@ def stack_tables(
 
 
 def _tensors(row_filter: RowFilter, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Its table and bitmaps on a device. A graph that is compiled remembers no moved filter: make it on the device."""
+    """The filter's table and bitmaps on a device. A compiled graph caches no moved filter: create filters there."""
     if torch.compiler.is_compiling():
         return row_filter.table.to(device), row_filter.bitmaps.to(device)
     moved = row_filter.to(device)
@@ -274,7 +275,7 @@ def _tensors(row_filter: RowFilter, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _stack(where: Sequence[RowFilter | None], device: torch.device) -> tuple[Any, ...]:
-    """The distinct filters in the order in which the queries meet them, so that those of neighbours lie together."""
+    """Stack distinct filters in query order, so that neighbouring queries' filters are adjacent."""
     distinct: list[RowFilter] = []
     which = []
     for f in where:

@@ -1,4 +1,4 @@
-"""Launching the kernels: compact or words, scan, pick, rescore, choose; as one library op."""
+"""Kernel launches: compact or words, scan, pick, rescore, choose; as a single library op."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from tigon.retrieve.scan.scan import _scan_kernel, _split_kernel
 from tigon.retrieve.scan.select import _choose_kernel, _fold_kernel, _pick_kernel
 from tigon.retrieve.scan.tags import Tagged
 
-# Rows of a program that writes words, and of one step of a program that writes a strip's list.
+# Rows per program that writes words, and per step in a program that writes a strip's list.
 WORDS_BLOCK, WORDS_WARPS = 256, 4
 LIST_BLOCK, LIST_WARPS = 512, 4
-# Rows of one step of a scan that lists the rows of its strip itself, which hides the filter behind the reading of other
-# strips. Not where several blocks of queries read a list, nor where a tile leaves room for one program alone.
+# Rows per step in a scan that lists its strip's rows itself, which hides the filter behind other strips' loads. Not
+# used if several query blocks read a list, or if a tile leaves room for only one program.
 LISTING = 1024
 
 
-# A search of the same sizes as one before is not planned again: that takes as long as two launches.
+# Repeated sizes reuse the plan: planning takes as long as two launches.
 _plan_scan = functools.lru_cache(1024)(plan_scan)
 _numbers = itertools.count()
 
 
 @functools.lru_cache(4096)
 def _number(key: tuple[Any, ...]) -> int:
-    """What the launches of one search have as their key: the plan, and how its tensors lie, hashed once."""
+    """The launch key for a search: the plan and tensor layouts, hashed once."""
     return next(_numbers)
 
 
 class Rows(NamedTuple):
-    """Which rows count, as the kernels read it: a list with the count of each strip, or words with a bit for each
-    filter; live bits, biases. which: the filter of each query, where there are several. listing: from what the scan
-    makes the list itself, attributes, table, bitmaps and live bits, or bits and live bits. starts: where in `word` each
-    filter's bits begin, if it holds those. tagged: weights of what rows have beside."""
+    """The rows that count, as the kernels read them: a list with a count per strip, or words with a bit per filter;
+    live bits, biases. which: each query's filter, for several filters. listing: inputs from which the scan makes the
+    list itself: attributes, table, bitmaps and live bits, or bits and live bits. starts: offsets into `word` where each
+    filter's bits begin, if it holds those. tagged: tag weights."""
 
     listed: Tensor | None
     counts: Tensor | None
@@ -76,10 +76,11 @@ def _filtered_topk(
     which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
     words: Tensor | None = None, tags: Tensor | None = None, weights: Tensor | None = None, width: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """kind: "dense", "compact" or "bitmaps". filters: distinct ones, whose rows lie one behind the other in table.
+    """kind: "dense", "compact" or "bitmaps". filters: the number of distinct filters, whose rows are consecutive in
+    table.
 
-    Without attributes, bitmaps are the bits of rows for each filter, and table (F,) says where in them each begins.
-    words: attributes that tags (3, C) test, `width` columns of one word at a time; weights: (B, C) fp32.
+    Without attributes, bitmaps holds each filter's row bits, and table (F,) their offsets.
+    words: attributes that tags (3, C) test, `width` columns for a word at a time; weights: (B, C) fp32.
     """
     (B, D), N = query.shape, items.shape[0]
     scores = query.new_empty((B, k), dtype=torch.float32)
@@ -127,9 +128,9 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The query in the dtype of the scan's products; where that has fewer bits, as scale · (high + low)."""
+    """The query in the dtype of the scan's products; as scale · (high + low) if that dtype has fewer bits."""
     dtype = items.dtype
-    if dtype == torch.float8_e4m3fn:  # fp16 and bf16 hold its numbers exactly
+    if dtype == torch.float8_e4m3fn:  # fp16 and bf16 represent fp8 exactly
         dtype = query.dtype if query.dtype in (torch.float16, torch.bfloat16) else torch.float16
     if query.dtype == dtype:
         return query, None, None
@@ -147,7 +148,7 @@ def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
 
 
 def _prepare_tags(words: Tensor, tags: Tensor, weights: Tensor, width: int) -> Tagged:
-    """The weights of tags in two terms of fp16 as well: together they leave out 2⁻²² of each."""
+    """Tag weights, also as two fp16 terms, which together drop 2⁻²² of each weight."""
     B, C = weights.shape
     words, weights = _unit_stride(words), weights.contiguous()
     high, low = (weights.new_empty((B, C), dtype=torch.float16) for _ in range(2))
@@ -170,13 +171,13 @@ def _rows(
     N, strip = items.shape[0], plan.sizes.strip
     if plan.kind == "compact":
         strips = cdiv(N, strip)
-        # The places of a strip beyond its rows that pass are never read.
+        # A strip's list entries past its count are never read.
         listed = items.new_empty((strips * strip,), dtype=torch.int32)
         count = items.new_empty((strips,), dtype=torch.int32)
     if attributes is None or table is None:
         if plan.kind == "bitmaps":
             return Rows(None, None, bitmaps, which, live, bias, None, table)
-        if plan.kind == "dense":  # rows that one filter lets pass are live ones
+        if plan.kind == "dense":  # rows that pass the filter act as live rows
             return Rows(None, None, None, None, bitmaps[0] if live is None else bitmaps[0] & live, bias)
         if LISTING and B <= plan.tile.queries <= 16:
             return Rows(listed, count, None, None, None, bias, (bitmaps, None, None, live))
@@ -207,9 +208,9 @@ def _rows(
 
 
 def _nodes(N: int, plan: Plan) -> tuple[list[int], list[int]]:
-    """Of each level, from the top: how many nodes there are, and where they lie; the groups lie first."""
+    """Node counts and offsets per level, from the top; the groups come first in memory."""
     strips = cdiv(N, plan.sizes.strip)
-    # Below the strips every strip has room for as many as it could have.
+    # Below strip level, every strip has room for its maximum node count.
     counts = [cdiv(N, n) if n >= plan.sizes.strip else strips * (plan.sizes.strip // n) for n in plan.levels]
     return counts, [sum(counts[level + 1 :]) for level in range(len(counts))]
 
@@ -218,7 +219,7 @@ def _pick(
     terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan,
     key: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """(B, places) int32, the groups of each query that hold its best rows, in the order of their rows; then -1."""
+    """(B, places) int32, each query's groups that hold its best rows, in row order; then -1."""
     B, N = terms[0].shape[0], items.shape[0]
     maxima = terms[0].new_empty((sum(_nodes(N, plan)[0]), B), dtype=torch.float32)
     _launch_scan(terms, items, rows, filters, plan, maxima, key)
@@ -229,7 +230,7 @@ def _launch_scan(
     terms: tuple[Tensor, Tensor | None, Tensor | None], items: Tensor, rows: Rows, filters: int, plan: Plan,
     maxima: Tensor, key: tuple[Any, ...], certified: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The maxima of groups, nodes and strips; of no block of queries that are certified."""
+    """Scan: maxima for groups, nodes and strips; skips query blocks in which all are certified."""
     q, low, scale = terms
     (B, D), N, sizes = q.shape, items.shape[0], plan.sizes
     counts, starts = _nodes(N, plan)
@@ -263,7 +264,7 @@ def _launch_scan(
 def _descend(
     maxima: Tensor, rows: Rows, N: int, plan: Plan, key: tuple[Any, ...], certified: Tensor | None = None
 ) -> Tensor:
-    """(B, places) int32, the groups with the largest maxima; nothing is written for a query that is certified."""
+    """(B, places) int32, the groups with the largest maxima; nothing is written for certified queries."""
     B, sizes, device = maxima.shape[1], plan.sizes, maxima.device
     counts, starts = _nodes(N, plan)
     for level in range(plan.levels.index(sizes.strip) - 1, -1, -1):
@@ -286,14 +287,14 @@ def _descend(
 
 
 def _warps(keys: int, device: torch.device) -> int:
-    # A thread with 16 keys. A program has at most 1024 threads, which are 16 of AMD's warps.
+    # 16 keys per thread. A program has at most 1024 threads: 16 warps on AMD.
     return max(4, min(32 if facts.limits_registers(device) else 16, keys // 512))
 
 
 def _launch_fold(
     maxima: Tensor, B: int, plan: Plan, counts: list[int], starts: list[int], level: int, key: tuple[Any, ...]
 ) -> None:
-    """The maxima of a level from those of the level below."""
+    """Compute a level's maxima from the level below."""
     block = 256
 
     def plan_fold() -> Launch:
@@ -308,7 +309,7 @@ def _best(
     query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, scores: Tensor, found: Tensor,
     key: tuple[int, int],
 ) -> None:  # fmt: skip
-    """The picked groups' exact scores, and the k best of them, into scores and found."""
+    """Rescore the picked groups exactly, and write the k best rows to scores and found."""
     B, k, sizes = query.shape[0], scores.shape[1], plan.sizes
     K, G = plan.groups, plan.sizes.group
     candidates, of_rows = _rescore(query, items, rows, picks, plan, key)
@@ -319,7 +320,7 @@ def _best(
     room = query.new_empty((B, out), dtype=torch.int32)
 
     def plan_choose() -> Launch:
-        # At least as many keys as results: fewer groups have fewer rows than places.
+        # At least as many keys as results: few groups may have fewer rows than places.
         M = max(sizes.places * G, out)
         return B, (K * G, k, M, out), {"num_warps": _warps(M, query.device)}
 
@@ -331,7 +332,7 @@ def _rescore(
     query: Tensor, items: Tensor, rows: Rows, picks: Tensor, plan: Plan, key: tuple[Any, ...],
     certified: Tensor | None = None, best: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scores and rows of the picked groups, and into best (B, groups) each one's maximum; none of what is certified."""
+    """Scores and rows for the picked groups, and each group's maximum to best (B, groups); skips certified queries."""
     (B, D), N, sizes = query.shape, items.shape[0], plan.sizes
     K, G = plan.groups, plan.sizes.group
     candidates = query.new_empty((B, K * G), dtype=torch.float32)
@@ -348,7 +349,7 @@ def _rescore(
         arguments = (
             N, K, query.stride(0), items.stride(0) // unit, *of_tags, D, G, sizes.strip, sizes.places, depth, unit,
         )  # fmt: skip
-        # A product and a sum in one rounding, or in two: the same for all kernels that are compiled.
+        # No fused multiply-add, so that all compiled kernels round alike.
         return B * K, arguments, {"num_warps": 4, "enable_fp_fusion": False}
 
     launch(_rescore_kernel, key, tensors, plan_rescore)
@@ -356,7 +357,7 @@ def _rescore(
 
 
 def _choose_by_sorting(candidates: Tensor, of_rows: Tensor, scores: Tensor, found: Tensor) -> None:
-    """As the kernel, where there are more candidates than one program selects among."""
+    """Like the kernel, for more candidates than a program can select among."""
     k = scores.shape[1]
     bits = candidates.view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
@@ -371,10 +372,10 @@ def _choose_by_sorting(candidates: Tensor, of_rows: Tensor, scores: Tensor, foun
 
 
 def _unit(items: Tensor) -> int:
-    """The largest power of two up to 16 that divides the stride of rows."""
+    """The largest power of two, up to 16, that divides the row stride."""
     return math.gcd(items.stride(0), 16)
 
 
 def _precision(q: Tensor) -> str:
-    """How fp32 is multiplied: as three products of TF32, which leave out 2⁻²² of each, or as AMD's tensor cores do."""
+    """fp32 precision: three TF32 products, which drop 2⁻²² of each product, or AMD's native products."""
     return "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"

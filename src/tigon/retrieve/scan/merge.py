@@ -1,14 +1,14 @@
-"""The answers of several devices that hold a share of the items each, merged: the k best rows of all of them.
+"""Merge the results from several devices that each hold a shard of the items into the global k best rows.
 
-Row r of device p is row r · devices + p of the whole, so that the order of rows is the same on each device and in the
-whole. An answer travels as int64 columns of (B, k) numbers:
+Row r on device p is global row r · devices + p, so that the row order is the same per device and globally. A result is
+sent as int64 columns with (B, k) numbers:
 
-    key     the score above, as an integer in the same order; below it what the row lacks of 2³¹ − 1
-    id      of the row's item
-    words   as many of the row's attribute words as are asked for
+    key     the upper half is the score, as an order-preserving integer; the lower half is 2³¹ − 1 minus the row
+    id      the row's item
+    words   the requested attribute words of the row
 
-Keys descend, so that a key's place among all is its own place plus, for each other device, how many keys are ahead.
-Every device merges the same numbers, and all get the same bits.
+Keys descend, so a key's global position is its own position plus, for each other device, the number of keys ahead.
+Every device merges the same numbers, so the results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ Merged = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def pack_answer(scores: Tensor, rows: Tensor, ids: Tensor, words: Tensor | None, device: int, devices: int) -> Tensor:
-    """A device's answer as it travels: (2 + W, B, k) int64.
+    """Pack a device's result for sending: (2 + W, B, k) int64.
 
     Args:
-        scores: (B, k) fp32, descending. rows: (B, k) int64, of this device, -1 where there is none.
-        ids: (n,) int64, of the device's rows. words: (W, n) int64, or None.
+        scores: (B, k) fp32, descending.
+        rows: (B, k) int64, on this device, -1 if missing.
+        ids: (n,) int64, the device's row ids.
+        words: (W, n) int64, or None.
     """
     W = 0 if words is None else words.shape[0]
     packed = rows.new_empty((2 + W, *rows.shape))
@@ -57,13 +59,13 @@ def pack_answer(scores: Tensor, rows: Tensor, ids: Tensor, words: Tensor | None,
 
 
 def merge_answers(packed: Tensor) -> Merged:
-    """(devices, 2 + W, B, k), what each has packed → scores (B, k), rows of the whole, ids, and words (W, B, k)."""
+    """(devices, 2 + W, B, k), packed per device → scores (B, k), global rows, ids, and words (W, B, k)."""
     devices, columns, B, k = packed.shape
     scores = packed.new_empty((B, k), dtype=torch.float32)
     rest = packed.new_empty((columns, B, k))  # rows, ids, words
     if not use_triton(scores):
         keys = packed[:, 0].permute(1, 0, 2).reshape(B, devices * k)
-        # Rows differ, and so do keys, but for those of no row, which are all the same.
+        # Rows differ, and so do keys, except those without a row, which are all equal.
         best, at = keys.topk(k, dim=1)
         ordered = (best >> 32).int()
         scores.copy_((ordered ^ ((ordered >> 31) & LAST)).view(torch.float32))
@@ -86,7 +88,7 @@ def merge_answers(packed: Tensor) -> Merged:
 def _pack_kernel(
     score_ptr, row_ptr, id_ptr, word_ptr, out_ptr, count, device, devices, stride, W, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK numbers of each column of an answer."""
+    """BLOCK numbers per column of a result."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < count
     row = tl.load(row_ptr + at, mask=there, other=-1)
@@ -105,18 +107,19 @@ def _pack_kernel(
 @jit
 @do_not_specialize("B", "k", "devices", "columns", "blocks", "steps")
 def _merge_kernel(packed_ptr, score_ptr, rest_ptr, B, k, devices, columns, blocks, steps, BLOCK: tl.constexpr):
-    """BLOCK rows of a query's answers: the place of each among all, and what is among the first k is written there."""
+    """BLOCK rows from a query's results: find each row's global position, and write those among the first k."""
     b = tl.program_id(0) // blocks
     m = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     device, own = m // k, m % k
     there = device < devices
-    size = tl.cast(B, tl.int64) * k  # of a column
+    size = tl.cast(B, tl.int64) * k  # a column's size
     packed_ptr += tl.cast(b, tl.int64) * k
     key_ptr = packed_ptr + device * columns * size + own
     key = tl.load(key_ptr, mask=there, other=0)
     place = own
     for other in range(devices):
-        # How many keys of another device are ahead. Of equal ones, which belong to no row, those of lower devices.
+        # Binary search for the number of keys ahead on another device. Equal keys belong to no row: lower devices
+        # first.
         low, high = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], k, tl.int32)
         for _ in range(steps):
             middle = (low + high) // 2

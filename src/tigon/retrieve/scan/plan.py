@@ -1,4 +1,4 @@
-"""What a search does, decided from sizes alone: which rows are read and how, groups, levels, tiles, bytes."""
+"""Search plans, decided from sizes alone: rows to read and how, groups, levels, tiles, bytes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 from tigon.kernels.rows import cdiv, next_power_of_2
 
-# Keys among which one program selects: 65,536 took 0.43 ms on an H200 and 20 s to compile, 16,384 some 0.03 ms.
+# Keys that a program selects among: 65,536 took 0.43 ms on an H200 and 20 s to compile, 16,384 some 0.03 ms.
 KEYS = 16384
-# Groups more than k that are picked. The scan and the exact scores differ by at most 2·D·2⁻²⁴·|q|·|x|: an item that is
-# ahead by less may lie in a group whose maximum is behind.
+# Groups picked in addition to k. The scan and the exact scores differ by at most 2·D·2⁻²⁴·|q|·|x|: an item that is
+# ahead by less may lie in a group with a lower maximum.
 SPARE = 16
-# Rows that are read by a list cost more than rows that lie one behind the other: in tiles of 256 queries 1.2 times as
-# much on an H200.
+# Cost of reading rows through a list relative to contiguous rows: 1.2 in tiles of 256 queries on an H200.
 GATHERED = 1.2
-# Bytes of maxima and candidates that a search may take: larger batches go in pieces, of which each reads all rows. 256
-# queries with k = 1000 among 15.5 million rows take 1.08 GiB, and are one piece: in two, scans took 3.0 ms on an H200.
+# Byte limit on a search's maxima and candidates: larger batches are split into pieces, each of which reads all rows.
+# 256 queries with k = 1000 among 15.5 million rows take 1.08 GiB, and are one piece: in two, scans took 3.0 ms on an
+# H200.
 WORKSPACE = 5 << 28
 
 
 class Sizes(NamedTuple):
-    """Of the tree of maxima, in rows of items: of a group, of a node between (0: none), of a strip; and how many groups
+    """Tree sizes, in item rows: a group, an intermediate node (0: none), a strip; and the number of groups that
     a program's table has places for."""
 
     group: int
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """queries, rows: of a product. depth: of one step of its sum. stages: loads in flight at once."""
+    """queries, rows: the product's size. depth: the size of a summation step. stages: loads in flight at once."""
 
     queries: int
     rows: int
@@ -42,22 +42,23 @@ class Tile(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What `plan_scan` decides.
+    """The result of `plan_scan`.
 
     Attributes:
-        kind: "dense": all rows are read. "compact": those that pass, by a list. "bitmaps": all, with a filter for each
-            query. An empty search has "none".
-        bytes: that have to be moved, of the batch.
-        flop: of the products.
-        groups: whose rows are scored exactly, for each query.
-        sizes: of the tree of maxima.
-        levels: rows of a node of each level, from the top one, which is read whole, to the groups.
-        tile: of the scan.
-        pieces: of the batch, one after another, so that the workspace suffices.
-        workspace: bytes that a piece takes.
-        codes: "int8" where these are scanned first; then groups are those of the largest bounds, and the tile is that
-            of the codes. terms: 8-bit numbers for each of a query.
-        then: the plan of the queries for which the codes do not suffice.
+        kind: "dense": read all rows. "compact": read the rows that pass, through a list. "bitmaps": read all rows, with
+            a filter per query. An empty search has "none".
+        bytes: the batch's memory traffic.
+        flop: the products' FLOPs.
+        groups: the number of groups per query whose rows are scored exactly.
+        sizes: the tree of maxima.
+        levels: rows per node for each level, from the top level, which is read whole, to the groups.
+        tile: the scan's tile.
+        pieces: the number of sequential pieces of the batch, so that the workspace suffices.
+        workspace: bytes per piece.
+        codes: "int8" if codes are scanned first; groups then have the largest bounds, and the tile is for
+            the codes.
+        terms: 8-bit numbers per query element.
+        then: the plan for queries that the codes do not settle.
     """
 
     kind: str
@@ -91,10 +92,10 @@ class Plan(NamedTuple):
 
 
 def choose_sizes(k: int) -> Sizes:
-    """By k alone, so that the same query has the same bits of scores in any batch and plan.
+    """Choose sizes by k alone, so that a query's scores have the same bits in any batch and plan.
 
-    A program selects among the children of as many nodes as there are places. Small groups write many maxima, of large
-    ones many rows are scored twice: 4N/G + k·G·2D bytes are least at G = √(2N/(kD)), 49 for 15.5 M × 128 and k = 100.
+    A program selects among the children of as many nodes as there are places. Small groups write many maxima, large
+    groups score many rows twice: 4N/G + k·G·2D bytes are minimal at G = √(2N/(kD)), 49 for 15.5 M × 128 and k = 100.
     """
     places = next_power_of_2(min(k + SPARE, 2048))
     if places <= 128:
@@ -105,15 +106,14 @@ def choose_sizes(k: int) -> Sizes:
 
 
 def list_levels(N: int, sizes: Sizes) -> tuple[int, ...]:
-    """Rows of a node of each level, from the top: one program reads a whole top level."""
+    """Rows per node for each level, from the top: a single program reads a whole top level."""
     levels = [sizes.group, *([sizes.middle] if sizes.middle else []), sizes.strip]
     while cdiv(N, levels[-1]) > KEYS:
         levels.append(levels[-1] * min(64, KEYS // sizes.places))
     return tuple(reversed(levels))
 
 
-# What is tuned on a GPU, for 16-bit numbers: queries of a batch up to which it serves → tile of contiguous rows, and of
-# listed ones.
+# Tuned on a GPU, for 16-bit numbers: maximum batch size → tile for contiguous rows, and for listed rows.
 TILES = {
     16: (Tile(16, 128, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
     32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 128, 4, 5)),
@@ -121,22 +121,22 @@ TILES = {
     128: (Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 8, 4)),
     256: (Tile(256, 64, 128, 8, 3), Tile(256, 64, 128, 8, 3)),
 }
-# With columns for filters, whose products take registers.
+# With filter columns, whose products take registers.
 TILES_FILTERED = {
     16: Tile(16, 128, 128, 4, 3), 32: Tile(32, 128, 128, 4, 3), 64: Tile(64, 128, 128, 4, 3),
     128: Tile(128, 64, 128, 8, 3), 256: Tile(256, 64, 128, 8, 3),
 }  # fmt: skip
-# For rows of several steps, in which queries are read again with each step. Of larger tiles the products wait for one
-# another.
+# For rows that take several steps, in which queries are read again per step. With larger tiles the products wait for
+# each other.
 TILES_WIDE = {16: Tile(16, 128, 64, 4, 4), 64: Tile(64, 64, 64, 4, 3), 256: Tile(128, 64, 64, 4, 3)}
-# For fp32, whose products are three of the tensor cores'.
+# For fp32, where a product takes three on the tensor cores.
 TILES_FP32 = {16: Tile(16, 64, 64, 4, 3), 256: Tile(64, 64, 64, 8, 2)}
-# Bytes of shared memory of a Hopper GPU.
+# Shared memory per program on a Hopper GPU, in bytes.
 ROOM = 232448
 
 
 def tag_steps(columns: int, width: int) -> int:
-    """How many steps of a tile's product with tags keep their weights where they are: 1, 2, or 0 for more."""
+    """The number of steps in a tile's tag product whose weights stay loaded: 1, 2, or 0 for more."""
     steps = columns // width if width else 0
     return steps if steps <= 2 else 0
 
@@ -145,14 +145,14 @@ def choose_tile(
     B: int, D: int, dtype: torch.dtype, kind: str, *, two_terms: bool = False, room: int = ROOM, width: int = 0,
     steps: int = 0, many: bool = True,
 ) -> Tile:  # fmt: skip
-    """two_terms: each query is a sum of two rows in the items' dtype. room: bytes of shared memory of a program. width:
-    columns of tags that a step of their product has, 0 without tags; steps: of those. many: whether products read their
-    numbers from shared memory, as from the H100 on, which leaves registers for larger tiles with tags."""
+    """two_terms: each query is a sum of two rows in the items' dtype. room: bytes of shared memory per program. width:
+    tag columns per step of their product, 0 without tags; steps: the number of steps. many: whether products read their
+    operands from shared memory, as from the H100 on, which leaves registers for larger tiles with tags."""
     if dtype == torch.float32:
         tile = TILES_FP32[16 if B <= 16 else 256]
     elif D > 128:
         tile = TILES_WIDE[16 if B <= 16 else 64 if B <= 64 else 256]
-        if two_terms and B > 64:  # with two sums of each score 4 warps have too few registers
+        if two_terms and B > 64:  # with two sums per score, 4 warps have too few registers
             tile = tile._replace(warps=8)
     else:
         most = next((n for n in TILES if n >= B), 256)
@@ -171,7 +171,7 @@ def choose_tile(
 
 
 def _with_tags(tile: Tile, dtype: torch.dtype, steps: int, two_terms: bool, many: bool) -> Tile:
-    """Their product has sums of its own: of tiles that leave no registers for these, less."""
+    """Shrink tiles that leave no registers for the tag product's separate sums."""
     if dtype == torch.float32:
         return tile._replace(queries=min(tile.queries, 16), warps=4)
     if not many:
@@ -182,8 +182,8 @@ def _with_tags(tile: Tile, dtype: torch.dtype, steps: int, two_terms: bool, many
 
 
 def _shared_bytes(tile: Tile, D: int, size: int, two_terms: bool, width: int = 0, steps: int = 0) -> int:
-    """Bytes of shared memory: queries stay where one step is the whole sum, and else move as rows do."""
-    if width:  # two terms of the weights, and the tags of the rows
+    """Bytes of shared memory: queries stay loaded if a single step is the whole sum, otherwise move like rows."""
+    if width:  # two terms of the weights, and the rows' tags
         tags = 2 * width * (2 * tile.queries * min(steps, 2) + tile.rows * min(steps, 2))
         return tags + _shared_bytes(tile, D, size, two_terms)
     queries = tile.queries * (2 if two_terms else 1)
@@ -193,7 +193,7 @@ def _shared_bytes(tile: Tile, D: int, size: int, two_terms: bool, width: int = 0
 
 
 def choose_kind(filters: int, share: float | None, kind: str = "auto") -> str:
-    """Which rows are read, by the bytes of a row: of D numbers, where a listed row costs `GATHERED` times as much."""
+    """Choose the rows to read by bytes per row with D numbers; a listed row costs `GATHERED` times as much."""
     if kind != "auto":
         return kind
     if filters > 1:
@@ -206,15 +206,18 @@ def plan_scan(
     live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False,
     room: int = ROOM, kept: bool = False, width: int = 0, steps: int = 0, many: bool = True,
 ) -> Plan:  # fmt: skip
-    """The plan of a search.
+    """Plan a search.
 
     Args:
-        B, k, D, N: queries, results, width, rows. dtype: of the items.
-        filters: distinct ones: 0 where all rows pass, 1 of the whole batch.
-        words: attribute words that the filters read. kept: whether their bits are read instead.
-        share: of the rows that pass; None where nobody knows: half of them are counted.
-        live, bias: whether there are any.
-        kind: "auto", or the plan that is asked for. two_terms, room, width, steps, many: see `choose_tile`.
+        B, k, D, N: queries, results, width, rows.
+        dtype: the items' dtype.
+        filters: the number of distinct filters: 0 if all rows pass, 1 for a single filter for the batch.
+        words: attribute words that the filters read.
+        kept: whether precomputed bits are read instead.
+        share: the fraction of rows that pass; None if unknown: counted as half.
+        live, bias: whether they are given.
+        kind: "auto", or the requested plan.
+        two_terms, room, width, steps, many: see `choose_tile`.
     """
     kind, sizes = choose_kind(filters, share, kind), choose_sizes(k)
     levels = list_levels(N, sizes)
@@ -228,7 +231,7 @@ def plan_scan(
         read += 2 * 4 * N * cdiv(max(filters, 1), 32)
     elif kind == "compact":
         read += int(4 * N * passing)
-    # The maxima are written, and of each query the picked groups are read once more.
+    # The maxima are written, and each query's picked groups are read again.
     read += B * int(4 * cdiv(N, sizes.group) * passing) + B * groups * sizes.group * (size * D + 16)
     one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
     one += 8 * groups * sizes.group
@@ -236,7 +239,7 @@ def plan_scan(
     tile = choose_tile(
         cdiv(B, max(pieces, 1)), D, dtype, kind, two_terms=two_terms, room=room, width=width, steps=steps, many=many
     )  # fmt: skip
-    # Of tags a word for each step, and two terms of the weights.
+    # Tags: a word per step, and two weight terms.
     read += int(N * passing) * 8 * steps
     return Plan(
         kind if N and B else "none", read, int(2 * B * N * passing * (D + 2 * width * steps)), groups, sizes, levels,
@@ -244,14 +247,15 @@ def plan_scan(
     )  # fmt: skip
 
 
-# Of codes: queries up to which they are read, up to which a query is two numbers each (its bounds are half as far from
-# the scores, in products that wait for nothing but memory), and results that as many groups can certify.
+# With codes: the maximum batch size that reads codes; the maximum with two terms per query element (which halves the
+# distance between bounds and scores, in products that are bound by memory anyway); and the maximum k whose groups can
+# be certified.
 CODED_QUERIES, CODED_TERMS, CODED_MOST = 64, 16, 1008
-# Groups for each result whose rows are scored exactly; more certify more queries, fewer are scored sooner.
+# Groups per result whose rows are scored exactly; more groups certify more queries, fewer are scored sooner.
 CODED_GROUPS = 4
-# What more groups and launches cost, in bytes that memory would move meanwhile: 0.08 ms on an H200.
+# Cost of more groups and launches, in bytes that memory could move meanwhile: 0.08 ms on an H200.
 CODED_BYTES = 5 << 26
-# 16-bit numbers of a tile of codes are 8-bit ones: queries → tile of contiguous rows, and of listed ones.
+# 16-bit tile sizes count as 8-bit numbers for codes: queries → tile for contiguous rows, and for listed rows.
 TILES_INT8 = {
     16: (Tile(16, 128, 128, 4, 4), Tile(16, 128, 128, 4, 4)),
     32: (Tile(32, 128, 128, 4, 4), Tile(32, 128, 128, 4, 4)),
@@ -261,7 +265,7 @@ TILES_INT8_WIDE = {16: Tile(16, 128, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3)}
 
 
 def choose_coded_sizes(k: int) -> Sizes:
-    """As `choose_sizes`, with more places. Groups are the same, so that their exact scores are the same bits."""
+    """Like `choose_sizes`, with more places. Groups are equal, so that their exact scores have the same bits."""
     sizes = choose_sizes(k)
     if sizes.group == 16:
         return Sizes(16, 128, 1024, 2048)
@@ -273,7 +277,7 @@ def plan_coded_scan(
     live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False, room: int = ROOM,
     kept: bool = False,
 ) -> Plan | None:  # fmt: skip
-    """The plan of a search with 8-bit codes, arguments as of `plan_scan`; None where it would move more bytes."""
+    """Plan a search with 8-bit codes, with `plan_scan`'s arguments; None if codes would move more bytes."""
     plain = plan_scan(
         B, k, D, N, dtype, filters=filters, words=words, share=share, live=live, bias=bias, kind=kind,
         two_terms=two_terms, room=room, kept=kept,

@@ -1,4 +1,4 @@
-"""The k best rows in plain PyTorch: products by chunks of rows, their k best, merged. The specification."""
+"""Exact top-k in plain PyTorch: products by row chunks, each chunk's k best, merged. The specification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tigon.retrieve.scan.bits import RowBits
 from tigon.retrieve.scan.filters import RowFilter
 from tigon.retrieve.scan.tags import RowTags
 
-# Scores of a chunk: 64 MiB of fp32.
+# Scores per chunk: 64 MiB in fp32.
 SCORES = 1 << 24
 
 
@@ -40,14 +40,14 @@ def filtered_topk_reference(
             s, at = _best_on_host(s, k)
         else:
             s, at = _plain(s), torch.arange(stop - start, device=s.device).expand(B, -1)
-        # What was found in the chunks before comes first, so that position is the order of rows among equals.
+        # Earlier chunks' results come first, so that position is the row order among equal scores.
         s, at = torch.cat((scores, s), 1), torch.cat((rows, at + start), 1)
         best = _order(s, k)
         return s.gather(1, best), at.gather(1, best)
 
-    # A graph that is recorded looks at no score, and a GPU would wait.
+    # Reading scores is impossible in a traced graph, and would synchronize a GPU.
     looks = query.device.type == "cpu" and not is_traced(query)
-    if is_traced(query):  # a graph that is recorded holds for every N: all rows at once
+    if is_traced(query):  # a traced graph must hold for every N: all rows at once
         scores, rows = merge(0, N)
     else:
         size = max(k, SCORES // max(B, 1))
@@ -57,9 +57,10 @@ def filtered_topk_reference(
 
 
 def _best_on_host(s: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest numbers of each row, descending, and where they are, the earlier among equals. NaN is -inf.
+    """Each row's k largest numbers, descending, and their indices, the earlier first among equals. NaN counts as -inf.
 
-    torch's own topk takes any of equals, and NaN first. Its answer is looked at, and found anew where that matters.
+    torch's topk returns equal numbers in any order, and NaN first. Its result is checked, and recomputed where that
+    matters.
     """
     many = min(k, s.shape[1])
     values, at = s.topk(many)
@@ -75,15 +76,15 @@ def _best_on_host(s: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _plain(s: Tensor) -> Tensor:
-    """Zeros of both signs are equal, and so are their bits; NaN is -inf."""
+    """Normalize: -0 becomes +0, so that equal zeros have equal bits; NaN becomes -inf."""
     return torch.where(s == 0, 0.0, s).masked_fill(s.isnan(), -torch.inf)
 
 
 def _order(s: Tensor, k: int) -> Tensor:
-    """(B, k), where the k largest numbers of each row are, descending, the earlier among equals. None is NaN."""
+    """(B, k), the indices of each row's k largest numbers, descending, the earlier first among equals. No NaN."""
     if s.dtype == torch.float64:
         return s.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    # As one integer, which topk finds without sorting all: the number above, what the position lacks below.
+    # As a combined integer, which topk finds without a full sort: the number above, the inverted position below.
     bits = s.view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     lacking = 0x7FFFFFFF - torch.arange(s.shape[1], device=s.device)
@@ -94,7 +95,7 @@ def _hide(
     attributes: Tensor | None, where: RowFilter | Sequence[RowFilter | None] | RowBits | None, live: Tensor | None,
     start: int, stop: int,
 ) -> Tensor | None:  # fmt: skip
-    """(n,) or (B, n) bool, which of these rows are not there or do not pass; None where none is hidden."""
+    """(n,) or (B, n) bool, whether each row is deleted or fails the filter; None if no row is hidden."""
     hidden = None
     if live is not None:
         every = torch.arange(start, stop, device=live.device)
@@ -108,7 +109,7 @@ def _hide(
 def _passing(
     attributes: Tensor | None, where: RowFilter | Sequence[RowFilter | None] | RowBits | None, start: int, stop: int
 ) -> Tensor | None:
-    """(n,) or (B, n) bool, which of these rows pass; None where all do."""
+    """(n,) or (B, n) bool, whether each row passes; None if all pass."""
     if isinstance(where, RowBits):
         return where.mask(start, stop)
     if where is None or attributes is None:

@@ -1,4 +1,4 @@
-"""The exact scores of the picked groups: the only place where a returned score is computed."""
+"""Exact scores for the picked groups: the only place that computes a returned score."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def _rescore_kernel(
     N, K, stride_q, units_x, stride_w, columns, D: tl.constexpr, G: tl.constexpr, STRIP: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One group of one query: the scores of its rows in fp32, -inf for what is none, and the rows.
+    """A group for a single query: its rows' scores in fp32, -inf for missing rows, and the row numbers.
 
-    The order of the sums depends on D and G alone, and no product and sum are contracted: a query's scores have the
-    same bits in every plan and batch. start_ptr: where the bits of each filter begin behind word_ptr; None for words.
-    certified_ptr: of each query, whether its answer is known; then nothing is scored. best_ptr: (B, K), for the maximum
-    of each group. tags_ptr: (3, columns), what `RowTags.table` holds; weight_ptr: (B, columns) fp32.
+    The summation order depends only on D and G, and products are not fused with sums: a query's scores have the
+    same bits in every plan and batch. start_ptr: offsets from word_ptr to each filter's bits; None for words.
+    certified_ptr: per query, whether the result is known; then nothing is scored. best_ptr: (B, K), each group's
+    maximum. tags_ptr: (3, columns), `RowTags.table`; weight_ptr: (B, columns) fp32.
     """
     b = (tl.program_id(0) // K).to(tl.int64)
     r = tl.program_id(0) % K

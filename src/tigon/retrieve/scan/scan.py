@@ -1,4 +1,4 @@
-"""The scan: products of all queries with all rows that count, of which maxima of groups, nodes and strips are left."""
+"""The scan: products of all queries with all rows that count, reduced to maxima per group, node and strip."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tigon.retrieve.scan.tags import has_tags
 def numbers(x, dtype: tl.constexpr):
     """x in dtype; a byte is a float8_e4m3fn."""
     if x.dtype == tl.uint8:
-        # Its exponent is an fp16's that lacks 8: shifted into place and multiplied by 2⁸ it is exact, least numbers
-        # included. GPUs before the H100's have no instruction for that.
+        # fp8's exponent bias is 8 less than fp16's: shifting into place and multiplying by 2⁸ is exact, subnormals
+        # included. GPUs before the H100 have no instruction for this.
         wide = x.to(tl.uint16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -23,17 +23,17 @@ def numbers(x, dtype: tl.constexpr):
 @jit
 @do_not_specialize("stride")
 def _split_kernel(q_ptr, high_ptr, low_ptr, scale_ptr, stride, D: tl.constexpr, BLOCK: tl.constexpr):
-    """A query as scale · (high + low), both in a dtype of 16 bits, scale a power of two: no number is out of range."""
+    """A query as scale · (high + low), both in a 16-bit dtype, with a power-of-two scale: all numbers stay in range."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     q = tl.load(q_ptr + b * stride + d, mask=d < D, other=0.0).to(tl.float32)
-    # The exponent of the largest, such that neither the power of two nor its inverse leaves fp32.
+    # The largest magnitude's exponent, clamped so that neither the power of two nor its inverse leaves fp32.
     exponent = tl.max(tl.abs(q), 0).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 1), 252)
     q = q * ((253 - exponent) << 23).to(tl.float32, bitcast=True)
     high = q.to(high_ptr.dtype.element_ty)
     if high_ptr.dtype.element_ty == tl.float16:
-        # Its least numbers, not zeros: these times an infinite number of a row would be NaN.
+        # Smallest subnormals instead of zeros: 0 times an infinite row element would be NaN.
         least = tl.where(q < 0, -5.960464477539063e-08, 5.960464477539063e-08)
         high = tl.where((high == 0) & (q != 0), least, high).to(tl.float16)
     tl.store(high_ptr + b * D + d, high, mask=d < D)
@@ -43,9 +43,9 @@ def _split_kernel(q_ptr, high_ptr, low_ptr, scale_ptr, stride, D: tl.constexpr, 
 
 @jit
 def fail_columns(bits_ptr, known, live_ptr, place, N, BLOCK_N: tl.constexpr):
-    """(BLOCK_N, 32): 2⁶³ where the row fails the filter, or is not there. place: of the first 32 rows.
+    """(BLOCK_N, 32): 2⁶³ where the row fails the filter, or is deleted. place: index of the first 32 rows.
 
-    bits_ptr: (32,), where each filter's numbers begin. known: whether there is such a filter.
+    bits_ptr: (32,), where each filter's numbers begin. known: whether the filter exists.
     """
     places = place + tl.arange(0, BLOCK_N // 32)
     word = live_words(bits_ptr[None, :], live_ptr, places[:, None], known[None, :], N)
@@ -59,7 +59,7 @@ def rows_of_strip(
     strip, attributes_ptr, table_ptr, bitmaps_ptr, live_ptr, list_ptr, count_ptr, N, stride_a, literals,
     STRIP: tl.constexpr, LISTING: tl.constexpr,
 ):  # fmt: skip
-    """How many rows of a strip count: those of its list, which is made here where LISTING says so, or all there are."""
+    """The number of rows that count in a strip: the length of its list, made here if LISTING > 0, or all rows."""
     if LISTING > 0:
         if table_ptr is not None:
             n = list_strip(
@@ -81,9 +81,9 @@ def write_maxima(
     s, middle, maxima_ptr, b, here, B, strip, t, middle_at,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, G: tl.constexpr, MIDDLE: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """The maxima of a tile's groups, and of the node so far that the tile is in. Returns the tile's, and the node's."""
+    """Store the maxima of a tile's groups, and the node's running maximum. Returns the tile's and the node's."""
     P: tl.constexpr = BLOCK_N // G
-    # A maximum of a number and a NaN is the number.
+    # tl.max ignores NaN.
     if P == 1:
         m = tl.max(s, 1)
         leaf = strip * (STRIP // G) + t
@@ -94,7 +94,7 @@ def write_maxima(
         tl.store(maxima_ptr + leaf.to(tl.int64)[None, :] * B + b[:, None], m, mask=here[:, None])
         m = tl.max(m, 1)
     if MIDDLE > 0:
-        # The node's maximum so far: each tile of the node writes it, the last one whole.
+        # The node's running maximum: each tile in the node stores it, the last tile completes it.
         TILES: tl.constexpr = MIDDLE // BLOCK_N
         middle = tl.where(t % TILES == 0, m, tl.maximum(middle, m))
         node = strip * (STRIP // MIDDLE) + t // TILES
@@ -116,17 +116,17 @@ def _scan_kernel(
     PRECISION: tl.constexpr, UNIT: tl.constexpr, LISTING: tl.constexpr, STAGES: tl.constexpr, TAGS: tl.constexpr,
     TAG_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One strip of rows, one block of queries.
+    """A strip of rows and a block of queries.
 
-    FILTERS: of words with a bit for each filter. 0: none. 1: one filter for all queries. 2: one for each query, at most
-    32. 3: one for each query, more. 4 and 5: as 2 and 3, but each filter has bits of its own, of 32 rows in a number:
-    those of filter f lie behind word_ptr + table[f], and there are `literals` filters.
-    UNIT divides the rows' stride: of an argument the compiler learns whether 16 does.
-    LISTING: rows of a step in which the program lists those of its strip that pass; 0 where others have, or nobody.
-    Without a table the list is made from bits, which then stand in place of the attributes.
-    certified_ptr: of each query, whether its answer is known. A block of such queries scans nothing.
-    TAGS: columns of a step of the tags' product; 0 without tags. TAG_STEPS: of such steps 1 or 2, whose weights are
-    loaded once, or 0: `columns / TAGS` of them, loaded again for each tile.
+    FILTERS: words with a bit per filter. 0: no filter. 1: a filter for all queries. 2: a filter per query, at most
+    32 filters. 3: a filter per query, more than 32. 4 and 5: like 2 and 3, but each filter has separate bits, 32 rows
+    per number: filter f's start at word_ptr + table[f], and there are `literals` filters.
+    UNIT divides the rows' stride: for an argument the compiler only learns whether 16 divides it.
+    LISTING: rows per step in which the program lists its strip's passing rows; 0 if a list exists or is not needed.
+    Without a table the list is made from bits, which are then passed as the attributes.
+    certified_ptr: per query, whether the result is known. A block with only such queries scans nothing.
+    TAGS: columns per step of the tag product; 0 without tags. TAG_STEPS: 1 or 2 steps, whose weights are
+    loaded once, or 0: `columns / TAGS` steps, loaded again for each tile.
     """
     strip = tl.program_id(0) // blocks
     b = tl.program_id(0) % blocks * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -145,15 +145,15 @@ def _scan_kernel(
     if (bias_ptr is not None or TAGS > 0) and scale_ptr is not None:
         scale = tl.load(scale_ptr + b, mask=here, other=1.0)
     if FILTERS >= 2:
-        # A filter is a column of the product: -2⁶⁴ in its queries' rows and 2⁶³ in those of the items that fail. The
-        # tensor cores push such scores below all others; a comparison for each score would take longer.
+        # A filter is a column in the product: -2⁶⁴ in its queries' rows and 2⁶³ in failing items' rows. The tensor
+        # cores thus push such scores below all others; a comparison per score would take longer.
         mine = tl.load(which_ptr + b, mask=here, other=0)
         bit = tl.arange(0, 32)
         first_word, last_word = 0, 0
         if FILTERS == 2 or FILTERS == 4:
             chosen = tl.where(mine[:, None] == bit[None, :], -18446744073709551616.0, 0.0).to(tl.bfloat16)
         else:
-            # Filters are counted in the order of the queries, so that a block's lie together.
+            # Filters are numbered in query order, so that a block's filters are adjacent.
             first_word = tl.min(tl.where(here, mine, 0x7FFFFFFF), 0) // 32
             last_word = tl.max(mine, 0) // 32
         if FILTERS == 4:
@@ -183,8 +183,8 @@ def _scan_kernel(
     best = tl.full([BLOCK_B], float("-inf"), tl.float32)
     middle = tl.full([BLOCK_B], float("-inf"), tl.float32)
     for t in tl.range(0, tl.cdiv(n, BLOCK_N), num_stages=STAGES if ONCE else 1):
-        # Beyond the end the last row is read again. In its own group that changes no maximum, and of groups beyond the
-        # end nobody asks: no score needs a mask.
+        # Past the end the last row is read again. That changes no maximum in its own group, and groups past the end are
+        # ignored: no score needs a mask.
         j = tl.minimum(t * BLOCK_N + tl.arange(0, BLOCK_N), n - 1)
         if list_ptr is not None:
             i = tl.load(list_ptr + first + j)
@@ -217,7 +217,7 @@ def _scan_kernel(
                     low = tl.load(low_ptr + q_at + step, mask=here[:, None] & (step + d < D)[None, :], other=0.0)
                     s_low = tl.dot(low, x, s_low, input_precision=PRECISION)
         if low_ptr is not None:
-            # Of a row with an infinite number the first term alone: the second has zeros, and signs of its own.
+            # For a row with an infinite element use only the first term: the second has zeros, and differing signs.
             s = s + tl.where(tl.abs(s_low) < float("inf"), s_low, 0.0)
         if FILTERS == 2:
             w = tl.load(word_ptr + i)
@@ -244,7 +244,7 @@ def _scan_kernel(
         if bias_ptr is not None:
             s = s + tl.load(bias_ptr + i)[None, :]
         if TAGS > 0:
-            # The tags of a row are columns of another product, of ones and zeros in fp16.
+            # The rows' tags are columns in another product, with ones and zeros in fp16.
             if TAG_STEPS > 0:
                 has = tl.trans(has_tags(words_ptr, stride_w, i, word, tag_mask, tag_value))
                 v = tl.dot(weight, has)
@@ -266,7 +266,7 @@ def _scan_kernel(
                 v = tl.dot(weight_2, has_2, v)
                 v = tl.dot(weight_low_2, has_2, v)
             s = s + v * weight_scale[:, None]
-        # Two comparisons a row, and an addition a score.
+        # Two comparisons per row, and an addition per score.
         if FILTERS == 1:
             s = s + tl.where((tl.load(word_ptr + i) & 1) != 0, 0.0, float("-inf"))[None, :]
         if live_ptr is not None and LISTING == 0 and FILTERS < 4:

@@ -1,4 +1,4 @@
-"""Selection: of maxima the groups that hold the k best rows, and of their exact scores the k best, in order."""
+"""Selection: from maxima the groups that hold the k best rows, and from their exact scores the k best, in order."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from tigon.kernels import do_not_specialize, jit, tl
 
 @jit
 def key_of(x):
-    """fp32 as an unsigned integer in the same order. NaN is 0, below all; zeros of both signs are equal."""
+    """fp32 as an order-preserving unsigned integer. NaN is 0, below all; zeros with either sign are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where(x == x, tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000), 0)
 
 
 @jit
 def largest(u, K):
-    """Which of the unsigned numbers u are the K largest, of equal ones the earlier.
+    """Mask the K largest unsigned numbers in u, the earlier first among equals.
 
-    The K-th largest is found from its highest bit down, two bits a step: how many numbers reach each of the three ways
-    to go on, counted in one sum. Bits that all numbers share are skipped, and once exactly K numbers reach what is
-    found, the bits below do not matter.
+    Radix search for the K-th largest from the highest bit down, two bits per step: a single sum counts the numbers that
+    reach each of three candidates. Bits that all numbers share are skipped, and the search stops once exactly K numbers
+    reach the current threshold.
     """
     top = tl.max(u, 0)
     differing = top ^ tl.min(u, 0)
-    width = tl.full([], 0, tl.int32)  # of the bits in which the numbers differ, rounded up to whole steps
+    width = tl.full([], 0, tl.int32)  # the number of low bits in which the numbers differ, rounded up to whole steps
     for place in tl.static_range(0, 32, 2):
         width = tl.where((differing >> place) != 0, place + 2, width)
     least = tl.where(width >= 32, 0, (top >> (width & 31)) << (width & 31)).to(tl.uint32)
@@ -31,14 +31,14 @@ def largest(u, K):
     while (place >= 0) & (reach != K):
         one = (tl.full([], 1, tl.uint32) << place.to(tl.uint32)).to(tl.uint32)
         a, b, c = least | one, least | (one << 1), least | (one << 1) | one
-        # Three counts below 2²⁰ in one sum.
+        # Three counts below 2²⁰ in a single sum.
         counts = tl.sum((u >= a).to(tl.int64) + ((u >= b).to(tl.int64) << 20) + ((u >= c).to(tl.int64) << 40), 0)
         of_a, of_b, of_c = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
         least = tl.where(of_c >= K, c, tl.where(of_b >= K, b, tl.where(of_a >= K, a, least)))
         reach = tl.where(of_c >= K, of_c, tl.where(of_b >= K, of_b, tl.where(of_a >= K, of_a, reach))).to(tl.int32)
         place -= 2
     chosen = u >= least
-    if reach != K:  # several are equal to the K-th: of these the earlier
+    if reach != K:  # several numbers equal the K-th: choose the earlier
         above, equal = (u > least).to(tl.int32), (u == least).to(tl.int32)
         chosen = (above != 0) | ((equal != 0) & (tl.cumsum(equal, 0) - equal < K - tl.sum(above, 0)))
     return chosen
@@ -46,7 +46,7 @@ def largest(u, K):
 
 @jit
 def packed(chosen, value, room_ptr, SIZE: tl.constexpr):
-    """The chosen values in their order, at most SIZE, then -1, in memory that no other program uses."""
+    """Write the chosen values in order, at most SIZE, then -1, to memory that no other program uses."""
     place = tl.arange(0, SIZE)
     at = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.debug_barrier()
@@ -58,7 +58,7 @@ def packed(chosen, value, room_ptr, SIZE: tl.constexpr):
 
 @jit
 def keys_at(maxima_ptr, at, there):
-    """Keys that order as maxima do. Maxima of whole numbers, as of signs, are keys themselves, 0 below all."""
+    """Keys in the maxima's order. Integer maxima, from signs, are keys themselves, 0 below all."""
     if maxima_ptr.dtype.element_ty == tl.int32:
         key = tl.load(maxima_ptr + at, mask=there, other=0).to(tl.uint32, bitcast=True)
     else:
@@ -71,14 +71,14 @@ def best_children(
     maxima_ptr, count_ptr, room_ptr, b, B, N, K, at,
     SIZE: tl.constexpr, ARITY: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """In place of the nodes in the room the K children with the largest maxima, in order. SIZE: rows of a child."""
+    """Replace the nodes in room with the K children that have the largest maxima, in order. SIZE: rows per child."""
     n = tl.arange(0, PLACES * ARITY)
     node = tl.load(room_ptr + n // ARITY)
     child = node * ARITY + n % ARITY
     if SIZE >= STRIP:
         there = (node >= 0) & (child.to(tl.int64) * SIZE < N)
     else:
-        # What a strip lacks was never written: beyond the rows of a list, and at the end.
+        # Children past a strip's rows, at the end of a list or of the items, were never written.
         IN_STRIP: tl.constexpr = STRIP // SIZE
         strip = node // (IN_STRIP // ARITY)
         if count_ptr is not None:
@@ -87,7 +87,7 @@ def best_children(
             have = tl.minimum(N - strip * STRIP, STRIP)
         there = (node >= 0) & (child % IN_STRIP * SIZE < have)
     chosen = largest(keys_at(maxima_ptr, (child.to(tl.int64) + at) * B + b, there), K)
-    # Computed again, in order not to occupy registers meanwhile. A key of 0 is a NaN, or none of the children.
+    # Recomputed to save registers. A key of 0 is a NaN, or a missing child.
     node = tl.load(room_ptr + n // ARITY)
     packed(chosen & there, node * ARITY + n % ARITY, room_ptr, PLACES)
 
@@ -97,7 +97,7 @@ def best_children(
 def _fold_kernel(
     maxima_ptr, parents, children, B, parents_at, children_at, ARITY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The maxima of a level above that of strips, of ARITY children each."""
+    """Compute the maxima for a level above the strips, with ARITY children per node."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     parent, b = at // B, at % B
     LEAST: tl.constexpr = 0 if maxima_ptr.dtype.element_ty == tl.int32 else float("-inf")
@@ -116,10 +116,10 @@ def _pick_kernel(
     SIZE_1: tl.constexpr, SIZE_2: tl.constexpr, SIZE_3: tl.constexpr, SIZE_4: tl.constexpr, ARITY_1: tl.constexpr,
     ARITY_2: tl.constexpr, ARITY_3: tl.constexpr, ARITY_4: tl.constexpr, STRIP: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """One query: the K groups with the largest maxima, in the order of their rows; -1 where there are fewer.
+    """A query: the K groups with the largest maxima, in row order; -1 if there are fewer.
 
-    From the top: of a level's nodes the K best, then of their children, at most four times. SIZE and ARITY are 0 where
-    there are fewer levels. certified_ptr: of each query, whether its answer is known; then nothing is picked.
+    From the top: the K best nodes on a level, then among their children, at most four times. SIZE and ARITY are 0 for
+    missing levels. certified_ptr: per query, whether the result is known; then nothing is picked.
     """
     b = tl.program_id(0)
     if certified_ptr is not None:  # noqa: SIM102 - what is None has no address to load from
@@ -140,7 +140,7 @@ def _pick_kernel(
 
 @jit
 def place_of(group_ptr, m, G: tl.constexpr):
-    """Where the m-th candidate lies, -1 for none: candidates of chosen groups, or, without groups, all of them."""
+    """The m-th candidate's offset, -1 if missing: among the chosen groups' candidates or, without groups, among all."""
     if group_ptr is not None:
         group = tl.load(group_ptr + m // G, mask=m >= 0, other=-1)
         at = tl.where(group >= 0, group * G + m % G, -1)
@@ -154,7 +154,7 @@ def choose_best(
     candidate_ptr, row_ptr, group_ptr, room_ptr, scores_ptr, rows_ptr, b, count, k,
     M: tl.constexpr, OUT: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """The k best of a query's candidates, sorted by (score, row). Returns scores, whose first k places count."""
+    """The k best candidates of a query, sorted by (score, row). Returns scores, of which the first k count."""
     m = tl.arange(0, M)
     from_at = place_of(group_ptr, m, G)
     there = (from_at >= 0) & (from_at < count)
@@ -168,12 +168,12 @@ def choose_best(
     there = (from_at >= 0) & (from_at < count)
     keys = key_of(tl.load(candidate_ptr + b * count + from_at, mask=there, other=float("nan")))
     at = tl.maximum(at, 0)
-    # As one signed number: the key above, below it what the position lacks, so that the earlier is the larger.
+    # As a signed number: the key above, the inverted position below, so that the earlier is larger.
     signed = (keys ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64)
     both = tl.sort((signed << 32) | (0x7FFFFFFF - at).to(tl.int64), descending=True)
     at = 0x7FFFFFFF - (both & 0xFFFFFFFF).to(tl.int32)
     keys = (both >> 32).to(tl.int32).to(tl.uint32, bitcast=True) ^ 0x80000000
-    found = (place < k) & (keys > 0x007FFFFF)  # the key of -inf
+    found = (place < k) & (keys > 0x007FFFFF)  # the key for -inf
     score = tl.where(keys >= 0x80000000, keys ^ 0x80000000, keys ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
     score = tl.where(found, score, float("-inf"))
     row = tl.load(row_ptr + b * count + place_of(group_ptr, at, G), mask=found, other=-1)
@@ -187,7 +187,7 @@ def choose_best(
 def _choose_kernel(
     candidate_ptr, row_ptr, room_ptr, scores_ptr, rows_ptr, count, k, M: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip
-    """One query: the k best of its candidates, sorted by (score, row). Candidates lie in the order of their rows."""
+    """A query: the k best candidates, sorted by (score, row). Candidates are in row order."""
     b = tl.program_id(0).to(tl.int64)
     choose_best(candidate_ptr, row_ptr, None, room_ptr, scores_ptr, rows_ptr, b, count, k, M, OUT, 1)
 
@@ -198,11 +198,11 @@ def _choose_among_groups_kernel(
     candidate_ptr, row_ptr, best_ptr, pick_ptr, maxima_ptr, group_ptr, room_ptr, scores_ptr, rows_ptr, certified_ptr,
     certain_ptr, B, K, k, PLACES: tl.constexpr, M: tl.constexpr, OUT: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """One query: as `_choose_kernel`, among the rows of the k groups whose best rows are best; and whether it is sure.
+    """A query: like `_choose_kernel`, for the k groups with the best rows; and whether the result is certain.
 
-    maxima_ptr holds a bound of each group's scores, and K groups of the largest bounds were picked: of the others none
-    has a larger bound than the least of those. If that is below the k-th score, no other row is among the k best.
-    Groups of bound -inf have no row that counts, and where there are fewer groups than K all were picked.
+    maxima_ptr holds a bound for each group's scores, and the K groups with the largest bounds were picked: no other
+    group has a larger bound than the smallest among those. If that is below the k-th score, no other row is among the k
+    best. Groups with bound -inf have no row that counts, and with fewer groups than K all were picked.
     """
     b = tl.program_id(0).to(tl.int64)
     if tl.load(certified_ptr + b) != 0:

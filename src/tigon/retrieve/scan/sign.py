@@ -1,14 +1,14 @@
-"""1-bit codes: of each row the signs of random projections, by which the rows are found that are scored exactly.
+"""1-bit codes: the signs of a row's random projections, used to find the rows that are scored exactly.
 
-A projection is the sum of a few numbers of a row with random signs. Which ones, a random permutation says, cut into
-bins: of one permutation the bins share no number. With more bits than numbers there are several permutations. The share
-of the signs that a row and a query have in common tells the angle between them, so a code estimates the cosine; times
-the row's norm, which may be kept beside it, the inner product.
+A projection is the sum of a few row elements with random signs. A random permutation, split into bins, selects the
+elements: a permutation's bins share no element. With more bits than elements there are several permutations. The
+fraction of signs that a row and a query share determines the angle between them, so a code estimates the cosine; times
+the row's norm, which may be stored next to the code, the inner product.
 
-The query is not reduced to signs: a projection that is large counts three times as much. That costs the scan no bytes.
+The query is not reduced to signs: a large projection counts three times as much. That costs the scan no bytes.
 
-Source: one permutation and one random projection, Li & Li 2023, https://arxiv.org/abs/2302.03505, with signs alone as
-LiNR uses it, Borisyuk et al. 2024, https://arxiv.org/abs/2407.13218.
+Source: one permutation and one random projection, Li & Li 2023, https://arxiv.org/abs/2302.03505, with signs only as
+in LiNR, Borisyuk et al. 2024, https://arxiv.org/abs/2407.13218.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tigon.retrieve.scan.bits import RowBits
 from tigon.retrieve.scan.filters import RowFilter
 
 BITS = (64, 128, 256, 512, 1024)
-# Numbers of a row in a projection where there are more bits than numbers. Of 1, codes would repeat themselves; of more
-# than 2 recall is the same.
+# Row elements per projection if there are more bits than elements. With 1, codes would repeat; above 2, recall is
+# unchanged.
 TERMS = 4
-# A group is 512 bytes of codes, a node 16 groups, a strip 16 nodes: maxima of 4 bytes are below a hundredth of what is
-# read, and of a row that is picked few others are scored with it.
+# A group is 512 bytes of codes, a node 16 groups, a strip 16 nodes: 4-byte maxima are below a hundredth of the bytes
+# read, and few other rows are scored with a picked row.
 GROUP_BYTES, ARITY = 512, 16
-# Candidates for each result, and the least.
+# Candidates per result, and the minimum.
 CANDIDATES, LEAST_CANDIDATES = 5, 256
-# What a popcount takes, and what selecting among codes takes, in bytes that an H200 moves meanwhile: 16 popcounts a
-# clock of each of its multiprocessors, and some 0.08 ms.
+# Costs of a popcount, and of selecting among codes, in bytes that an H200 moves meanwhile: 16 popcounts per clock per
+# multiprocessor, and some 0.08 ms.
 POPCOUNT, OVERHEAD = 1.2, 350_000_000
-# Operations of the tensor cores while a byte moves.
+# Tensor core operations per byte moved.
 FLOP = 184
-# Codes of a chunk on a CPU: 16 million signs as fp32.
+# Codes per chunk on a CPU: 16 million signs in fp32.
 SIGNS = 1 << 24
 
 
 class Signs(NamedTuple):
-    """Codes of rows. scales: norms, bf16. more: of queries, which projections are large; their scales are fp32."""
+    """Codes of rows. scales: norms, bf16. more: for queries, the large projections; query scales are fp32."""
 
     codes: Tensor
     more: Tensor | None
@@ -56,15 +56,15 @@ def check_bits(name: str, bits: int) -> None:
 
 
 def count_bins(D: int, bits: int) -> int:
-    """Projections of one permutation of D numbers."""
+    """The number of projections from a permutation of D elements."""
     return bits if bits <= D else max(1, D // TERMS)
 
 
 @functools.lru_cache(64)
 def make_projection(D: int, bits: int, seed: int) -> Tensor:
-    """(terms, bits) int32: which number of a row, times 2, and 1 more where its sign changes; −1 for none.
+    """(terms, bits) int32: index of a row element, times 2, plus 1 for a sign change; −1 for none.
 
-    By whole numbers alone, so that a seed means the same projection in every version of PyTorch and everywhere.
+    Integer arithmetic only, so that a seed gives the same projection on every platform and PyTorch version.
     """
     bins = count_bins(D, bits)
     terms, times = cdiv(D, bins), cdiv(bits, bins)
@@ -73,12 +73,12 @@ def make_projection(D: int, bits: int, seed: int) -> Tensor:
     order = number.argsort(dim=1, stable=True)
     value = 2 * order + (_mix(number) & 1)
     value = torch.nn.functional.pad(value, (0, terms * bins - D), value=-1)
-    # The t-th number of bin b is number t · bins + b of the permutation: bins differ by at most one number.
+    # Bin b's t-th element is number t · bins + b in the permutation: bin sizes differ by at most one.
     return value.view(times, terms, bins).transpose(0, 1).reshape(terms, times * bins)[:, :bits].int().contiguous()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """32 bits that depend on all of x's lowest 32, as MurmurHash3 ends. The products fit 64 bits."""
+    """32 bits that depend on all 32 low bits of x, like MurmurHash3's finalizer. The products fit 64 bits."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
@@ -86,19 +86,19 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def compute_factor(D: int, bits: int) -> float:
-    """What makes a sum of signs times projections an inner product, of rows whose norm is 1."""
+    """The factor that turns a sum of signs times projections into an inner product, for rows with norm 1."""
     return math.sqrt(math.pi / 2 * count_bins(D, bits)) / bits
 
 
 def count_candidates(k: int, candidates: int | None) -> int:
-    """How many groups are picked: of the candidates a query asks for each may lie in another."""
+    """The number of picked groups: each of a query's candidates may be in another group."""
     return max(LEAST_CANDIDATES, CANDIDATES * k) if candidates is None else candidates
 
 
 def pays(B: int, items: Tensor, bits: int, scaled: bool, share: float | None) -> bool:
-    """Whether reading the signs costs less than reading the rows, by sizes alone, in bytes.
+    """Whether reading the signs costs less than reading the rows, from sizes alone, in bytes.
 
-    share: of the rows that pass a filter; None without one.
+    share: the fraction of rows that pass a filter; None without a filter.
     """
     N, D = items.shape
     passing = N * (1.0 if share is None else share)
@@ -111,9 +111,9 @@ def pays(B: int, items: Tensor, bits: int, scaled: bool, share: float | None) ->
 
 
 def signs_reference(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = False) -> Signs:
-    """Signs of rows, or of queries: the specification of the kernel, to the last bit.
+    """Signs of rows, or of queries: the kernel's specification, bit for bit.
 
-    rows: (n, D). projection: as `make_projection` makes it. scaled: with the rows' norms.
+    rows: (n, D). projection: from `make_projection`. scaled: include the rows' norms.
     """
     bits = projection.shape[1]
     size = max(1, SIGNS // bits)
@@ -140,7 +140,7 @@ def _signs(rows: Tensor, projection: Tensor, scaled: bool, query: bool) -> Signs
 
 
 def _whole(size: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers that are not negative, as whole ones below 2¹⁵ times a power of two, whose sums have no order."""
+    """Non-negative numbers as integers below 2¹⁵ times a power of two, so that sums do not depend on order."""
     size = torch.where(size < torch.inf, size, 0.0)
     exponent = (size.amax(1).view(torch.int32) >> 23).clamp(15, 254)
     return (size * _power(268 - exponent)[:, None]).long(), exponent
@@ -161,17 +161,17 @@ def _words(bits: Tensor) -> Tensor:
 
 
 def _unpack_signs(words: Tensor) -> Tensor:
-    """(n, bits) fp32 of 0 and 1."""
+    """(n, bits) fp32 with 0 and 1."""
     place = torch.arange(32, device=words.device, dtype=torch.int32)
     return ((words[:, :, None] >> place) & 1).view(words.shape[0], -1).float()
 
 
 def keys_reference(query: Signs, codes: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(B, n) int64, the keys of the scan: the larger, the nearer a row is by its code."""
+    """(B, n) int64, the scan's keys: larger means closer by code."""
     assert query.more is not None
     assert query.scales is not None
     levels = 1 + 2 * _unpack_signs(query.more)
-    # Sums of whole numbers below 2²⁴: exact in any order.
+    # Integer sums below 2²⁴: exact in any order.
     w = ((2 * _unpack_signs(query.codes) - 1) * levels) @ (2 * _unpack_signs(codes) - 1).t()
     if scales is None and bias is None:
         return 4096 - ((levels.sum(1, keepdim=True) - w) / 2).long()
@@ -188,7 +188,7 @@ def sign_topk_reference(
     attributes: Tensor | None = None, where: RowFilter | RowBits | None = None, live: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The k best of the rows in the groups whose best codes are best: what the kernels compute."""
+    """The k best rows in the groups with the best codes: the kernels' result."""
     B, N = query.shape[0], items.shape[0]
     G = choose_group(codes)
     strip = G * ARITY * ARITY
@@ -198,7 +198,7 @@ def sign_topk_reference(
     there = torch.ones_like(every, dtype=torch.bool)
     if live is not None:
         there = ((live[every >> 5] >> (every & 31)) & 1) != 0
-    # Where a row lies: in its place, or under a filter as one of those of its strip that pass.
+    # A row's position: its index, or with a filter its rank among the strip's passing rows.
     place = every
     if where is not None:
         there = there & _passing(attributes, where, N)
@@ -207,7 +207,7 @@ def sign_topk_reference(
     groups = strips * (strip // G)
     asked = signs_reference(query, projection, scaled=True, query=True)
     best = torch.zeros((B, groups), dtype=torch.int64, device=query.device)
-    # Behind the last place: those that are not there.
+    # Missing rows go past the last position.
     row_at = torch.full((strips * strip + 1,), -1, dtype=torch.int64, device=query.device)
     row_at[torch.where(there, place, strips * strip)] = every
     row_at[-1] = -1
@@ -244,5 +244,5 @@ def _passing(attributes: Tensor | None, where: RowFilter | RowBits, N: int) -> T
 
 
 def choose_group(codes: Tensor) -> int:
-    """Rows of a group."""
+    """Rows per group."""
     return GROUP_BYTES // (4 * codes.shape[1])

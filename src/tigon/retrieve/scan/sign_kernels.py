@@ -1,4 +1,4 @@
-"""The kernels of 1-bit codes: signs of a vector, the scan of all rows' signs, the picked groups, their rows."""
+"""Kernels for 1-bit codes: a vector's signs, the scan over all rows' signs, the picked groups' rows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tigon.retrieve.scan.scan import numbers
 
 @jit
 def exponent_of(x):
-    """The exponent of the largest of the numbers, which are not negative, as fp32 has it; never one of the ends."""
+    """The fp32 exponent of the largest among non-negative numbers, clamped to avoid both ends."""
     return tl.minimum(tl.maximum(tl.max(x, 0).to(tl.int32, bitcast=True) >> 23, 15), 254)
 
 
 @jit
 def power(exponent):
-    """The power of two with this exponent in fp32."""
+    """The power of two with this fp32 exponent."""
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @jit
 def words_of(bits, BITS: tl.constexpr):
-    """Numbers of 32 bits, the first in the lowest."""
+    """Pack bits into 32-bit numbers, the first in the lowest bit."""
     place = tl.reshape(tl.arange(0, BITS), [BITS // 32, 32]) % 32
     return tl.sum(tl.reshape(bits.to(tl.int32), [BITS // 32, 32]) << place, 1)
 
@@ -32,10 +32,9 @@ def _encode_kernel(
     x_ptr, projection_ptr, code_ptr, more_ptr, scale_ptr, units_x, factor, D: tl.constexpr, TERMS: tl.constexpr,
     BITS: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One row: its signs, and its norm where there are scales. Of a query also which projections are large, and what
-    its scale is.
+    """A row: its signs, and its norm if there are scales. For a query also the large projections and the scale.
 
-    All sums of fp32 have one order, and all others are of whole numbers: a CPU finds the same bits.
+    All fp32 sums have a fixed order, and all others are integer sums: a CPU computes the same bits.
     """
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * (units_x * UNIT)
@@ -52,7 +51,8 @@ def _encode_kernel(
         size = tl.where(size < float("inf"), size, 0.0)
         exponent = exponent_of(size)
         u = (size * power(268 - exponent)).to(tl.int32)
-        # Large is what reaches 1.25 times the mean: levels of 1 and 3 then lose least of normal numbers.
+        # Large means at least 1.25 times the mean: levels 1 and 3 then have the least error for normally distributed
+        # numbers.
         large = u * (4 * BITS) >= 5 * tl.sum(u, 0)
         tl.store(more_ptr + row * (BITS // 32) + word, words_of(large, BITS))
         v = tl.where(large, 3, 1)
@@ -74,10 +74,10 @@ def _sign_scan_kernel(
     sign_ptr, more_ptr, step_ptr, code_ptr, scale_ptr, bias_ptr, list_ptr, count_ptr, live_ptr, maxima_ptr, B, N,
     blocks, middle_at, strip_at, W: tl.constexpr, G: tl.constexpr, ARITY: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One strip of rows, a few queries: the largest key of each group, of each node of ARITY groups, of the strip.
+    """A strip of rows and a few queries: the largest key per group, per node with ARITY groups, and for the strip.
 
-    The key of a row is 4096 less the weights of the signs in which it differs from the query. With scales its score is
-    estimated, and the key is the 20 highest bits of that. A row that is not there has key 0, below all.
+    A row's key is 4096 minus the weights of the signs in which the row differs from the query. With scales the score is
+    estimated, and the key is the estimate's 20 highest bits. A deleted row has key 0, below all.
     """
     strip = tl.program_id(0) // blocks
     first_query = tl.program_id(0) % blocks * QUERIES
@@ -93,14 +93,14 @@ def _sign_scan_kernel(
     best = tl.full([QUERIES], 0, tl.int32)
     which = tl.arange(0, QUERIES)
     for t in range(tl.cdiv(n, TILE)):
-        # Beyond the end the last row is read again, as in the scan of vectors.
+        # Past the end the last row is read again, as in the vector scan.
         j = tl.minimum(t * TILE + tl.arange(0, TILE), n - 1)
         if list_ptr is not None:
             i = tl.load(list_ptr + first + j)
         else:
             i = first + j
         if list_ptr is None and W == 2:
-            # Two rows are 16 bytes, which a thread reads at once where all rows of the tile are there.
+            # Two rows are 16 bytes, which a thread reads at once if all rows of the tile exist.
             at = tl.arange(0, TILE * W)
             if (t + 1) * TILE <= n:
                 x = tl.load(code_ptr + (first + t * TILE).to(tl.int64) * W + at)
@@ -121,10 +121,11 @@ def _sign_scan_kernel(
             sign = tl.load(sign_ptr + b * W + word)
             more = tl.load(more_ptr + b * W + word)
             differs = x ^ sign[None, :]
-            # The compiler takes the GPU's instruction for `ones`; in all that differ and twice the large it would not.
+            # Written so that the compiler uses the GPU's popcount for `ones`; popcount(differs) + 2 · popcount(large)
+            # would not.
             key = 4096 - tl.sum(ones(differs & ~more[None, :]) + 3 * ones(differs & more[None, :]), 1)
             if scale_ptr is not None or bias_ptr is not None:
-                # The sum of the query's levels, each with the sign that the row has.
+                # The sum of the query's levels, each with the row's sign.
                 levels = 32 * W + 2 * tl.sum(ones(more), 0)
                 s = (2 * key + (levels - 8192)).to(tl.float32)
                 if scale_ptr is not None:
@@ -154,9 +155,9 @@ def _sign_rows_kernel(
     pick_ptr, list_ptr, count_ptr, row_ptr, many_ptr, block_ptr, N, K, G: tl.constexpr, STRIP: tl.constexpr,
     PICKS: tl.constexpr, ROOM: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One query: the rows of its picked groups as a strip of a list, its count, and the numbers of the list's blocks.
+    """A query: its picked groups' rows as a strip of a list, the strip's count, and the list's block numbers.
 
-    The exact scores are then computed block by block, of as many rows as in an exact search: the same bits.
+    Exact scores are then computed per block with as many rows as in an exact search: the same bits.
     """
     b = tl.program_id(0)
     total = 0

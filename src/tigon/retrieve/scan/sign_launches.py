@@ -1,4 +1,4 @@
-"""Launching the kernels of 1-bit codes: signs, scan, pick, exact scores of the picked rows; as one library op."""
+"""Kernel launches for 1-bit codes: signs, scan, pick, exact scores for the picked rows; as a single library op."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from tigon.retrieve.scan.sign_kernels import (
     _sign_scan_kernel,
 )  # fmt: skip
 
-# Groups that one program selects; more are sorted by torch.
+# Groups that a program can select; more are sorted by torch.
 MOST_PICKED = KEYS // ARITY
-# Warps of a scan of one query.
+# Warps for a single-query scan.
 SCAN_WARPS = 4
 
 
 class SignPlan(NamedTuple):
-    """What a search by signs does. picked: groups of a query. tree, exact: of the scan, and of the exact scores.
-    queries: of a program of the scan. pieces: of the batch.
+    """The plan for a search by signs. picked: groups per query. tree, exact: for the scan, and for the exact scores.
+
+    queries: per scan program. pieces: for the batch.
     """
 
     picked: int
@@ -50,7 +51,7 @@ class SignPlan(NamedTuple):
 
 
 def encode(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = False) -> Signs:
-    """As `signs_reference`, on a GPU."""
+    """`signs_reference` on a GPU."""
     rows = _unit_stride(rows)
     n, D = rows.shape
     terms, bits = projection.shape
@@ -79,7 +80,7 @@ def _plan(B: int, N: int, W: int, k: int, candidates: int) -> SignPlan:
     places = next_power_of_2(picked)
     sizes = Sizes(G, G * ARITY, strip, min(places, MOST_PICKED))
     tree = _empty_plan(picked, sizes, list_levels(N, sizes))
-    # The exact scores are computed by blocks of as many rows as in an exact search, so that their bits are the same.
+    # Exact scores are computed in blocks with as many rows as in an exact search, so that their bits are equal.
     block = choose_sizes(k).group
     blocks = cdiv(picked * G, block)
     room = next_power_of_2(blocks)
@@ -117,7 +118,7 @@ def _sign_topk(
     query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int,
     attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """table: of one filter for all queries. Without attributes, bitmaps are the bits of the rows that pass."""
+    """table: a single filter for all queries. Without attributes, bitmaps holds the bits of passing rows."""
     (B, _), N = query.shape, items.shape[0]
     scores = query.new_empty((B, k), dtype=torch.float32)
     found = query.new_empty((B, k), dtype=torch.int64)
@@ -172,7 +173,7 @@ def _list_rows(
 def _pick(
     asked: Signs, codes: Tensor, scales: Tensor | None, rows: Rows, plan: SignPlan, key: tuple[int, int]
 ) -> Tensor:
-    """(B, places) int32, the groups of each query that hold the rows with the best codes, in order; then -1."""
+    """(B, places) int32, each query's groups that hold the rows with the best codes, in order; then -1."""
     (N, W), B, tree = codes.shape, asked.codes.shape[0], plan.tree
     counts, starts = _nodes(N, tree)
     of_strips = tree.levels.index(tree.sizes.strip)
@@ -191,21 +192,21 @@ def _pick(
 
 
 def _pick_by_sorting(maxima: Tensor, count: Tensor | None, N: int, plan: SignPlan) -> Tensor:
-    """As the kernel, of more groups than one program selects."""
+    """Like the kernel, for more groups than a program can select."""
     sizes = plan.tree.sizes
     group = torch.arange(maxima.shape[0], device=maxima.device)
     in_strip = sizes.strip // sizes.group
     there = group * sizes.group < N
     if count is not None:
         there = group % in_strip * sizes.group < count[group // in_strip]
-    # The key above, what the group lacks below; of what was never written nothing counts.
+    # The key above, the inverted group below; entries never written count as 0.
     order = (torch.where(there[:, None], maxima, 0).long() << 31) | (0x7FFFFFFF - group)[:, None]
     picks = torch.topk(order.t(), plan.picked, dim=1).indices.sort(dim=1).values
     return torch.where(there[picks], picks, -1).int()
 
 
 def _make_rows(picks: Tensor, rows: Rows, N: int, plan: SignPlan, key: tuple[int, int]) -> tuple[Rows, Tensor]:
-    """The rows of the picked groups, a strip of a list for each query, and the list's blocks."""
+    """The picked groups' rows as a list with a strip per query, and the list's blocks."""
     B, exact, G = picks.shape[0], plan.exact.sizes, plan.tree.sizes.group
     listed = picks.new_empty((B, exact.strip))
     many, blocks = picks.new_empty((B,)), picks.new_empty((B, exact.places))

@@ -1,4 +1,4 @@
-"""Searches by signs: whether one is taken, its checks, and who computes it."""
+"""Search by signs: whether signs are used, checks, and dispatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tigon.retrieve.scan.sign import check_bits, count_bins, count_candidates, p
 from tigon.retrieve.scan.sign_launches import _sign_topk
 
 Where = RowFilter | Sequence[RowFilter | None] | RowBits
-# Candidates that a query may ask for.
+# Maximum number of candidates per query.
 MOST_CANDIDATES = 65536
 
 
@@ -44,7 +44,7 @@ def check_signs(coded: CodedItems, k: int) -> None:
 
 
 def uses_signs(query: Tensor, coded: CodedItems | None, where: Where | None, plan: str, share: float | None) -> bool:
-    """Whether a search reads signs. With a filter for each query it reads the rows, which cost as much for all."""
+    """Whether a search reads signs. With a filter per query it reads the rows, which cost as much for all queries."""
     signs = coded is not None and coded.projection is not None
     one = where is None or isinstance(where, RowFilter) or (isinstance(where, RowBits) and where.which is None)
     if plan == "codes" and not (signs and one):

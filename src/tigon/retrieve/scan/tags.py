@@ -1,4 +1,4 @@
-"""What attribute values add to the scores of rows: tests of attribute words, each with a weight for each query."""
+"""Score contributions from attribute values: tests on attribute words, with a weight per query."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from tigon.kernels import jit, next_power_of_2, tl
 from tigon.retrieve.scan.filters import LARGEST, _copy_to
 
-# Tests that a step of the scan multiplies at once, all of one word, and how many there may be.
+# Tests that a scan step multiplies at once, all on the same word, and the maximum tag count.
 LEAST, WIDEST, MOST_TAGS = 16, 64, 4096
 
 
 class Tag(NamedTuple):
-    """Holds for rows with `attributes[word] & mask == value`: a bit of tags, or the code of a category."""
+    """Holds for rows with `attributes[word] & mask == value`: a tag bit, or a category code."""
 
     word: int
     mask: int
@@ -24,19 +24,21 @@ class Tag(NamedTuple):
 
 
 class RowTags:
-    """Values of attributes, for whose weights `tigon.filtered_topk` has `tag_weights`.
+    """Attribute values that `tigon.filtered_topk` weighs by `tag_weights`.
 
     Args:
-        tags: at most 4096 of (word, mask, value): a row has it where `attributes[word] & mask == value`. mask and value
+        tags: at most 4096 (word, mask, value): a row has the tag if `attributes[word] & mask == value`. mask and value
             are below 2**63.
-        device: of the table. Default: the CPU; `tigon.filtered_topk` takes it to where the items are, once.
-    Raises: ValueError for numbers that do not fit, and for two tags that are the same.
+        device: the table's device. Default: the CPU; `tigon.filtered_topk` copies the table to the items' device, once.
+
+    Raises: ValueError for invalid numbers, and for duplicate tags.
 
     Attributes:
-        tags: as given, as `RowTags.Tag`s. words: how many attribute words there must be.
-        table: (3, C) int64, of each column of the product its word, mask and value. The columns of a word lie together,
-            `width` of them or several times as many.
-        places: (T,) int64, the column of each tag. Columns are in the order of word and value, whatever that of tags.
+        tags: as given, as `RowTags.Tag`s.
+        words: the required number of attribute words.
+        table: (3, C) int64, word, mask and value for each column of the product. A word's columns are adjacent,
+            `width` columns or a multiple.
+        places: (T,) int64, each tag's column. Columns are ordered by word and value, independent of the tags' order.
     """
 
     Tag = Tag
@@ -54,11 +56,11 @@ class RowTags:
             for at in listed:
                 places[at] = len(rows)
                 rows.append(self.tags[at])
-            rows += [Tag(word, 0, 1)] * (-len(rows) % self.width)  # which no row has
+            rows += [Tag(word, 0, 1)] * (-len(rows) % self.width)  # a tag that no row has
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).t().contiguous()
         self.places = torch.tensor(places, dtype=torch.int64, device="cpu")
         self.device = torch.device("cpu")
-        # Without these tags themselves: a cycle would keep the tables until the garbage collector runs.
+        # Excludes these tags: a cycle would keep the tables until garbage collection.
         self._moved: dict[torch.device, RowTags] = {}
         if device is not None:
             moved = self.to(device)
@@ -71,7 +73,7 @@ class RowTags:
         return f"RowTags({len(self)} tags of {self.words} words, device={str(self.device)!r})"
 
     def to(self, device: torch.device | str | int) -> RowTags:
-        """These tags with their table on a device; the same object for the same device."""
+        """Return these tags with their table on a device; the same object for the same device."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -87,7 +89,7 @@ class RowTags:
         return moved
 
     def has(self, attributes: Tensor) -> Tensor:
-        """(T, N) bool, which tags rows have; the specification of the kernels.
+        """(T, N) bool, whether each row has each tag; the kernels' specification.
 
         attributes: (W, N) int64.
         """
@@ -117,8 +119,8 @@ def _check_tags(tags: Any) -> tuple[Tag, ...]:
 
 
 class Tagged(NamedTuple):
-    """Tags and weights as the kernels read them. words: attributes. table: of `RowTags`. weights: (B, C) fp32, in the
-    order of its columns; high, low and scale (B,): the same as scale · (high + low) in fp16. width: of a step."""
+    """Tags and weights as the kernels read them. words: attributes. table: from `RowTags`. weights: (B, C) fp32, in
+    column order; high, low and scale (B,): the same as scale · (high + low) in fp16. width: columns per step."""
 
     words: Tensor
     table: Tensor
@@ -129,7 +131,7 @@ class Tagged(NamedTuple):
     width: int
 
     def part(self, at: slice) -> Tagged:
-        """Of some queries."""
+        """Select some queries."""
         return self._replace(
             weights=self.weights[at], high=self.high[at], low=self.low[at], scale=self.scale[at]
         )  # fmt: skip
@@ -137,16 +139,16 @@ class Tagged(NamedTuple):
 
 @jit
 def has_tags(words_ptr, stride, i, word, mask, value):
-    """(rows, tags): 1 where row i has the tag, else 0. word: of all the tags; mask and value: of each."""
+    """(rows, tags): 1 if row i has the tag, else 0. word: shared by all the tags; mask and value: per tag."""
     w = tl.load(words_ptr + word * stride + i)
     return tl.where((w[:, None] & mask[None, :]) == value[None, :], 1.0, 0.0).to(tl.float16)
 
 
 @jit
 def add_tags(words_ptr, table_ptr, weights_ptr, stride, columns, i, there, G: tl.constexpr):
-    """(G,): the weights of the tags that the rows i have, added one after another.
+    """(G,): the summed weights of the tags that rows i have, added sequentially.
 
-    In the order of the table: a tag whose weight is 0 changes no bit, so that it may be there or not.
+    In table order: a tag with weight 0 changes no bit, so that removing it does not change the result.
     """
     v = tl.zeros([G], tl.float32)
     word_before = tl.full([], -1, tl.int64)

@@ -1,8 +1,8 @@
-"""Softmax over all items of a catalogue, exact, without their scores in memory.
+"""Softmax over a catalogue's items, exact, without the scores in memory.
 
     loss_i = log Σ_j exp(scale · q_i · x_j + bias_j) − (scale · q_i · x_t + bias_t),   t = target_i
 
-Sources: online softmax, Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; tiles that are computed again,
+Sources: online softmax, Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; tile recomputation,
 FlashAttention, Dao et al. 2022, https://arxiv.org/abs/2205.14135.
 """
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["item_softmax", "item_softmax_reference"]
 
-# The widest rows of the kernels' tiles.
+# The widest rows that the kernels' tiles hold.
 WIDEST = 256
-# The target of a query that does not count, as in torch.
+# The target for an ignored query, as in torch.
 IGNORED = -100
 
 
@@ -40,26 +40,29 @@ def item_softmax(
     query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None = None, *, scale: float = 1.0,
     reduction: Reduction = "mean", group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of each query's item among all items: the exact softmax, not a sampled one.
+    """Cross entropy of each query's item among all items: the exact softmax, not a sampled approximation.
 
     Args:
         query: (..., D), bf16, fp16, fp32 or fp64.
         items: (N, D) in query's dtype: the table of all items, such as `embedding.weight`.
-        target: (...), row of items for each query; −100 for queries that do not count.
+        target: (...), row in items for each query; −100 for ignored queries.
         bias: (N,), added to the scores after scale, such as −log of each item's frequency.
-        scale: multiplies the products: one over the temperature. For the cosine, normalise query and items first.
-        reduction: "mean" over the queries that count (0 where none does), "sum", or "none" for one loss a query.
-        group: a process group, or a mesh of one dimension, over which the items are split. `items` and `bias` are then
-            this rank's, consecutive in the order of the ranks, any number of them, also none; N is their sum. query and
-            target, rows of the whole, are the same on all ranks, and so are the loss and the gradient of query, which
-            is summed over them. All ranks make the same calls, and replace or resize the table together.
+        scale: multiplies the products: 1 / temperature. For cosine similarity, normalize query and items first.
+        reduction: "mean" over the queries that are not ignored (0 if there are none), "sum", or "none" for a loss per
+            query.
+        group: a process group, or a one-dimensional mesh, over which the items are sharded. `items` and `bias` are then
+            this rank's shard, consecutive in rank order, any number, possibly none; N is their sum. query and
+            target (global rows) are the same on all ranks, and so are the loss and the gradient of query, which
+            is summed over the ranks. All ranks make the same calls, and replace or resize the table together.
+
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
-    Raises: ValueError for shapes, dtypes and options that do not fit, and for targets outside the items (on a GPU these
+
+    Raises: ValueError for mismatched shapes, dtypes and options, and for targets outside the items (on a GPU these
         give NaN, unless TIGON_CHECKS=1).
 
     Up to D = 256 the scores never leave the multiprocessor: the forward pass gives the loss and the gradient of the
-    queries, the backward pass computes the scores once more for the gradient of the items. Both give the same bits on
-    every run. Wider rows, and a bias that requires a gradient, go to `tigon.linear_cross_entropy`.
+    queries, the backward pass recomputes the scores for the gradient of the items. Both are deterministic. Wider rows,
+    and a bias that requires a gradient, go to `tigon.linear_cross_entropy`.
 
     Replaces::
 
@@ -92,8 +95,8 @@ def run_fused(
     allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
     reduction: str, shards: Shards | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernels' loss. Items of the id `own` are left out, but for row `target`, or `positive` in its place, and so
-    are those that are not `allowed`, (M, N) bool or (1, N), which goes with ids."""
+    """The kernels' loss. Items with id `own` are excluded, except row `target`, or `positive` in its place, and so are
+    items that are not `allowed`, (M, N) bool or (1, N), which requires ids."""
     flat = query.reshape(target.numel(), query.shape[-1])
     need_dq = query.requires_grad and torch.is_grad_enabled()
     labels = target.reshape(-1).contiguous()
@@ -112,7 +115,7 @@ def run_fused(
 
 
 def _lines(allowed: Tensor) -> Tensor:
-    """As bytes, of which the kernels read 16 at a time: lines that begin, and end, at multiples of 16."""
+    """As bytes, which the kernels read 16 at a time: lines that begin and end at multiples of 16."""
     short = -allowed.shape[1] % 16
     if short or allowed.stride(0) % 16 or allowed.stride(1) != 1 or allowed.storage_offset() % 16:
         allowed = torch.nn.functional.pad(allowed, (0, short)).contiguous()

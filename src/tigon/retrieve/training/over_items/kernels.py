@@ -1,7 +1,7 @@
-"""The kernels of a softmax over many items of few dimensions: no score ever leaves a multiprocessor.
+"""Kernels for a softmax over many low-dimensional items: no score ever leaves a multiprocessor.
 
-Scores are in units of log 2, so that exponentials are powers of two. The target's own score is left out of the sums and
-added at the end: its probability minus one then comes out without cancellation, however sure the model is.
+Scores are in units of log 2, so that exponentials are powers of two. The target's own score is excluded from the sums
+and added at the end: its probability minus one is then free of cancellation, however confident the model is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tigon.kernels.tiles.constants import LN2, LOG2E
 def _load_block(
     ptr, stride, first, end, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr
 ):
-    """Rows first … of a matrix (…, D), zeros from row `end` on."""
+    """Rows from `first` on in a matrix (…, D), with zeros from row `end` on."""
     j, d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    # int64: row · stride reaches 2³¹ at 17 M items of width 128.
+    # int64: row · stride reaches 2³¹ at 17 M items with width 128.
     at = ptr + tl.cast(first, tl.int64) * stride + j[:, None] * stride + d[None, :]
     if MASK:
         if D == BLOCK_D:
@@ -29,9 +29,9 @@ def _load_block(
 
 @jit
 def _load_allowed(ptr, lines, n, N, items, MASK: tl.constexpr):
-    """The bytes of items n …, 16 at a time: n and each line's begin are multiples of 16, and lines end at one."""
-    # From one address, by offsets of 32 bits: addresses of each byte would take all registers.
-    at = ptr + n // 16 * 16 + (lines + items)  # a product, since of a loop's variable nothing else is known
+    """The bytes for items n …, 16 at a time: n, and each line's begin and end, are multiples of 16."""
+    # 32-bit offsets from a single address: separate addresses per byte would take all registers.
+    at = ptr + n // 16 * 16 + (lines + items)  # a product: the compiler knows nothing else about a loop variable
     if MASK:
         return tl.load(at, mask=n + items < tl.cdiv(N, 16) * 16, other=0)
     return tl.load(at)
@@ -43,10 +43,10 @@ def _items_step(
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, GRAD: tl.constexpr, SHIFT: tl.constexpr,
     MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of items: the running maximum, sum of powers, and their sum of items.
+    """A block of items: the running maximum, sum of powers, and power-weighted item sum.
 
-    allowed_ptr: None, or the bytes that say which items count for the tile's first query; lines: where each query's
-    begin behind them.
+    allowed_ptr: None, or bytes that mark the items that count for the tile's first query; lines: offsets to each
+    query's bytes.
     """
     item = n + tl.arange(0, BLOCK_N)
     x = _load_block(x_ptr, stride_x, n, N, BLOCK_N, D, BLOCK_D, MASK)
@@ -63,9 +63,9 @@ def _items_step(
         keep = keep & (_load_allowed(allowed_ptr, lines[:, None], n, N, tl.arange(0, BLOCK_N)[None, :], MASK) != 0)
     z = tl.where(keep, z, float("-inf"))
     highest = tl.maximum(m, tl.max(z, 1))
-    # As long as a row has met nothing but what is left out, its maximum is −inf.
+    # While a row has seen only excluded items, its maximum is −inf.
     safe = tl.where(highest == float("-inf"), 0.0, highest)
-    # SHIFT: in fp16 powers are kept times 2¹⁵, since below 2⁻²⁴ nothing is left, and a million such items count.
+    # SHIFT: fp16 powers are scaled by 2¹⁵, because values below 2⁻²⁴ vanish, and a million such items matter.
     p = tl.exp2(z - (safe - SHIFT)[:, None])
     alpha = tl.exp2(m - safe)
     total = total * alpha + tl.sum(p, 1)
@@ -82,9 +82,9 @@ def _scan_kernel(
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over a share of the items: maximum, sum of powers and sum of items for each query."""
+    """A query tile over a share of the items: maximum, sum of powers and weighted item sum for each query."""
     GRAD: tl.constexpr = acc_ptr is not None
-    # The tiles of one share run side by side: they read the same items, which then come from the cache.
+    # A share's tiles run concurrently: they read the same items, from the cache.
     tiles = tl.cdiv(M, BLOCK_M)
     row = tl.program_id(0) % tiles * BLOCK_M
     part = tl.program_id(0) // tiles
@@ -101,7 +101,7 @@ def _scan_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start = part * share
     stop = tl.minimum(start + share, N)
-    # N below start: a last part may be empty.
+    # N may be below start: the last part may be empty.
     whole = start + tl.maximum(stop - start, 0) // BLOCK_N * BLOCK_N
     for n in range(start, whole, BLOCK_N):
         m, total, acc = _items_step(
@@ -127,7 +127,7 @@ def _merge_kernel(
     loss_ptr, lse_ptr, less_ptr, dq_ptr, M, N, parts, stride_q, stride_x, stride_p, scale, ignore_index,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The shares of a query in their order, then its target: loss, log-sum-exp, p − 1 of the target, and dloss/dq."""
+    """Combine a query's shares in order, then the target: loss, log-sum-exp, the target's p − 1, and dloss/dq."""
     GRAD: tl.constexpr = acc_ptr is not None
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)
@@ -167,14 +167,14 @@ def _merge_kernel(
         if positive_bias_ptr is not None:
             z += tl.load(positive_bias_ptr + rows, mask=live, other=0.0).to(tl.float32) * LOG2E
     highest = tl.maximum(m, z)
-    smaller = tl.exp2(m - highest - SHIFT)  # 0 where a query has no other item
+    smaller = tl.exp2(m - highest - SHIFT)  # 0 if a query has no other item
     others = total * smaller
     whole = others + tl.exp2(z - highest)
     nan = float("nan")
     loss = (tl.log2(whole) + (highest - z)) * LN2
     less = -others / whole
     tl.store(loss_ptr + rows, tl.where(wrong, nan, tl.where(counts, loss, 0.0)), mask=live)
-    # A power of two of anything minus inf is 0: rows that are ignored give items no gradient.
+    # exp2(x − inf) is 0: ignored rows give items no gradient.
     lse = tl.where(counts, highest + tl.log2(whole), float("inf"))
     tl.store(lse_ptr + rows, tl.where(wrong, nan, lse), mask=live)
     tl.store(less_ptr + rows, tl.where(wrong, nan, tl.where(counts, less, 0.0)), mask=live)
@@ -192,9 +192,9 @@ def _items_kernel(
     POSITIVE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of items: the sum over a share of the queries, in their order, of (p − [target]) · weight
-    · q. dx: (shares, N, D)."""
-    # The tiles of one share run side by side: they read the same queries, which then come from the cache.
+    """The gradient for a tile of items: Σ (p − [target]) · weight · q over a share of the queries, in order.
+    dx: (shares, N, D)."""
+    # A share's tiles run concurrently: they read the same queries, from the cache.
     tiles = tl.cdiv(N, BLOCK_N)
     n = tl.program_id(0) % tiles * BLOCK_N
     part = tl.program_id(0) // tiles
@@ -233,7 +233,8 @@ def _items_kernel(
             shown = _load_allowed(line_ptr, lines[None, :], n, N, tl.arange(0, BLOCK_N)[:, None], True)
             if not POSITIVE:
                 shown = tl.where(item[:, None] == target[None, :], 1, shown)
-            # Numbers of 32 bits that wait for these bytes would make the tensor cores wait, product by product.
+            # Multiplied in q's dtype: 32-bit values that wait for these bytes would stall the tensor cores on every
+            # product.
             w = w * shown.to(q.dtype)
         acc = tl.dot(w, q, acc, input_precision=PRECISION)
     dx = acc * (tl.load(factor_ptr) * (scale * LN2 * 2.0**-SHIFT))

@@ -1,8 +1,8 @@
-"""Launching the kernels: tiles, shares of the items, library ops, gradient.
+"""Kernel launches: tiles, item shares, library ops, gradient.
 
-The forward pass is attention whose keys and values are both the items: beside the log-sum-exp it gives the sum of items
-by their probabilities, which is the gradient of the queries. The backward pass computes the scores once more, for the
-gradient of the items: four matrix products in all, and no score in memory.
+The forward pass is attention with the items as both keys and values: besides the log-sum-exp it gives the
+probability-weighted item sum, which is the gradient of the queries. The backward pass recomputes the scores for the
+gradient of the items: four matrix products in total, and no scores in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tigon.retrieve.training.over_items.kernels import _items_kernel, _merge_ker
 
 
 class Tile(NamedTuple):
-    """queries and items of a tile, warps, stages: blocks of a loop in flight at once."""
+    """Queries and items per tile, warps, stages: loop blocks in flight at once."""
 
     queries: int
     items: int
@@ -30,26 +30,26 @@ class Tile(NamedTuple):
     stages: int
 
 
-# For 16-bit numbers of up to so many dimensions; 128 is tuned on an H200.
+# For 16-bit numbers, keyed by the largest dimension; 128 is tuned on an H200.
 TILES = {
     "scan": {64: Tile(128, 128, 8, 3), 128: Tile(64, 128, 4, 3), 256: Tile(128, 64, 8, 2)},
     "items": {64: Tile(64, 128, 8, 3), 128: Tile(32, 256, 8, 3), 256: Tile(64, 128, 8, 2)},
 }
-# With a byte for each query and item that says whether they are compared, which takes registers, too.
+# With a byte per query and item that says whether they are compared, which takes registers too.
 MASKED = {
     "scan": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 3), 256: Tile(128, 32, 8, 2)},
     "items": {64: Tile(32, 128, 8, 3), 128: Tile(32, 128, 8, 3), 256: Tile(32, 128, 8, 2)},
 }
-# For fp32, whose products are three of the tensor cores' and take twice the registers: above 64 dimensions some spill.
+# For fp32, where a product takes three on the tensor cores and twice the registers: above 64 dimensions some spill.
 TILES_FP32 = {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
-# Queries of a program that merges shares.
+# Queries per program that merges shares.
 MERGED = 8
-# Bytes that the shares of all queries may take, and how many there are at most.
+# Byte limit for all queries' shares, and the maximum share count.
 SHARES_BYTES, SHARES = 2**28, 64
-# What it costs to begin a share, in blocks of items.
+# Cost to begin a share, in item blocks.
 BEGIN = 4
-# Queries that one program sums for the gradient of its items. Tensor cores round their sums towards zero: of a hundred
-# times as many the sum loses a hundredth.
+# Queries that a program sums for its items' gradient. Tensor cores round sums towards zero: with a hundred times as
+# many queries the sum loses a hundredth.
 SUMMED = 2**16
 
 
@@ -64,7 +64,7 @@ def choose_tile(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
             half = "items" if kind == "scan" else "queries"
             tile = tile._replace(**{half: max(16, getattr(tile, half) // 2)})
     stay, move = (tile.queries, tile.items) if kind == "scan" else (tile.items, tile.queries)
-    # The tile that stays, and blocks in flight. Consumer GPUs and AMD's have less room than an H100.
+    # The resident tile, and blocks in flight. Consumer and AMD GPUs have less shared memory than an H100.
     line, room = max(16, next_power_of_2(D)) * q.element_size(), shared_memory(q.device) - 1024
     stages = tile.stages
     while stages > 1 and line * (stay + stages * move) > room:
@@ -73,7 +73,7 @@ def choose_tile(kind: str, q: Tensor, allowed: Tensor | None = None) -> Tile:
 
 
 def split_items(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tuple[int, int]:
-    """(parts, items of a part, whole blocks): programs end together, and each has enough to do."""
+    """(parts, items per part, in whole blocks): programs end together, and each has enough work."""
     tiles, blocks = cdiv(M, tile.queries), cdiv(N, tile.items)
     most = max(1, min(SHARES, blocks, SHARES_BYTES // (4 * M * (D + 2))))
 
@@ -86,19 +86,19 @@ def split_items(M: int, N: int, D: int, tile: Tile, multiprocessors: int) -> tup
 
 
 def split_queries(M: int, N: int, D: int, tile: Tile) -> tuple[int, int]:
-    """(parts, queries of a part, whole blocks) of the sums over all queries; one part of up to SUMMED queries."""
+    """(parts, queries per part, in whole blocks) for the sums over all queries; a single part up to SUMMED queries."""
     parts = max(1, min(cdiv(M, SUMMED), SHARES_BYTES // (4 * N * D)))
     share = cdiv(cdiv(M, tile.queries), parts) * tile.queries
     return max(1, cdiv(M, share)) if share else 1, share
 
 
 def power_shift(q: Tensor) -> int:
-    """In fp16 powers are kept times 2¹⁵."""
+    """fp16 powers are scaled by 2¹⁵."""
     return 15 if q.dtype == torch.float16 else 0
 
 
 def _constants(q: Tensor) -> dict[str, Any]:
-    # fp32 is multiplied as three products of TF32, or as AMD's tensor cores do.
+    # fp32 is multiplied as three TF32 products, or in AMD's native precision.
     precision = "tf32x3" if q.dtype == torch.float32 and facts.limits_registers(q.device) else "ieee"
     return {"SHIFT": power_shift(q), "PRECISION": precision}
 
@@ -132,7 +132,7 @@ def _item_softmax_fwd(
     allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
     reduction: str, need_dq: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Returns: loss, log-sum-exp in units of log 2, p − 1 of the target, dloss/dq, what the sum is multiplied by."""
+    """Returns: loss, log-sum-exp in units of log 2, the target's p − 1, dloss/dq, the sum's factor."""
     (M, D), N = q.shape, items.shape[0]
     _, lse, less, dq, _ = _item_softmax_fwd_fake(
         q, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction, need_dq
@@ -162,9 +162,9 @@ def run_scan(
     q: Tensor, items: Tensor, own: Tensor, bias: Tensor | None, ids: Tensor | None, allowed: Tensor | None,
     scale: float, need_dq: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """What each share of the items says of each query, its own item left out: maximum, sum of powers, sum of items.
+    """Each share's statistics per query, without the query's own item: maximum, sum of powers, weighted item sum.
 
-    Returns: (parts, M), (parts, M), (parts, M, D) or None, in fp32; powers times two to `power_shift`.
+    Returns: (parts, M), (parts, M), (parts, M, D) or None, in fp32; powers are scaled by two to `power_shift`.
     """
     (M, D), N = q.shape, items.shape[0]
     q, items = _unit_strides(q, items)
@@ -189,7 +189,7 @@ def run_scan(
 
 
 def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
-    """The loss, and what a sum is multiplied by."""
+    """The loss, and the factor that multiplies a sum."""
     if reduction == "none":
         return losses, losses.new_empty(())
     if reduction == "sum":
@@ -218,7 +218,7 @@ def _item_softmax_bwd(
     allowed: Tensor | None, positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor,
     scale: float, wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """g: (M,), or 0-d for a sum of losses. wants: of q, items and positive; what is not wanted has no elements."""
+    """g: (M,), or 0-d for a sum of losses. wants: q, items and positive; an unneeded gradient has no elements."""
     empty = q.new_empty(0)
     upstream = g.unsqueeze(-1) if g.dim() else g * inverse
     own_dq = (dq * upstream).to(q.dtype) if wants[0] else empty
@@ -256,7 +256,7 @@ def _item_softmax_bwd(
 
 
 def _line(allowed: Tensor | None) -> int:
-    """Bytes from a query's to the next one's; 0 where all have the same."""
+    """Byte stride between queries; 0 if all share the same line."""
     return 0 if allowed is None else allowed.stride(0)
 
 

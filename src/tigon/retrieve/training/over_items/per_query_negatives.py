@@ -1,10 +1,9 @@
-"""Softmax of each query's item among negatives of its own, whose rows are gathered in pieces and never kept.
+"""Softmax of each query's item among per-query negatives, whose rows are gathered in pieces and never stored.
 
     loss_i = log(exp s_i + Σ_k exp(scale · q_i · x_{n(i, k)} + bias_ik)) − s_i,   s_i = scale · q_i · p_i
 
-In memory are (B, K) probabilities and the gradient of the queries, taken while their rows are there, but no (B, K, D)
-rows. The gradient of the items is a product with a sparse matrix, a row for each item, so that nothing is added
-atomically.
+Memory holds (B, K) probabilities and the gradient of the queries, computed while the rows are gathered, but no
+(B, K, D) rows. The gradient of the items is a product with a sparse matrix, a row per item, without atomics.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torch import Tensor
 from tigon.kernels import run_once_differentiable
 from tigon.kernels.sparse import make_csr_matrix
 
-# Bytes of the rows that are gathered at once.
+# Bytes per gathered piece of rows.
 PIECE_BYTES = 2**27
-# Negatives that are sorted together: torch.sort takes fewer than 2³¹.
+# Negatives per sort: torch.sort takes fewer than 2³¹.
 SORTED = 2**30
 
 
 def own_contrast(
     query: Tensor, items: Tensor, positive: Tensor, negatives: Tensor, bias: Tensor | None, scale: float
 ) -> Tensor:
-    """One loss a query, (B,) in fp32 or fp64.
+    """A loss per query, (B,) in fp32 or fp64.
 
-    negatives: (B, K), rows of items; negative numbers stand for none. bias: (B, K), no gradient.
+    negatives: (B, K), rows in items; negative numbers mean none. bias: (B, K), no gradient.
     """
     if not negatives.shape[1]:
         return query.new_zeros(len(query), dtype=torch.promote_types(query.dtype, torch.float32)) + 0 * query.sum()
@@ -50,12 +49,12 @@ def own_contrast_reference(
 
 
 def loss_among(right: Tensor, scores: Tensor) -> Tensor:
-    """The loss of scores (B,) among others (B, K), of which −inf are none."""
+    """The loss of scores (B,) among others (B, K), where −inf means none."""
     return torch.logsumexp(torch.cat([right.unsqueeze(1), scores], 1), 1) - right
 
 
 def combine_losses(first: Tensor, second: Tensor) -> Tensor:
-    """The loss among two sets of negatives from those among each: log(exp first + exp second − 1)."""
+    """The loss among two sets of negatives, from the loss among each: log(exp first + exp second − 1)."""
     most = torch.maximum(first, second).detach()
     return most + ((first - most).exp() + (second - most).exp() - (-most).exp()).log()
 
@@ -69,7 +68,7 @@ class _Own(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         q, own = query.to(wide), positive.to(wide)
         losses, p = q.new_empty(len(q)), q.new_empty(negatives.shape)
-        # p − 1 of the positive, without the difference: small gradients of a sure model stay.
+        # The positive's p − 1, without a difference: a confident model's small gradients survive.
         less = torch.empty_like(losses)
         dq = torch.empty_like(q) if need_dq else None
         with torch.autocast(query.device.type, enabled=False):
@@ -83,7 +82,7 @@ class _Own(torch.autograd.Function):
                 others, gap = z.sum(1), right[part] - most
                 whole = others + gap.exp()
                 losses[part], less[part], p[part] = whole.log() - gap, -others / whole, z / whole.unsqueeze(1)
-                if dq is not None:  # while the rows are there
+                if dq is not None:  # while the rows are gathered
                     dq[part] = torch.bmm(p[part].unsqueeze(1), x).squeeze(1) + less[part].unsqueeze(1) * own[part]
         ctx.save_for_backward(query, items, positive, negatives, p, less, dq)
         ctx.scale = scale
@@ -110,7 +109,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 def _pieces(items: Tensor, negatives: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Queries, and the rows of their negatives, (b, K, D)."""
+    """Slices of queries, and their negatives' rows, (b, K, D)."""
     B, K = negatives.shape
     most = max(1, PIECE_BYTES // (K * items.shape[1] * wide.itemsize))
     for start in range(0, B, most):
@@ -119,7 +118,7 @@ def _pieces(items: Tensor, negatives: Tensor, wide: torch.dtype) -> Iterator[tup
 
 
 def _scatter_gradients(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
-    """(N, D), the sum over queries and their negatives of weight · q, for each item."""
+    """(N, D): for each item, the sum of weight · q over queries and their negatives."""
     most = max(1, SORTED // negatives.shape[1])
     total = _scatter_part(weights[:most], negatives[:most], q[:most], items)
     for start in range(most, len(q), most):
@@ -131,7 +130,7 @@ def _scatter_gradients(weights: Tensor, negatives: Tensor, q: Tensor, items: int
 def _scatter_part(weights: Tensor, negatives: Tensor, q: Tensor, items: int) -> Tensor:
     B, K = negatives.shape
     each = torch.arange(B * K, device=q.device)
-    # What is none has the weight 0, and is spread over all rows, so that none gets long.
+    # Missing negatives have weight 0 and are spread over all rows, so that no row gets long.
     flat = negatives.reshape(-1)
     rows, order = torch.where(flat < 0, each % items, flat).sort(stable=True)
     starts = torch.searchsorted(rows, torch.arange(items + 1, device=q.device))

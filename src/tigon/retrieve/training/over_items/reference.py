@@ -1,4 +1,4 @@
-"""The softmax over items in plain PyTorch, with all scores: its specification."""
+"""The softmax over items in plain PyTorch, with all scores: the specification."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def contrast_reference(
     allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    """One positive a query against all items of another id, of those allowed, (M, N) bool. The positive is row `target`
-    of items, or `positive`."""
+    """A positive per query against all items with another id that are allowed, (M, N) bool. The positive is row
+    `target` in items, or `positive`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     q, x = query.to(wide), items.to(wide)
     z = q @ x.mT * scale

@@ -1,13 +1,13 @@
-"""The softmax over items that lie on several devices. Each has a share of the items, and all queries.
+"""Softmax over items sharded across devices. Each device has a shard of the items, and all queries.
 
 A device scans its own items for all queries. The devices exchange
 
-    once    3 numbers a query: the maximum of its scores, the sum of their powers, and the target's score, −∞ where the
-            target is another device's
+    once    3 numbers per query: the maximum score, the sum of powers, and the target's score, −∞ if the
+            target is on another device
     once    the sum of the devices' dq, in fp32
 
-Every device merges the same numbers in the order of the devices, and all get the same loss to the bit. The gradient of
-the items needs nothing from other devices.
+Every device merges the same numbers in device order, so the loss is bitwise equal on all. The gradient of the items
+needs no communication.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _item_softmax_over_shards_fwd(
     allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
     reduction: str, need_dq: bool, *, shards: Shards,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """As `_item_softmax_fwd`; target: this device's labels (`tigon.ops.shard_statistics`)."""
+    """Like `_item_softmax_fwd`; target: this device's labels (`tigon.ops.shard_statistics`)."""
     m, total, acc = run_scan(q, items, target, bias, None, None, scale, need_dq)
     here, shift = target >= 0, power_shift(q)
     x = torch.zeros_like(q, dtype=torch.float32)
@@ -48,7 +48,7 @@ def _item_softmax_over_shards_fwd(
     top = m.amax(0) if len(m) else none
     sums = (torch.exp2(m - torch.where(top == -torch.inf, 0.0, top)) * total).sum(0)
 
-    # A few numbers a query: in fp64, so that merging rounds no more than the scan of all items by one device.
+    # A few numbers per query: in fp64, so that merging rounds no more than a single-device scan over all items.
     tops, sums, of_target = shards.gather(torch.stack((top, sums, z))).wait().double().unbind(1)
     z = of_target.amax(0)
     highest = torch.maximum(tops.amax(0), z)
