@@ -1,14 +1,14 @@
-"""Compile every launch that the operators make, for a GPU that need not be there, and print what came out as JSON.
+"""Compile every operator launch for a GPU that need not be present, and print the results as JSON.
 
     python tests/compile_launches.py cuda:90          every launch
-    python tests/compile_launches.py cuda:80 brief    of equals that differ little one, to take less time
-    python tests/compile_launches.py cuda:90 brief softmax rope    of these operators alone
+    python tests/compile_launches.py cuda:80 brief    only one launch from each group of similar launches, to save time
+    python tests/compile_launches.py cuda:90 brief softmax rope    only these operators
 
-The operators run forward and backward on meta tensors of the sizes of real models, with the kernels forced. Triton gets
-a driver that names the target, and its own launcher specializes the arguments and compiles; only the launch itself is
-left out. What is compiled is therefore what the operators launch, option by option.
+The operators run forward and backward on meta tensors at the sizes of real models, with the kernels forced. Triton gets
+a driver that names the target, and Triton's own launcher specializes the arguments and compiles; only the launch itself
+is skipped. The compiled kernels are therefore the launched kernels, option by option.
 
-Runs in a process of its own: TRITON_INTERPRET, which the other tests set, turns kernels into Python.
+Runs in a separate process: TRITON_INTERPRET, which the other tests set, turns kernels into Python.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from tigon.training.perturb import perturb, squared_norm
 from tigon.training.row_adagrad import row_adagrad
 
 WARP = {"cuda": 32, "hip": 64}
-# Loads from global memory, into registers or, in a pipelined loop, into shared memory; and those of 16 bytes a thread.
+# Loads from global memory, into registers or, in a pipelined loop, into shared memory; those load 16 bytes a thread.
 LOAD = re.compile(r"ld\.global[.\w:]*|cp\.async\.c[ag]\.shared\.global .*?, \w+")
 WIDE_LOAD = re.compile(r"\.v(4\.[bfus]32|2\.[bfus]64|8\.b16)$|, (0x10|16)$")
-# An exponential with its argument, and any instruction of fp32 with its result.
+# An exponential with its argument, and any fp32 instruction with its result.
 EXPONENTIAL = re.compile(r"ex2\.approx\S*\s+%\w+, (%\w+);")
 OF_FP32 = re.compile(r"\b([a-z]\w*)\.\S*f32\s+(%\w+),")
 
 
 class Target:
-    """What Triton asks of a driver when it compiles. There is no device behind it."""
+    """The driver that Triton queries when compiling, without a device."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
@@ -75,7 +75,7 @@ class Target:
 
 
 Call = tuple[torch.dtype, Case, int | None]
-# Where nothing is promised but that it compiles: of a brief run, each kernel of an operator once.
+# Targets for which only compilation is promised: in a brief run, each kernel of an operator once.
 ONCE_EACH = "cuda:80", "hip:gfx942"
 
 
@@ -90,11 +90,11 @@ def calls(op: Op) -> Iterator[Call]:
 
 
 def worth(call: Call, name: str, op: Op | None = None) -> bool:
-    """What is compiled of a brief run for this target.
+    """Whether a brief run compiles this call for this target.
 
-    On sm_90 all that bring something new (`traits`), but for some searches. Elsewhere bf16: fp16 takes its registers,
-    and fp32 is far from their limit. And nothing frozen, which takes fewer. Of distillation over shards bf16 alone: its
-    kernels are pieces of those of whole heads, which are compiled of all.
+    On sm_90 all calls with new `traits`, except some searches. Elsewhere bf16: fp16 uses as many registers, and fp32 is
+    far from the register limit. Frozen inputs are skipped, since they need fewer registers. Distillation over shards
+    runs in bf16 only: its kernels are parts of the whole-head kernels, which are compiled in every dtype.
     """
     dtype, _, frozen = call
     if op is not None and op.name in ("distill over shards", "distill_topk over shards"):
@@ -104,7 +104,7 @@ def worth(call: Call, name: str, op: Op | None = None) -> bool:
 
 
 def traits(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) -> set[tuple[str, Any]]:
-    """What is known of a launch when it is compiled, each by itself: options, dtypes, which numbers 16 divides."""
+    """The properties known when a launch is compiled, separately: options, dtypes, numbers divisible by 16."""
     constant = {p.name for p in kernel.params if p.is_constexpr}
     found = set()
     for name, value in (dict(zip(kernel.arg_names, args, strict=False)) | options).items():
@@ -119,7 +119,7 @@ def traits(kernel: JITFunction, args: tuple[Any, ...], options: dict[str, Any]) 
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread and bytes of stack a thread: spilled registers live on the stack."""
+    """Registers and stack bytes per thread: spilled registers live on the stack."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -130,20 +130,20 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-# The first half of WARPGROUP.ARRIVE on sm_90. An instruction takes 16 bytes, and sections begin at multiples of that.
+# The first half of WARPGROUP.ARRIVE on sm_90. Instructions take 16 bytes, and sections begin at multiples of 16.
 ARRIVE = bytes.fromhex("c579000000000000")
 
 
 def serialized(asm: dict[str, Any]) -> bool:
-    """Whether the assembler lets every product of the tensor cores wait for the one before it.
+    """Whether the assembler makes every tensor-core product wait for the previous product.
 
-    It does where it cannot tell that nobody touches the sums meanwhile, and says so only to those who ask.
+    The assembler does so if it cannot prove that the sums are untouched meanwhile, and reports this only on request.
     """
     asked = asm["ptx"].count("wgmma.fence.sync")
     if not asked:
         return False
     cubin = asm["cubin"]
-    # To disassemble a kernel takes a second. It is done where the bytes show no such instruction, or too many.
+    # Disassembling a kernel takes a second, and is done only if the bytes show no such instruction, or too many.
     found = sum(cubin.startswith(ARRIVE, at) for at in range(0, len(cubin), 16))
     return not 0 < found <= asked and disassembled(cubin).count("WARPGROUP.ARRIVE") > asked
 
@@ -157,7 +157,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def exponentials(ptx: str) -> dict[str, int]:
-    """How many exponentials there are of the result of each instruction: {"fma": 128, "sub": 8}."""
+    """The number of exponentials by the instruction that computes their argument: {"fma": 128, "sub": 8}."""
     made_by = {result: instruction for instruction, result in OF_FP32.findall(ptx)}
     return dict(Counter(made_by.get(argument, "other") for argument in EXPONENTIAL.findall(ptx)))
 
@@ -174,10 +174,10 @@ def describe(compiled: Any, target: GPUTarget) -> dict[str, Any]:
 
 
 def compile_launches(target: GPUTarget, brief: str | None = None, only: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Every launch; or, with the target's name as `brief`, what differs enough. only: of these operators."""
+    """Every launch, or with a target name as `brief` a selection. only: restricts the operators."""
     launches: dict[tuple, dict[str, Any]] = {}
     context: dict[str, Any] = {}
-    known: set[Any] = set()  # kernels, and kernels of an operator
+    known: set[Any] = set()  # kernels, and (operator, kernel) pairs
     seen: dict[Any, set[tuple[str, Any]]] = {}
     once = False
     launch = JITFunction.run
@@ -188,7 +188,7 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
         of_op = context["op"], self.fn
         if (once and self.fn in known) or (brief in ONCE_EACH and of_op in known):
             return
-        if brief == "cuda:90" and context["op"] != "prefix_attention":  # of which each walk is looked at
+        if brief == "cuda:90" and context["op"] != "prefix_attention":  # each of its walks is checked
             new = traits(self, args, options) - seen.setdefault(self.fn, set())
             if not new and of_op in known:
                 return
@@ -216,8 +216,8 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
             for dtype, case, frozen in calls(op) if not only or op.name in only else ():
                 if brief and not worth((dtype, case, frozen), brief, op):
                     continue
-                # sm_90 stands for the others, whose registers are as many: there, further cases are compiled for the
-                # kernels alone that no first case launches.
+                # sm_90 stands for the other targets, which have as many registers: there, further cases are compiled
+                # only for kernels that no first case launches.
                 once = brief not in (None, "cuda:90") and case is not op.models[0]
                 context |= {"op": op.name, "case": case.why, "shape": case.shape, "frozen": frozen}
                 context |= {"dtype": str(dtype).removeprefix("torch.")}
@@ -300,9 +300,9 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
                 sizes = (14336, 4096), (14336, 4096), (4096, 14336)
                 layers = [adapted(n, k, rank, dtype, dropout=dropout) for n, k in sizes]
                 lora_mlp(x, tuple(layers), residual=x).sum().backward()
-                # As a checkpoint computes again: what goes through down's A comes from the backward kernel.
+                # Like a checkpoint's recomputation: the input of down's A comes from the backward kernel.
                 lora_mlp(x, tuple(layers), saved_by=(lambda t: t, lambda t: t)).sum().backward()
-        if brief not in ONCE_EACH:  # what each query is allowed takes registers beside those of item_softmax
+        if brief not in ONCE_EACH:  # per-query masks take registers beyond item_softmax's own
             context |= {"op": "in_batch_softmax", "case": "with rules", "shape": (8192, 64), "dtype": "bfloat16"}
             context |= {"frozen": None}
             query, positive = (torch.empty(8192, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
@@ -319,19 +319,19 @@ def compile_launches(target: GPUTarget, brief: str | None = None, only: Collecti
     return list(launches.values())
 
 
-# Losses of pairs, of which a batch that is one part goes to kernels.
+# Pair losses; batches that form a single part run in kernels.
 OF_PAIRS = (
     ("orpo", {}), ("simpo", {}), ("cpo", {"config": tigon.losses.CPO(loss_type="ipo")}),
     ("dpo", {"config": tigon.losses.DPO(reference_free=True)}),
 )  # fmt: skip
-# Each kernel that bits have of their own.
+# Each kernel that only filter bits use.
 ONCE_BITS = "bits of one, 1 queries", "bits of one, 256 queries"
 
 
 def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
-    """What is compiled of filtered_topk: 15.5 million rows, every plan, batches of each tile.
+    """The compiled filtered_topk calls: 15.5 million rows, every plan, batches for each tile.
 
-    Of a brief run each kernel once; on sm_90 all but what differs from another case in k and width alone.
+    A brief run compiles each kernel once; on sm_90 all cases except those that differ only in k and width.
     """
     literal = tigon.RowFilter.Literal
     one, other = (tigon.RowFilter([[literal(0, bit)], [literal(1, 8, negated=True)]]) for bit in (1, 2))
@@ -385,7 +385,7 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
         *ONCE_BITS,
         "codes, a list",
     )
-    # Their scans, tiles and filters are those of other cases; k = 1000 and a width of 768 are compiled of no codes.
+    # Their scans, tiles and filters equal other cases; k = 1000 and width 768 are compiled without codes only.
     wider = (
         "48 tags, two terms",
         "48 tags, fp32",
@@ -427,7 +427,7 @@ def searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[],
 
 
 def answers(words: int | None) -> None:
-    """What devices that share the rows hand around, and its merge."""
+    """The packed answers that devices with sharded rows exchange, and their merge."""
     scores, rows, ids = torch.empty(16, 100), torch.empty(16, 100, dtype=torch.int64), torch.empty(2**20).long()
     shown = None if words is None else torch.empty(words, 2**20, dtype=torch.int64)
     packed = merge.pack_answer(scores, rows, ids, shown, 0, 8)
@@ -435,7 +435,7 @@ def answers(words: int | None) -> None:
 
 
 def signed_searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Callable[[], Any]]]:
-    """What is compiled of searches by signs, and of the signs; of a brief run, each kernel once."""
+    """The compiled searches by signs, and the sign kernels; a brief run compiles each kernel once."""
     literal = tigon.RowFilter.Literal
     one, half = tigon.RowFilter([[literal(0, 1)], [literal(1, 8, negated=True)]]), torch.bfloat16
     cases = [
@@ -445,7 +445,7 @@ def signed_searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Calla
         ("64 signs", 1, 2**30, 64, {}), ("128 signs", 1, 15_500_000, 128, {}), ("1024 signs", 1, 15_500_000, 1024, {}),
     ]  # fmt: skip
     few = ["512 signs, a list", "64 signs"]
-    if brief == "cuda:90":  # the others take as long again, most of it in kernels of an exact search
+    if brief == "cuda:90":  # the others would double the time, mostly in exact-search kernels
         few += ["512 signs, 16 queries", "512 signs, live rows and biases"]
     for why, B, rows, bits, options in cases:
         if brief and why not in few:
@@ -469,7 +469,7 @@ def signed_searches(brief: str | None) -> Iterator[tuple[str, torch.dtype, Calla
         yield why, half, search
 
 
-# Dtype of x, of the adapters, and ranks: of one tile, and beyond what a program of the gradient takes.
+# Dtypes of x and of the adapters, and ranks: within one tile, and beyond one gradient program's columns.
 DROPPED = (
     (torch.bfloat16, torch.bfloat16, 16), (torch.bfloat16, torch.bfloat16, 64), (torch.bfloat16, torch.float32, 16),
     (torch.float16, torch.float16, 32), (torch.float32, torch.float32, 16),
@@ -485,14 +485,14 @@ def adapted(
 
 
 def kernels() -> list[str]:
-    """Every kernel of the package that is launched from Python, not called from another kernel."""
+    """Every kernel in the package that is launched from Python, not called from another kernel."""
     found: dict[str, JITFunction] = {}
     for module in pkgutil.walk_packages(tigon.__path__, "tigon."):
         if module.name.split(".")[1] in ("ops", "losses", "training", "rank", "retrieve") and ".cli" not in module.name:
             members = vars(importlib.import_module(module.name)).values()
             found |= {f"{k.fn.__module__}.{k.fn.__name__}": k for k in members if isinstance(k, JITFunction)}
     called = {name for kernel in found.values() for name in kernel.fn.__code__.co_names}
-    # Tile functions are inlined, also where a kernel gets one as an argument.
+    # Tile functions are inlined, also when passed to a kernel as an argument.
     launched = {name: kernel for name, kernel in found.items() if not name.startswith("tigon.kernels.tiles.")}
     return sorted(name for name, kernel in launched.items() if kernel.fn.__name__ not in called)
 

@@ -1,4 +1,4 @@
-"""Fixtures of all tests, and the environment, which must be set before anything imports Triton.
+"""Fixtures for all tests, and the environment, which must be set before anything imports Triton.
 
 On a machine without CUDA the Triton kernels run in Triton's interpreter. The switch is read when a kernel is decorated,
 so it is set here, before the first import of a kernel file.
@@ -14,7 +14,7 @@ from extras import EXTRAS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Otherwise each worker starts as many compile processes as there are cores, and waits for them at the end.
+    # Otherwise each worker starts a compile process per core, and waits for all of them at the end.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 if not torch.cuda.is_available():
@@ -35,9 +35,10 @@ if backend_module.INTERPRET and HAS_TRITON:
     from tigon.ops.prefix_attention import launches as attention
 
     interpreter.mend()
-    # Programs run one after another: a thousand of 16 columns each would be most of a wide row's time.
+    # Programs run one after another: on a wide row, a thousand programs of 16 columns would take most of the time.
     sum_rows._tile = lambda: (64, 256, 8)
-    # As many queries as of 16-bit numbers, where registers are no limit: blocks of keys, which order the sums, stay.
+    # As many queries per tile as for 16-bit numbers, since registers are no limit here. The key blocks, which order the
+    # sums, stay the same.
     attention.TILES_FP32 = {D: tile._replace(rows=64) for D, tile in attention.TILES_FP32.items()}
 
 
@@ -48,9 +49,9 @@ GROUP_SIZE = 16
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")  # before xdist's
 def pytest_group_by_file(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each file runs on one worker, so that a module fixture is made once.
+    """Run each file on a single worker, so that a module fixture is made once.
 
-    Named groups, such as the tests of 2³¹ elements, which must not run at the same time, take minutes and come first.
+    Named groups, such as tests with 2³¹ elements, which must not run at the same time, take minutes and come first.
     """
     if not getattr(config.option, "loadgroup", False):
         return
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    """A file that imports a package of an extra which is not installed is skipped."""
+    """Skip files that import a package from an extra that is not installed."""
     report = yield
     cause = report.call.excinfo.value.__cause__ if report.failed else None
     if isinstance(cause, ModuleNotFoundError) and (name := (cause.name or "").partition(".")[0]) in EXTRAS:
@@ -98,7 +99,7 @@ def device() -> torch.device:
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest):
-    """Each implementation in turn, forced: the Triton kernels are interpreted where there is no CUDA device."""
+    """Each implementation in turn, forced: without a CUDA device, the Triton kernels are interpreted."""
     if request.param == "triton" and not HAS_TRITON:
         pytest.skip("Triton is not installed")
     with use_backend(request.param):
@@ -115,7 +116,7 @@ def triton_backend():
 
 @pytest.fixture(autouse=True)
 def _same_state_after_every_test():
-    """A test that leaves a backend forced would make the later ones compare the library with itself."""
+    """Fail a test that leaves a backend forced: later tests would compare the library with itself."""
     forced = backend_module._forced
     torch.manual_seed(0)
     yield
@@ -141,18 +142,18 @@ def _large_batches(monkeypatch):
 
 @pytest.fixture
 def batches_as_they_are(_large_batches, monkeypatch):
-    """recompute="auto" decides as users see it."""
+    """recompute="auto" decides as for users."""
     monkeypatch.setattr(auto, "LEAST_WORK", LEAST_WORK)
 
 
 @pytest.fixture
 def process_group(tmp_path):
-    """torch.distributed, with a group of this process alone."""
+    """torch.distributed, with a single-process group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs gloo")
-    if dist.is_initialized():  # accelerate leaves its own behind where the tests run under a launcher
+    if dist.is_initialized():  # accelerate leaves a process group behind under a launcher
         dist.destroy_process_group()
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backends, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -165,7 +166,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 @pytest.fixture(scope="session")
 def environment():
-    """A user's environment: without the interpreter and without the variables of a launcher that runs the tests.
+    """A user's environment: without the interpreter and without a launcher's variables.
 
     A process group gets a free port, because other tests may run at the same time.
     """

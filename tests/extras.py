@@ -1,4 +1,4 @@
-"""What a test may do without: what an extra or a group of pyproject.toml brings, and what tests import of it."""
+"""Optional packages: each extra or group in pyproject.toml, and the packages that tests import from these."""
 
 # fmt: off
 EXTRAS = frozenset({

@@ -1,7 +1,7 @@
-"""The losses of a head with all their options as keywords, for tables of tests that mix them.
+"""Head losses with all options as keywords, for test tables that mix them.
 
-Users group them: a `tigon.Head`, a frozen object of the family's options, a `tigon.losses.ChunkOptions`. A table of
-cases says only what differs from the defaults, whatever group it is in; here it finds its group.
+Users group them: a `tigon.Head`, a frozen object of the family's options, a `tigon.losses.ChunkOptions`. A case
+table lists only deviations from the defaults, from any group; this module assigns them to their groups.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tigon.losses.policy import grpo_reference as _grpo_reference
 from tigon.losses.token_loss import token_loss as _token_loss
 
 HEAD = ("bias", "softcap", "scale", "group", "lora")
-# The names of each, looked up here: torch.compile does not trace dataclasses.fields.
+# Field names per class, looked up here since torch.compile does not trace dataclasses.fields.
 KINDS = ("GRPO", "RLOO", "DPO", "ORPO", "CPO", "SimPO", "KTO", "Distill", "DistillTopK")
 FIELDS = {kind: tuple(f.name for f in dataclasses.fields(getattr(losses, kind))) for kind in KINDS}
 FIELDS["CrossEntropy"] = tuple(f.name for f in dataclasses.fields(tigon.CrossEntropy))
 
 
 def taken(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The options of these names, taken out."""
+    """Pop and return the options with these names."""
     return {name: options.pop(name) for name in names if name in options}
 
 

@@ -1,7 +1,7 @@
-"""Triton's interpreter, mended where it calculates otherwise than a GPU, and made to spend less on each operation.
+"""Patch Triton's interpreter to compute as a GPU does, and to spend less time per operation.
 
-Kernels run in it where there is no CUDA device. A tile costs it little and an operation much, nearly all of that for
-the types and shapes of the frontend: what is done again and again for the same few is remembered.
+Without a CUDA device, kernels run in the interpreter. A tile costs little and an operation much, nearly all for the
+frontend's types and shapes: repeated results for the same few types and shapes are cached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def mend() -> None:
 
 
 def _round_to_bf16_as_gpus_do() -> None:
-    """Triton's interpreter drops the low bits when it casts fp32 to bf16; hardware rounds to nearest, ties to even.
+    """Triton's interpreter drops the low bits when casting fp32 to bf16; hardware rounds to nearest, ties to even.
 
     With twice the rounding error, no kernel would pass the comparison with eager, and a kernel that really truncates
     could not be told from one that rounds.
@@ -49,7 +49,7 @@ def _round_to_bf16_as_gpus_do() -> None:
 
 
 def _multiply_bf16() -> None:
-    """The interpreter holds bf16 as the integers that its bits make, and multiplies matrices of these."""
+    """The interpreter stores bf16 bits as integers, and would multiply matrices of these integers."""
     builder = interpreter.InterpreterBuilder
     create_dot = builder.create_dot
 
@@ -63,7 +63,7 @@ def _multiply_bf16() -> None:
 
 
 def _round_once_in_fma() -> None:
-    """The interpreter rounds the product before it adds; hardware rounds the sum alone, so no product overflows."""
+    """The interpreter rounds the product before the addition; hardware rounds only the sum, so no product overflows."""
 
     def create_fma(self, x, y, z):
         if z.dtype.scalar != tl.float32:
@@ -75,10 +75,10 @@ def _round_once_in_fma() -> None:
 
 
 def _call_functions_cheaply() -> None:
-    """The interpreter goes through all of triton.language at each call of a function by a kernel: once is enough."""
+    """The interpreter walks all of triton.language whenever a kernel calls a function: once is enough."""
 
     def call(self, *args, **kwargs):
-        if core.is_builtin(core.load):  # a function of triton.language.standard looks there for its builtins
+        if core.is_builtin(core.load):  # functions in triton.language.standard look up builtins here
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
@@ -99,7 +99,7 @@ def _call_functions_cheaply() -> None:
 
 
 def _launch_cheaply() -> None:
-    """The same at each launch: what was replaced the first time is replaced again without looking for it."""
+    """The same at each launch: attributes replaced at the first launch are replaced again without a search."""
     patch = interpreter._patch_lang
     replaced: dict[tuple[bool, ...], list[tuple[Any, str, Any]]] = {}
 
@@ -119,7 +119,7 @@ def _launch_cheaply() -> None:
 
 
 def _count_by_arrays_of_one_element() -> None:
-    """NumPy 2.5 makes no number of an array that has dimensions, which Triton's interpreter asks for until 3.7."""
+    """NumPy 2.5 converts no array with dimensions to a number, which Triton's interpreter before 3.7 needs."""
     set_attr = interpreter._LangPatchScope.set_attr
 
     def set_method(self, owner, name, value):
@@ -129,7 +129,7 @@ def _count_by_arrays_of_one_element() -> None:
 
 
 def _overflow_in_silence() -> None:
-    """A lane that is masked later may hold anything: a GPU says nothing of infinities and NaN, NumPy warns of each."""
+    """Lanes that are masked later may hold anything: a GPU ignores infinities and NaN, NumPy warns about each."""
     run = interpreter.GridExecutor.__call__
 
     def silent(self, *args, **kwargs):
@@ -140,14 +140,14 @@ def _overflow_in_silence() -> None:
 
 
 def _calculate_nothing_that_nobody_sees() -> None:
-    """Sums and products of integers are calculated once more in int64, for an assertion that is on when debugging."""
+    """The interpreter repeats integer sums and products in int64, for an assertion that only debugging enables."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _reduce_by_halves() -> None:
-    """A reduction by a function of the kernel's own calls it for each number: for half of them at once is enough."""
+    """A reduction by a custom function is one call per number in Triton; halving handles half the numbers per call."""
     one_by_one = interpreter.ReduceOps.generic_reduce
 
     def generic_reduce(self, input):
@@ -191,7 +191,7 @@ def _numpy_dtypes_by_name() -> None:
 
 
 def _block_types_by_shape() -> None:
-    """Neither a type nor a tensor changes its shape: those of one shape share it."""
+    """Types and tensors never change their shape: equal shapes share one object."""
     make_type = core.block_type.__init__
     types: dict[tuple, dict[str, Any]] = {}
     shapes: dict[tuple, tuple[Any, Any]] = {}
@@ -220,13 +220,13 @@ def _block_types_by_shape() -> None:
 
 
 def _broadcast_what_differs() -> None:
-    """Most operands have one shape, or are a tile and a number."""
+    """Most operands have the same shape, or are a tile and a number."""
     semantic = interpreter.TritonSemantic
     broadcast = semantic.broadcast_impl_value
 
     def spread(scalar, like):
         data, shape = scalar.handle.data, like.handle.data.shape
-        # As np.broadcast_to, which takes twenty times as long.
+        # Like np.broadcast_to, which takes twenty times as long.
         data = np.ndarray(shape, data.dtype, data, 0, (0,) * len(shape))
         return core.tensor(interpreter.TensorHandle(data, scalar.dtype), like.type.with_element_ty(scalar.dtype))
 
@@ -243,9 +243,9 @@ def _broadcast_what_differs() -> None:
 
 
 def _operands_of_one_type() -> None:
-    """Most operands have one type already, or are a tile and a number of Python. Most casts are to the type at hand.
+    """Most operands have the same type already, or are a tile and a Python number. Most casts keep the type.
 
-    What is left to do for them is to broadcast. Numbers are looked up: the same few come again and again.
+    These operands only need a broadcast. Numbers are cached, since the same few recur.
     """
     semantic = interpreter.TritonSemantic
     check, cast = semantic.binary_op_type_checking_impl, semantic.cast
@@ -254,7 +254,7 @@ def _operands_of_one_type() -> None:
     constants: dict[tuple, Any] = {}
 
     def constant(self, value, like):
-        """The number as a tensor of the dtype of `like`, or None where the types have to be looked at."""
+        """The number as a tensor with the dtype of `like`, or None if the types must be checked."""
         kind, name = type(value), like.dtype.name
         if not (name == "fp32" if kind is float else kind is int and value in integers.get(name, ())):
             return None
@@ -291,7 +291,7 @@ def _operands_of_one_type() -> None:
 
 
 def _sizes_of_types_by_name() -> None:
-    """The interpreter looks at each result for numbers that are wider than its type."""
+    """The interpreter checks each result for numbers wider than the result's type."""
     fits, sizes = interpreter._validate_np_data_size, {}
 
     def validate_np_data_size(array, dtype):

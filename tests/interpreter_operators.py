@@ -1,8 +1,8 @@
-"""Operators of tensors in Triton's interpreter, at once where their operands are of one type.
+"""Fast paths for tensor operators in Triton's interpreter, for operands with the same type.
 
-Triton's own way from `a + b` to `np.add` goes through a dozen functions that look at types, shapes and constants, for
-the same answer each time. Here it is one, for what kernels do most: two tensors of one dtype, of one shape or one of
-them a number, and a tensor with a number of Python. Everything else goes Triton's way.
+Triton's own path from `a + b` to `np.add` goes through a dozen functions that check types, shapes and constants, with
+the same result each time. Here a single function covers the most frequent operands: two tensors with equal dtype and
+equal shapes, or with a number among them, and a tensor with a Python number. Other operands take Triton's path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _quotient(a: Any, b: Any) -> Any:
     return (a - np.fmod(a, b)) // b
 
 
-# Name, function of numpy, dtypes, whether the result is a truth value.
+# Name, numpy function, dtypes, whether the result is a truth value.
 TABLE: list[tuple[str, Callable[[Any, Any], Any], frozenset[str], bool]] = [
     ("add", np.add, frozenset(NUMPY), False),
     ("sub", np.subtract, frozenset(NUMPY), False),
@@ -46,7 +46,7 @@ OPERATORS = {f"__{name}__": (f, kinds, truth, False) for name, f, kinds, truth i
     f"__r{name}__": (f, kinds, truth, True) for name, f, kinds, truth in TABLE if not truth
 }
 
-# Casts that are astype in numpy too. Triton's way is longer, and asks the same of the two types each time.
+# Casts that are astype in numpy too. Triton's path is longer, and checks the same two types each time.
 WIDENS = frozenset(
     (source, to)
     for source, targets in {
@@ -61,8 +61,8 @@ _truth_types: dict[int, Any] = {}
 
 
 def _constant(value: Any, kind: str) -> np.ndarray | None:
-    """A number of Python as one of the dtype, or None where Triton has to look at it."""
-    if not isinstance(value, int | float):  # a sum of constants may be a tensor inside of a constant
+    """A Python number in the dtype, or None if Triton has to convert the number."""
+    if not isinstance(value, int | float):  # a sum of constants may be a tensor inside a constant
         return None
     found = _constants.get((type(value), value, kind))
     if found is not None:
@@ -73,7 +73,7 @@ def _constant(value: Any, kind: str) -> np.ndarray | None:
     elif type(value) is int and kind == "fp32":
         fits = abs(value) <= 2**24
     else:
-        # -0.0 and 0.0 are equal, and would share a place; numbers that fp32 cannot hold are of fp64.
+        # -0.0 and 0.0 are equal, and would share a cache entry; numbers that fp32 cannot hold are fp64.
         fits = type(value) is float and kind == "fp32" and value != 0 and 2**-126 <= abs(value) <= 2**127
     if not fits:
         return None
@@ -84,7 +84,7 @@ def _constant(value: Any, kind: str) -> np.ndarray | None:
 
 
 def _made(data: np.ndarray, stored: Any, type_: Any, like: core.tensor, dtype: Any) -> core.tensor:
-    """A tensor of the shape of `like`, without another look at what is known. stored: the handle's dtype."""
+    """A tensor with the shape of `like`, without repeated checks. stored: the handle's dtype."""
     handle = object.__new__(interpreter.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, stored, {}
     made = object.__new__(core.tensor)
@@ -100,7 +100,7 @@ def _truth_type(like: core.tensor) -> Any:
 
 
 def at_once(name: str, general: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator of that name; `general` is Triton's."""
+    """The operator with that name; `general` is Triton's."""
     function, kinds, truth, swapped = OPERATORS[name]
     tensor, adds = core.tensor, name == "__add__"
 
@@ -132,7 +132,7 @@ def at_once(name: str, general: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved(pointer: core.tensor, steps: Any) -> core.tensor | None:
-    """pointer + steps, or None where Triton has to look at them."""
+    """pointer + steps, or None if Triton has to compute the sum."""
     if not pointer.dtype.is_ptr():
         return None
     like, type_ = pointer, pointer.type
@@ -155,11 +155,11 @@ def _moved(pointer: core.tensor, steps: Any) -> core.tensor | None:
 
 
 def widened(tensor: core.tensor, to: Any) -> core.tensor | None:
-    """The tensor in another dtype that has all its numbers, or None where this is not known here."""
+    """The tensor in a dtype that holds all its numbers, or None for casts not listed here."""
     source = tensor.dtype.name
     if (source, to.name) in WIDENS:
         data = tensor.handle.data.astype(interpreter._get_np_dtype(to))
-    elif (source, to.name) == ("bf16", "fp32"):  # the upper half of its bits
+    elif (source, to.name) == ("bf16", "fp32"):  # bf16 is the upper half of fp32's bits
         data = (tensor.handle.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         return None

@@ -1,13 +1,13 @@
-"""Make every launch of the table of operators, and print as JSON how it was made.
+"""Make every launch in the operator table, and print as JSON how each was made.
 
     python tests/known_launches.py
 
 The operators run forward and backward on meta tensors, at sizes that differ in rows. Triton gets a driver without a
-device, and its own `run` finds the kernel of the arguments; a stand-in takes the place of each compiled kernel, and
-notes what it is started with. Each launch is made a second time as Triton makes it, from arguments planned anew: both
+device, and Triton's `run` selects the kernel for the arguments; a stand-in replaces each compiled kernel and records
+the kernel's launch arguments. Each launch is repeated through Triton's own path, from newly planned arguments: both
 must have started the same kernel with the same grid and arguments.
 
-Runs in a process of its own: TRITON_INTERPRET, which the other tests set, turns kernels into Python.
+Runs in a separate process: TRITON_INTERPRET, which the other tests set, turns kernels into Python.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ started: list[tuple[Any, ...]] = []
 
 
 class Kernel:
-    """Stands for a compiled kernel: notes what it is started with."""
+    """Stand-in for a compiled kernel that records launch arguments."""
 
     function, packed_metadata = 0, ()
 
@@ -44,7 +44,7 @@ class Kernel:
         return None
 
     def run(self, x: int, y: int, z: int, *rest: Any) -> None:
-        # After the grid: stream, function, metadata and what hooks are told, then the kernel's arguments.
+        # After the grid: stream, function, metadata and hook arguments, then the kernel's arguments.
         started.append((self, x, *(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in rest[6:])))
 
 
@@ -55,12 +55,12 @@ def instead_of_compiling(self: JITFunction, key: str, signature: Any, device: in
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two launches are one, types and signs of zeros included."""
+    """Whether two launches are equal, including types and signs of zeros."""
     return one[0] is other[0] and [(type(a), str(a)) for a in one] == [(type(a), str(a)) for a in other]
 
 
 def watch(wrong: list[str]) -> None:
-    """Compare each launch with Triton's own of the same arguments."""
+    """Compare each launch with Triton's own launch for the same arguments."""
     run, launch = JITFunction.run, launch_cache.launch
 
     def dispatched(self: JITFunction, *args: Any, **options: Any) -> Any:
@@ -86,8 +86,8 @@ def watch(wrong: list[str]) -> None:
 
 
 def sizes(op: Op, draw: random.Random) -> Iterator[Case]:
-    """Each case as it is, and with another number of rows."""
-    # Of grpo few: its many cases make the launches of linear_logprob.
+    """Each case as listed, and with a different row count."""
+    # grpo runs few cases: its many cases repeat linear_logprob's launches.
     for case in (*op.cases[: 3 if op.name.startswith("grpo") else None], op.models[0]):
         yield case
         rows = draw.choice((1, 16)) * draw.randrange(1, 40)

@@ -1,10 +1,10 @@
-"""The one place that decides whether numbers are right.
+"""The single definition of numerical correctness in the tests.
 
     error(tigon) ≤ max(2 · error(eager), one rounding of the answer's size) + fp32 arithmetic in another order
 
 in mean and in maximum, for the result and for every gradient. Errors are taken against the same formula in fp64, on the
-same (already rounded) inputs. Eager is what PyTorch code would do in the tested dtype. Bounds relative to eager, not to
-a tolerance somebody chose, are what makes a wrong answer fail: zeros, 1.01 times the answer and permuted answers do
+same (already rounded) inputs. Eager is ordinary PyTorch code in the tested dtype. Bounds relative to eager, in place
+of a hand-picked tolerance, make wrong answers fail: zeros, 1.01 times the answer and permuted answers do
 (tests/test_numerics.py).
 """
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 Outputs = dict[str, Tensor | None]
-# Roundings of fp32 sums and products that are associated differently from eager's.
+# Roundings for fp32 sums and products whose order differs from eager's.
 FP32_ROUNDINGS = 4
-# Above this share of the answer's mean size an allowance could let zeros pass: the case itself is then at fault.
+# Above this share of the answer's mean size, an allowance could let zeros pass: then the case is invalid.
 BLIND = 0.5
 
 
@@ -42,11 +42,11 @@ def check(
     Args:
         op: called as op(*inputs, **options).
         reference: same arguments; evaluated in fp64 it is the truth.
-        inputs: tensors, None or other values; or one function of a torch.Generator that returns them.
-        eager: what PyTorch users write, evaluated in the inputs' dtype. Default: the reference.
-        grad: also compare gradients, for a random upstream one: of every floating-point input, or of these indices.
-        draws: how many sets of inputs a function makes. Errors of few numbers are luck: small shapes need several.
-        roundings: of fp32, allowed on top, for arithmetic in another order.
+        inputs: tensors, None or other values; or a function that takes a torch.Generator and returns them.
+        eager: ordinary PyTorch code, evaluated in the inputs' dtype. Default: the reference.
+        grad: also compare gradients, for a random upstream gradient: all floating-point inputs, or these indices.
+        draws: number of input sets. With few numbers, errors are luck: small shapes need several draws.
+        roundings: additional fp32 roundings allowed for arithmetic in another order.
     """
     eager = eager or reference
     ours, theirs = Errors(), Errors()
@@ -67,7 +67,7 @@ def evaluate(
     grad: bool | Collection[int] = True,
     seed: int | None = 0,
 ) -> Outputs:
-    """Results and gradients of fn by name: "output 0", …, "gradient of input 0", …. Inputs are not touched."""
+    """fn's results and gradients by name: "output 0", …, "gradient of input 0", …. Inputs are not modified."""
 
     def leaf(i: int, t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -82,7 +82,7 @@ def evaluate(
     if not wanted:
         return outputs
     active = [r for r in results if r.requires_grad]
-    # The same upstream numbers in every dtype: bf16's, which all of them hold exactly. Meta tensors take no generator.
+    # The same upstream numbers in every dtype: bf16's, which all dtypes hold exactly. Meta tensors take no generator.
     generator = None if seed is None else torch.Generator().manual_seed(1000 + seed)
     upstream = [torch.randn(r.shape, generator=generator).bfloat16().to(r) for r in active]
     grads = torch.autograd.grad(active, list(wanted.values()), upstream, allow_unused=True)
@@ -95,7 +95,7 @@ def _as_fp64(value: Any) -> Any:
 
 
 class Errors:
-    """Absolute errors by output, over one or several draws."""
+    """Absolute errors per output, over one or several draws."""
 
     def __init__(self) -> None:
         self.errors: dict[str, list[Tensor]] = {}

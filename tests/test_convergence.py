@@ -1,4 +1,4 @@
-"""Training with `tigon.fuse(model)` is the same training: `make converge` in short, and that it sees errors."""
+"""Training with `tigon.fuse(model)` is the same training: a short `make converge`, which must also detect errors."""
 
 import importlib.util
 import sys
@@ -13,10 +13,10 @@ pytest.importorskip("tokenizers")
 from convergence import Runs, judge
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "converge.py"
-# A CPU multiplies bf16 slowly. Between them those of bf16 have every part that fuse replaces, and every kind of batch.
-# fp32 has every family: with packed lines those whose rotary embedding is their own, with accumulated batches those
-# whose loss is. A router that chooses another expert for a token moves a short run further than its few plain runs
-# show: packed lines of qwen3_moe are left to `make converge`, which trains all, with more plain runs.
+# A CPU multiplies bf16 slowly. Together the bf16 rows cover every part that fuse replaces, and every kind of batch.
+# fp32 covers every family: packed lines for families with custom rotary embeddings, accumulated batches for families
+# with custom losses. A router that chooses another expert for a token moves a short run further than its few plain runs
+# show: packed qwen3_moe lines are left to `make converge`, which trains all, with more plain runs.
 TRAINED = {
     "bf16": {
         "llama": ("rows", "packed", "accumulated"),
@@ -39,7 +39,7 @@ TRAINED = {
 
 @pytest.fixture(scope="module")
 def converge():
-    """The script, which is no package; known to sys.modules meanwhile, where functools and dataclasses look."""
+    """The script, which is no package; in sys.modules meanwhile, where functools and dataclasses look it up."""
     spec = importlib.util.spec_from_file_location("converge_script", FILE)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,7 +49,7 @@ def converge():
 
 @pytest.fixture(scope="module")
 def short(converge, device):
-    """By dtype, the rows of the short form with their trainings: run once, and judged by more than one test."""
+    """The short rows per dtype with their training runs: run once, and judged by several tests."""
     threads, known = torch.get_num_threads(), {}
 
     def rows(dtype):
@@ -71,7 +71,7 @@ def short(converge, device):
 
 
 def judged(rows, wrong=None, runs=None):
-    """Copies of the rows, of which `wrong` has other runs."""
+    """Copies of the rows, with other runs for `wrong`."""
     found = [replace(row, limits={}, reason="") for row, _ in rows]
     if wrong is not None:
         at = [row for row, _ in rows].index(wrong)
@@ -92,7 +92,7 @@ def test_fused_runs_are_among_the_plain_ones(converge, short, dtype):
     if dtype == "fp32":
         assert {row.model for row in rows} == set(converge.FAMILIES)
     assert {row.batches for row in rows} == set(converge.BATCHES)
-    # They train: a loss that stays where it is would agree with anything.
+    # They train: a constant loss would agree with anything.
     for row in rows:
         first, *_, last = map(float, row.loss.split())
         assert last < first - 0.03, f"{row.model}, {row.batches}"
@@ -115,7 +115,7 @@ def lost_token(monkeypatch):
 
     def wrong(x, weight, target, **options):
         target = target.clone()
-        target[-2] = -100  # the last that is predicted: behind it the labels are padded
+        target[-2] = -100  # the last predicted token: the labels after it are padding
         return right(x, weight, target, **options)
 
     monkeypatch.setattr(recipe, "linear_cross_entropy", wrong)
@@ -148,7 +148,7 @@ def test_wrong_operators_are_seen(converge, short, device, monkeypatch, dtype, m
 @pytest.mark.slow
 @pytest.mark.xdist_group("convergence-fp32")
 def test_kernels_train_as_the_reference_does(converge, short, device, triton_backend):
-    """Three steps with the kernels, interpreted where there is no GPU, among plain runs of as many."""
+    """Three steps with the kernels, interpreted without a GPU, compared with plain runs of three steps."""
     rows = short("fp32")
     row, runs = next((row, runs) for row, runs in rows if (row.model, row.batches) == ("qwen3", "packed"))
     few = replace(row, steps=3)
@@ -156,14 +156,14 @@ def test_kernels_train_as_the_reference_does(converge, short, device, triton_bac
     cut = [replace(run, losses=run.losses[:3], norms=run.norms[:3]) for run in runs]
     plain = [run for run in cut if run.side == "hf"]
     found = judged(rows, row, [*plain, *kernels])
-    # Their weights are those of three steps, the others' of all.
+    # Their weights come from three steps, the other runs' from all steps.
     assert all(s <= found.limits[m] for m in ("loss", "norm") for s in found.of("tigon", m)), found.scores
 
 
 @pytest.mark.parametrize("batches", ["rows", "packed", "accumulated"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "granite", "olmo2", "qwen3_moe", "gpt_neox"])
 def test_an_order_is_the_same_function(converge, family, batches):
-    """In fp64 the order and the path of the loss leave what rounding in fp32 of the loss and the angles leaves."""
+    """In fp64, order and loss path leave only the differences from fp32 rounding of the loss and the angles."""
     text = converge.Text(batches, 4, 32, torch.device("cpu"))
     found = []
     for seed, path in ((None, "labels"), (1, "logits"), (2, "labels")):
@@ -171,7 +171,7 @@ def test_an_order_is_the_same_function(converge, family, batches):
         if family == "qwen3_moe":
             model.set_experts_implementation("eager")  # the grouped product takes no fp64
         order = converge.Order(family, seed)
-        before = order.weights(model) if seed is None else before  # noqa: F821 (of the first)
+        before = order.weights(model) if seed is None else before  # noqa: F821 (from the first)
         order.apply(model)
         if seed is not None:
             assert not torch.equal(converge.Order(family, None).weights(model), before)
@@ -185,7 +185,7 @@ def test_an_order_is_the_same_function(converge, family, batches):
 
 
 def test_packed_lines_do_not_see_one_another(converge):
-    """Another text before a line leaves the logits of the line."""
+    """Another text before a line leaves the line's logits unchanged."""
     text = converge.Text("packed", 2, 64, torch.device("cpu"))
     (inputs,), items = text.step(0)
     assert items == int((inputs["labels"][:, 1:] != -100).sum())

@@ -1,4 +1,4 @@
-"""The code that a docstring says its operator replaces is run, and must agree with the operator."""
+"""Run the replaced code in each docstring, which must agree with the operator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPERATORS = {
 
 
 class Replaced(NamedTuple):
-    """A call, the names of what it returns, and the blocks of the docstring that compute the same, in their order."""
+    """A call, its result names, and the docstring's equivalent code blocks, in order."""
 
     call: str
     results: str
@@ -179,7 +179,7 @@ GIVEN = {
 
 
 def blocks(name: str) -> list[str]:
-    """The code that a docstring says is replaced."""
+    """The replaced code in a docstring."""
     replaced = (inspect.getdoc(OPERATORS[name]) or "").partition("\nReplaces")[2]
     return [textwrap.dedent(code) for code in re.findall(r"::\n\n((?:    .*\n?|\n)+)", replaced)]
 

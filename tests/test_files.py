@@ -1,4 +1,4 @@
-"""The readers of files: what is damaged is named in a sentence."""
+"""File readers: errors for damaged files name the damage in a sentence."""
 
 import json
 

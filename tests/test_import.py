@@ -1,4 +1,4 @@
-"""`import tigon` is cheap, and works where Triton and the extras are not."""
+"""`import tigon` is cheap, and works without Triton and the extras."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONAL = (
     "starlette", "uvicorn", "prometheus_client",
 )  # fmt: skip
 
-# A finder that answers "not there" for Triton, as on macOS or with a CPU-only install.
+# A finder that hides Triton, as on macOS or with a CPU-only install.
 HIDE_TRITON = """
 import sys
 class Hide:
@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Hide())
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Run code in a process that has torch at most, as a user's: without the interpreter mode of the other tests."""
+    """Run code in a process with torch at most, as a user does: without the other tests' interpreter mode."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "TIGON_"))} | {"PYTHONPATH": SRC}
     if torch.cuda.is_available():  # a process that has asked for a GPU cannot be forked
 
@@ -47,7 +47,7 @@ def python(tmp_path_factory):
     spec = importlib.util.spec_from_file_location("forks", Path(__file__).parent / "cli" / "command.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    # Importing torch is most of their time: they are forked from a process that has it, and nothing else.
+    # Importing torch takes most of the time: tests are forked from a process that has imported only torch.
     forks = module.Forks(tmp_path_factory.mktemp("said"), "only", "torch")
     script = tmp_path_factory.mktemp("code") / "script.py"
 
@@ -82,7 +82,7 @@ def test_import_brings_nothing_optional(printed):
 def test_every_public_name_is_there(printed):
     printed(
         "import tigon\nfor name in tigon.__all__: getattr(tigon, name)\nassert set(tigon.__all__) <= set(dir(tigon))\n"
-        # Packages that are optional, too: the documentation calls them tigon.rank and so on.
+        # Optional packages, too: the documentation calls them tigon.rank and so on.
         "assert {'compress', 'graph', 'rank', 'retrieve'} <= set(tigon.__all__)"
     )
 
@@ -134,7 +134,7 @@ def test_the_environment_variable_forces_a_backend(printed, python):
 
 def test_a_wrong_environment_variable_gets_a_sentence(printed):
     names = ["cuda", "Triton", "none"]
-    # One process for all: each import fails before anything is registered, and importing torch takes seconds.
+    # A single process for all: each import fails before anything is registered, and importing torch takes seconds.
     said = printed(f"""
 import os, sys, torch
 for name in {names!r}:

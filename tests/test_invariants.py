@@ -1,4 +1,4 @@
-"""The rules that every operator keeps (CONTRIBUTING.md), over the table of operators and both implementations."""
+"""The rules for every operator (CONTRIBUTING.md), over the operator table and both implementations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tigon.lazy import homes_of
 CASES = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.cases]
 EVERY_OP = pytest.mark.parametrize("op", OPS, ids=str)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# In the interpreter fp16 differs from bf16 in a rounding: there it is tried once for each operator.
+# In the interpreter fp16 differs from bf16 only in a rounding: fp16 runs once per operator there.
 NUMBERS = [
     pytest.param(
         op, case, dtype, id=f"{op}-{case}-{str(dtype).removeprefix('torch.')}",
@@ -36,7 +36,7 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-# What the table cannot hold, and the file that tests it.
+# Operators that the table cannot hold, and the files that test them.
 WITHOUT_A_ROW = {
     "dequantize_4bit": "takes no floats and has no gradient: ops/test_dequantize_4bit.py",
     "quantized_embedding": "takes no floats and has no gradient: ops/test_quantized_embedding.py",
@@ -54,7 +54,7 @@ WITHOUT_A_ROW = {
     "crossed_sum_fwd": "the last step of a cross layer: ops/test_crossed_sum.py",
     "crossed_sum_bwd": "as crossed_sum_fwd",
 }
-# What has no launch of its own.
+# Operators without Triton launches.
 OF_TORCH = {
     "encode_items": "makes tensors for filtered_topk by torch's operators: ops/test_filtered_topk_codes.py",
     "quantize_rows": "makes tensors for quantized_embedding, as encode_items: ops/test_quantized_embedding.py",
@@ -66,7 +66,7 @@ def run(op: Op, inputs, options):
 
 
 def compare(op: Op, public, case: Case, inputs) -> None:
-    """check() for inputs that are there already."""
+    """check() for existing inputs."""
     grad, options = op.differentiable(inputs), case.options
     check(public, op.reference, *inputs, eager=op.eager, grad=grad, roundings=op.roundings, **options)
 
@@ -81,7 +81,7 @@ def assert_same_bits(got, expected, what: str) -> None:
 
 
 def assert_same_numbers(op: Op, got, expected, what: str) -> None:
-    """The same bits, but for matrix products: a library picks their algorithm by shape and strides."""
+    """The same bits, except for matrix products, whose algorithm a library picks by shape and strides."""
     if not op.products:
         assert_same_bits(got, expected, what)
         return
@@ -119,7 +119,7 @@ def test_fp64_runs_through_the_reference(op: Op, case: Case, device):
 
 @EVERY_OP
 def test_a_forced_backend_never_falls_back(op: Op, device, triton_backend):
-    """The kernels take no fp64: forced to them, the call raises where the reference would have served."""
+    """The kernels take no fp64: with the kernels forced, the call raises instead of using the reference."""
     with pytest.raises(RuntimeError, match=r"triton backend was forced, but .*float64"):
         run(op, op.draw(op.typical, torch.float64, device), op.typical.options)
 
@@ -135,7 +135,7 @@ def every_other(t: Tensor) -> Tensor:
     wide = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1])) if t.dim() else t
     if t.dim():
         wide[..., ::2] = t
-        wide[..., 1::2] = 77  # what a kernel that ignores the stride would read
+        wide[..., 1::2] = 77  # a kernel that ignores the stride would read these
         return wide[..., ::2]
     return t
 
@@ -163,7 +163,7 @@ def test_strided_inputs(op: Op, layout, backend, device):
     strided = [layout(t) if isinstance(t, Tensor) else t for t in plain]
     assert any(not t.is_contiguous() or t.data_ptr() % 16 for t in strided if isinstance(t, Tensor))
     compare(op, op.public, case, strided)
-    if backend == "triton" and device.type != "cuda":  # whose compiler may sum another layout in another order
+    if backend == "triton" and device.type != "cuda":  # on CUDA the compiler may sum another layout in another order
         assert_same_numbers(op, run(op, strided, case.options), run(op, plain, case.options), layout.__name__)
 
 
@@ -172,14 +172,14 @@ def exchanged(t: Tensor) -> Tensor:
     return t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 2 else t
 
 
-# Whose results lie in the order of their input, whatever torch's operators make of it: attention takes either.
+# Results keep the memory order of their input, unlike torch's operators' results: attention takes either.
 IN_ORDER = {"rope", "qk_norm_rope"}
 
 
 @EVERY_OP
 def test_results_have_the_strides_of_the_reference(op: Op, device, triton_backend):
-    """A model that takes a view of a result does so with kernels and without. Where torch's operators, by hand, give a
-    contiguous result, of which any view can be taken, so do these."""
+    """Views of a result work with kernels and without. If eager torch code gives a contiguous result, which allows any
+    view, so does the operator."""
 
     def strides(result: Any) -> list[tuple[int, ...]]:
         results = result if isinstance(result, tuple) else (result,)
@@ -201,7 +201,7 @@ def test_results_have_the_strides_of_the_reference(op: Op, device, triton_backen
 
 @EVERY_OP
 def test_expanded_upstream_gradient(op: Op, backend, device):
-    """`y.sum().backward()` hands down a gradient whose strides are all zero."""
+    """`y.sum().backward()` passes an upstream gradient whose strides are all zero."""
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
 
@@ -223,7 +223,7 @@ def test_expanded_upstream_gradient(op: Op, backend, device):
     ("op", "shape"), [pytest.param(o, s, id=f"{o}-{'x'.join(map(str, s))}") for o in OPS for s in o.empty]
 )
 def test_empty_inputs(op: Op, shape, backend, device):
-    """Beside the reference alone: eager code's mean over no row is NaN, and Tigon's is 0."""
+    """Compared only with the reference: eager code's mean over no row is NaN, and Tigon's is 0."""
     case = Case("empty", shape, op.typical.options, op.typical.inputs)
     inputs = op.draw(case, torch.bfloat16, device)
     check(op.public, op.reference, *inputs, eager=op.reference, grad=op.differentiable(inputs), **case.options)
@@ -251,17 +251,17 @@ def test_inputs_saved_tensors_and_gradients_are_unchanged(op: Op, case: Case, ba
     upstream = [keep("incoming gradient", torch.randn_like(r)) for r in results]
     for i, r in enumerate(results):
         keep(f"output {i}", r)
-    # The graph is kept: another backward pass may come, and must find everything as it was.
+    # The graph is kept: another backward pass may follow, and must find all saved tensors unchanged.
     torch.autograd.backward(results, upstream, retain_graph=True)
     for name, t, before, version in kept:
-        # A saved tensor may have places that nobody wrote or reads, which hold anything, NaN included.
+        # Saved tensors may have elements that are never written or read, with arbitrary contents, NaN included.
         torch.testing.assert_close(t, before, rtol=0, atol=0, equal_nan=True, msg=f"{name} was overwritten")
         assert t._version == version, f"{name} was written to in place"
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_memory_that_nobody_wrote_is_not_read(op: Op, case: Case, device, triton_backend):
-    """torch fills what it allocates with NaN where it is told to be deterministic."""
+    """In deterministic mode torch fills new memory with NaN."""
     inputs = op.draw(case, torch.float32, device)
     expected = run(op, inputs, case.options)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -285,7 +285,7 @@ def test_outputs_share_no_memory_with_inputs(op: Op, backend, device):
 
 
 class Work(TorchDispatchMode):
-    """Counts the elements that are written: a gradient that is not wanted must not show up here."""
+    """Counts written elements: an unneeded gradient must not show up here."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ def test_frozen_inputs_cost_nothing(op: Op, backend, device):
         grads, work = gradients_and_work(op, case, inputs, wanted)
         assert grads[frozen] is None
         for i in wanted:
-            # The compiler may round a kernel that has less to do in another order.
+            # With less to compute, the compiler may round in another order.
             exact = {} if device.type == "cuda" else {"rtol": 0.0, "atol": 0.0}
             message = f"gradient {i} depends on whether input {frozen} is frozen"
             torch.testing.assert_close(grads[i], full[i], **exact, msg=message)
@@ -350,7 +350,7 @@ def test_no_grad_makes_no_graph(op: Op, backend, device):
 
 @EVERY_OP
 def test_an_output_without_a_gradient(op: Op, backend, device):
-    """Zero upstream, and None upstream, which set_materialize_grads(False) lets through."""
+    """Zero upstream, and None upstream, which set_materialize_grads(False) passes on."""
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
     leaves = [t.detach().requires_grad_() if i in op.differentiable(inputs) else t for i, t in enumerate(inputs)]
@@ -386,7 +386,7 @@ def test_backward_twice_with_retain_graph(op: Op, backend, device):
     second = torch.autograd.grad(results, wanted, upstream, retain_graph=True)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
-    # Gradients are linear in the upstream one: exactly so for a power of two.
+    # Gradients are linear in the upstream gradient: exactly so for a power of two.
     doubled = torch.autograd.grad(results, wanted, [2 * u for u in upstream])
     for a, b in zip(first, doubled, strict=True):
         assert torch.equal(2 * a, b)
@@ -395,9 +395,9 @@ def test_backward_twice_with_retain_graph(op: Op, backend, device):
 @EVERY_OP
 @pytest.mark.parametrize("of", [torch.square, torch.clone], ids=["squared", "plain"])
 def test_double_backward_is_refused(op: Op, of, device, triton_backend):
-    """By whatever way a gradient is differentiated, for whatever input, and also where it came from a plain sum.
+    """For every way to differentiate a gradient, for every input, and also for the gradient of a plain sum.
 
-    `torch.autograd.grad(…, w)` prunes all that does not lead to w. A penalty on the gradient would be lost in silence.
+    `torch.autograd.grad(…, w)` prunes all paths that do not lead to w. A gradient penalty would be lost silently.
     """
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
@@ -418,7 +418,7 @@ def test_double_backward_is_refused(op: Op, of, device, triton_backend):
 
 
 def with_penalties(fn, op: Op, inputs, wanted, of):
-    """A loss, and a penalty on each of its gradients. The inputs are no leaves: what a model computes is none."""
+    """A loss, and a penalty on each of its gradients. The inputs are no leaves, like activations in a model."""
     leaves = {i: inputs[i].detach().requires_grad_() for i in wanted}
     given = {i: 1.0 * t for i, t in leaves.items()}
     results = fn(*(given.get(i, t) for i, t in enumerate(inputs)), **op.typical.options)
@@ -431,7 +431,7 @@ def with_penalties(fn, op: Op, inputs, wanted, of):
 
 @EVERY_OP
 def test_a_shared_input_gets_the_sum_of_its_gradients(op: Op, backend, device):
-    """The in-place gradients of other libraries are wrong when one tensor feeds two calls."""
+    """Other libraries' in-place gradients are wrong when one tensor feeds two calls."""
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
     wanted = op.differentiable(inputs)
@@ -450,7 +450,7 @@ def test_a_shared_input_gets_the_sum_of_its_gradients(op: Op, backend, device):
 
 @pytest.fixture
 def compiler():
-    """Makes compiler backends that count their graphs."""
+    """Factory for compiler backends that count their graphs."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -459,7 +459,7 @@ def compiler():
 
 
 def compiler_of(op: Op, device) -> str:
-    """Inductor needs a GPU to be worth its time. Backward passes that are not torch's own are traced as well."""
+    """Inductor pays only on a GPU. Custom backward passes are traced as well."""
     if device.type == "cuda":
         return "inductor"
     inputs = op.draw(op.typical, torch.float32, device)
@@ -480,13 +480,13 @@ def test_compiles_whole_and_dynamic(op: Op, backend, device, compiler):
     compiled = torch.compile(lambda *a: op.public(*a, **case.options), fullgraph=True, dynamic=True, backend=compiler)
     first, *rest = case.shape
     graphs = []
-    # In the interpreter two sizes: a kernel that is compiled for one of them is compiled again for the second.
+    # In the interpreter two sizes: a kernel compiled for the first size is compiled again for the second.
     more = (1, 4, 9) if device.type == "cuda" else (1, 9)
     for rows in (first + n for n in more):
         sized = Case(case.why, (rows, *rest), case.options, case.inputs)
         inputs = op.draw(sized, torch.float32, device)
         compare(op, lambda *a, **_: compiled(*a), case, inputs)
-        # Of the last size alone: in the interpreter, two more runs of the kernels.
+        # Only for the last size: in the interpreter this takes two more kernel runs.
         if backend == "triton" and device.type == "cpu" and rows == first + 9:
             got = evaluate(compiled, inputs, {}, grad=op.differentiable(inputs))
             assert_same_numbers(op, got, run(op, inputs, case.options), "compiled")
@@ -506,7 +506,7 @@ class LibraryCalls(TorchDispatchMode):
 
 
 def library_calls(op: Op, case: Case, dtype, device, monkeypatch) -> list[tuple]:
-    """The torch.ops.tigon calls that an op makes under compile, recorded without compiling."""
+    """An op's torch.ops.tigon calls under compile, recorded without compiling."""
     inputs = op.draw(case, dtype, device)
     seed = None if device.type == "meta" else 0
     with monkeypatch.context() as patched, LibraryCalls() as recorded:
@@ -516,10 +516,10 @@ def library_calls(op: Op, case: Case, dtype, device, monkeypatch) -> list[tuple]
 
 
 def as_library_call(func, args) -> tuple:
-    """The same of calls that differ in sizes and numbers alone: flags, names, and which tensors are left out."""
+    """A key shared by calls that differ only in sizes and numbers: flags, names, and the omitted tensors."""
 
     def flag(a):
-        if isinstance(a, list):  # of a loss: its whole numbers and flags, its numbers, its words
+        if isinstance(a, list):  # for a loss: its integers and flags, its floats, its strings
             return tuple(e if isinstance(e, str) or (type(e) in (int, bool) and e in (0, 1)) else type(e) for e in a)
         return a if isinstance(a, bool | str) else type(a)
 
@@ -528,7 +528,7 @@ def as_library_call(func, args) -> tuple:
 
 @cache
 def first_calls(name: str) -> dict[tuple, Case]:
-    """The first small case of each library call that an operator makes. Calls on meta tensors take milliseconds."""
+    """The first small case for each library call in an operator. Calls on meta tensors take milliseconds."""
     found: dict[tuple, Case] = {}
     op = next(op for op in OPS if op.name == name)
     with pytest.MonkeyPatch.context() as patched:
@@ -544,7 +544,7 @@ def first_calls(name: str) -> dict[tuple, Case]:
 def test_library_ops_pass_opcheck(op: Op, case: Case, device, triton_backend, monkeypatch):
     calls = library_calls(op, case, torch.bfloat16, device, monkeypatch)
     assert calls, "nothing of this call goes through a library op"
-    # Statistics have places that only some options use. opcheck compares two runs, and what lies there is left over.
+    # Statistics have elements that only some options write. opcheck compares two runs, leftovers included.
     monkeypatch.setattr(Tensor, "new_empty", Tensor.new_zeros)
     for func, args in calls:
         differentiable = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "Autograd")
@@ -554,8 +554,8 @@ def test_library_ops_pass_opcheck(op: Op, case: Case, device, triton_backend, mo
 
         args = tuple(leaf(a) if isinstance(a, Tensor) else a for a in args)
         utils = ["test_faketensor"]
-        # The others run the op nine times, and what they look for does not depend on sizes: which arguments a call
-        # writes to or returns, and whether it can be traced.
+        # The other checks run the op nine times, and do not depend on sizes: written and returned arguments, and
+        # whether the call can be traced.
         small = math.prod(case.shape) < 10000
         first = device.type != "cpu" or not small or first_calls(op.name)[as_library_call(func, args)] is case
         if first:
@@ -566,7 +566,7 @@ def test_library_ops_pass_opcheck(op: Op, case: Case, device, triton_backend, mo
 
 
 def test_every_library_op_is_in_the_table(triton_backend, monkeypatch):
-    monkeypatch.setattr(backend_module, "why_not_triton", lambda *tensors: None)  # of tensors without numbers
+    monkeypatch.setattr(backend_module, "why_not_triton", lambda *tensors: None)  # for tensors without data
     called = set()
     for op in OPS:
         names = {
@@ -577,7 +577,7 @@ def test_every_library_op_is_in_the_table(triton_backend, monkeypatch):
         assert names == set(op.launches), f"{op} calls {sorted(names)}"
         called |= names
     called |= set(WITHOUT_A_ROW)
-    for name in tigon.ops.__all__:  # an operator is registered when its file is first imported
+    for name in tigon.ops.__all__:  # operators are registered when their file is first imported
         getattr(tigon.ops, name)
     registered = {n.removeprefix("tigon::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tigon::")}
     assert called == registered
@@ -603,7 +603,7 @@ def test_no_host_synchronisation(op: Op, case: Case, device, triton_backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_captured_in_a_cuda_graph(op: Op, case: Case, device, triton_backend):
-    """Captured on one set of numbers, replayed on another."""
+    """Captured with some inputs, replayed with others."""
     options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.options.items()}
     inputs, others = (op.draw(case, torch.bfloat16, device, seed) for seed in (0, 1))
     wanted = op.differentiable(inputs)
@@ -623,7 +623,7 @@ def test_captured_in_a_cuda_graph(op: Op, case: Case, device, triton_backend):
         results, grads = step()
     with torch.no_grad():
         pairs = [(t, other) for t, other in zip(leaves, others, strict=True) if isinstance(t, Tensor)]
-        # Ragged draws differ in their sizes: then the layout stays, and what it has the shape of changes.
+        # Ragged draws differ in their sizes: then the layout stays, and tensors with its shape change.
         ragged = any(t.shape != other.shape for t, other in pairs)
         for t, other in pairs:
             if t.shape == other.shape and (t.is_floating_point() or not ragged):
@@ -640,7 +640,7 @@ def test_captured_in_a_cuda_graph(op: Op, case: Case, device, triton_backend):
 
 @EVERY_OP
 def test_autocast(op: Op, backend, device):
-    """Autocast casts the inputs of matrix products and nothing else; gradients come in the inputs' dtypes."""
+    """Autocast casts only matrix-product inputs; gradients have the inputs' dtypes."""
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
 
@@ -667,7 +667,7 @@ def test_autocast(op: Op, backend, device):
 
 @EVERY_OP
 def test_functional_call(op: Op, backend, device):
-    """torch.func.functional_call swaps parameters: nothing may be remembered from an earlier call."""
+    """torch.func.functional_call swaps parameters: nothing may be cached from an earlier call."""
     case = op.typical
     inputs, others = op.draw(case, torch.float32, device, 0), op.draw(case, torch.float32, device, 1)
     learned = op.differentiable(inputs)
@@ -692,7 +692,7 @@ def test_functional_call(op: Op, backend, device):
 
 @EVERY_OP
 def test_under_activation_checkpointing(op: Op, backend, device):
-    """What is saved is thrown away, computed again, and handed out once."""
+    """Saved tensors are discarded, recomputed, and unpacked once."""
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
 
@@ -706,7 +706,7 @@ def test_under_activation_checkpointing(op: Op, backend, device):
 
 @EVERY_OP
 def test_anomaly_mode(op: Op, backend, device):
-    """It changes no bit, and finds the backward pass that a NaN comes from."""
+    """Anomaly mode changes no bit, and names the backward pass that produced a NaN."""
     case = op.typical
     inputs = op.draw(case, torch.float32, device)
     plain = run(op, inputs, case.options)
@@ -724,7 +724,7 @@ def test_anomaly_mode(op: Op, backend, device):
 
 @pytest.fixture
 def mesh(device):
-    """A mesh of this process alone, which needs no network."""
+    """A single-process mesh, which needs no network."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -737,7 +737,7 @@ def mesh(device):
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "rows-sharded"])
 @EVERY_OP
 def test_dtensors_are_right_or_refused(op: Op, sharded: bool, device, mesh):
-    """torch's own operations serve them: a kernel would take the local part for the whole."""
+    """DTensors use torch's own operations: a kernel would treat the local part as the whole."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     case = op.typical
@@ -788,7 +788,7 @@ def test_bad_input_gets_a_sentence(op: Op, bad, device):
 
 
 def arguments_of(name: str) -> set[str]:
-    """The names of a public function's parameters, and of the fields of what they hold."""
+    """The parameter names of a public function, with field names for parameters that are objects."""
     private = (import_module(f"tigon.ops.{name}") for name in ("gated_linear", "batch_norm_relu"))
     homes = tigon, tigon.losses, tigon.retrieve, *private
     home = next(m for m in homes if name in dir(m))
@@ -807,14 +807,14 @@ def arguments_of(name: str) -> set[str]:
 
 
 def wrong_with(sentence: str, name: str) -> str | None:
-    """What a sentence about bad input lacks: the operation, the argument, or what came."""
-    # Options refuse their numbers themselves, when they are made.
+    """The missing part in an error for bad input: the operation, the argument, or the actual value."""
+    # Options objects check their numbers on construction.
     found = re.fullmatch(
         rf"({name}|ChunkOptions|CrossEntropy): (.+?) (?:must|goes with) .*\bgot .+\.", sentence, re.DOTALL
     )
     if found is None:
         return f"not 'op: argument must …, got ….': {sentence}"
-    # What `swiglu(gate_up)` was handed is its argument gate.
+    # The argument in `swiglu(gate_up)` is named gate.
     named = found[2].replace("a packed gate_up", "gate")
     subjects = {subject.rpartition(".")[2] for subject in re.split(", | and ", named)}
     unknown = subjects - arguments_of(name)

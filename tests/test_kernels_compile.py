@@ -1,6 +1,6 @@
-"""Every kernel that the operators launch is compiled for four GPUs, on a machine that has none of them.
+"""Compile every kernel that the operators launch for four GPUs, on a machine without these GPUs.
 
-tests/compile_launches.py does the work in a process per target; the sizes are those of real models.
+tests/compile_launches.py compiles in a process per target, at the sizes of real models.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"
 
 TESTS = Path(__file__).parent
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
-# One worker for all tests of a target, so that it is compiled once.
+# All tests for a target share a worker, so that the target is compiled once.
 EVERY_TARGET = pytest.mark.parametrize(
     "target", [pytest.param(t, marks=pytest.mark.xdist_group(f"compile {t}")) for t in TARGETS]
 )
-# What is promised there; sm_80 has less shared memory and compiles slower code, which is still right.
+# Targets with promised code quality; sm_80 has less shared memory and compiles slower but correct code.
 PROMISED = ("cuda:90", "cuda:100")
 EVERY_PROMISED_TARGET = pytest.mark.parametrize(
     "target", [pytest.param(t, marks=pytest.mark.xdist_group(f"compile {t}")) for t in PROMISED]
 )
-# All launches of a target take many minutes of a core: of those that differ little one, unless all are asked for.
+# All launches for a target take a core many minutes: similar launches are compiled once, unless all are requested.
 BRIEF = [] if os.environ.get("TIGON_COMPILE_ALL") == "1" else ["brief"]
 DTYPES = {"cuda:90": {"bfloat16", "float16", "float32"}}
 
 
 @cache
 def compiled(target: str, *only: str) -> dict[str, Any]:
-    """What compile_launches.py says of a target, or of these operators alone; Triton keeps what it has compiled."""
+    """compile_launches.py's output for a target, optionally for some operators; Triton caches compiled kernels."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])}
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -59,14 +59,14 @@ def named(launch: dict[str, Any]) -> str:
 def test_every_launch_compiles(target):
     launches = compiled(target)["launches"]
     assert all(launch["binary"] > 0 for launch in launches)
-    # Of equal launches the first is kept: linear_logprob's are those of logprob.
+    # Only the first among equal launches is kept: linear_logprob's equal logprob's.
     assert {launch["op"] for launch in launches} >= {op.name for op in OPS if op.launches} - {"linear_logprob"}
     assert {launch["dtype"] for launch in launches} >= DTYPES.get(target, {"bfloat16"})
 
 
-# Their sums would spill on AMD's GPUs, where lora_mlp takes another way.
+# Their sums would spill on AMD's GPUs, where lora_mlp uses other kernels.
 ON_NVIDIA = {"tigon.ops.gated_lora._thin_sums_kernel", "tigon.ops.gated_lora._wide_sums_kernel"}
-# Launched where an input is frozen alone, of which a brief run compiles nothing but on sm_90.
+# Launched only with a frozen input, which a brief run compiles only on sm_90.
 OF_FROZEN = {"tigon.ops.prefix_attention.queries._delta_kernel"}
 
 
@@ -81,9 +81,9 @@ def test_every_kernel_is_launched(target):
 
 @EVERY_PROMISED_TARGET
 def test_no_register_spills(target):
-    # Some registers, so that three programs of the gated unit's backward pass fit a multiprocessor (ops/gated_lora.py).
+    # Some registers, so that three programs of the gated unit's backward pass fit an SM (ops/gated_lora.py).
     allowed = {op.name: op.spills for op in (*OPS, *OVER_SHARDS)} | {"lora_mlp": 96}
-    # Of k above 112: 1024 threads that select among 16,384 keys have 64 registers each.
+    # For k above 112: 1024 threads that select among 16,384 keys have 64 registers each.
     allowed["filtered_topk"] = 256
     spilling = [
         f"{named(x)}: {x['stack']} bytes" for x in compiled(target)["launches"] if x["stack"] > allowed.get(x["op"], 0)
@@ -99,10 +99,10 @@ def test_products_do_not_wait_for_one_another(target):
 
 @EVERY_PROMISED_TARGET
 def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
-    """Besides that, a kernel loads a few scalars: a row's target, its statistics, an upstream gradient.
+    """Other loads are a few scalars: a row's target, its statistics, an upstream gradient.
 
-    What folds a row's parts reads nothing else, nor does the sum of the shares of one number. TVD's signs are bytes, of
-    which a thread takes eight.
+    Kernels that fold a row's parts, or sum the shares of a number, read only scalars. TVD's signs are bytes, eight per
+    thread.
     """
     promised = {op.name for op in (*OPS, *OVER_SHARDS) if op.wide_loads}
     narrow = [
@@ -121,7 +121,7 @@ def test_contiguous_bf16_is_read_16_bytes_at_a_time(target):
 
 @pytest.mark.xdist_group("compile cuda:90")
 def test_zeros_behind_the_columns_let_rows_be_read_16_bytes_at_a_time():
-    """Of 3,500 columns and four of zeros; mean, 1/std, weight and bias, and the sums for dh, have 3,500."""
+    """Rows have 3,500 columns and four zeros; mean, 1/std, weight and bias, and the sums for dh, have 3,500."""
     found = [x for x in compiled("cuda:90")["launches"] if x["op"] == "batch_norm_relu" and x["case"] == "LiRank"]
     found = [x for x in found if re.search("stats|relu_fwd|relu_sums|relu_bwd", x["kernel"])]
     assert len({x["kernel"] for x in found}) == 4
@@ -131,7 +131,7 @@ def test_zeros_behind_the_columns_let_rows_be_read_16_bytes_at_a_time():
 
 @pytest.mark.xdist_group("compile cuda:90")
 def test_odd_rows_are_read_16_bytes_at_a_time():
-    """But for their edges, in the operators that take rows apart."""
+    """Except at their edges, in the operators that split rows."""
     found = [x for x in compiled("cuda:90")["launches"] if x["case"].startswith("odd width")]
     assert {x["op"] for x in found} >= {"softmax", "cross_entropy"}
     narrow = [named(x) for x in found if not re.search("reduce|fold", x["kernel"]) and not x["wide_loads"]]
@@ -140,11 +140,11 @@ def test_odd_rows_are_read_16_bytes_at_a_time():
 
 @pytest.mark.xdist_group("compile cuda:90")
 def test_attention_rounds_alike_with_and_without_a_mask():
-    """scale · s − maximum is one fma in every block of keys, in fp16 and bf16, whose tiles are the measured ones.
+    """scale · s − maximum is a single fma in every key block, in fp16 and bf16, which use the measured tiles.
 
-    The compiler joins product and difference where nothing stands between them. A mask that did would leave its blocks
-    with a rounded product, and a row's bits would depend on where its neighbours need a mask. What may be a plain
-    difference is how far the maximum has moved: one a row, while a thread has at least eight scores of a row.
+    The compiler fuses product and difference if nothing stands between them. A mask between them would leave masked
+    blocks with a rounded product, and a row's bits would depend on where its neighbours need a mask. Only the change
+    in the maximum may be a plain difference: one per row, while a thread has at least eight scores per row.
     """
     walks = ("queries._attend_kernel", "keys._keys_kernel")
     found = [
@@ -156,14 +156,14 @@ def test_attention_rounds_alike_with_and_without_a_mask():
         f"{named(x)}: {x['exponentials']}"
         for x in found
         if not 0 <= 8 * x["exponentials"].get("sub", 0) < x["exponentials"].get("fma", 0)
-        or not x["exponentials"].keys() <= {"fma", "sub", "mul"}  # mul: of the softcap's tanh
+        or not x["exponentials"].keys() <= {"fma", "sub", "mul"}  # mul: from the softcap's tanh
     ]
     assert not rounded, "\n".join(rounded)
 
 
 @pytest.mark.xdist_group("compile cuda:90")
 def test_outer_softmax_takes_one_exponential_an_element():
-    """Of one fma each, in the backward pass as in the forward: as many as a thread has elements in a step."""
+    """Each from an fma, in the backward pass as in the forward: as many as a thread has elements per step."""
     found = [x for x in compiled("cuda:90")["launches"] if x["op"] == "outer_softmax"]
     assert {x["kernel"] for x in found} == {
         f"tigon.rank.kernels.outer_softmax._outer_softmax_{p}_kernel" for p in ("fwd", "bwd")
@@ -177,7 +177,7 @@ def test_outer_softmax_takes_one_exponential_an_element():
 
 @EVERY_PROMISED_TARGET
 def test_parameters_are_moved_16_bytes_at_a_time(target):
-    """But for the rest of a tensor, which is masked: 16 elements a thread of each tensor that is read."""
+    """Except for a tensor's masked tail: 16 elements per thread for each tensor that is read."""
     found = [x for x in compiled(target)["launches"] if x["op"] == "perturb"]
     assert len(found) >= 4
     for launch in found:

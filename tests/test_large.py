@@ -1,10 +1,10 @@
 """Every operator beyond 2³¹ elements, where offsets no longer fit 32 bits, forward and backward.
 
-A small batch is repeated along its rows until a tensor is that large. Each repetition must give the bits of the small
-batch alone, and gradients that are summed over the rows must be so many times the small batch's. The number of elements
-in a batch does not divide a power of two: an offset that has wrapped around finds other numbers.
+A small batch is repeated along its rows until a tensor is that large. Each repetition must give the small batch's
+bits, and gradients summed over the rows must be the small batch's times the repetitions. A batch's element count does
+not divide a power of two: a wrapped offset finds other numbers.
 
-On a CPU the same test runs with a limit of a few hundred elements, for its own sake.
+On a CPU the test runs with a limit of a few hundred elements, to test the test itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 import tigon
 from tigon import retrieve
 
-# Two such tests at once do not fit one GPU.
+# Two such tests at once do not fit on a GPU.
 pytestmark = pytest.mark.xdist_group("2**31 elements")
 
 LIMIT = 2**31
-# Tensors of LIMIT bf16 numbers that may be there at once.
+# Tensors with LIMIT bf16 numbers that may exist at once.
 TENSORS = 14
 LARGE = [pytest.param(op, case, id=f"{op}-{case}") for op in OPS for case in op.large]
 
@@ -38,7 +38,7 @@ def memory(device) -> Iterator[None]:
     free, _ = torch.cuda.mem_get_info(device)
     if free < needed:
         pytest.skip(f"needs {needed / 2**30:.0f} GiB of free device memory, there are {free / 2**30:.0f}")
-    # What an operator does not write shall not be right by chance: the memory that it gets holds NaN.
+    # Unwritten outputs must not be right by chance: the allocated memory holds NaN.
     poison = [torch.full((LIMIT + LIMIT // 8,), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(8)]
     del poison
     yield
@@ -46,7 +46,7 @@ def memory(device) -> Iterator[None]:
 
 
 def spread(t: Tensor) -> Tensor:
-    """The same numbers, as every second row's length of twice the memory."""
+    """The same numbers, with a gap as long as a row after every row, in twice the memory."""
     if t.dim() < 2:
         return t
     wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), 77)
@@ -59,7 +59,7 @@ def repeat(t: Tensor, dim: int, times: int) -> Tensor:
 
 
 def longer(large: Tensor, small: Tensor) -> int | None:
-    """The dimension along which one is a repetition of the other."""
+    """The dimension along which `large` repeats `small`."""
     return next((d for d in range(small.dim()) if large.shape[d] != small.shape[d]), None)
 
 
@@ -78,11 +78,11 @@ def check_repeated(
     exact: bool = True,
     width: int = 0,
 ) -> None:
-    """Compare a batch with as many repetitions of it as make a tensor of `limit` elements.
+    """Compare a batch with enough repetitions to reach `limit` elements in a tensor.
 
-    gaps: every row is followed by as much memory that does not belong to it, and counts.
-    exact: bits; else what two roundings in bf16 may differ by.
-    width: elements a row of the largest tensor, where that is no input or output.
+    gaps: every row is followed by a gap as long as the row, which counts towards `limit`.
+    exact: compare bits; otherwise allow the difference between two bf16 roundings.
+    width: elements per row in the largest tensor, if that is no input or output.
     """
     inputs = op.draw(case, dtype, device)
     rows, wanted = op.rows(case, inputs), op.differentiable(inputs)
@@ -100,7 +100,7 @@ def check_repeated(
     elements = max(t.numel() * (1 + gaps) for t in (*varying, *small))
     if width:
         elements = max(elements, case.shape[0] * width)
-    times = limit // elements + 3  # two more than it takes, since the batch across the limit is half below it
+    times = limit // elements + 3  # two more than needed, since the batch across the limit is half below
 
     large, leaves = call([t if dim is None else repeat(t, dim, times) for t, dim in zip(inputs, rows, strict=True)])
     dims = [longer(a, b) for a, b in zip(large, small, strict=True)]
@@ -134,7 +134,7 @@ def assert_summed(large: Tensor, small: Tensor, times: int, what: str) -> None:
     assert large.shape == small.shape
     expected = times * small.double()
     error, size = (large.double() - expected).abs().max().item(), expected.abs().max().item()
-    # Both are rounded to their dtype. Between them lie sums in fp32 of up to 2³¹ products, in parts.
+    # Both are rounded to their dtype. They differ by fp32 sums over up to 2³¹ products, in parts.
     allowed = (2 * torch.finfo(large.dtype).eps + 1e-4) * size
     assert error <= allowed, f"{what}: error {error:.3g} > {allowed:.3g}, for sums of up to {size:.3g}"
 
@@ -157,9 +157,9 @@ def test_logits_of_one_chunk_beyond_32_bits(device, triton_backend, memory):
 
 @pytest.mark.gpu
 def test_a_vocabulary_beyond_32_bits(device, triton_backend, memory):
-    """The embedding of the last ids of a weight beyond 2³¹ elements is that of a small one, and so is its gradient."""
+    """The last ids in a weight beyond 2³¹ elements give a small weight's embeddings and gradient."""
     small = torch.randn(1000, 4096, dtype=torch.bfloat16, device=device)
-    before = LIMIT // small.numel() * len(small) + 500  # so that the limit lies within the rows that are looked up
+    before = LIMIT // small.numel() * len(small) + 500  # so that the limit lies within the looked-up rows
     weight = torch.cat((small.new_full((before, 4096), 77), small)).requires_grad_()
     small.requires_grad_()
     ids = torch.randint(0, 1000, (3000,), device=device)
@@ -173,7 +173,7 @@ def test_a_vocabulary_beyond_32_bits(device, triton_backend, memory):
 
 
 def check_items(before: int, D: int, device: torch.device) -> None:
-    """A softmax over items of which all but the last do not count: the loss and the gradients are those of the last."""
+    """A softmax over items where only the last count: loss and gradients equal those for the last items alone."""
     query = torch.randn(70, D, dtype=torch.bfloat16, device=device).requires_grad_()
     items = torch.randn(1000, D, dtype=torch.bfloat16, device=device)
     table = torch.cat((items.new_full((before, D), 0.5), items)).requires_grad_()
@@ -196,7 +196,7 @@ def test_items_beyond_32_bits(device, triton_backend, memory):
 
 
 def check_requests(heads: tuple[int, int, int], limit: int, device: torch.device) -> None:
-    """prefix_attention, whose rows are [all prefixes | all suffixes]: each of many equal requests gets one's bits."""
+    """prefix_attention, with rows [all prefixes | all suffixes]: many equal requests each get a lone request's bits."""
     H, G, D = heads
     prefix, suffixes = 30, [3, 1, 30]
     halves = prefix, sum(suffixes)
@@ -206,7 +206,7 @@ def check_requests(heads: tuple[int, int, int], limit: int, device: torch.device
     def results(requests: int) -> list[Tensor]:
         layout = tigon.PrefixLayout([prefix] * requests, [suffixes] * requests, device=device)
         many, do = (torch.cat([half.repeat(requests, 1, 1) for half in t.split(halves)]) for t in (packed, up))
-        leaves = [t.requires_grad_() for t in many.split([H, G, G], 1)]  # read where they lie in the packed rows
+        leaves = [t.requires_grad_() for t in many.split([H, G, G], 1)]  # read in place from the packed rows
         o = tigon.prefix_attention(*leaves, layout)
         return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
@@ -240,7 +240,7 @@ def scaled_down(case: Case) -> Case:
 @pytest.mark.parametrize(("op", "case"), LARGE)
 def test_repetitions_of_a_small_batch(op: Op, case: Case, gaps: bool, backend, device):
     case = scaled_down(case)
-    # torch's bits, unlike the kernels', depend on where a vector of its own begins; in bf16 it also sums in bf16.
+    # torch's bits, unlike the kernels', depend on a vector's alignment; in bf16 torch also sums in bf16.
     kernels = backend == "triton"
     dtype, exact = torch.bfloat16 if kernels else torch.float32, kernels and not op.products
     check_repeated(op, case, device, limit=2 * math.prod(case.shape), dtype=dtype, gaps=gaps, exact=exact)
@@ -261,7 +261,7 @@ def _stops_summing(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
 
 
 def _below(t: Tensor) -> Tensor:
-    """The first 2³¹ elements, were the limit of this test 2³¹."""
+    """The first 2³¹ elements, as if this test's limit were 2³¹."""
     return (torch.arange(t.numel(), device=t.device) < 1000).view(t.shape)
 
 
@@ -274,13 +274,13 @@ def test_an_operator_that_stops_at_the_limit_fails(broken: Callable[..., Tensor]
         check_repeated(replace(op, public=broken), case, device, limit=1000)
 
 
-# Sums over the batch, whose kernels see one chunk of logits at a time: linear_cross_entropy stands for that walk.
+# Sums over the batch, whose kernels see a single chunk of logits: linear_cross_entropy covers this loop.
 REDUCED = {"grpo", "distill", "distill_topk"}
-# Whose kernels see one tile of tokens at a time, of gated_linear's kind.
+# Kernels see a single tile of tokens at a time, like gated_linear's.
 TILED = {"gated_mlp"}
-# Whose rows are no repetition of a small batch's, and which has a test of its own here.
+# Rows do not repeat a small batch; a separate test is above.
 OF_REQUESTS = {"prefix_attention"}
-# Whose statistics of a repeated batch are not the small one's to the bit; its own tests have a large one.
+# A repeated batch's statistics differ in bits from the small batch's; its own tests have a large batch.
 OF_COLUMNS = {"batch_norm_relu"}
 
 

@@ -1,4 +1,4 @@
-"""Imports point down: each floor of the core imports the floors below it, and the core imports no system.
+"""Imports point down: each core layer imports only lower layers, and the core imports no system.
 
 Late imports and imports for type checkers count. `ALLOWED` and `CIRCLES` may only shrink.
 """
@@ -14,7 +14,7 @@ SYSTEMS = ("retrieve", "rank", "compress", "graph")  # beside the core, on top o
 FOLDERS = {*FLOORS, *SYSTEMS, "data"}
 # Imports that point up, "importer imports imported", with the reason or the plan for each.
 ALLOWED: set[str] = set()
-# Groups of modules that import each other by a detour: how many modules such groups hold in all.
+# Total number of modules in import cycles.
 CIRCLES = 0
 
 
@@ -26,7 +26,7 @@ def find_modules(source: Path) -> dict[str, Path]:
 
 
 def list_imports(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules that a module imports, at its top, inside functions and for type checkers."""
+    """A module's imports, at the top, inside functions and for type checkers."""
     imported = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -40,7 +40,7 @@ def list_imports(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def find_circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules of which each reaches every other (Tarjan's strongly connected components of two and more)."""
+    """Import cycles: strongly connected components with two or more modules (Tarjan's algorithm)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -79,7 +79,7 @@ def folder(module: str) -> str:
 
 def is_allowed(importer: str, imported: str) -> bool:
     above, below = folder(importer), folder(imported)
-    if below not in FOLDERS or above == below or above not in FOLDERS:  # modules of the root, such as tigon.lazy
+    if below not in FOLDERS or above == below or above not in FOLDERS:  # root modules, such as tigon.lazy
         return True
     if above in SYSTEMS:
         return below not in SYSTEMS

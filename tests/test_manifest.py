@@ -1,4 +1,4 @@
-"""The manifest of a folder: what it refuses, and what it leaves alone."""
+"""Folder manifests: which files they refuse, and which they leave alone."""
 
 import json
 

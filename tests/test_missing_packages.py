@@ -1,4 +1,4 @@
-"""Where packages of extras are missing, their tests are skipped: the suite is collected without an error."""
+"""Tests for extras are skipped if packages are missing: the suite is collected without an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from extras import EXTRAS
 
 TESTS = Path(__file__).parent
-# These import no package of an extra, and have most of the tests.
+# These import no package from an extra, and have most tests.
 PLAIN = "test_invariants.py", "test_large.py", "test_kernels_compile.py", "linear", "losses", "memory", "optim"
 WITHOUT = """
 import sys
@@ -31,7 +31,7 @@ sys.exit(pytest.main([*sys.argv[2:], *options]))
 """
 
 
-# As on a machine that tests kernels and fused models alone.
+# As on a machine that tests only kernels and fused models.
 INSTALLED = {"numpy", "safetensors", "tokenizers", "transformers", "yaml"}
 
 

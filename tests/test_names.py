@@ -1,4 +1,4 @@
-"""A function is a verb phrase, a module a noun of the field. The files in tests/allowances may only shrink."""
+"""Functions are named by verb phrases, modules by nouns. The files in tests/allowances may only shrink."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ IRREGULAR = frozenset(
     thrown told torn understood won woven written known been""".split()  # noqa: SIM905
 )
 VERBS = frozenset({"need", "seed", "feed", "shed", "embed", "speed", "exceed", "proceed"})  # end in -ed
-NOUNS = frozenset(  # of the field, though they end in -ing
+NOUNS = frozenset(  # established nouns that end in -ing
     """embedding padding packing batching routing rounding string pooling checkpointing indexing sharding scheduling
     training scoring ranking warning lightning""".split()  # noqa: SIM905
 )
@@ -52,7 +52,7 @@ def list_gerund_files() -> set[str]:
 
 
 def list_long_signatures() -> set[str]:
-    """Functions of more than ten arguments. Kernels are launched with all they need."""
+    """Functions with more than ten arguments. Kernels need as many as they take."""
 
     def count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
         return len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)

@@ -1,4 +1,4 @@
-"""The checker is checked: it accepts the right answer and rejects those that tolerances are known to let pass."""
+"""Test the checker: right answers pass, and wrong answers that tolerances are known to let pass fail."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def inputs(dtype):
 
 
 class Wrong(torch.autograd.Function):
-    """The right function with what went wrong applied to its result ("output") or to one gradient ("x", "w")."""
+    """The right function with an error applied to its result ("output") or to a gradient ("x", "w")."""
 
     @staticmethod
     def forward(ctx, x, w, where, spoil):

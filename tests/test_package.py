@@ -1,4 +1,4 @@
-"""What is built from a checkout installs, imports and says where it comes from; its address stands everywhere alike."""
+"""Built packages install, import and name their repository; all files use the same repository address."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_address_of_the_project_stands_everywhere_alike():
 
 
 def test_no_message_or_page_names_an_install_that_does_not_exist():
-    """As long as no index serves Tigon. On the day one does, `install` changes, and this test with it."""
+    """Valid while no package index serves Tigon. Once an index does, `install` and this test change together."""
     assert install("train") == "pip install '.[train]' in a checkout of Tigon"
     served = re.compile(r"""(?:pip|uv) (?:pip )?(?:install|add) (?:-U )?["']?tigon\b""")
     assert not {path.name: found for path in TEXTS if (found := served.findall(path.read_text()))}
@@ -116,7 +116,7 @@ def test_the_wheel_has_the_package_alone_and_its_readme_stands_by_itself(built):
 
 
 def test_it_installs_into_a_fresh_environment(built, tmp_path):
-    """Alone: what it depends on is that of this interpreter, by a path file, which reads no editable install."""
+    """Installed without dependencies: a path file adds this interpreter's packages, but no editable install."""
     fresh = tmp_path / "fresh"
     run(sys.executable, "-m", "venv", "--without-pip", str(fresh))
     python = str(fresh / "bin" / "python")

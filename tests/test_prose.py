@@ -1,6 +1,6 @@
 """Comments, docstrings and pages are plain English: few "of", "it", "one" and "what" per 1,000 words.
 
-The bounds are what well-written libraries of the field keep. A folder above a bound has an allowance, which may only
+The bounds are kept by well-written libraries in the field. A folder above a bound has an allowance, which may only
 fall.
 """
 
@@ -23,7 +23,7 @@ FRONTED = re.compile(r"(?:^|[.!?:]\s+|\n\s*\n\s*)Of (?!course\b)")
 
 
 def read_comments(path: Path) -> str:
-    """The comments and docstrings of a Python file."""
+    """A Python file's comments and docstrings."""
     text = path.read_text(encoding="utf-8")
     comments = [
         t.string.lstrip("# ")
@@ -36,7 +36,7 @@ def read_comments(path: Path) -> str:
 
 
 def read_places() -> dict[str, str]:
-    """The prose of each folder of the package, and of each folder of pages."""
+    """The prose in each package folder and in each page folder."""
     places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "src" / "tigon").rglob("*.py")):
         parts = path.relative_to(ROOT / "src" / "tigon").parts
@@ -49,7 +49,7 @@ def read_places() -> dict[str, str]:
 
 
 def measure(text: str) -> dict[str, float]:
-    """How often each word of the bounds stands in 1,000 words."""
+    """Occurrences per 1,000 words for each bounded word."""
     words = re.findall(r"[A-Za-z']+", text.lower())
     counts = Counter(WORDS[word] for word in words if word in WORDS)
     return {word: round(1000 * counts[word] / max(len(words), 1), 1) for word in BOUNDS}

@@ -1,4 +1,4 @@
-"""Signatures of public functions: few parameters, and a sentence for a keyword that stands elsewhere."""
+"""Public signatures: few parameters, and an error sentence for a keyword that has moved."""
 
 import importlib
 import inspect
@@ -25,10 +25,10 @@ PACKAGES = {package: homes_of(package) for package in PUBLIC}
 PACKAGES["tigon.training"] = dict.fromkeys(optimizers, "tigon.training")
 PACKAGES["tigon.graph"] = dict.fromkeys(graphs, "tigon.graph")
 MOST = 6
-# Nine in ten, nearly: attention and bags have more options than that, which everybody knows by their names, and search
-# has a tensor for each thing that a row carries.
+# Nearly nine in ten: attention and bags have more options, with established names, and search has a tensor for each
+# kind of row data.
 SHARE = 0.82
-# Functions of more than six parameters, and why.
+# Functions with more than six parameters, and the reasons.
 LONG = {
     "embedding_bag": "the arguments of torch.nn.functional.embedding_bag by their names, and the tables of fields",
     "filtered_topk": "queries, items and k, and what each row has beside its vector",
@@ -45,7 +45,7 @@ Q = torch.randn(1, 2, 2, 4)
 
 
 def parameters_of(function):
-    """A function's parameters, without the keywords that it refuses with a sentence."""
+    """A function's parameters, without keywords that are refused with a sentence."""
     kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     return [p.name for p in inspect.signature(function).parameters.values() if p.kind not in kinds]
 

@@ -1,6 +1,6 @@
 """Lines of Python, which may only fall: `LINES` holds a bound for each folder of the package and for the rest.
 
-A change that needs more lines takes them from elsewhere, or raises the bound with a reason in its commit.
+A change that needs more lines removes others, or raises the bound with a reason in the commit.
 """
 
 from pathlib import Path

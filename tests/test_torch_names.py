@@ -1,6 +1,6 @@
-"""Functions and modules that bear a name of torch's: what torch takes gives what torch gives, or is refused.
+"""Functions and modules with torch's names: torch's arguments give torch's results, or are refused.
 
-A function or module of such a name without a row here fails.
+A function or module with such a name fails without a row here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 import tigon
 from tigon.lazy import homes_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:reduction")  # torch advises against its own default of kl_div
+pytestmark = pytest.mark.filterwarnings("ignore:reduction")  # torch warns about kl_div's default
 
 SHARED = [name for name in homes_of("tigon") if callable(getattr(F, name, None))]
 MODULES = [name for name in tigon.nn.__all__ if hasattr(torch.nn, name)]
 
 
 class Call(NamedTuple):
-    """A call in torch's arguments. refused: the beginning of the refusal, where Tigon gives no result."""
+    """A call with torch's arguments. refused: the beginning of the error, if Tigon gives no result."""
 
     args: tuple[Any, ...]
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 class Made(NamedTuple):
-    """As `Call`, of a module. inputs: what its instance is called with; None where making it is refused."""
+    """Like `Call`, for a module. inputs: the instance's call arguments; None if construction is refused."""
 
     args: tuple[Any, ...]
     options: dict[str, Any]
@@ -42,7 +42,7 @@ def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Small, so that what is added to a variance counts.
+# Small, so that eps matters beside a variance.
 X, W, B = randn(3, 5, 8, scale=1e-3), randn(8, seed=1), randn(8, seed=2)
 Z, TARGET, CLASSES = randn(6, 5), torch.tensor([0, 4, 1, 1, -100, 2]), torch.tensor([1.0, 0.5, 2.0, 0.25, 3.0])
 LOGS, SHARES = randn(4, 7).log_softmax(-1), randn(4, 7, seed=1).softmax(-1)
@@ -190,7 +190,7 @@ def test_every_shared_name_has_its_calls():
 
 
 def results(function: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device) -> list[Tensor]:
-    """What a call returns, and the gradients of its first tensors of floats; targets and factors get none here."""
+    """A call's results, and the gradients for its first float tensors; targets and factors get none here."""
 
     def leaf(t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -245,7 +245,7 @@ def test_a_module(name, made, backend, device):
     theirs = getattr(torch.nn, name)(*made.args, **made.options).to(device, dtype)
     ours = getattr(tigon.nn, name)(*made.args, **made.options).to(device, dtype)
     for parameter, start in zip(ours.parameters(), theirs.parameters(), strict=True):
-        if name != "Embedding":  # which starts at random
+        if name != "Embedding":  # random initial weights
             assert torch.equal(parameter, start)
     ours.load_state_dict(theirs.state_dict())
     ours.__name__ = theirs.__name__ = name
@@ -253,7 +253,7 @@ def test_a_module(name, made, backend, device):
 
 
 def test_the_mean_over_no_row_is_not_torch_s(backend, device):
-    """The one result that differs, as the page of operators says: torch's is NaN."""
+    """The only differing result, as the operators page says: torch's is NaN."""
     z, target = Z.to(device), torch.full((6,), -100, device=device)
     assert tigon.cross_entropy(z, target) == 0
     assert F.cross_entropy(z, target).isnan()

@@ -1,4 +1,4 @@
-"""Mistakes in options are found by a type checker: in their words, and in their names."""
+"""A type checker finds mistakes in option values and names."""
 
 import textwrap
 import typing
@@ -77,7 +77,7 @@ def test_mypy_finds_wrong_words(tmp_path):
         mistaken = mistaken.replace(option, mistake)
     for text, file in ((right, snippet), (mistaken, wrong_snippet)):
         file.write_text(textwrap.dedent(text))
-    # torch's own types would take mypy half a minute: here it has tensors, and all else in it is Any.
+    # torch's own types would take mypy half a minute: this stub has tensors, and everything else is Any.
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.pyi").write_text(TORCH)
     config = tmp_path / "mypy.ini"

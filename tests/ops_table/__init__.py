@@ -1,4 +1,4 @@
-"""One row per operator: what it is compared with, and the calls that between them reach every branch of its kernels.
+"""One row per operator: its reference, and calls that together reach every branch in its kernels.
 
 Tests over all operators (test_invariants.py, test_kernels_compile.py) read this table: a new operator is a new row.
 """

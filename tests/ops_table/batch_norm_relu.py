@@ -1,4 +1,4 @@
-"""The row of batch_norm_relu, without running statistics, which it writes to: ops/test_batch_norm_relu.py has those."""
+"""The batch_norm_relu row, without running statistics, which are written in place: see ops/test_batch_norm_relu.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tigon.rank.kernels.batch_norm_relu import batch_norm_relu, batch_norm_relu_
 
 
 def _make(shape, dtype, generator, behind=0, mean=0.0):
-    """shape is (C, N). behind: columns of zeros behind them."""
+    """shape is (C, N). behind: number of zero columns after the N columns."""
     C, N = shape
     h = F.pad((mean + torch.randn((C, N), generator=generator)).to(dtype), (0, behind))
     weight, bias = 1 + 0.5 * torch.randn(N, generator=generator), torch.randn(N, generator=generator)
@@ -36,7 +36,7 @@ BATCH_NORM_RELU = Op(
     make=_make,
     cases=(
         Case("masked", (70, 13)),
-        # Two rows are ±1 whatever they hold: a large eps keeps their gradient a number.
+        # Two rows always normalise to ±1: a large eps keeps their gradient finite.
         Case("least", (2, 1), {"eps": 0.5}, draws=64),
         Case("three rows", (3, 20), {"eps": 0.1}, {"behind": 4}, draws=8),
         Case("zeros behind", (50, 12), {}, {"behind": 4}),
@@ -58,7 +58,7 @@ BATCH_NORM_RELU = Op(
             {"running": (torch.ones(4), torch.ones(3))},
         ),
     ),
-    # The gradient of h takes the sums that those of weight and bias are.
+    # dh needs the sums that are dweight and dbias.
     needed=(1, 2),
     launches=("batch_norm_relu_fwd", "batch_norm_relu_bwd"),
     models=(

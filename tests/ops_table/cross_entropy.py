@@ -1,4 +1,4 @@
-"""Rows of the cross entropies: of given logits and of a linear head."""
+"""Cross-entropy rows: on given logits and on a linear head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _make_cross_entropy(shape, dtype, generator, ignore_index=-100, weighted=Fal
 
 
 def _cross_entropy(logits, target, weight=None, **options):
-    """The loss alone: of what details=True returns, only that has a gradient."""
+    """The loss alone: the only result of details=True with a gradient."""
     result = cross_entropy(logits, target, weight, **options)
     return result[0] if isinstance(result, tuple) else result
 
@@ -67,7 +67,7 @@ def eager_cross_entropy(
     logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0,
     softcap=None, scale=1.0, divisor=None, details=False,
 ):  # fmt: skip
-    """F.cross_entropy of upcast logits, as transformers calls it. z-loss is not weighted: its mean is over rows."""
+    """F.cross_entropy on upcast logits, as in transformers. z-loss is not weighted: its mean is over rows."""
     z = (logits.float() if logits.dtype != torch.float64 else logits) * scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -89,7 +89,7 @@ def _three(target: Tensor | None) -> Tensor:
 
 
 def _bad_cross_entropy(name: str, inputs: Callable[..., Inputs]) -> tuple[Bad, ...]:
-    """What every cross entropy refuses. inputs(target=…) makes a good call with three rows and seven classes."""
+    """Calls that every cross entropy refuses. inputs(target=…) makes a good call with three rows and seven classes."""
     four, floats, outside = torch.zeros(4, dtype=torch.long), torch.zeros(3), torch.tensor([0, 9, 1])
     return (
         Bad(inputs, r"CrossEntropy: reduction must be one of .*got 'avg'", {"reduction": "avg"}),
@@ -158,7 +158,7 @@ CROSS_ENTROPY = Op(
         Case("few classes, every option", (1000000, 128), {**_EVERY_OPTION, "details": True}, {"weighted": True}),
     ),
     fixed=(2,),
-    # Gathers of class weights and the reduction of rows are narrow; test_cross_entropy.py looks at the others.
+    # Class-weight gathers and the reduction over rows are narrow; test_cross_entropy.py checks the other loads.
     wide_loads=False,
     large=(
         Case("a row a program", (1000, 4096), {"reduction": "none"}),
@@ -192,7 +192,7 @@ def _bad_linear(**replaced: Any) -> Inputs:
     return tuple((made | replaced).values())
 
 
-# The least budget there is: chunks of 128 rows.
+# The smallest budget: chunks of 128 rows.
 _SMALL = {"chunk_bytes": 1}
 LINEAR_CROSS_ENTROPY = Op(
     name="linear_cross_entropy",

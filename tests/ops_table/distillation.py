@@ -1,4 +1,4 @@
-"""Rows of distillation: from a teacher's head, and from the likeliest classes that a teacher gave."""
+"""Distillation rows: from a teacher's head, and from a teacher's likeliest classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _head(shape: tuple[int, ...], H: int, V: int, dtype: torch.dtype, generator:
 
 
 def _make(shape, dtype, generator, bias=True, targets=True):
-    """shape is (..., H, V). The teacher is wider than the student by a half."""
+    """shape is (..., H, V). The teacher is half again as wide as the student."""
     *rows, H, V = shape
     rows = tuple(rows)
     x, weight = _head(rows, H, V, dtype, generator)
@@ -28,7 +28,7 @@ def _make(shape, dtype, generator, bias=True, targets=True):
 
 
 def _make_topk(shape, dtype, generator, bias=True, targets=True, K=5):
-    """shape is (..., H, V). Every third row misses one of its classes."""
+    """shape is (..., H, V). Every third row lacks a class."""
     *rows, H, V = shape
     rows = tuple(rows)
     x, weight = _head(rows, H, V, dtype, generator)
@@ -44,7 +44,7 @@ def _make_topk(shape, dtype, generator, bias=True, targets=True, K=5):
 
 
 def _public(x, weight, bias, teacher_bias, teacher_x, teacher_weight, target, **options):
-    """The loss, which has a gradient; test_distillation.py looks at the metrics."""
+    """The loss, which has a gradient; test_distillation.py checks the metrics."""
     return distill(x, weight, teacher_x, teacher_weight, target, bias=bias, teacher_bias=teacher_bias, **options)[0]
 
 
@@ -52,7 +52,7 @@ def _public_topk(x, weight, bias, ids, logprobs, target, **options):
     return distill_topk(x, weight, ids, logprobs, target, bias=bias, **options)[0]
 
 
-# What changes the way of the computation and not the answer.
+# Options that change the computation but not the result.
 _WAYS = ("num_valid", "chunk_bytes", "accumulate")
 
 
@@ -84,7 +84,7 @@ def _bad_topk(**replaced: Tensor) -> Any:
 
 
 def _bad_options(name: str, inputs: Any, none: Any) -> tuple[Bad, ...]:
-    """What both refuse. none: a call without a target."""
+    """Calls that both refuse. none: a call without a target."""
     return (
         Bad(inputs(), rf"{name}: loss_type must be one of .*'reverse_kl'.*got 'ce'", {"loss_type": "ce"}),
         Bad(inputs(), rf"{name}: reduction must be one of .*got 'none'", {"reduction": "none"}),
@@ -101,7 +101,7 @@ def _bad_options(name: str, inputs: Any, none: Any) -> tuple[Bad, ...]:
     )
 
 
-# The least budget there is: chunks of 128 rows.
+# The smallest budget: chunks of 128 rows.
 _SMALL = {"chunk_bytes": 1}
 _EVERY_OPTION = {
     "hard_weight": 0.4, "temperature": 2.0, "temperature_squared": True, "softcap": 5.0, "scale": 0.7,
@@ -117,7 +117,7 @@ DISTILL = Op(
         Case("jsd", (11, 24, 100), {"beta": 0.3}, draws=8),
         Case("kl", (11, 24, 100), {"loss_type": "kl"}, {"bias": False, "targets": False}, draws=8),
         Case("reverse kl summed", (2, 70, 16, 60), {**_SMALL, "loss_type": "reverse_kl", "reduction": "sum"}),
-        # The slope jumps where p = q: which of two roundings of the logits is on the right side is luck.
+        # The slope jumps where p = q: rounded logits land on either side by luck.
         Case("tvd, valid rows alone", (180, 16, 60), {**_SMALL, "loss_type": "tvd", "num_valid": _valid(180)}, draws=4),
         Case("cosine", (11, 24, 100), {"loss_type": "cosine", "hard_weight": 0.5}, draws=8),
         Case("beyond one block", (7, 16, 5000), {"hard_weight": 0.5, "divisor": torch.tensor(5)}, draws=2),
@@ -151,7 +151,7 @@ DISTILL = Op(
     fixed=(3, 4, 5),
     dtensor="refused",  # split by rows; tests/distributed/test_vocabulary_parallel.py: by classes
     products=True,
-    roundings=8,  # a difference of nearly equal terms: eager's error is luck
+    roundings=8,  # a difference between nearly equal terms: eager's error is luck
 )
 DISTILL_TOPK = Op(
     name="distill_topk",
@@ -186,5 +186,5 @@ DISTILL_TOPK = Op(
     dtensor="refused",
     products=True,
     roundings=8,
-    wide_loads=False,  # besides the row, what the teacher gave is read: a few numbers a thread, and gathers
+    wide_loads=False,  # besides the row, the teacher's classes are read: a few numbers per thread, and gathers
 )

@@ -1,4 +1,4 @@
-"""Rows of the divergences between a student's distribution and a teacher's."""
+"""Rows for divergences between a student's distribution and a teacher's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tigon.ops.divergence import divergence_reference, jsd, kl_div, tvd
 
 
 def _make_divergence(forms: tuple[str, str], masked: bool = False, target_dtype: torch.dtype | None = None):
-    """forms: what input and target hold, of "logits", "log" and "probabilities"."""
+    """forms: contents of input and target: "logits", "log" or "probabilities"."""
 
     def make(shape, dtype, generator, forms=forms, masked=masked, target_dtype=target_dtype):
         def side(form: str, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ def _reference(name: str) -> Callable[..., Tensor]:
 
 
 def _eager(name: str) -> Callable[..., Tensor]:
-    """torch.nn.functional.kl_div of upcast inputs; for jsd TRL's generalized_jsd_loss."""
+    """torch.nn.functional.kl_div on upcast inputs; for jsd TRL's generalized_jsd_loss."""
 
     def elements(a, b, log_target, beta):
         if name == "tvd":
@@ -136,9 +136,9 @@ def _cases(typical: dict[str, Any] | None = None) -> tuple[Case, ...]:
 
 
 _LARGE = (
-    # More than TVD's SIGNED_ROWS, from which on a row's classes are summed in another order.
+    # Above TVD's SIGNED_ROWS, beyond which a row's classes are summed in another order.
     Case("logits", (1100, 4096), {"temperature": 1.0, "reduction": "rows"}, {**_GIVEN, "masked": True}),
-    # So many rows are left whole, whatever their number: bits are compared.
+    # At this row count rows are not split, independent of the exact number: bits are compared.
     Case("beyond one block", (2000, 40000), {"reduction": "rows"}),
 )
 
@@ -198,7 +198,7 @@ JSD = Op(
         *(Case(f"reverse, {c.why}", c.shape, {**c.options, "beta": 1.0}, c.inputs) for c in _MODELS[:2]),
     ),
     fixed=(1,),
-    roundings=8,  # a difference of nearly equal terms: eager's error is luck
+    roundings=8,  # a difference between nearly equal terms: eager's error is luck
     large=_LARGE,
 )
 TVD = Op(

@@ -1,4 +1,4 @@
-"""Rows of dynamic tanh and the polynomial activation."""
+"""Rows for dynamic tanh and the polynomial activation."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ POLY_NORM = Op(
     make=_make_poly_norm,
     cases=(
         Case("masked", (3, 5, 100), draws=4),
-        # A row of one element is ±1 whatever it holds, and its gradient cancels: a large eps keeps it a number.
+        # A single element always normalises to ±1, and the gradient cancels: a large eps keeps the gradient finite.
         Case("least", (1, 1), {"eps": 0.5}, draws=64),
         Case("rows share tiles", (70, 16), draws=4),
         Case("more tiles than programs", (70, 200), draws=4),
@@ -115,7 +115,7 @@ POLY_NORM = Op(
         ),
     ),
     launches=("poly_norm_fwd", "poly_norm_bwd"),
-    # The gradients of the parameters are four numbers, each a sum over all elements: eager's error is luck.
+    # Parameter gradients are four numbers, each a sum over all elements: eager's error is luck.
     roundings=8,
     models=(
         Case("Llama-3-8B", (32768, 4096)),

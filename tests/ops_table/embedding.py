@@ -1,4 +1,4 @@
-"""Row of the embedding."""
+"""The embedding row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def _make_embedding(shape, dtype, generator, ids=torch.int64, frequent=False):
     """shape is (..., V, H). The weight, which has the gradient, comes first."""
     *tokens, V, H = shape
     input = torch.randint(0, V, tuple(tokens), generator=generator).to(ids)
-    if frequent:  # two in three tokens are the same, one in six another
+    if frequent:  # two thirds of the tokens are equal, a sixth another
         which = torch.randint(0, 6, tuple(tokens), generator=generator)
         input = torch.where(which < 4, 1, torch.where(which == 4, V - 1, input))
     return randn((V, H), dtype, generator), input
 
 
 def _eager(weight, input, **options):
-    # Of rows without elements, torch's own backward reads beyond its memory on CUDA.
+    # For rows without elements, torch's own backward reads out of bounds on CUDA.
     return (F.embedding if weight.shape[1] else embedding_reference)(input, weight, **options)
 
 
@@ -59,7 +59,7 @@ EMBEDDING = Op(
         Case("Qwen3-1.7B", (8192, 151936, 2048)),
         Case("heads, int32", (8192, 32000, 128), {}, {"ids": torch.int32}),
     ),
-    # Sorted ids and the bounds of runs are looked up one by one; test_embedding.py looks at the rows.
+    # Sorted ids and run bounds are looked up individually; test_embedding.py checks the rows.
     wide_loads=False,
     large=(Case("long runs", (1000, 300, 4096)), Case("several rows a program", (1000, 20000, 64))),
 )

@@ -1,4 +1,4 @@
-"""Row of the bags of embeddings."""
+"""The embedding-bag row."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FIELDS = 3
 
 
 def _make_embedding_bag(shape, dtype, generator, ragged=False, weighted=True, fields=False, frequent=False):
-    """shape is (B, L, V, D). What has a gradient comes first: the weight, and a factor for each value."""
+    """shape is (B, L, V, D). Inputs with a gradient come first: the weight, and a factor for each value."""
     B, L, V, D = shape
-    # On the host, also where tensors are made on the meta device: how many values there are depends on the lengths.
+    # On the host, even when tensors are made on the meta device: the number of values depends on the lengths.
     here = {"generator": generator, "device": "cpu"}
     first = torch.tensor([0, V // 2, V // 2 + 1, V], device="cpu") if fields else None
     bags = B * FIELDS if fields else B
@@ -43,13 +43,13 @@ def _call(fn):
 
 
 def _eager(weight, factors, values, offsets, first, mode="sum", padding_idx=None):
-    """What users write: torch's function, of each field's table by itself."""
+    """User code: torch's function, called for each field's table separately."""
     if not weight.shape[1] or not values.numel():
         return _call(embedding_bag_reference)(weight, factors, values, offsets, first, mode=mode)
     options = {"mode": mode, "padding_idx": padding_idx}
     narrow = weight.dtype == torch.bfloat16 and weight.is_cuda
     if (weight.dtype == torch.float32 or narrow) and first is None and offsets is None and factors is not None:
-        # As before that function: it has no second derivative, which a test asks for, and on CUDA no first one in bf16.
+        # Not torch's function, which has no second derivative, needed by a test, and on CUDA no bf16 gradient.
         return (F.embedding(values, weight, padding_idx) * factors[..., None]).sum(-2)
     if first is None:
         ragged = {} if offsets is None else {"include_last_offset": True}
@@ -125,7 +125,7 @@ EMBEDDING_BAG = Op(
         Case("wide", (1024, 4, 100000, 1024), {"mode": "mean"}, {"weighted": False}),
     ),
     dtensor="refused",
-    # Ids and the bounds of runs are looked up one by one; test_embedding_bag.py looks at the rows.
+    # Ids and run bounds are looked up individually; test_embedding_bag.py checks the rows.
     wide_loads=False,
     large=(Case("fixed", (1000, 300, 300, 16)), Case("several rows a program", (1000, 1, 20000, 4096))),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The row of the experts of a mixture."""
+"""The mixture-of-experts row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tigon.ops.experts.reference import moe_mlp_reference
 
 
 def _make(shape, dtype, generator, bias=False, transposed=False, gated=True, weights=None, unknown=False, used=None):
-    """shape is (T, D, I, E, K). unknown: some choices are E. used: the experts that are chosen at all, from 0 on."""
+    """shape is (T, D, I, E, K). unknown: some choices are E. used: number of experts that can be chosen, from 0 on."""
     T, D, inner, E, K = shape
     width = 2 * inner if gated else inner
     among = E if used is None else used
     index = torch.rand(T, among + unknown, generator=generator).argsort(-1)[:, :K]
     gate_up = (torch.randn((E, width, D), generator=generator) / D**0.5).to(dtype)
     down = (torch.randn((E, D, inner), generator=generator) / inner**0.5).to(dtype)
-    if transposed:  # stored as gpt-oss does
+    if transposed:  # stored as in gpt-oss
         gate_up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down))
     biases = (randn((E, width), dtype, generator), randn((E, D), dtype, generator)) if bias else (None, None)
     scale = torch.rand(T, K, generator=generator) + 0.5
@@ -32,7 +32,7 @@ def _make(shape, dtype, generator, bias=False, transposed=False, gated=True, wei
 
 
 def _public(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, **options):
-    """With a bias where there is one: a weight alone is the same without."""
+    """Pair each weight with its bias, if any; otherwise pass the weight alone."""
     pairs = ((gate_up, gate_up_bias), (down, down_bias))
     return moe_mlp(
         x, index, weights, *(weight if bias is None else (weight, bias) for weight, bias in pairs), **options
@@ -47,7 +47,7 @@ def _reference(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=No
 
 
 def _eager(x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, config=_SWIGLU):
-    """As transformers writes it, one expert after the other."""
+    """The code in transformers, expert by expert."""
     act, limit, alpha, up_offset = ACTS[config.act].value, config.limit, config.alpha, config.up_offset
     y = torch.zeros_like(x)
     for expert in range(len(gate_up)):
@@ -114,12 +114,12 @@ MOE_MLP = Op(
     ),
     launches=("moe_mlp_fwd", "moe_mlp_bwd"),
     models=(
-        # First, since small tiles compile soon: the first comes in three dtypes, and with each input frozen.
+        # First, since small tiles compile fast: the first case runs in three dtypes, and with each input frozen.
         Case("few tokens, Qwen3-30B-A3B", (64, 2048, 768, 128, 8), {}, {"weights": torch.float32}),
         Case("Mixtral-8x7B", (8192, 4096, 14336, 8, 2)),
         Case("gpt-oss-20b", (8192, 2880, 2880, 32, 4), {"config": _OSS}, {"bias": True, "transposed": True}),
     ),
-    wide_loads=False,  # the choices are sorted as they come, 8 bytes each; the products' operands are read 16 at a time
+    wide_loads=False,  # choices are sorted as given, 8 bytes each; operands of the products are read 16 bytes at a time
     large=(Case("tokens", (1000, 4096, 16, 4, 2)),),
     dtensor="refused",
     products=True,

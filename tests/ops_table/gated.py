@@ -1,4 +1,4 @@
-"""Rows of the gated units."""
+"""Gated-unit rows."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def eager_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias=None, up_b
 
 
 def _public_gated_mlp(x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, **options):
-    """With a bias where there is one: a weight alone is a layer too."""
+    """Pair each weight with its bias, if any; a weight alone is a layer, too."""
     pairs = ((gate_weight, gate_bias), (up_weight, up_bias), (down_weight, down_bias))
     return gated_mlp(x, *(weight if bias is None else (weight, bias) for weight, bias in pairs), **options)
 
@@ -247,7 +247,7 @@ def _bad_gated_mlp(**replaced: Any) -> Callable[[], Inputs]:
     return lambda: tuple((made | replaced).values())
 
 
-_TILES = {"tile_bytes": 1}  # the least there is, 128 rows
+_TILES = {"tile_bytes": 1}  # the minimum, 128 rows
 
 GATED_MLP = Op(
     name="gated_mlp",

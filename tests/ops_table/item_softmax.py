@@ -1,4 +1,4 @@
-"""The row of the softmax over all items."""
+"""The row for the softmax over all items."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ ITEM_SOFTMAX = Op(
     fixed=(3,),
     # Statistics, targets and biases are read a number at a time.
     wide_loads=False,
-    # Of fp32, whose products are three.
+    # For fp32, which takes three products.
     spills=32,
     dtensor="refused",
     products=True,

@@ -1,4 +1,4 @@
-"""Rows of the norms that subtract a mean."""
+"""Rows for norms that subtract a mean."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYER_NORM = Op(
     make=_make_layer_norm,
     cases=(
         Case("masked", (3, 5, 100)),
-        # One number is its own mean, two are ±1 whatever they hold: a large eps keeps their gradient a number.
+        # One number equals its mean, two always normalise to ±1: a large eps keeps their gradient finite.
         Case("least", (1, 2), {"eps": 0.5}, draws=64),
         Case("rows share tiles", (3, 50, 16)),
         Case("more tiles than programs", (36, 1024)),
@@ -61,7 +61,7 @@ LAYER_NORM = Op(
         Bad(lambda: (torch.tensor(1.0),), r"layer_norm: x must have at least one dimension"),
     ),
     launches=("layer_norm_fwd", "layer_norm_bwd"),
-    spills=16,  # four registers, on sm_100, of the widest row that one tile holds, in the backward
+    spills=16,  # four registers, on sm_100, for the widest single-tile row, in the backward
     models=(
         Case("GPT-NeoX-20B", (32768, 6144)),
         Case("MPT-30B", (16384, 7168)),
@@ -119,7 +119,7 @@ GROUP_NORM = Op(
         Case("neither", (1, 4, 9000), {}, {"weight": False, "bias": False, "groups": 1}),
         Case("fp32 weight", (2, 6, 40), {}, {"weight_dtype": torch.float32}),
     ),
-    empty=((0, 4, 8),),  # and not an empty space: there eager's dW is NaN
+    empty=((0, 4, 8),),  # not an empty space, for which eager's dW is NaN
     bad=(
         Bad(lambda: (torch.ones(4), 2), r"group_norm: x must have at least two dimensions.*got shape \(4,\)"),
         Bad(lambda: (torch.ones(2, 6), 4), r"group_norm: num_groups must divide the 6 channels of x, got 4"),
@@ -135,7 +135,7 @@ GROUP_NORM = Op(
         Bad(lambda: (torch.ones(2, 4, dtype=torch.int64), 2), r"group_norm: x must have a float dtype.*torch.int64"),
     ),
     launches=("group_norm_fwd", "group_norm_bwd"),
-    wide_loads=False,  # x and dy are; weight and bias, one number a channel, appear three times in a pipelined loop
+    wide_loads=False,  # x and dy are wide; weight and bias, a number per channel, occur three times in a pipelined loop
     models=(
         Case("Stable Diffusion", (8, 320, 64, 64), {}, {"groups": 32}),
         Case("sequence", (32, 512, 4096), {}, {"groups": 32}),
@@ -144,7 +144,7 @@ GROUP_NORM = Op(
         Case("one group", (4, 320, 64, 64), {}, {"groups": 1}),
         Case("neither", (8, 320, 64, 64), {}, {"groups": 32, "weight": False, "bias": False}),
     ),
-    roundings=8,  # of a few numbers, each the sum over a channel: eager's error is luck
+    roundings=8,  # a few numbers, each a sum over a channel: eager's error is luck
     large=(
         Case("a slab a program", (35, 64, 1000), {}, {"groups": 4, "weight_dtype": torch.float32}),
         Case("no space", (1000, 4096), {}, {"groups": 4}),

@@ -1,4 +1,4 @@
-"""Rows of log-probabilities: of given logits, of a head, and of a loss of sequences that is a function of them."""
+"""Log-probability rows: from given logits, from a head, and for a sequence loss computed from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _make(shape, dtype, generator, ignore_index=-100):
 
 
 def _public(logits, target, **options):
-    """What has a gradient; test_logprob.py looks at the rest."""
+    """The differentiable results; test_logprob.py checks the others."""
     return tuple(tigon.logprob(logits, target, **options)[:2])
 
 
@@ -120,9 +120,9 @@ def _bad_head(**replaced):
     return lambda: tuple((made | replaced).values())
 
 
-# What changes the way of the computation and not the answer.
+# Options that change the computation but not the result.
 _WAYS = ("num_valid", "chunk_bytes", "keep_bytes", "accumulate")
-_SMALL = {"chunk_bytes": 1}  # the least budget there is: chunks of 128 rows
+_SMALL = {"chunk_bytes": 1}  # the smallest budget: chunks of 128 rows
 LINEAR_LOGPROB = Op(
     name="linear_logprob",
     public=_public_head,
@@ -161,7 +161,7 @@ LINEAR_LOGPROB = Op(
 
 
 def _make_grpo(shape, dtype, generator):
-    """shape is (S, T, H, V). Ratios near 1: of large ones a rounding of the logits is the whole error."""
+    """shape is (S, T, H, V). Ratios are near 1: at large ratios, rounding of the logits dominates the error."""
     S, T = shape[:2]
     x, weight, bias, *_, target = _make_head(shape, dtype, generator)
     advantages, old = torch.randn(S, generator=generator), 0.1 * torch.randn((S, T), generator=generator)
@@ -199,7 +199,7 @@ GRPO = Op(
         Case("two chunks", (4, 40, 16, 60), {**_SMALL, "loss_type": "bnpo"}, draws=4),
         Case("of sequences", (4, 40, 16, 60), {**_SMALL, "importance_sampling_level": "sequence", "loss_type": "grpo"}),
     ),
-    empty=((2, 0, 8, 12),),  # no sequence at all gives 0, the mean of the formula NaN: test_policy.py
+    empty=((2, 0, 8, 12),),  # without sequences the loss is 0, the formula's mean NaN: test_policy.py
     bad=(
         Bad(_bad_grpo(), r"grpo: loss_type must be one of .*got 'ppo'", {"loss_type": "ppo"}),
         Bad(_bad_grpo(x=torch.ones(2, 3, 5)), r"grpo: x must be \(S, T, H\) and weight .*got \(2, 3, 5\) and \(7, 4\)"),
@@ -216,8 +216,8 @@ GRPO = Op(
         Case("of sequences", (64, 16, 2048, 151936), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
         Case("vespo", (64, 16, 2048, 151936), {"loss_type": "vespo", "off_policy_mask_threshold": 0.1}),
     ),
-    wide_loads=False,  # its own kernels read numbers of tokens and rows; those of the logits are logprob's
-    roundings=32,  # advantages of both signs cancel in the sum: eager's error is luck
+    wide_loads=False,  # its own kernels read per-token and per-row numbers; logprob's kernels read the logits
+    roundings=32,  # advantages with both signs cancel in the sum: eager's error is luck
     fixed=(4, 5),
     dtensor="refused",
     products=True,

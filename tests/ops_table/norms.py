@@ -1,4 +1,4 @@
-"""Rows of the norms."""
+"""Norm rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tigon.ops.rms_norm import rms_norm_reference
 
 
 def _make_rms_norm(shape, dtype, generator, weight=True, weight_dtype=None, around=1.0, view=None):
-    """view: "heads" for (B, T, H, D), the first third of the heads of a packed projection; "transposed" for such a view
-    as (B, H, T, D), as attention wants it."""
+    """view: "heads" for (B, T, H, D), the first third of a packed projection's heads; "transposed" for the same view as
+    (B, H, T, D), the layout for attention."""
     if view is None:
         x = randn(shape, dtype, generator)
     else:
@@ -24,7 +24,7 @@ def _make_rms_norm(shape, dtype, generator, weight=True, weight_dtype=None, arou
 
 
 def eager_rms_norm(x, weight=None, *, eps=None, offset=0.0, cast="llama"):
-    """LlamaRMSNorm, GemmaRMSNorm and the form that rounds once, as transformers writes them."""
+    """LlamaRMSNorm, GemmaRMSNorm and the form that rounds once, as in transformers."""
     y = x.float() if x.dtype != torch.float64 else x
     eps = torch.finfo(y.dtype).eps if eps is None else eps
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
@@ -44,7 +44,7 @@ RMS_NORM = Op(
     make=_make_rms_norm,
     cases=(
         Case("masked", (3, 5, 100)),
-        # A row of one element is ±1 whatever it holds, and its gradient cancels: a large eps keeps it a number.
+        # A single element always normalises to ±1, and the gradient cancels: a large eps keeps the gradient finite.
         Case("least", (1, 1), {"eps": 0.5}, draws=64),
         Case("aligned", (4, 128), draws=4),
         Case("rows share tiles", (3, 50, 16)),
@@ -93,7 +93,7 @@ def _make_add_rms_norm(shape, dtype, generator, residual_dtype=None, **inputs):
 
 
 def eager_add_rms_norm(x, residual, weight=None, **options):
-    """The end of a sublayer and the start of the next, as transformers' decoder layers write them."""
+    """A sublayer's end and the next sublayer's start, as in transformers' decoder layers."""
     residual = residual + x
     return eager_rms_norm(residual, weight, **options), residual
 
@@ -128,7 +128,7 @@ ADD_RMS_NORM = Op(
         Bad(lambda: (torch.ones(2, 4),) * 2, r"add_rms_norm: cast must be one of .*got 'lama'", {"cast": "lama"}),
     ),
     launches=("add_rms_norm_fwd", "rms_norm_bwd"),
-    spills=16,  # four registers, on sm_90, of the widest row that one tile holds, in the backward
+    spills=16,  # four registers, on sm_90, for the widest single-tile row, in the backward
     models=(
         Case("Llama-3-8B", (32768, 4096)),
         Case("Llama-3-70B", (16384, 8192)),

@@ -1,4 +1,4 @@
-"""The row of outer_softmax."""
+"""The outer_softmax row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tigon.rank.kernels.outer_softmax import outer_softmax, outer_softmax_refere
 
 
 def _make(shape, dtype, generator, around=0.0, spread=1.0):
-    """shape is (..., r). around: a mean of k and v, which changes neither A nor the gradients of q and k."""
+    """shape is (..., r). around: a mean for k and v, which changes neither A nor dq and dk."""
     x = spread * randn((*shape[:-1], 3 * shape[-1]), torch.float32, generator)
     x[..., shape[-1] :] += around
     return (x.to(dtype),)
@@ -61,8 +61,8 @@ OUTER_SOFTMAX = Op(
         Case("widest", (1024, 4096), {"residual": True}),
     ),
     large=(Case("samples share a program", (1000, 64)), Case("a sample over warps", (100, 200))),
-    # A program reads a few hundred numbers and computes on each r times.
+    # A program reads a few hundred numbers and uses each r times.
     wide_loads=False,
-    # The backward is given 128 registers, which puts some of its sums on the stack.
+    # The backward is limited to 128 registers, which spills some sums to the stack.
     spills=160,
 )

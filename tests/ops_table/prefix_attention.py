@@ -1,4 +1,4 @@
-"""The row of attention over shared prefixes."""
+"""The row for attention over shared prefixes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import tigon
 from ops_table.row import Bad, Case, Op, randn
 from tigon.ops.prefix_attention import prefix_attention_reference
 
-# Of a second and a third request.
+# For a second and a third request.
 PREFIXES, SUFFIXES = (0, 5), ((3, 1, 40), (2, 4), (1,))
 
 
 def _make(shape, dtype, generator, prefixes=PREFIXES, suffixes=SUFFIXES):
-    """shape is (tokens of the first prefix, H, G, D)."""
+    """shape is (tokens in the first prefix, H, G, D)."""
     P, H, G, D = shape
     layout = tigon.PrefixLayout([P, *prefixes], [list(s) for s in suffixes])
     return *(randn((layout.rows, heads, D), dtype, generator) for heads in (H, G, G)), layout
 
 
 def _eager(q, k, v, layout, across="none", scale=None, softcap=None, window=None):
-    """As transformers writes attention, with a dense mask of all rows."""
+    """Attention as in transformers, with a dense mask over all rows."""
     n = torch.arange(len(q), device=q.device)
     cu = [*layout.cu_prefix.tolist(), *(layout.cu_suffix[1:] + layout.prefix_rows).tolist()]
     sequence = torch.bucketize(n, torch.tensor(cu[1:], device=q.device), right=True)
@@ -43,7 +43,7 @@ def _eager(q, k, v, layout, across="none", scale=None, softcap=None, window=None
 
 
 def _model(why, prefix, suffixes, requests, heads, **options):
-    """Equal requests: the first prefix is of shape[0] tokens, as the others are."""
+    """Equal requests: every prefix has shape[0] tokens, including the first."""
     made = {"prefixes": (prefix,) * (requests - 1), "suffixes": (suffixes,) * requests}
     return Case(why, (prefix, *heads), options, made)
 

@@ -1,4 +1,4 @@
-"""Rows of the rotary embeddings."""
+"""Rotary-embedding rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _make_angles(R, T, B, dtype, generator, angles="one", interleaved=False):
 
 
 def _make_qk(shape, dtype, generator, unsqueeze_dim=1):
-    """shape is (T, B, heads of q, heads of k, D). Memory is token-major, as the projections leave it."""
+    """shape is (T, B, q heads, k heads, D). Memory is token-major, as after the projections."""
     T, B, heads_q, heads_k, D = shape
     q, k = (randn((B, T, h, D), dtype, generator) for h in (heads_q, heads_k))
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)
@@ -55,7 +55,7 @@ def rotate_half(x, interleaved=False):
 
 
 def eager_rope(q, k, cos, sin, *, unsqueeze_dim=1, config=_HALVES):
-    """apply_rotary_pos_emb of transformers, partial as in GPT-NeoX, planes as in Qwen2-VL."""
+    """apply_rotary_pos_emb in transformers, partial as in GPT-NeoX, planes as in Qwen2-VL."""
     interleaved, section = config.interleaved, config.mrope_section
     if section is not None:
         sizes = [2 * n for n in section] if interleaved else section * 2
@@ -159,7 +159,7 @@ def _make_qk_norm_rope(
     shape, dtype, generator, rotary=None, unsqueeze_dim=1, angles="one", interleaved=False, around=1.0, packed=False,
     weight_dtype=None,
 ):  # fmt: skip
-    """shape is (T, B, heads of q, heads of k, D). packed: q and k are views of one projection."""
+    """shape is (T, B, q heads, k heads, D). packed: q and k are views into the same projection."""
     q, k = _make_qk(shape, dtype, generator, unsqueeze_dim)
     if packed:
         both = torch.cat((q, k, k), dim=unsqueeze_dim)
@@ -171,7 +171,7 @@ def _make_qk_norm_rope(
 def eager_qk_norm_rope(
     q, k, q_weight, k_weight, cos, sin, *, eps=1e-6, offset=0.0, cast="llama", unsqueeze_dim=1, config=_HALVES
 ):
-    """What Qwen3Attention and Gemma3Attention of transformers do between the projections and the attention."""
+    """The code between projections and attention in transformers' Qwen3Attention and Gemma3Attention."""
     q, k = (eager_rms_norm(x, w, eps=eps, offset=offset, cast=cast) for x, w in ((q, q_weight), (k, k_weight)))
     return eager_rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, config=config)
 
@@ -194,7 +194,7 @@ QK_NORM_ROPE = Op(
     make=_make_qk_norm_rope,
     cases=(
         Case("masked", (5, 2, 3, 2, 12)),
-        # The norm of two numbers keeps little of them: a large eps leaves a gradient to compare.
+        # Normalising two numbers keeps little information: a large eps leaves a gradient to compare.
         Case("least", (1, 1, 1, 1, 2), {"eps": 0.5}, draws=64),
         Case("aligned", (4, 2, 8, 2, 64)),
         Case("gemma", (5, 2, 4, 2, 16), _GEMMA, {"around": 0.0, "angles": "each"}),

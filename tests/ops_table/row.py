@@ -1,4 +1,4 @@
-"""What a row of the table of operators is."""
+"""The row type in the operator table."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the shape that `make` gets, keyword arguments for the op and for `make`, and why it is here."""
+    """A call: the shape for `make`, keyword arguments for the op and for `make`, and the reason for the case."""
 
     why: str
     shape: tuple[int, ...]
     options: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
-    # Errors of few numbers are luck: small shapes are drawn several times and their errors pooled.
+    # With few numbers, errors are luck: small shapes are drawn several times and their errors pooled.
     draws: int = 1
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Bad:
     inputs: Callable[[], Inputs]
     message: str  # regular expression
     options: dict[str, Any] = field(default_factory=dict)
-    # Whether refusing it takes a look at the numbers, which on a GPU only the checked mode affords.
+    # Whether the refusal must read the numbers, which on a GPU only happens in the checked mode.
     looks: bool = False
 
 
@@ -43,9 +43,9 @@ class Bad:
 class Op:
     """An operator.
 
-    public: the function users call. reference: its specification, the truth in fp64. eager: what users write without
-    Tigon, and what it may be at most twice as wrong as. make(shape, dtype, generator, **): inputs; the first dimension
-    of shape is the one that varies from step to step. launches: the names of its torch.ops.tigon ops.
+    public: the function users call. reference: its specification, the truth in fp64. eager: user code without Tigon,
+    whose error is doubled to bound the operator's. make(shape, dtype, generator, **): inputs; the first dimension in
+    shape varies from step to step. launches: the operator's torch.ops.tigon names.
     """
 
     name: str
@@ -57,25 +57,25 @@ class Op:
     empty: tuple[tuple[int, ...], ...]
     bad: tuple[Bad, ...]
     launches: tuple[str, ...]
-    # Calls as models make them: what is compiled ahead of time. The first also in fp16 and fp32, and with each input
-    # frozen in turn.
+    # Calls as in real models, compiled ahead of time. The first also in fp16 and fp32, and with each input frozen in
+    # turn.
     models: tuple[Case, ...]
-    # Batches that test_large.py repeats until a tensor has 2³¹ elements: one for each way that a kernel finds its rows.
-    # Each has as many rows as it takes to be launched like more of them. Losses are left unreduced.
+    # Batches that test_large.py repeats until a tensor has 2³¹ elements: one for each row addressing in the kernels.
+    # Each has enough rows to be launched like a larger batch. Losses are unreduced.
     large: tuple[Case, ...] = ()
     # Floating-point inputs that get no gradient, by position.
     fixed: tuple[int, ...] = ()
-    # Inputs whose gradient is computed in any case, since another input's needs it.
+    # Inputs whose gradient is always computed, since another input's gradient needs the result.
     needed: tuple[int, ...] = ()
-    # Whether contiguous bf16 is read 16 bytes a thread and load.
+    # Whether contiguous bf16 is read 16 bytes per thread and load.
     wide_loads: bool = True
-    # Bytes of registers a thread that a launch may spill on sm_90 and sm_100.
+    # Register bytes per thread that a launch may spill on sm_90 and sm_100.
     spills: int = 0
-    # Roundings of fp32 allowed besides twice eager's error (numerics.py).
+    # fp32 roundings allowed besides twice eager's error (numerics.py).
     roundings: int = FP32_ROUNDINGS
-    # What becomes of DTensors: "right" results, of torch's own operations on them, or "refused" with a sentence.
+    # DTensors give "right" results, by torch's own operations, or are "refused" with a sentence.
     dtensor: str = "right"
-    # Whether it runs matrix products: autocast changes those, and a GPU's library picks their algorithm by the strides.
+    # Whether the op runs matrix products: autocast changes those, and GPU libraries pick algorithms by strides.
     products: bool = False
 
     def __str__(self) -> str:
@@ -89,12 +89,12 @@ class Op:
         return tuple(t.to(device) if hasattr(t, "to") else t for t in inputs)
 
     def differentiable(self, inputs: Inputs) -> list[int]:
-        """The positions of the inputs that can get a gradient."""
+        """Positions of inputs that can get a gradient."""
         floats = [i for i, t in enumerate(inputs) if isinstance(t, Tensor) and t.is_floating_point()]
         return [i for i in floats if i not in self.fixed]
 
     def rows(self, case: Case, inputs: Inputs) -> list[int | None]:
-        """Which dimension of each input the varying number of rows is; None where it is in none."""
+        """The dimension with the varying row count in each input, or None."""
         longer = Case(case.why, (case.shape[0] + 1, *case.shape[1:]), case.options, case.inputs)
         drawn = self.draw(longer, torch.float32, torch.device("cpu"))
         return [

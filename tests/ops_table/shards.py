@@ -1,7 +1,7 @@
-"""Rows of the losses whose classes lie on several devices: the launches of one that has a quarter of them.
+"""Rows for losses whose classes are sharded over devices: the launches on a device with a quarter of the classes.
 
-They take other processes to be right: tests/distributed/test_vocabulary_parallel.py. Here the others echo what they are
-told, which launches the same kernels.
+Correctness needs other processes: tests/distributed/test_vocabulary_parallel.py. Here the other devices echo this
+device's messages, which launches the same kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Done:
 
 
 class Echo(Shards):
-    """All devices hold as many classes, and say the same."""
+    """All devices hold equally many classes, and send the same messages."""
 
     def describe(self) -> str:
         return str(self.sizes)
@@ -65,7 +65,7 @@ def _echoed(public: Callable[..., Any]) -> Callable[..., Any]:
 def _over_shards(op: Op, *models: Case) -> Op:
     return dataclasses.replace(
         op, name=f"{op.name} over shards", public=_echoed(op.public), cases=(), models=models, launches=(),
-        wide_loads=False,  # the few numbers a row that are put together
+        wide_loads=False,  # kernels that merge a few numbers per row
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Rows of softmax and sparsemax."""
+"""Softmax and sparsemax rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tigon.ops.sparsemax import sparsemax, sparsemax_reference
 
 
 def _make_softmax(shape, dtype, generator, mask=None, mask_dtype=None):
-    """mask: its shape, or None. A third of it is -inf, but never a whole row."""
+    """mask: the mask's shape, or None. A third of the elements are -inf, but never a whole row."""
     x = (2 * torch.randn(shape, generator=generator)).to(dtype)
     if mask is None:
         return x, None
-    # The first dimension varies from step to step; a mask that does not broadcast along it varies with it.
+    # The first dimension varies from step to step, as does a mask that does not broadcast along this dimension.
     sizes = tuple(n if n == 1 else m for n, m in zip(mask, shape[-len(mask) :], strict=True))
     values = torch.randn(sizes, generator=generator)
     hidden = torch.rand(sizes, generator=generator) < 0.3
@@ -31,7 +31,7 @@ def _softmax_reference(x, mask=None, **options):
 
 
 def eager_softmax(x, mask=None, *, dim=-1, scale=1.0, causal=False):
-    """As attention is written by hand: each step in the dtype of the scores."""
+    """Hand-written attention: each step in the scores' dtype."""
     z = x * scale
     if mask is not None:
         z = z + mask.to(z.dtype)
@@ -105,7 +105,7 @@ def _make_sparsemax(shape, dtype, generator, spread=1.0):
 
 
 def eager_sparsemax(x, dim=-1):
-    """The paper's algorithm, as the usual packages write it."""
+    """The paper's algorithm, as in the usual packages."""
     z = (x.float() if x.dtype != torch.float64 else x).movedim(dim, -1)
     if z.shape[-1] == 0:
         return x.clone()
@@ -114,7 +114,7 @@ def eager_sparsemax(x, dim=-1):
     total = ordered.cumsum(-1) - 1
     k = torch.arange(1, z.shape[-1] + 1, device=z.device)
     size = (k * ordered > total).sum(-1, keepdim=True)
-    # Not clamp(min=0), whose gradient at 0 is 1: bf16 numbers do tie with the threshold.
+    # Not clamp(min=0), whose gradient at 0 is 1: bf16 numbers can tie with the threshold.
     support = z >= ordered.gather(-1, size - 1)
     return torch.where(support, z - total.gather(-1, size - 1) / size, 0).movedim(-1, dim).to(x.dtype)
 
