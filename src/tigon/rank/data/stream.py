@@ -267,7 +267,7 @@ class Stream:
         return dataclasses.replace(tables, history=history)
 
     def _measure_row_bytes(self) -> None:
-        """Measure bytes per row on the largest piece. Raise if two buffers with such a piece exceed the memory limit."""
+        """Measure bytes per row on the largest piece. Raise if two such pieces exceed the memory limit."""
         sizes = [self._piece_rows(piece) for piece in range(self.pieces)]
         largest = int(np.argmax(sizes))
         loaded = self._load([largest])
