@@ -245,7 +245,7 @@ class _Pass:
     ) -> tuple[list[float], dict[str, list[list[Candidate]]]]:  # fmt: skip
         """Model sensitivity to each layer's error, and candidates with expected errors.
 
-        Both are measured with the layer at 3 bits. Errors for quantized candidates assume rounding to nearest; fitted
+        Both are measured with the layer at 3 bits. Candidate errors from rounding to nearest are rescaled, since fitted
         rounding reduces all errors in a layer by about the same factor.
         """
         probe = texts.Whole(self.model, texts.share(self.batches, PROBED))

@@ -18,7 +18,7 @@ from tigon.rank.models.lirank.isotonic import LOW, Isotonic, isotonic
 from tigon.rank.models.lirank.model import LiRank
 
 NAME = "rank.calibrate"
-# Slopes are relative to the Platt slope, which is 0 or negative for uninformative logits.
+# Lower bound for the Platt slope, the unit for all slopes: it is 0 or negative for uninformative logits.
 LEAST_SLOPE = 1e-3
 
 
@@ -126,7 +126,7 @@ class Rows(NamedTuple):
 
     def platt(self) -> tuple[Tensor, Tensor]:
         """a and b, (1,) each, for the best a x + b."""
-        # Scale logits to unit spread, so that solver steps are well-sized even for few rows.
+        # Scale logits to unit spread, which suits the solver's step size; the penalty bounds steps with few rows.
         spread = self.x.std(correction=0).clamp(min=1e-12)
         middle = self.x.mean()
         a, b = self.x.new_zeros(1, requires_grad=True), self.x.new_zeros(1, requires_grad=True)
