@@ -1,5 +1,6 @@
-"""Convert columns to numpy arrays with four readers: categories, numbers, times and tag lists. A value is missing if it
-is None, NaN, NaT, NA or null.
+"""Convert columns to numpy arrays with four readers: categories, numbers, times and tag lists.
+
+A value is missing if it is None, NaN, NaT, NA or null.
 """
 
 from __future__ import annotations

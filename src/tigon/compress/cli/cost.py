@@ -26,8 +26,9 @@ class Cost:
         self.before = self._now()
 
     def table(self) -> dict[str, Any]:
-        """Loss (nats per token; None unless the model predicts next tokens), latency (ms per call) before and after,
-        and the output distance.
+        """Loss and latency before and after, and the output distance.
+
+        Loss is in nats per token, None unless the model predicts next tokens; latency in ms per call.
         """
         from tigon.compress.texts import tokens_of
 

@@ -157,9 +157,11 @@ class Impressions:
         return Impressions(self._memory.to(device, pin), self._source, self._which)
 
     def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Impressions, Impressions]:
-        """Split into training and held-out requests. Open schema options are refitted on the training part, so that
-        items seen only in the held-out part are unknown, as in production. Histories are unchanged: a held-out request
-        reads all earlier events by its user, from either part.
+        """Split into training and held-out requests.
+
+        Open schema options are refitted on the training part, so that items seen only in the held-out part are unknown,
+        as in production. Histories are unchanged: a held-out request reads all earlier events by its user, from either
+        part.
 
         Args:
             by: "time": hold out the latest requests, keeping simultaneous requests together. "request": random

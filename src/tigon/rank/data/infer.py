@@ -183,8 +183,10 @@ class _Groups:
             self.request = _codes(pa.array(self.user * (int(time.max(initial=0)) + 1) + time))
 
     def side(self, column: Any) -> Side:
-        """The side whose groups the column is constant in. On several matches, prefers the grouping with the most
-        repeated rows: with few repeats, constancy may be accidental, such as an item shown to a single kind of user.
+        """The side whose groups the column is constant in.
+
+        On several matches, prefers the grouping with the most repeated rows: with few repeats, constancy may be
+        accidental, such as an item shown to a single kind of user.
         """
         codes = _codes(column)
         found: tuple[int, Side] = (0, "row")

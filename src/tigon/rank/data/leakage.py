@@ -52,8 +52,9 @@ def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
 
 
 def find_rare_crosses(data: Impressions) -> list[str]:
-    """Warn about crosses most of whose values occur in a single row: a message for each. Skips tables above a million
-    rows.
+    """Warn about crosses most of whose values occur in a single row: a message for each.
+
+    Skips tables above a million rows.
     """
     crosses = {name: field for name, field in data.schema.rows.items() if isinstance(field, Cross)}
     if not crosses or not FEWEST_ROWS <= data.rows <= COUNTED:

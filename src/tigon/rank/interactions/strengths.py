@@ -52,8 +52,9 @@ class SetStrength(NamedTuple):
 
 
 def rank_prefixes(networks: Sequence[Network], method: Method, power: float) -> dict[tuple[int, ...], SetStrength]:
-    """Sets with two features or more that are some unit's strongest features, each with its own strength: the mean over
-    the networks.
+    """Sets with two features or more that are some unit's strongest features.
+
+    Each has its own strength, averaged over the networks.
     """
     result: dict[tuple[int, ...], SetStrength] = {}
     for first, reach in networks:
@@ -73,8 +74,9 @@ def rank_prefixes(networks: Sequence[Network], method: Method, power: float) -> 
 def rank_order(
     networks: Sequence[Network], order: int, method: Method, power: float
 ) -> dict[tuple[int, ...], SetStrength]:
-    """All sets with a given order, each with the strength of all prefixes that contain the set: the mean over the
-    networks.
+    """All sets with a given order, with strengths averaged over the networks.
+
+    A set's strength includes all prefixes that contain the set.
 
     Raises: ValueError for more than 2 million sets.
     """

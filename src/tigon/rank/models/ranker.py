@@ -82,8 +82,9 @@ class Ranker(nn.Module):
         return torch.stack([weight * logits[label].float().sigmoid() for label, weight in used.items()]).sum(0)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write schema.json, config.json, model.safetensors, explorer.safetensors if available, and a manifest.json
-        with their checksums.
+        """Write the ranker's files and a manifest.json with their checksums.
+
+        The files are schema.json, config.json, model.safetensors, and explorer.safetensors if available.
 
         No files are pickled.
 

@@ -155,8 +155,9 @@ class Study:
         return finished_trials(self.study.get_trials(deepcopy=False))
 
     def counting_trials(self, before: int | None = None) -> list[FrozenTrial]:
-        """Trials that count towards the total: finished, running, or with a non-finite loss. before: only smaller
-        numbers.
+        """Trials that count towards the total: finished, running, or with a non-finite loss.
+
+        before: only trials with smaller numbers.
         """
         return [
             one
@@ -195,8 +196,9 @@ class Study:
         return Trial(trial.number, graph, loss, flops)
 
     def fail(self, trial: optuna.Trial, note: str | None = None) -> None:
-        """Finish a trial without a loss. note: the reason if a retry would also fail; without a note, another trial
-        replaces it.
+        """Finish a trial without a loss.
+
+        note: the reason if a retry would also fail; without a note, another trial replaces the failed trial.
         """
         if note is not None:
             trial.set_user_attr("note", note)

@@ -204,8 +204,9 @@ class Progress:
     _state: Callable[[], dict[str, Any]] = field(repr=False)
 
     def rows(self) -> list[dict[str, float]]:
-        """ "step", "epoch", "loss", "lr" and "grad_norm" for the steps since the last call. Synchronises with the
-        device.
+        """ "step", "epoch", "loss", "lr" and "grad_norm" for the steps since the last call.
+
+        Synchronises with the device.
 
         Raises: FloatingPointError for a non-finite loss.
         """

@@ -97,8 +97,9 @@ def embed_padded_events(
 
 
 def run_padded_layers(ranker: LiGR, x: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-    """(B, N, width) outputs after all layers and the final norm. Attention is causal, so padding at the end does not
-    affect valid tokens.
+    """(B, N, width) outputs after all layers and the final norm.
+
+    Attention is causal, so padding at the end does not affect valid tokens.
     """
     cos, sin = ranker.rotary_angles(torch.arange(x.shape[1], device=x.device), x.dtype)
 

@@ -37,8 +37,7 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def linear_relu(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`relu(linear(layer, x))`; with kernels, relu is fused into the product in training, and the backward is a single
-    pass.
+    """`relu(linear(layer, x))`, fused by kernels in training, with a single backward pass for relu.
 
     The fused version may turn NaN into 0. Without gradients, as in evaluation, torch's relu is used, which keeps NaN.
     """

@@ -123,8 +123,9 @@ def build_mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Norm, dropou
 
 
 class Towers(nn.Module):
-    """Label logits. Labels in the same tower share its hidden layers; without hidden layers a tower reads the shared
-    layers directly.
+    """Label logits.
+
+    Labels in the same tower share its hidden layers; without hidden layers a tower reads the shared layers directly.
 
     Args:
         labels: all labels. towers: name → its labels; each label belongs to one tower.
