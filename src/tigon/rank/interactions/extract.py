@@ -1,4 +1,4 @@
-"""Extract a LiRank's MLP over its fields: how strongly each unit reads a field, and how much it affects the labels.
+"""Extract a LiRank's MLP over its fields: how strongly units read each field and affect the labels.
 
 A field has several numbers in x₀, its embedding. They are combined by their joint contribution to a unit:
 

@@ -12,7 +12,7 @@ the weight is 0. Persistence measures how long a set exists before another featu
 With q = 1 the second row's sum telescopes to the fourth: with a fixed order, NID is persistence with q = 1.
 
 Sources: NID is Tsang, Cheng, Liu 2018, https://arxiv.org/abs/1705.04977. Persistence of interactions is the idea of
-Liu, Huang, Chen, Suykens, Tsang 2020, https://arxiv.org/abs/2010.13015; its definition here is our own.
+Liu, Huang, Chen, Suykens, Tsang 2020, https://arxiv.org/abs/2010.13015; the definition here is our own.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _own_strengths(ranked: Array, method: Method, power: float) -> Array:
 
 
 def _tail_strengths(ranked: Array, method: Method, power: float) -> Array:
-    """(U, P) strengths summed over each prefix and all longer prefixes."""
+    """(U, P) strength from each prefix on: for persistence, summed with all longer prefixes."""
     if method == "nid":
         return ranked
     tails: Array = np.cumsum(_own_strengths(ranked, method, power)[:, ::-1], axis=1)[:, ::-1]

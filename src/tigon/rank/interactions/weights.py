@@ -1,4 +1,4 @@
-"""Parse an MLP, or its weights, into first-layer weights and the units' output reach."""
+"""Parse an MLP, or an MLP's weights, into first-layer weights and the units' output reach."""
 
 from __future__ import annotations
 
