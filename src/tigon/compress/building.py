@@ -1,4 +1,4 @@
-"""The modules that take the places of a feed-forward layer's own, for a way to store it."""
+"""Build the modules that replace a feed-forward layer for a given storage method."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tigon.compress.packing import pack
 from tigon.compress.rounding import DAMPING, fitted
 from tigon.ops.acts import ACTS
 
-Modules = dict[str, nn.Module]  # by the names that they take in the model
-Parts = list[Any]  # of the heavy neurons and of the others: Part, or None where there are none
+Modules = dict[str, nn.Module]  # keyed by module name in the model
+Parts = list[Any]  # heavy neurons and the rest: a Part each, or None where the group is empty
 
 
 @torch.no_grad()
 def built(layer: Layer, chosen: Candidate, *, fit: bool = True) -> Modules:
-    """The new layers of a candidate.
+    """Build the new layers for a candidate.
 
-    fit: round weights for the calibration's inputs, by `rounding`; where that is no better on the rows apart from it,
-    and without it, each weight is rounded to nearest.
+    fit: round weights to fit the calibration inputs (`rounding`), unless rounding to nearest does as well on held-out
+        rows. False: round each weight to nearest.
     """
     if chosen.method == "prune":
         return _pruned(layer, chosen.heavy)
@@ -37,7 +37,7 @@ def built(layer: Layer, chosen: Candidate, *, fit: bool = True) -> Modules:
 
 
 def output(found: FeedForward, layers: Mapping[str, nn.Module], x: Tensor) -> Tensor:
-    """The feed-forward layer as its modules compute it."""
+    """Output of the feed-forward layer computed by the given modules."""
     u = layers[found.up](x)
     act = ACTS[found.act].value
     if found.packed:
@@ -50,7 +50,7 @@ def output(found: FeedForward, layers: Mapping[str, nn.Module], x: Tensor) -> Te
 
 @torch.no_grad()
 def error(layer: Layer, layers: Mapping[str, nn.Module]) -> float:
-    """E‖y − ŷ‖² / E‖y‖² of the new layers as they are, rounding of their dtype included, on the rows that are held."""
+    """E‖y − ŷ‖² / E‖y‖² on the held-out rows, rounding to the layers' dtype included."""
     dtype = next((p.dtype for module in layers.values() for p in module.parameters()), layer.dtype)
     y: Tensor = output(layer.found, layers, layer.held.to(dtype)).float()
     return layer.error(y if layer.down_bias is None else y - layer.down_bias)
@@ -72,7 +72,7 @@ def _nearest(layer: Layer, heavy: int, bits: tuple[int, int]) -> tuple[list[Part
 
 
 def _fitted(layer: Layer, heavy: int, bits: tuple[int, int]) -> tuple[list[Parts], Parts]:
-    """Gate and up for the calibration's inputs; then down, for what these give now and the outputs from before."""
+    """Fit gate and up to the calibration inputs, then down to their new outputs and the original targets."""
     rows: list[Parts] = []
     for weight in _rows(layer):
         pieces = zip((weight[:heavy], weight[heavy:]), bits, strict=True)
@@ -146,7 +146,7 @@ def _kept(layer: Layer, bias: Tensor | None) -> Tensor | None:
 
 
 def _joined(gate: Tensor | None, up: Tensor | None) -> Tensor | None:
-    """One layer holds both, so that both have a bias or neither has."""
+    """gate and up share one layer, so either both have a bias or neither has."""
     return None if gate is None or up is None else torch.cat((gate, up))
 
 
@@ -160,7 +160,7 @@ def _dense(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _stacked(gate: Any, up: Any) -> Part:
-    """One part of gate's rows above up's, of two parts of one kind."""
+    """Stack gate's rows above up's; both parts must have the same kind."""
     if isinstance(gate, nn.Linear):
         return _dense(torch.cat((gate.weight, up.weight)))
     if isinstance(gate, LowRank):

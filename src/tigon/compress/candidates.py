@@ -1,12 +1,12 @@
-"""What one feed-forward layer may become: by each method at many sizes, with the error of its output in numbers.
+"""Candidates for storing a feed-forward layer: each method at many sizes, with the layer's output error.
 
     FFN(x) = Σ_i h_i(x) v_i
 
-    score of neuron i        E|h_i| · ‖v_i‖: how much of the output is its own; for "prune", "rank" and "svd"
-    its loss in 3 bits       E(h_i − ĥ_i)² ‖v_i‖² + E h_i² ‖v_i − v̂_i‖²: how far rounding moves the output; for "bits"
+    neuron i's score         E|h_i| · ‖v_i‖: its contribution to the output; for "prune", "rank" and "svd"
+    neuron i's 3-bit loss    E(h_i − ĥ_i)² ‖v_i‖² + E h_i² ‖v_i − v̂_i‖²: output error from rounding; for "bits"
 
-Neurons are sorted once; a candidate then is a number of heavy neurons and what becomes of the others. Errors are of
-inputs that neither scores nor moments have seen.
+Neurons are sorted once. A candidate is a heavy-neuron count and a treatment for the rest. Errors are measured on
+held-out inputs, which neither scores nor moments have seen.
 
 Source: FFSplit, Liu et al. 2024, https://arxiv.org/abs/2401.04044
 """
@@ -28,19 +28,21 @@ from tigon.compress.options import Bits
 from tigon.compress.packing import GROUP, LARGEST, groups_of, quantize_groups, stored_bytes, widen_groups
 from tigon.ops.acts import ACTS
 
-HELD = 256  # rows that errors are measured on, a fifth of all at most
+HELD = 256  # held-out rows for errors, at most a fifth of all rows
 PAIRS = ((3, 2), (4, 2), (4, 3), (5, 4), (6, 3), (6, 4), (8, 3), (8, 4), (8, 6))
 SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # heavy neurons
 EVEN = 16  # neurons or ranks
-SIZES = (0.5, 0.65, 0.8, 0.9, 1.0, 1.15, 1.35, 1.6)  # of a layer's part of the budget, for the methods without bits
+SIZES = (0.5, 0.65, 0.8, 0.9, 1.0, 1.15, 1.35, 1.6)  # fractions of a layer's budget, for methods without bits
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A way to store one layer.
 
-    heavy: neurons kept as they are, or at the wider width. bits: of both groups; None where weights stay floats.
-    rank: of the rest; 0 where there is no rest. error: E‖y − ŷ‖² / E‖y‖² of the layer's output.
+    heavy: neurons kept as floats, or at the wider bit width.
+    bits: widths for both groups; None for floats.
+    rank: rank for the rest; 0 without a rest.
+    error: E‖y − ŷ‖² / E‖y‖² at the layer's output.
     """
 
     method: str
@@ -52,9 +54,9 @@ class Candidate:
 
 
 class Layer:
-    """One feed-forward layer while it is looked at: its weights in fp32, its neurons by weight, inputs and outputs.
+    """A feed-forward layer under analysis: fp32 weights, neurons sorted by importance, inputs and outputs.
 
-    x: (T, d), inputs of the calibration. bits: sort neurons by their loss in 3 bits, else by score. seed: at random.
+    x: (T, d), calibration inputs. bits: sort neurons by 3-bit loss instead of score. seed: random order.
     """
 
     def __init__(
@@ -96,27 +98,27 @@ class Layer:
 
     def _check(self) -> None:
         for weight in (self.gate, self.up, self.down):
-            if weight is not None and not bool((weight.abs() <= LARGEST).all()):  # NaN fails it too
+            if weight is not None and not bool((weight.abs() <= LARGEST).all()):  # NaN fails this check too
                 raise ValueError(
                     f"feed_forward: the weights of {self.found.name} must be finite and within ±65504, got others "
                     "(NaN, infinite or larger)."
                 )
 
     def _sort(self, order: Tensor) -> None:
-        """Neurons in this order: what the layer computes does not change."""
+        """Reorder the neurons; the layer's function does not change."""
         self.up, self.down = self.up[order], self.down[:, order]
         self.gate = None if self.gate is None else self.gate[order]
         self.up_bias, self.gate_bias = (None if b is None else b[order] for b in (self.up_bias, self.gate_bias))
         self.h_fit = self.h_fit[:, order]
 
     def _lost(self) -> Tensor:
-        """How far the output moves, squared, where a neuron's weights are rounded to 3 bits."""
+        """Squared output error when a neuron's weights are rounded to 3 bits, for each neuron."""
         h = self.inner(self.fit, _rounded(self.up, 3), None if self.gate is None else _rounded(self.gate, 3))
         moved = (h - self.h_fit).square().mean(0) * self.down.square().sum(0)
         return moved + self.h_fit.square().mean(0) * (_rounded(self.down, 3) - self.down).square().sum(0)
 
     def inner(self, x: Tensor, up: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
-        """h (T, N) of inputs x, with other weights in the place of the layer's where they are given."""
+        """h (T, N) for inputs x; up and gate replace the layer's weights if given."""
         u = F.linear(x, self.up if up is None else up, self.up_bias)
         act = ACTS[self.found.act].value
         if self.gate is None:
@@ -134,7 +136,7 @@ class Layer:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """Of the layer as it is."""
+        """Bytes the original layer takes."""
         return self.matrices * self.neurons * self.width * self.dtype.itemsize + self.bias_bytes
 
     def error(self, y: Tensor) -> float:
@@ -143,7 +145,7 @@ class Layer:
     # ------------------------------------------------------------------------------------------------------- by bits
 
     def _at(self, bits: int) -> tuple[Tensor, Tensor]:
-        """h of the held inputs, and down, with all weights at so many bits. Kept as long as the layer lives."""
+        """h for the held-out inputs, and down, with all weights rounded to `bits`. Cached for the layer's lifetime."""
         if bits not in self._rounded_at:
             gate = None if self.gate is None else _rounded(self.gate, bits)
             h = self.inner(self.held, _rounded(self.up, bits), gate)
@@ -161,7 +163,7 @@ class Layer:
         return Candidate("bits", heavy, bits, 0, size, self.error(y))
 
     def by_bits(self, budget: float) -> Iterator[Candidate]:
-        """Of all sizes: there are not many."""
+        """All sizes; there are only a few."""
         for width in (2, 3, 4, 5, 6, 8):
             yield self.split_by_bits(self.neurons, (width, width))
         for heavy in self._counts(SHARES):
@@ -169,7 +171,7 @@ class Layer:
                 yield self.split_by_bits(heavy, pair)
 
     def heavy_of(self, share: float) -> int:
-        """So many of the neurons, in whole groups of down's columns where there are several."""
+        """Heavy-neuron count for a share, rounded to whole groups when down has several groups per row."""
         step = groups_of(self.neurons)[1] if self.neurons >= 8 * GROUP else 1
         return min(self.neurons, round(share * self.neurons / step) * step)
 
@@ -179,7 +181,7 @@ class Layer:
     # -------------------------------------------------------------------------------------------------- without bits
 
     def by_prune(self, budget: float) -> Iterator[Candidate]:
-        """Of sizes about the budget, a share of the layer's bytes."""
+        """Sizes around the budget, which is a fraction of the layer's bytes."""
         for share in self._shares(budget):
             yield self.pruned(max(1, _even(int(share * self.neurons))))
 
@@ -194,16 +196,16 @@ class Layer:
 
     @functools.cached_property
     def outer_moment(self) -> Tensor:
-        """Of the inputs of gate and up: (d, d)."""
+        """(d, d), second moment for gate's and up's inputs."""
         return self.fit.t() @ self.fit / len(self.fit)
 
     @functools.cached_property
     def inner_moment(self) -> Tensor:
-        """Of the inputs of down: (N, N)."""
+        """(N, N), second moment for down's inputs."""
         return self.h_fit.t() @ self.h_fit / len(self.h_fit)
 
     def spectra(self, heavy: int) -> list[Spectrum]:
-        """Of the rest of gate, up and down."""
+        """Spectra for the non-heavy rows or columns in gate, up and down."""
         rows = [weight[heavy:] for weight in (self.gate, self.up) if weight is not None]
         down = Spectrum(self.down[:, heavy:], self.inner_moment[heavy:, heavy:])
         return [*(Spectrum(w, self.outer_moment) for w in rows), down]
@@ -246,10 +248,10 @@ def _bias(module: Any) -> Tensor | None:
 
 
 def _even(count: int) -> int:
-    """Whole sixteens of a large count: products of other sizes are several times slower on a GPU."""
+    """Round large counts to multiples of 16: other sizes make GPU matmuls several times slower."""
     return count // EVEN * EVEN if count >= 8 * EVEN else count
 
 
 def fixed(layer: Layer, chosen: Bits) -> Candidate:
-    """The one candidate of `Bits`."""
+    """The single candidate that `Bits` describes."""
     return layer.split_by_bits(layer.heavy_of(chosen.share), (chosen.heavy, chosen.rest))

@@ -1,4 +1,4 @@
-"""`feed_forward`: which neurons stay whole, and what becomes of the others, within a budget of bytes."""
+"""`feed_forward`: choose heavy neurons and compress the rest within a byte budget."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from tigon.compress.recovering import recover as recovered
 from tigon.compress.report import LayerRow, MethodRow, Report, swap
 from tigon.compress.saving import describe
 
-LEAST = 256  # tokens, for scores of neurons
-TIMES = 4  # tokens for each input of down, for a second moment
-CHECKED = 4096  # tokens on which whole models are compared
-PROBED = 256  # and on which one layer's weight in the plan is found
+LEAST = 256  # minimum tokens for neuron scores
+TIMES = 4  # minimum tokens per input to down, for a second moment
+CHECKED = 4096  # tokens for whole-model comparisons
+PROBED = 256  # tokens for the sensitivity weight per layer in the plan
 
 
 def feed_forward(
     model: nn.Module, calibration: Any, *, method: Method | Bits = "bits", budget: float | None = None,
     tokenizer: Any = None, recover: int = 0,
 ) -> Report:  # fmt: skip
-    """Store a model's feed-forward layers in fewer bytes, in place: heavy neurons in one way, the others in another.
+    """Compress a model's feed-forward layers in place: heavy neurons stored one way, the others another.
 
     Args:
-        model: any module whose feed-forward layers are act(up(x)) or act(gate(x)) · up(x) through down, as those of
-            Hugging Face models are. They are recognised by their numbers.
-        calibration: texts, with the tokenizer; token ids (sequences, length); or batches, mappings of the model's
-            arguments. At least 256 tokens; "rank" and "svd" need 4 for each neuron of a layer.
-        method: "bits": heavy neurons at one width, the others at a smaller one; "rank": heavy neurons as they are, the
-            others of low rank; "svd": all of low rank; "prune": heavy neurons alone; "auto": each of these and their
-            mixture, layer by layer, and the one that is nearest to the model before on the calibration text. `Bits`
-            takes the same widths and share for all layers.
-        budget: bytes that the layers may take, as a share of those that they take now, above 0 and at most 1. `Bits`
-            has its own size and takes none.
-        tokenizer: the model's, where calibration is texts.
-        recover: steps of a fine-tune of each changed layer on the outputs it had before; 0 for none.
-    Returns: a `Report`; its `remove()` puts the layers back.
-    Raises: ValueError for a budget, a calibration or a model that does not do; TypeError for another method.
+        model: any module with feed-forward layers down(act(up(x))) or down(act(gate(x)) · up(x)), as in Hugging Face
+            models. Layers are recognised from recorded activations.
+        calibration: texts, with the tokenizer; token ids (sequences, length); or batches, mappings from the model's
+            argument names to tensors. At least 256 tokens; "rank" and "svd" need 4 per neuron in a layer.
+        method: "bits": heavy neurons at one bit width, the others at a smaller width; "rank": heavy neurons unchanged,
+            the others low-rank; "svd": all low-rank; "prune": heavy neurons only; "auto": tries each method and a
+            per-layer mixture, and keeps the result closest to the original model on the calibration text. `Bits`
+            applies the same widths and share to all layers.
+        budget: target bytes as a fraction of the layers' current bytes, above 0 and at most 1. Must be omitted with
+            `Bits`, which fixes the size.
+        tokenizer: the model's, if calibration is texts.
+        recover: fine-tuning steps for each changed layer on its original outputs; 0 disables recovery.
+    Returns: a `Report`; its `remove()` restores the original layers.
+    Raises: ValueError for an unsuitable budget, calibration or model; TypeError for an unknown method type.
 
     Source: FFSplit, Liu et al. 2024, https://arxiv.org/abs/2401.04044
     """
@@ -70,14 +70,14 @@ def feed_forward(
             if row.chosen and recover and before:
                 methods[place] = replace(row, distance=pass_.whole.distance())
     for child, old in before.items():
-        model.get_submodule(child).train(old.training)  # the mode that `_resting` has given back
+        model.get_submodule(child).train(old.training)  # `_resting` has restored this mode
     describe(model)
     return Report(rows, methods, left, tokens, pass_.whole.unit, pass_.notes, model, before)
 
 
 @contextlib.contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, without a cache of keys and values, and as before afterwards."""
+    """Evaluation mode without a key-value cache; restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     config: Any = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
@@ -102,7 +102,7 @@ def _nothing(left: Sequence[Left]) -> str:
 
 
 class _Pass:
-    """One call of `feed_forward`."""
+    """State for a single `feed_forward` call."""
 
     def __init__(
         self, model: nn.Module, found: list[FeedForward], batches: list[texts.Batch], tokens: int, method: Any
@@ -110,7 +110,7 @@ class _Pass:
         self.model, self.found, self.method = model, found, method
         self.seed = 0 if isinstance(method, Bits) and not method.chosen else None
         self.fit = method.fit if isinstance(method, Bits) else True
-        self.packed: dict[tuple[int, int, Any], dict[str, nn.Module]] = {}  # layers in bits, which take time to make
+        self.packed: dict[tuple[int, int, Any], dict[str, nn.Module]] = {}  # cache: quantized layers are slow to build
         self.widest = max(weight_of(model.get_submodule(one.down)).shape[-1] for one in found)
         low_rank = method in ("rank", "svd", "auto")
         self.inputs = texts.inputs_of(model, found, batches, need=TIMES * self.widest if low_rank else 1)
@@ -123,12 +123,12 @@ class _Pass:
         self.neurons: list[int] = []
 
     def layer(self, place: int, method: str) -> Layer:
-        """One layer, its neurons in the order that the method takes them in."""
+        """A layer with its neurons in the method's order."""
         one, seed = self.found[place], None if self.seed is None else self.seed + place
         return Layer(self.model, one, self.inputs[one.down], bits=method == "bits", seed=seed)
 
     def _possible(self, tokens: int) -> list[str]:
-        """The methods that so many tokens are enough for."""
+        """Methods for which there are enough calibration tokens."""
         need = TIMES * self.widest
         rows = min(tokens, *(len(x) for x in self.inputs.values()))
         if rows >= need:
@@ -143,7 +143,7 @@ class _Pass:
         return ["bits", "prune"]
 
     def choose(self, name: str, budget: float) -> tuple[list[Candidate], list[MethodRow]]:
-        """The candidates to take, and a row for each method within the same bytes."""
+        """Choose candidates, and return a row for each method at the same byte budget."""
         rows: dict[str, list[list[Candidate]]] = {one: [] for one in self.names}
         fixed: list[Candidate] = []
         for place in range(len(self.found)):
@@ -195,7 +195,7 @@ class _Pass:
         return plans
 
     def _built(self, place: int, candidate: Candidate, layer: Layer) -> dict[str, nn.Module]:
-        """The candidate's layers; those in bits are made once and kept, since `auto` and the end take the same."""
+        """The candidate's layers. Quantized layers are cached, since `auto` and the final step use the same layers."""
         key = place, candidate.heavy, candidate.bits
         if candidate.bits is not None and key in self.packed:
             return self.packed[key]
@@ -205,13 +205,13 @@ class _Pass:
         return made
 
     def _ready(self, layers: dict[str, nn.Module], found: FeedForward) -> dict[str, nn.Module]:
-        """New layers trained or frozen, and in the mode, as those whose places they take."""
+        """Copy requires_grad and training mode from the replaced layers."""
         for name, layer in layers.items():
             old: Any = self.model.get_submodule(name)
             layer.eval()
             layer.requires_grad_(old.weight.requires_grad)
-            # What `widen` reads: where weights stood transposed, and how many neurons there were. A pruned layer is
-            # plain, so that it fuses.
+            # `widen` reads these: weight transposition and the neuron count. A pruned layer is a plain Linear, so that
+            # it can fuse.
             vars(layer)["transposed"] = is_conv1d(old)
             if type(layer) is nn.Linear:
                 halves = 2 if found.packed and name == found.up else 1
@@ -219,7 +219,7 @@ class _Pass:
         return layers
 
     def _tried(self, chosen: Sequence[Candidate]) -> tuple[float, float]:
-        """The layers' mean error, and the whole model's distance from itself before."""
+        """Mean layer error, and the whole model's distance from the original."""
         layers: dict[str, nn.Module] = {}
         errors = []
         for place, candidate in enumerate(chosen):
@@ -243,10 +243,10 @@ class _Pass:
     def _weighed(
         self, rows: dict[str, list[list[Candidate]]]
     ) -> tuple[list[float], dict[str, list[list[Candidate]]]]:  # fmt: skip
-        """How far the model moves for a unit of each layer's error, and the candidates with the errors they will have.
+        """Model sensitivity to each layer's error, and candidates with expected errors.
 
-        Both are measured where the layer is at 3 bits. Candidates in bits were measured with weights rounded to
-        nearest: rounding for the inputs makes all errors of a layer smaller by about the same factor.
+        Both are measured with the layer at 3 bits. Candidate errors from rounding to nearest are rescaled, since fitted
+        rounding reduces all errors in a layer by about the same factor.
         """
         probe = texts.Whole(self.model, texts.share(self.batches, PROBED))
         weights, found = [], {name: list(own) for name, own in rows.items()}
@@ -261,7 +261,7 @@ class _Pass:
         return weights, found
 
     def finish(self, chosen: Sequence[Candidate], steps: int) -> tuple[list[LayerRow], dict[str, nn.Module]]:
-        """Put the new layers in, recovered where that is asked for; rows, and the layers from before."""
+        """Install the new layers, fine-tuned if requested; return the rows and the replaced layers."""
         rows: list[LayerRow] = []
         new: dict[str, nn.Module] = {}
         for place, (one, candidate) in enumerate(zip(self.found, chosen, strict=True)):
@@ -271,7 +271,7 @@ class _Pass:
                 layers = self._built(place, candidate, layer)
                 size = _bytes(layers)
                 error = self._recovered(layer, layers, steps) if steps else building.error(layer, layers)
-                new |= self._ready(layers, one)  # again: recovery trains all of a layer
+                new |= self._ready(layers, one)  # again: recovery trains all weights in a layer
             neurons = self.neurons[place]
             share = candidate.heavy / neurons
             rows.append(

@@ -1,4 +1,4 @@
-"""Embeddings in 8 bits: a scale and an offset for each row, widened where a row is read."""
+"""8-bit embeddings: a scale and an offset per row, dequantized on lookup."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
 
 
 class ByteEmbedding(nn.Module):
-    """Rows of bytes in the place of an nn.Embedding; no gradient.
+    """Replaces nn.Embedding with a uint8 table; no gradient.
 
-    codes: (N, D) uint8. scales: (N, 2), scale and offset, the bits of fp16 as int16. dtype: of the rows that it gives.
+    codes: (N, D) uint8. scales: (N, 2), scale and offset as fp16 bits in int16. dtype: the output dtype.
     """
 
     codes: Tensor
@@ -28,7 +28,7 @@ class ByteEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.register_buffer("codes", torch.zeros(num_embeddings, embedding_dim, dtype=torch.uint8))
         self.register_buffer("scales", torch.zeros(num_embeddings, 2, dtype=torch.int16))
-        # Holds nothing but the dtype, which casts of the model change.
+        # Only carries the dtype, so that model.to(dtype) changes the output dtype.
         self.register_buffer("like", torch.zeros(0, dtype=dtype), persistent=False)
 
     @property
@@ -37,29 +37,29 @@ class ByteEmbedding(nn.Module):
 
     @classmethod
     def of(cls, weight: Tensor) -> ByteEmbedding:
-        """A table (N, D) of floats."""
+        """Quantize a float table (N, D)."""
         made = cls(weight.shape[0], weight.shape[1], weight.dtype)
         codes, scales = quantize_rows(weight)
         made.codes, made.scales = codes, scales.view(torch.int16)
         return made
 
     def forward(self, ids: Tensor) -> Tensor:
-        # A bag of one row each. Rows of a padding id are read as nn.Embedding reads them.
+        # Bags with a single row each. Padding ids read their row as in nn.Embedding.
         codes, scales, flat = self.codes, self.scales.view(torch.float16), ids.reshape(-1, 1)
-        if not use_triton(scales):  # the reference widens a whole table: it gets the rows that are read
+        if not use_triton(scales):  # the reference dequantizes a whole table, so pass only the rows looked up
             codes, scales = codes[flat[:, 0]], scales[flat[:, 0]]
             flat = torch.arange(len(flat), device=flat.device)[:, None]
         rows = quantized_embedding(codes, scales, flat, mode="sum", dtype=self.dtype)
         return rows.view(*ids.shape, self.embedding_dim)
 
     def widened(self) -> Tensor:
-        """The table (N, D), dense."""
+        """The dequantized table (N, D)."""
         scale, offset = self.scales.view(torch.float16).float().split(1, 1)
         return torch.addcmul(offset, self.codes.float(), scale).to(self.dtype)
 
     @property
     def weight(self) -> Tensor:
-        """As `widened`: for code that asks a table for its weight's dtype or device."""
+        """Same as `widened`, for code that reads a table's weight dtype or device."""
         return self.widened()
 
     def extra_repr(self) -> str:
@@ -67,17 +67,17 @@ class ByteEmbedding(nn.Module):
 
 
 def embeddings(model: nn.Module, *, bits: int = 8) -> Report:
-    """Store every nn.Embedding of a model in rows of bytes, in place.
+    """Convert every nn.Embedding in a model to 8-bit rows, in place.
 
     Args:
-        model: any module. Tables whose weight another layer has too, as tied heads do, tables that a subclass reads
-            in another way, and those that are trained sparsely or renormed stay as they are.
-        bits: of a number: 8.
-    Returns: a `Report` with a row for each table that changed; its error is ‖w − ŵ‖² / ‖w‖². Those that stay are in
-        `left`, each with its reason. `remove()` puts the tables back.
-    Raises: ValueError for other bits, for numbers that are not finite, and for a model without nn.Embedding.
+        model: any module. Skipped: tables with shared weights, such as tied heads, subclasses with their own lookup,
+            and tables with sparse gradients or max_norm.
+        bits: bits per number; only 8.
+    Returns: a `Report` with a row for each converted table; error is ‖w − ŵ‖² / ‖w‖². Skipped tables are in `left` with
+        their reasons. `remove()` restores the tables.
+    Raises: ValueError for other bits, non-finite numbers, and a model without nn.Embedding.
 
-    A row of D numbers takes D + 4 bytes: 34 at width 30, where fp32 takes 120.
+    A row with D numbers takes D + 4 bytes: 34 at width 30, where fp32 takes 120.
 
     Source: Borisyuk et al. 2024, LiRank, https://arxiv.org/abs/2402.06859
     """

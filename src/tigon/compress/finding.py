@@ -1,11 +1,11 @@
-"""Feed-forward layers of any model, recognised by the numbers that pass through its linear layers.
+"""Recognise feed-forward layers in any model from the activations at its linear layers.
 
-    down's input = act(up's result)                        two matrices: BERT, GPT-2, OPT, ViT
-    down's input = act(gate's result) · up's result        three: Llama, Qwen, Gemma; or two, one holding gate and up
+    down's input = act(up's output)                        two matrices: BERT, GPT-2, OPT, ViT
+    down's input = act(gate's output) · up's output        three: Llama, Qwen, Gemma; or two, with gate and up packed
 
-One forward pass records a few rows of what each linear layer takes and gives. Where the code between two layers stands,
-in a module of its own, in the decoder layer or in two siblings, does not matter; that an inner number comes from one
-neuron alone does, and the equation shows it.
+A forward pass records a few rows from every linear layer's input and output. The match does not depend on which module
+contains the code between the layers (a separate module, the decoder layer or two siblings). It requires that each inner
+activation depends on a single neuron, which the equation verifies.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tigon.fusion.engine.patch import is_hooked
 from tigon.fusion.engine.probe import linear_widths
 from tigon.ops.acts import ACTS
 
-ROWS = 16  # of each layer's input and result, which tell the formula
-WINDOW = 8  # calls between gate and down
+ROWS = 16  # recorded rows per input and output, used to identify the formula
+WINDOW = 8  # maximum calls between gate and down
 _PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward layer: the names of its linear layers in the model.
+    """A feed-forward layer, as names of linear layers in the model.
 
-    gate: None where there is no gate: down(act(up(x))).
-    up: holds gate's rows above its own where `packed`.
+    gate: None without a gate: down(act(up(x))).
+    up: contains gate's rows above up's if `packed`.
     act: a name in `tigon.ops.acts`.
     """
 
@@ -50,7 +50,7 @@ class FeedForward:
 
     @property
     def name(self) -> str:
-        """What the names of its layers have in common: the module that they are in."""
+        """The common prefix in the layers' names: the module that contains them."""
         words = zip(*(name.split(".") for name in self.layers), strict=False)
         same = itertools.takewhile(lambda row: len(set(row)) == 1, words)
         return ".".join(row[0] for row in same) or self.down
@@ -62,7 +62,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Left:
-    """A layer that stays as it is, and why."""
+    """A skipped layer and the reason."""
 
     name: str
     reason: str
@@ -80,18 +80,18 @@ class _Call:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D: a linear layer with its weight transposed."""
+    """Whether the module is transformers' Conv1D: a linear layer with a transposed weight."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def weight_of(module: Any) -> Tensor:
-    """(out, in), of a layer that `find` has found."""
+    """The weight (out, in) for a layer that `find` returned."""
     weight: Tensor = module.weight.detach()
     return weight.t() if is_conv1d(module) else weight
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Everything that acts as a linear layer, the outermost where they are nested, as adapters are."""
+    """All linear layers by name; for nested layers, such as adapters, the outermost."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -101,11 +101,11 @@ def _linears(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[list[FeedForward], list[Left]]:
-    """The feed-forward layers that can be changed, in the order of their calls, and those that cannot.
+    """Find the supported feed-forward layers in call order, and the skipped layers.
 
-    batch: what the model is called with, by keyword.
+    batch: the model's keyword arguments.
 
-    Raises: ValueError where a layer takes numbers that are not finite: no formula could be told from them.
+    Raises: ValueError if a layer's input is not finite, since no formula can then be identified.
     """
     linears = _linears(model)
     calls: list[_Call] = []
@@ -157,7 +157,7 @@ def _matched(calls: list[_Call]) -> tuple[list[FeedForward], list[tuple[str, str
         match = _match(before, down)
         if match is not None:
             found.setdefault(match.down, match)
-        # As wide as a feed-forward layer between the same widths, so that users would look for it in the report.
+        # As wide as a feed-forward layer at the same model width: users will look for this layer in the report.
         elif any(c.widths == down.widths[::-1] and c.widths[0] < c.widths[1] for c in before):
             acts = ", ".join(ACTS)
             odd.append((down.name, f"its input is no {acts} of the layers before it, nor a product of these"))
@@ -182,14 +182,14 @@ def _match(before: list[_Call], down: _Call) -> FeedForward | None:
             elif first.widths[1] == 2 * inner:
                 gate, up = first.y.chunk(2, -1)
                 best += _fit(row.value(gate) * up, down.x, FeedForward(None, first.name, down.name, act, packed=True))
-    # The two forms of gelu are close; the nearer is the model's.
+    # The two gelu forms are close; choose the nearer.
     return min(best, key=lambda pair: pair[0])[1] if best else None
 
 
 def _fit(value: Tensor, x: Tensor, found: FeedForward) -> list[tuple[float, FeedForward]]:
-    """The layer and its distance, where the numbers are the same.
+    """The layer and its distance if the activations match.
 
-    To a few roundings of bf16 in the largest number: tens of thousands of numbers agree by chance in no model.
+    The tolerance is a few bf16 roundings at the largest value. Tens of thousands of values do not agree by chance.
     """
     off, size = (value - x).abs(), x.abs().amax(-1, keepdim=True)
     same = bool((off <= 2**-6 * x.abs() + 2**-9 * size).all())
@@ -197,7 +197,7 @@ def _fit(value: Tensor, x: Tensor, found: FeedForward) -> list[tuple[float, Feed
 
 
 def _shared(model: nn.Module) -> set[str]:
-    """Names of the modules with a parameter that stands in another place too."""
+    """Names of modules with a parameter shared with another module."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name.rpartition(".")[0])
@@ -225,7 +225,7 @@ def _why_not(
 
 
 def _experts(model: nn.Module) -> list[tuple[str, str]]:
-    """Modules with a weight a layer of which is an expert's."""
+    """Modules with a stacked expert weight."""
     return [
         (name, f"it holds {len(parameter)} experts, which see too few tokens each")
         for name, module in model.named_modules()

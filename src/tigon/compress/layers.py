@@ -1,4 +1,4 @@
-"""A linear layer in two parts, that of the heavy neurons and that of the rest, each stored in its own form."""
+"""Linear layers split in two parts, heavy neurons and the rest, with separate storage formats."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Part = nn.Module  # nn.Linear without a bias, Packed, LowRank or Stacked
 
 
 class Packed(nn.Module):
-    """A weight (M, N) in few bits, widened for each product.
+    """A low-bit weight (M, N), dequantized for each product.
 
-    codes: bytes, as of `packing.pack`. scales: (M, G, 2), the bits of fp16 as int16: a cast of the model to another
-    dtype would round scales of floats.
+    codes: bytes from `packing.pack`. scales: (M, G, 2), fp16 bits in int16, because model.to(dtype) would round float
+        scales.
     """
 
     codes: Tensor
@@ -32,28 +32,28 @@ class Packed(nn.Module):
         count = math.ceil(out_features * math.prod(self.groups) / 8) * bits
         self.register_buffer("codes", torch.zeros(count, dtype=torch.uint8))
         self.register_buffer("scales", torch.zeros(out_features, self.groups[0], 2, dtype=torch.int16))
-        self.trained: Tensor | None = None  # scales in fp32 that recovery trains
+        self.trained: Tensor | None = None  # fp32 scales during recovery
 
     @classmethod
     def of(cls, weight: Tensor, bits: int, group: int = GROUP) -> Packed:
-        """A matrix, rounded to nearest."""
+        """Quantize a matrix by rounding to nearest."""
         return cls.holding(*quantize_groups(weight, bits, group), weight.shape[1], bits, group)
 
     @classmethod
     def holding(cls, codes: Tensor, scales: Tensor, width: int, bits: int, group: int = GROUP) -> Packed:
-        """Codes (M, G, S) and scales (M, G, 2) of a matrix (M, width), as `packing.quantize_groups` gives them."""
+        """From `packing.quantize_groups`' codes (M, G, S) and scales (M, G, 2) for a matrix (M, width)."""
         made = cls(width, len(codes), bits, group)
         made.codes, made.scales = pack(codes, bits), scales.view(torch.int16)
         return made
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Codes (M, G, S) uint8, and scales (M, G, 2) fp16, or those that are trained."""
+        """Codes (M, G, S) uint8, and scales (M, G, 2): fp16, or the trainable fp32 scales."""
         count = self.out_features * math.prod(self.groups)
         codes = unpack(self.codes, self.bits, count).view(self.out_features, *self.groups)
         return codes, self.scales.view(torch.float16) if self.trained is None else self.trained
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """The weight (M, N)."""
+        """The dequantized weight (M, N)."""
         return widen_groups(*self.unpacked(), self.in_features, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Packed(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A weight (M, N) as the product of (M, r) and (r, N)."""
+    """A weight (M, N) as the product (M, r) @ (r, N)."""
 
     def __init__(self, in_features: int, out_features: int, rank: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class LowRank(nn.Module):
 
     @classmethod
     def of(cls, outer: Tensor, inner: Tensor) -> LowRank:
-        """outer (M, r) and inner (r, N)."""
+        """From outer (M, r) and inner (r, N)."""
         with torch.device("meta"):
             made = cls(inner.shape[1], outer.shape[0], len(inner))
         made.inner.weight, made.outer.weight = nn.Parameter(inner), nn.Parameter(outer)
@@ -88,7 +88,7 @@ class LowRank(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Two parts of one input, their results one after the other: gate and up of low rank in one layer."""
+    """Two parts with the same input and concatenated outputs: low-rank gate and up in one layer."""
 
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__()
@@ -103,15 +103,15 @@ class Stacked(nn.Module):
 
 
 class SplitLinear(nn.Module):
-    """y = x Wᵀ + b, with W in two parts that are stored each in its own form.
+    """y = x Wᵀ + b, with W split in two parts with separate storage formats.
 
     Args:
-        axis: "rows": the parts have the first and the last rows of W, as in gate and up; "columns": the first and the
-            last columns, as in down.
-        halves: 2 where W holds gate and up, one below the other: each half then has its rows in both parts.
+        axis: "rows": the parts hold W's first and last rows, for gate and up; "columns": its first and last columns,
+            for down.
+        halves: 2 if W stacks gate above up; each half then has rows in both parts.
         heavy, rest: nn.Linear without a bias, Packed, LowRank or Stacked; either may be None.
         bias: (out_features,) or None.
-        dtype: that of the layer in whose place this one stands.
+        dtype: the replaced layer's dtype.
     """
 
     like: Tensor
@@ -121,7 +121,7 @@ class SplitLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        # Holds nothing but the dtype, which casts of the model change: packed weights are no floats.
+        # Only carries the dtype for model.to(dtype): packed weights are integers.
         self.register_buffer("like", torch.zeros(0, dtype=dtype), persistent=False)
         self.axis, self.halves = axis, halves
         self.heavy, self.rest = heavy, rest
@@ -132,7 +132,7 @@ class SplitLinear(nn.Module):
         self.out_features = sum(part.out_features for part in parts) if rows else parts[0].out_features
 
     def parts(self) -> Iterator[Any]:
-        """Those that there are, heavy first."""
+        """The parts that exist, heavy first."""
         return (part for part in (self.heavy, self.rest) if part is not None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class SplitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out_features, in_features), widened: for code that asks a layer for its weight's dtype or device."""
+        """(out_features, in_features), dequantized, for code that reads a layer's weight dtype or device."""
         return self.widened(self.like.dtype)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
@@ -165,7 +165,7 @@ class SplitLinear(nn.Module):
 
 
 def layout_of(layer: SplitLinear) -> dict[str, Any]:
-    """What `built` needs to make a layer of the same parts; JSON."""
+    """JSON layout from which `built` creates a layer with the same parts."""
     sizes = [_of_part(part) for part in (layer.heavy, layer.rest)]
     return {"axis": layer.axis, "halves": layer.halves, "bias": layer.bias is not None, "parts": sizes}
 
@@ -182,7 +182,7 @@ def _of_part(part: Any) -> list[Any] | None:
 
 
 def built(layout: dict[str, Any]) -> SplitLinear:
-    """An empty layer of this layout, on the current default device and in the current default dtype."""
+    """An empty layer with this layout, on the default device and in the default dtype."""
     heavy, rest = (None if row is None else _part(row) for row in layout["parts"])
     layer = SplitLinear(layout["axis"], heavy, rest, halves=layout["halves"])
     if layout["bias"]:

@@ -1,7 +1,7 @@
-"""Low rank for the inputs that a matrix really has: the B A of rank r that is least in ‖(W − B A) L‖.
+"""Low-rank factors weighted by the inputs: the rank-r B A that minimises ‖(W − B A) L‖.
 
-L Lᵀ is the second moment of the inputs. The answer is that of the SVD of W L, found by the eigenvectors of the smaller
-of its two Gram matrices, in a fraction of the time; one decomposition serves all ranks.
+L Lᵀ is the inputs' second moment. The solution is the SVD of W L, computed from eigenvectors of the smaller Gram matrix
+in a fraction of the time. A single decomposition serves all ranks.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-RIDGE = 1e-3  # of the mean square of the inputs: directions that calibration has not seen cost something too
+RIDGE = 1e-3  # relative to the inputs' mean square: directions absent from calibration still have a cost
 
 
 class Spectrum:
-    """A matrix, decomposed once.
+    """A matrix decomposed once for all ranks.
 
     Args:
         weight: (M, N) fp32.
-        moment: (N, N), the mean of x xᵀ over the inputs.
+        moment: (N, N), mean x xᵀ over the inputs.
     """
 
     def __init__(self, weight: Tensor, moment: Tensor) -> None:
@@ -28,10 +28,10 @@ class Spectrum:
         tall = weight.shape[0] > weight.shape[1]
         self.tall = tall
         gram = self.product.t() @ self.product if tall else self.product @ self.product.t()
-        self.vectors = torch.linalg.eigh(gram)[1].flip(1)  # the largest first
+        self.vectors = torch.linalg.eigh(gram)[1].flip(1)  # largest first
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """outer (M, r) and inner (r, N)."""
+        """Factors outer (M, r) and inner (r, N)."""
         own = self.vectors[:, :rank]
         if not self.tall:
             return own, own.t() @ self.weight

@@ -1,4 +1,4 @@
-"""What `feed_forward` takes for its method, and what of it fits together."""
+"""The `method` options for `feed_forward` and their checks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAMES: tuple[Name, ...] = ("bits", "rank", "prune", "svd")
 
 @dataclass(frozen=True)
 class Bits:
-    """One split by bits for all layers, in the place of a budget.
+    """A fixed bit split for all layers, instead of a budget.
 
     Args:
-        heavy: bits of the weights of the heavy neurons, among 2, 3, 4, 5, 6 and 8.
-        rest: bits of those of the others, likewise.
-        share: of the neurons that are heavy, from 0 to 1.
-        chosen: False takes neurons at random in their place: what the choice is worth. Seeded by the layer.
-        fit: False rounds each weight to nearest, and not for the calibration's inputs: what that is worth.
+        heavy: weight bits for heavy neurons: 2, 3, 4, 5, 6 or 8.
+        rest: weight bits for the other neurons, same choices.
+        share: fraction of heavy neurons, 0 to 1.
+        chosen: False picks heavy neurons at random, as an ablation. Seeded by the layer.
+        fit: False rounds each weight to nearest instead of fitting the calibration inputs, as an ablation.
     Raises: ValueError for other widths and shares.
     """
 
@@ -43,7 +43,7 @@ class Bits:
 
 
 def checked_method(method: Any, budget: Any, recover: Any) -> str:
-    """The method's name; a sentence for what does not fit together."""
+    """Return the method's name, or raise if the options are incompatible."""
     known = (*get_args(Method), "Bits(…)")
     if not isinstance(method, Bits) and method not in known[:-1]:
         near = difflib.get_close_matches(str(method), known[:-1], 1)

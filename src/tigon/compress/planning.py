@@ -1,4 +1,4 @@
-"""Which candidate each layer takes, so that all together fit the budget and their errors are least."""
+"""Choose a candidate for each layer that minimises the total error within the budget."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 from tigon.compress.candidates import Candidate
 
-STEPS = 100  # of the bisection: errors range over many powers of two
+STEPS = 100  # bisection steps: errors span many powers of two
 
 
 def least_bytes(layers: Sequence[Sequence[Candidate]]) -> int:
-    """What the smallest candidates take together."""
+    """Total bytes with the smallest candidates."""
     return sum(min(one.bytes for one in row) for row in layers)
 
 
 def plan(layers: Sequence[Sequence[Candidate]], budget: int, weights: Sequence[float]) -> list[Candidate] | None:
-    """One candidate of each layer; None where even the smallest are too large.
+    """Choose a candidate per layer; None if even the smallest exceed the budget.
 
-    Minimises Σ weight · error within the bytes: by the price of a byte at which the layers' own best choices just fit
-    (Lagrange), and then by spending what the price leaves over where it helps most.
+    Minimises Σ weight · error within the budget: bisects the price per byte (Lagrange multiplier) at which the layers'
+    best choices just fit, then spends the remaining bytes where they reduce the error most.
 
-    Raises: ValueError for an error or a weight that is not finite.
+    Raises: ValueError for non-finite errors or weights.
     """
     for place, (row, weight) in enumerate(zip(layers, weights, strict=True)):
         if not all(math.isfinite(weight * c.error) for c in row):
@@ -38,7 +38,7 @@ def plan(layers: Sequence[Sequence[Candidate]], budget: int, weights: Sequence[f
             for row, weight in zip(layers, weights, strict=True)
         ]
 
-    # At this price a byte costs more than any error does, and each layer takes its smallest candidate.
+    # At this price bytes outweigh any error, so each layer takes its smallest candidate.
     low, high = 0.0, max(weight * c.error for row, weight in zip(layers, weights, strict=True) for c in row)
     for _ in range(STEPS):
         middle = (low + high) / 2
@@ -49,7 +49,7 @@ def plan(layers: Sequence[Sequence[Candidate]], budget: int, weights: Sequence[f
 def _spent(
     layers: Sequence[Sequence[Candidate]], weights: Sequence[float], chosen: list[Candidate], budget: int
 ) -> list[Candidate]:  # fmt: skip
-    """The same with better candidates while they fit, the most error a byte first."""
+    """Upgrade candidates while they fit, largest error reduction per byte first."""
     spare = budget - sum(c.bytes for c in chosen)
     while True:
         best = None

@@ -1,7 +1,7 @@
-"""A short fine-tune of what compression changed: each layer by itself learns the outputs that the whole one had.
+"""Recovery: a short fine-tune in which each compressed layer learns the original layer's outputs.
 
-Scales and offsets of packed weights, factors of low rank, kept neurons and biases are trained; codes stay as they are.
-A layer keeps what it learned only if its error on rows outside the fine-tune has become smaller.
+Trains scales and offsets, low-rank factors, kept neurons and biases; codes are fixed. An update is kept only if the
+error on held-out rows decreases.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from tigon.compress.building import output
 from tigon.compress.finding import FeedForward
 from tigon.compress.layers import Packed
 
-ROWS, RATE = 256, 1e-3  # of a step; Adam's rate, relative to the size of each tensor
+ROWS, RATE = 256, 1e-3  # rows per step; Adam's learning rate relative to each tensor's magnitude
 
 
 def recover(
     found: FeedForward, layers: Mapping[str, nn.Module], fit: Tensor, target: Tensor, steps: int,
     held: Callable[[], float],
 ) -> float:  # fmt: skip
-    """Train the layers for so many steps of 256 rows.
+    """Fine-tune the layers on batches with 256 rows.
 
     Args:
-        fit, target: inputs (T, d) and outputs (T, d) of the layer as it was, fp32.
-        held: the error on other rows, of the layers in fp32.
-    Returns: the error on those rows afterwards, which is no larger than before.
+        fit, target: (T, d) inputs and outputs for the original layer, fp32.
+        held: computes the error on held-out rows with the layers in fp32.
+    Returns: the held-out error afterwards, no larger than before.
     """
     modules = list(layers.values())
     dtypes = [next((p.dtype for p in module.parameters()), torch.float32) for module in modules]
     for module in modules:
-        # Steps are smaller than roundings of bf16; packed codes and scales are no floats.
+        # Steps are smaller than bf16 rounding; packed codes and scales are integers.
         module.float().requires_grad_(True)
     before = held()
     saved = [{k: v.clone() for k, v in module.state_dict().items()} for module in modules]
     trained = _trained(modules)
-    # Adam moves every number by about its rate: relative to the tensor's size, one rate serves scales and weights.
+    # Adam moves every number by about its learning rate: scaled by tensor magnitude, the same rate suits scales and
+    # weights.
     groups = [{"params": [p], "lr": RATE * float(p.detach().abs().mean().clamp_min(1e-8))} for p in trained]
     optimizer = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
@@ -55,14 +56,14 @@ def recover(
     _settled(modules)
     after = held()
     for module, state, dtype in zip(modules, saved, dtypes, strict=True):
-        if not after < before:  # NaN too
+        if not after < before:  # NaN fails too
             module.load_state_dict(state)
         module.to(dtype)
     return after if after < before else before
 
 
 def _trained(modules: list[nn.Module]) -> list[Tensor]:
-    """Tensors that are trained; scales in fp32 for as long."""
+    """Tensors to train; scales stay in fp32 during recovery."""
     found: list[Tensor] = []
     for module in modules:
         for inside in module.modules():

@@ -1,4 +1,4 @@
-"""What `feed_forward` did to each layer, what other methods would have cost, and the way back."""
+"""`feed_forward`'s report: changes per layer, method comparison, and `remove()`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tigon.compress.finding import Left
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer in the report.
+    """A layer's row in the report.
 
-    method: "whole" where it stays as it is. heavy: the share of its neurons that is kept, or has the wider width.
-    bits: of the heavy neurons and of the others; None where weights are floats. rank: of the others, or 0.
-    bytes, bytes_before: of its weights, scales and biases. error: E‖y − ŷ‖² / E‖y‖² of its output, on rows that the
-    scores have not seen, after recovery. score_of_a_tenth: what the best tenth of its neurons holds of the score.
+    method: "whole" if unchanged.
+    heavy: fraction of neurons kept or stored at the wider width.
+    bits: widths for heavy and other neurons; None for floats.
+    rank: for the other neurons, or 0.
+    bytes, bytes_before: weights, scales and biases.
+    error: E‖y − ŷ‖² / E‖y‖² at the output after recovery, on rows not used for scores.
+    score_of_a_tenth: fraction of the score in the best tenth of the neurons.
     """
 
     name: str
@@ -36,9 +39,9 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """A method within the same budget: bytes of all layers and their mean error.
+    """A method at the same budget: total bytes and mean layer error.
 
-    distance: of the whole model's answers to the calibration text from those before; None where it was not tried.
+    distance: whole-model output distance on the calibration text; None if not tried.
     """
 
     name: str
@@ -50,12 +53,16 @@ class MethodRow:
 
 @dataclass
 class Report:
-    """What `feed_forward` returns.
+    """Result of `feed_forward`.
 
-    layers: a row each. methods: what each would have cost. left: layers that stay as they are, and why.
-    tokens: of the calibration. unit: of distances. notes: what else to know.
+    layers: a row per layer.
+    methods: each method's cost.
+    left: skipped layers and reasons.
+    tokens: calibration tokens.
+    unit: unit for distances.
+    notes: further remarks.
 
-    The report holds the layers it has replaced, for `remove()`. Memory is saved once you drop the report, or call
+    The report keeps the replaced layers for `remove()`. Their memory is freed once you drop the report or call
     `forget()`.
     """
 
@@ -78,11 +85,11 @@ class Report:
 
     @property
     def distance(self) -> float | None:
-        """Of the whole model from itself before, on the calibration text; 0 where nothing changed."""
+        """The whole model's distance from the original on the calibration text; 0 if nothing changed."""
         return next((row.distance for row in self.methods if row.chosen), None)
 
     def remove(self) -> None:
-        """Put the layers back that were replaced: the model computes the same bits as before.
+        """Restore the replaced layers; outputs are again bitwise identical to the original.
 
         Raises: RuntimeError after `forget()`.
         """
@@ -95,11 +102,11 @@ class Report:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the layers from before."""
+        """Release the original layers."""
         self._model, self._before = None, {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Rows as plain numbers and words."""
+        """Rows as JSON-compatible values."""
         return {
             "layers": [asdict(row) for row in self.layers], "methods": [asdict(row) for row in self.methods],
             "left": [asdict(row) for row in self.left], "tokens": self.tokens, "unit": self.unit, "notes": self.notes,
@@ -107,7 +114,7 @@ class Report:
         }  # fmt: skip
 
     def table(self) -> str:
-        """All of it as text."""
+        """The report as text."""
         header = ("method", 7), ("kept", 6), ("bits", 6), ("rank", 5), ("MiB", 8), ("of", 8), ("error", 9)
         lines = [" ".join([f"{'layer':<32}", *(f"{word:>{width}}" for word, width in header), " top tenth"])]
         for row in self.layers:
@@ -131,7 +138,7 @@ class Report:
         return self.table()
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Errors of the layers, and distance or error of each method, as a picture; needs matplotlib."""
+        """Plot layer errors and each method's distance or error; needs matplotlib."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -150,7 +157,7 @@ class Report:
 
 
 def swap(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Put layers into the places of others, by name; returns those others."""
+    """Replace layers by name; return the replaced layers."""
     before = {}
     for name, layer in layers.items():
         owner, _, child = name.rpartition(".")

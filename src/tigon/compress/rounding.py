@@ -1,10 +1,9 @@
-"""Codes that keep a matrix's products, where rounding to nearest keeps its numbers.
+"""Rounding that preserves a matrix's products rather than its entries (GPTQ).
 
-    least over Ŵ  E‖(W − Ŵ) x‖²,   by the second moment of the inputs x
+    minimise over Ŵ  E‖(W − Ŵ) x‖²,   from the inputs' second moment
 
-Columns are rounded one after the other, and the error of each is made good in those that are not rounded yet, as far as
-the inputs go together. A column is an input: heavy ones come first, so that the others, in fewer bits, carry what they
-leave.
+Columns are rounded in sequence; each column's error is compensated in the remaining columns through input correlations.
+A column corresponds to an input. Heavy inputs come first, so that the low-bit columns absorb their error.
 
 Source: GPTQ, Frantar et al. 2022, https://arxiv.org/abs/2210.17323
 """
@@ -18,17 +17,17 @@ from torch import Tensor
 
 from tigon.compress.packing import LARGEST, grid, groups_of, nearest
 
-DAMPING = 0.01  # of the mean square of the inputs: as little as that no input explains another that it never met
+DAMPING = 0.01  # relative to the inputs' mean square; just enough that inputs do not explain unrelated inputs
 
 
 def fitted(weight: Tensor, moment: Tensor, widths: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
-    """Codes and scales of a matrix, cut into parts by columns.
+    """Quantize a matrix in column blocks.
 
     Args:
         weight: (M, N), finite.
-        moment: (N, N) fp32, the mean of x xᵀ over the inputs.
-        widths: of each part its columns and their bits, together all N columns.
-    Returns: for each part what `quantize_groups` gives.
+        moment: (N, N) fp32, mean x xᵀ over the inputs.
+        widths: (columns, bits) per block; the columns add up to N.
+    Returns: codes and scales per block, as from `quantize_groups`.
     """
     w, root = weight.detach().float().clone(), _root(moment)
     parts, start = [], 0
@@ -47,7 +46,7 @@ def fitted(weight: Tensor, moment: Tensor, widths: Sequence[tuple[int, int]]) ->
 
 
 def _root(moment: Tensor) -> Tensor:
-    """U, upper triangular, with Uᵀ U = the moment's inverse: row i says how inputs after i make good for i."""
+    """Upper triangular U with Uᵀ U = moment⁻¹: row i gives the compensation for input i by later inputs."""
     eye = torch.eye(len(moment), device=moment.device, dtype=moment.dtype)
     damped = moment + (DAMPING * moment.diagonal().mean() + 1e-12) * eye
     root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
@@ -55,7 +54,7 @@ def _root(moment: Tensor) -> Tensor:
 
 
 def _group(own: Tensor, root: Tensor, later: Tensor, bits: int, codes: Tensor) -> Tensor:
-    """Round one group's columns into `codes`, and correct the columns after it in place; the group's scales."""
+    """Round a group's columns into `codes`, correct later columns in place, and return the group's scales."""
     own = own.clamp(-LARGEST, LARGEST)
     scales = grid(own, bits)
     scale, offset = scales.float().unbind(-1)

@@ -1,8 +1,8 @@
-"""Compressed models on disk: plain safetensors, and in the configuration which layer is stored how.
+"""Save and load compressed models: plain safetensors plus each layer's storage layout in the configuration.
 
-For a model of transformers the description stands in `config.quantization_config` as the method "tigon", which
-`save_pretrained` writes too. `load` tells transformers what it means: without that, from_pretrained warns of an unknown
-method and of missing weights, and fills them with random numbers. Other modules get a `compress.json` beside their
+For transformers models the layout is in `config.quantization_config` under the method "tigon", which `save_pretrained`
+also writes. `load` registers the method with transformers. Without `load`, from_pretrained warns about an unknown
+method and missing weights, and fills the weights with random numbers. Other modules get a `compress.json` beside the
 tensors.
 """
 
@@ -28,7 +28,7 @@ WEIGHTS, LAYOUT = "model.safetensors", "compress.json"
 
 
 def layout(model: nn.Module) -> dict[str, Any]:
-    """Which layers of a model are compressed and how; JSON."""
+    """JSON layout: the compressed layers and their storage."""
     layers, tables = {}, {}
     for name, module in model.named_modules():
         if isinstance(module, SplitLinear):
@@ -43,7 +43,7 @@ def layout(model: nn.Module) -> dict[str, Any]:
 
 
 def describe(model: Any) -> None:
-    """Write the layout into the configuration of a model of transformers; take it out where nothing is compressed."""
+    """Write the layout to a transformers model's configuration, or remove it if no layer is compressed."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return
@@ -55,9 +55,9 @@ def describe(model: Any) -> None:
 
 
 def rebuild(model: nn.Module, found: dict[str, Any]) -> None:
-    """Put empty layers of this layout into a model, where its own layers are.
+    """Replace a model's layers with empty layers in this layout.
 
-    Raises: ValueError for a layout of another version, of another model, or of no layers.
+    Raises: ValueError for a layout from another version or model, or without layers.
     """
     if found.get("format") != FORMAT:
         raise ValueError(
@@ -91,13 +91,13 @@ def _empty_layers(found: dict[str, Any]) -> dict[str, nn.Module]:
 
 
 def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
-    """Write a compressed model, which `load` opens without the original weights.
+    """Save a compressed model, which `load` opens without the original weights.
 
     Args:
-        model: a model of transformers, which `save_pretrained` writes the same, or any module.
-        folder: made where it is not there.
-        tokenizer: is saved with it.
-    Raises: ValueError for a model in which nothing is compressed.
+        model: a transformers model (`save_pretrained` writes the same files), or any module.
+        folder: created if missing.
+        tokenizer: saved with the model.
+    Raises: ValueError if no layer in the model is compressed.
     """
     found = layout(model)
     if not found["layers"] and not found["embeddings"]:
@@ -112,7 +112,7 @@ def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
 
         tensors: dict[int, str] = {}
         state = {}
-        for name, tensor in model.state_dict().items():  # a tied tensor is written once
+        for name, tensor in model.state_dict().items():  # write tied tensors once
             if tensors.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), name) == name:
                 state[name] = tensor.contiguous()
         save_file(state, str(folder / WEIGHTS))
@@ -123,15 +123,15 @@ def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
 
 
 def load(folder: str | Path, model: nn.Module | None = None, *, dense: bool = False, **options: Any) -> Any:
-    """Open what `save`, or `save_pretrained` of a compressed model, has written.
+    """Load a compressed model written by `save` or `save_pretrained`.
 
     Args:
-        folder: as it was written.
-        model: a module built as the original was, for what is no model of transformers; it is changed in place.
-        dense: widen everything, as `widen` does: dense speed and dense bytes.
-        options: for `from_pretrained`.
+        folder: the saved folder.
+        model: a module built like the original, required for modules outside transformers; changed in place.
+        dense: dequantize all layers as `widen` does: dense speed and dense size.
+        options: passed to `from_pretrained`.
     Returns: the model, in evaluation mode.
-    Raises: ValueError for a folder without a compressed model, and for files that are damaged.
+    Raises: ValueError for a folder without a compressed model, and for damaged files.
     """
     folder = Path(folder)
     if model is not None:
@@ -140,7 +140,7 @@ def load(folder: str | Path, model: nn.Module | None = None, *, dense: bool = Fa
         check_manifest(folder)
         rebuild(model, read_json(folder / LAYOUT))
         tensors = read_tensors(folder / WEIGHTS)
-        own = {name for name, _ in model.named_parameters()}  # a tied tensor has one name here, and two in the state
+        own = {name for name, _ in model.named_parameters()}  # tied tensors have one name here and two in the state
         load_state(model, tensors, folder / WEIGHTS, ignore=lambda name: name not in own and name not in tensors)
         opened: Any = model.eval()
     else:
@@ -164,19 +164,19 @@ def _hosted_model(folder: Path, options: dict[str, Any]) -> Any:
         return kind.from_pretrained(folder, **options).eval()
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # transformers raises what its readers of damaged files raise
+    except Exception as error:  # whatever transformers raises for damaged files
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DamagedFileError(f"load: {folder} holds no model that can be loaded: {said}") from error
 
 
 @torch.no_grad()
 def widen(model: nn.Module) -> Any:
-    """Put dense layers into the places of all compressed ones, in place: as fast and as large as before.
+    """Replace all compressed layers with dense layers, in place: original speed and size.
 
-    Neurons that were pruned come back as zeros, so that the layers have the shapes that the configuration tells.
+    Pruned neurons are restored as zeros, so that shapes match the configuration.
 
     Args:
-        model: with layers that `feed_forward` or `embeddings` compressed; one without is left as it is.
+        model: with layers compressed by `feed_forward` or `embeddings`; other models are unchanged.
     Returns: the model.
     """
     new: dict[str, nn.Module] = {}
@@ -199,7 +199,7 @@ def _transposed(module: nn.Module) -> bool:
 
 
 def _padded(module: Any, out: int, width: int, halves: int) -> nn.Module:
-    """Zeros after the kept neurons; where gate is above up, after each of the two."""
+    """Pad the kept neurons with zeros; with gate above up, pad each half."""
     weight, bias = module.weight, module.bias
     rows = [nn.functional.pad(w, (0, width - w.shape[1], 0, out // halves - len(w))) for w in weight.chunk(halves)]
     if bias is not None:
@@ -226,7 +226,7 @@ def _linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
 
 @functools.cache
 def hosted() -> tuple[Any, Any]:
-    """The configuration and the quantizer that transformers opens compressed models by, registered there."""
+    """Register Tigon's configuration and quantizer with transformers and return the classes."""
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin

@@ -1,4 +1,4 @@
-"""Calibration: texts or token ids as batches of a model, and what its feed-forward layers take in them."""
+"""Calibration data: texts or token ids as model batches, and the recorded feed-forward inputs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from tigon.compress.finding import FeedForward
 
 Batch = dict[str, Tensor]
-LENGTH, SEQUENCES = 512, 4  # tokens of a window of a text, windows of a batch
-MOST = 8192  # rows of each layer's input that are kept, where no more are needed
+LENGTH, SEQUENCES = 512, 4  # tokens per window, windows per batch
+MOST = 8192  # rows kept per layer input, unless more are needed
 NAME = "feed_forward"
 
 
 def batches_of(model: nn.Module, calibration: Any, tokenizer: Any, *, name: str = NAME) -> list[Batch]:
-    """Keyword arguments of the model, batch by batch.
+    """Batches as model keyword arguments.
 
     Args:
-        calibration: texts, with a tokenizer; ids (sequences, length); or an iterable of mappings, used as they are.
-    Raises: ValueError for anything else, and for nothing.
+        calibration: texts, with a tokenizer; ids (sequences, length); or an iterable of mappings, used unchanged.
+    Raises: ValueError for other types and for empty calibration.
     """
     place = next(model.parameters()).device
     if isinstance(calibration, str):
@@ -64,11 +64,11 @@ def _check_ids(model: Any, ids: Tensor, name: str) -> None:
 
 
 def _windows(model: Any, texts: list[str], tokenizer: Any, name: str) -> list[Batch]:
-    """Windows of each text, those of one length together: padding would count as text."""
+    """Windows over each text, grouped by length, since padding would count as text."""
     if tokenizer is None:
         raise ValueError(f"{name}: calibration of texts needs tokenizer=, the model's.")
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None) or LENGTH
-    around = tokenizer("")["input_ids"]  # what stands before and after every text
+    around = tokenizer("")["input_ids"]  # tokens added around every text
     before, after = around[:1], around[1:]
     room = max(1, min(LENGTH, limit) - len(around))
     by_length: dict[int, list[list[int]]] = {}
@@ -86,7 +86,7 @@ def _grouped(rows: list[list[int]]) -> Iterable[list[list[int]]]:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Tokens of a batch, or rows of a model that takes none; padding does not count."""
+    """Token count without padding, or the row count if the model takes no tokens."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return int(mask.sum())
@@ -96,7 +96,7 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
 
 
 def first_rows(batch: Batch) -> Batch:
-    """The batch's first sequence, enough to recognise layers by."""
+    """The batch's first sequence, enough to recognise layers."""
     return {k: v[:1] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
 
 
@@ -104,10 +104,10 @@ def first_rows(batch: Batch) -> Batch:
 def inputs_of(
     model: nn.Module, found: list[FeedForward], batches: list[Batch], *, need: int = 1
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Rows (T, d) that each layer's up takes, by the name of down, evenly from all batches.
+    """Rows (T, d) at the input to each layer's up, keyed by down's name, sampled evenly over all batches.
 
-    They are at most MOST; or, of as many tokens, at least `need`, and fewer than twice that.
-    Raises: ValueError for a layer whose input is not finite.
+    At most MOST rows; if `need` is larger, at least `need` and fewer than twice that, given enough tokens.
+    Raises: ValueError for a layer with a non-finite input.
     """
     tokens = sum(map(tokens_of, batches))
     stride = max(1, min(-(-tokens // MOST), tokens // need))
@@ -145,7 +145,7 @@ def inputs_of(
 # -------------------------------------------------------------------------------------------------- the whole model
 
 
-TOP = 64  # most probable tokens that predictions are compared by, and the rest as one
+TOP = 64  # most probable tokens compared individually; the rest are pooled
 
 
 def _output(model: nn.Module, batch: Batch) -> Tensor:
@@ -160,10 +160,10 @@ def _output(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Whole:
-    """What a model answers in some batches, to say how far a changed model is from it.
+    """The original model's outputs on some batches, to measure a changed model's distance.
 
-    The distance is KL(before ‖ after) in nats a token for predictions of tokens, over the 64 most probable tokens and
-    the others as one; else the mean squared difference, relative to the mean square of what was answered before.
+    For token predictions the distance is KL(before ‖ after) in nats per token, over the 64 most probable tokens and the
+    pooled rest. Otherwise it is the mean squared difference relative to the outputs' mean square.
     """
 
     @torch.no_grad()
@@ -179,7 +179,7 @@ class Whole:
 
     @property
     def unit(self) -> str:
-        """Of distances."""
+        """Unit for distances."""
         return "nats a token" if self.nats else "of the mean square of its answers"
 
     def _read(self, batch: Batch) -> Any:
@@ -191,7 +191,7 @@ class Whole:
 
     @torch.no_grad()
     def distance(self) -> float:
-        """Of the model as it is now."""
+        """Distance of the current model from the original."""
         off, size = 0.0, 0.0
         for batch, before in zip(self.batches, self.before, strict=True):
             y = _output(self.model, batch).float()
@@ -203,7 +203,7 @@ class Whole:
             else:
                 off += float((y - before).square().sum())
                 size += float(before.square().sum())
-        return max(0.0, off / size) if size else 0.0  # rounding can take a divergence of next to nothing below 0
+        return max(0.0, off / size) if size else 0.0  # rounding can make a tiny divergence negative
 
 
 def _rest(p: Tensor, q: Tensor) -> Tensor:
@@ -217,6 +217,6 @@ def _has_head(model: Any) -> bool:
 
 
 def share(batches: list[Batch], tokens: int) -> list[Batch]:
-    """The first batches, at least so many tokens of them."""
+    """The first batches that hold at least `tokens` tokens."""
     counts = itertools.accumulate(map(tokens_of, batches), initial=0)
     return [batch for batch, before in zip(batches, counts, strict=False) if before < tokens]

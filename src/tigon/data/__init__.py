@@ -1,7 +1,7 @@
-"""Tables: files of the usual formats, and the columns of tables in memory.
+"""Tables: read common file formats and columns from in-memory tables.
 
-`tigon.retrieve` and `tigon.rank` read their tables here. The package knows neither, and its errors begin with the name
-that the caller gives.
+`tigon.retrieve` and `tigon.rank` read their tables here. The package depends on neither; error messages begin with the
+name passed by the caller.
 """
 
 from tigon.lazy import attach

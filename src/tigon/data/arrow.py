@@ -1,4 +1,4 @@
-"""Columns as pyarrow arrays, and their values without a loop in Python: keys, numbers, times and hashes."""
+"""Columns as pyarrow arrays, converted to keys, numbers, times and hashes without Python loops."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 from tigon.data.columns import columns_of
 from tigon.data.values import BadValue, Bools, Ints, have_room, microseconds, read_times
 
-# Of a number of units since 1970, in microseconds.
+# Microseconds per unit, for numeric times since 1970.
 UNITS = {"s": 1_000_000, "ms": 1000, "us": 1, "ns": 0.001}
 
 
 def arrow_columns(name: str, table: Any) -> dict[str, Any]:
-    """The columns of a table as pyarrow arrays.
+    """A table's columns as pyarrow arrays.
 
-    name: what errors begin with.
-    Raises: ValueError as `columns_of`, and for a column whose values are of several kinds.
+    name: prefix for error messages.
+    Raises: ValueError as in `columns_of`, and for a column with mixed value kinds.
     """
     import pyarrow as pa
 
@@ -48,13 +48,13 @@ def arrow_columns(name: str, table: Any) -> dict[str, Any]:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode() if isinstance(column, pa.Array) else column.cast(column.type.value_type)
         if pa.types.is_string_view(column.type) or isinstance(column, pa.ChunkedArray):
-            column = column.cast(pa.large_string())  # a chunked one is more text than 32 bits count
+            column = column.cast(pa.large_string())  # chunked text can exceed 32-bit offsets
         found[key] = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return found
 
 
 def _in_known_units(column: Any) -> Any:
-    """Times of NumPy in a unit that Arrow has."""
+    """Convert NumPy times to a unit that Arrow supports."""
     if isinstance(column, np.ndarray) and column.dtype.kind in "mM":
         unit, count = np.datetime_data(column.dtype)
         if count != 1 or unit not in ("D", "s", "ms", "us", "ns"):
@@ -68,7 +68,7 @@ def _in_known_units(column: Any) -> Any:
 
 
 def _whole(table: Any) -> Any:
-    """A DataFrame as a pyarrow.Table; another table as it is."""
+    """Convert a DataFrame to a pyarrow.Table; other tables are returned unchanged."""
     import pyarrow as pa
 
     kind = type(table).__module__.split(".")[0]
@@ -78,7 +78,7 @@ def _whole(table: Any) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence on a name that no column has."""
+    """Suffix for an unknown-column error, suggesting similar names."""
     listed = list(names)
     near = difflib.get_close_matches(name, listed, 1) or difflib.get_close_matches(
         name.lower(), [one.lower() for one in listed], 1, cutoff=0.5
@@ -89,7 +89,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def keys(column: Any) -> Any:
-    """Values that name something, as int64 or large_string; null where a value is missing or an empty string.
+    """Identifiers as int64 or large_string; null for missing values and empty strings.
 
     Raises: BadValue for values that are neither strings nor integers.
     """
@@ -124,7 +124,7 @@ def keys(column: Any) -> Any:
 
 
 def kinds_agree(columns: Sequence[Any]) -> list[Any]:
-    """Arrays that `keys` returned, all as integers if all are (or are empty), else all as strings."""
+    """Unify arrays from `keys`: integers if all are integers or empty, else strings."""
     import pyarrow as pa
     import pyarrow.types as types
 
@@ -135,7 +135,7 @@ def kinds_agree(columns: Sequence[Any]) -> list[Any]:
 
 
 def is_numeric(column: Any) -> bool:
-    """Whether `numbers` reads a column's type."""
+    """Whether `numbers` can read a column's type."""
     import pyarrow.types as types
 
     kind = column.type
@@ -143,9 +143,9 @@ def is_numeric(column: Any) -> bool:
 
 
 def numbers(column: Any) -> npt.NDArray[np.float64]:
-    """Numbers as float64, NaN where one is missing.
+    """Numbers as float64, NaN for missing values.
 
-    Raises: BadValue for values that are no numbers, and for infinities.
+    Raises: BadValue for non-numeric values and infinities.
     """
     import pyarrow as pa
     import pyarrow.types as types
@@ -166,10 +166,10 @@ def numbers(column: Any) -> npt.NDArray[np.float64]:
 
 
 def times(column: Any, unit: str) -> tuple[Ints, Bools]:
-    """Times as microseconds since 1970 in UTC, and where one is missing.
+    """Times as microseconds since 1970 in UTC, and a mask for missing values.
 
-    unit: of times that are plain numbers, a key of UNITS.
-    Raises: BadValue for values that are no times.
+    unit: for numeric times, a key in UNITS.
+    Raises: BadValue for values that are not times.
     """
     import pyarrow.types as types
 
@@ -193,12 +193,12 @@ def times(column: Any, unit: str) -> tuple[Ints, Bools]:
 
 
 def _texts(column: Any) -> tuple[Ints, Bools]:
-    """ISO texts: by pyarrow if it can read all of them, else one by one."""
+    """Parse ISO texts with pyarrow if it can read all values, else individually."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     column = pc.if_else(pc.equal(column, ""), None, column)
-    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # of texts without and with a zone
+    for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # texts without and with a time zone
         try:
             found = column.cast(kind)
             break
@@ -212,9 +212,9 @@ def _texts(column: Any) -> tuple[Ints, Bools]:
 
 
 def hashes(column: Any) -> tuple[npt.NDArray[np.uint64], Bools]:
-    """64-bit hashes of the texts of what `keys` returned, and where a value is missing; the same on every machine.
+    """64-bit hashes for the text form of values from `keys`, and a mask for missing values; identical on every machine.
 
-    h = Σ byte_i · p^i mod 2⁶⁴ over the UTF-8 bytes and the length, with its bits mixed as splitmix64 does.
+    h = Σ byte_i · p^i mod 2⁶⁴ over the UTF-8 bytes and the length, with bits mixed as in splitmix64.
     """
     import pyarrow as pa
 
@@ -230,7 +230,7 @@ def hashes(column: Any) -> tuple[npt.NDArray[np.uint64], Bools]:
     place = np.arange(len(held)) - np.repeat(starts[:-1], lengths)
     powers = np.cumprod(np.full(max(int(lengths.max()), 1), 0x9E3779B97F4A7C15, np.uint64))
     terms = (held.astype(np.uint64) + np.uint64(1)) * powers[place]
-    # A running sum, since reduceat takes empty texts for texts of one byte. It wraps, as the hash does.
+    # Use a running sum: reduceat treats empty texts as one byte. The sum wraps modulo 2⁶⁴, as the hash does.
     sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)))
     h = sums[starts[1:]] - sums[starts[:-1]] + lengths.astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

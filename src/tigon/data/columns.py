@@ -1,4 +1,4 @@
-"""Columns of tables by their names: pyarrow, pandas, polars, and dicts of arrays, tensors or lists."""
+"""Columns by name from pyarrow, pandas and polars tables, and from dicts with arrays, tensors or lists."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 
 def columns_of(name: str, table: Any) -> tuple[dict[str, Any], int]:
-    """The columns of a table by their names, and its number of rows.
+    """A table's columns by name, and its row count.
 
-    name: what errors begin with, the operation that was given the table.
+    name: prefix for error messages, the calling operation.
 
-    Raises: ValueError if the table is of no known kind, or if columns of a dict differ in length.
+    Raises: ValueError for an unsupported table type, or if a dict's columns differ in length.
     """
     kind = type(table).__module__.split(".")[0]
     if isinstance(table, Mapping):
@@ -35,7 +35,7 @@ def columns_of(name: str, table: Any) -> tuple[dict[str, Any], int]:
 
 
 def _plain(name: str, column: Any) -> Any:
-    """A column as a pyarrow.Array, a numpy array or a list."""
+    """Convert a column to a pyarrow.Array, a numpy array or a list."""
     kind = type(column).__module__.split(".")[0]
     if kind == "polars":
         column, kind = column.to_arrow(), "pyarrow"

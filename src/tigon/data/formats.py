@@ -1,10 +1,10 @@
-"""Files of tables as one pyarrow.Table: each format by the ending of its files.
+"""Read table files into one pyarrow.Table, with the format chosen by file suffix.
 
-.parquet .pq                              .csv, .tsv, and with .gz .bz2 .zst behind
-.jsonl .ndjson .json                      an object a line, and compressed as above
-.arrow .feather                           files of Arrow's IPC
+.parquet .pq                              .csv, .tsv, optionally compressed: .gz .bz2 .zst
+.jsonl .ndjson .json                      one object per line, same compression
+.arrow .feather                           Arrow IPC files
 .inter .item .user                        RecBole's atomic files
-.libsvm .svm .libfm                       a label and index:value pairs a line
+.libsvm .svm .libfm                       a label and index:value pairs per line
 a folder with dataset_config.yaml         FuxiCTR's, see `tigon.data.fuxictr`
 """
 
@@ -20,24 +20,24 @@ from tigon.data.values import Malformed
 from tigon.files import DamagedFileError, check_memory
 
 COMPRESSED = (".gz", ".bz2", ".zst")
-# Besides ISO 8601, in which order days and months stand is known where the year is first.
+# Besides ISO 8601, accept only formats with the year first, where the day-month order is unambiguous.
 TIMES = ("%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# The most that pyarrow reads as one block.
+# pyarrow's maximum block size.
 BLOCK = 1 << 30
 
 
 def read(name: str, paths: Any) -> Any:
-    """The rows of files, one file after another.
+    """Read files into one table, concatenated in order.
 
-    Columns of several files are joined by name, and integers beside floats become floats.
+    Columns are matched by name across files; integer columns become float if another file has floats.
 
     Args:
-        name: what errors begin with, the operation that wants the table.
-        paths: a file, a folder of files, or a list of them. A folder of RecBole is its .inter file; one of FuxiCTR its
-            training data.
+        name: prefix for error messages, the calling operation.
+        paths: a file, a folder with files, or a list. A RecBole folder stands for its .inter file, a FuxiCTR folder for
+            its training data.
     Returns: a pyarrow.Table.
-    Raises: ValueError if a file is missing, of no known format, or cannot be read, and if there are no rows.
+    Raises: ValueError for a missing or unreadable file, an unknown format, or zero rows.
     """
     import pyarrow as pa
 
@@ -56,13 +56,13 @@ def read(name: str, paths: Any) -> Any:
 
 
 def ending(path: Path) -> str:
-    """What a file's name ends in, without that of compression."""
+    """A file's suffix, without the compression suffix."""
     path = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     return path.suffix.lower()
 
 
 def listed(name: str, paths: Any) -> list[Path]:
-    """The files that paths name, those of a folder in the order of their names."""
+    """Files named by `paths`; files in a folder are sorted by name."""
     given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
     if not given:
         raise ValueError(f"{name}: there is no file to read.")
@@ -115,18 +115,18 @@ def _of_fuxictr(name: str, path: Path) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """The first line of an error's message, to stand inside a sentence."""
+    """The first line from an error's message, for use inside a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300].rstrip(".")
 
 
 def delimited(path: Path, delimiter: str, quoted: bool = True, **options: Any) -> Any:
-    """A file of delimited columns. Their types are told by its first megabyte, or by all of it where that errs.
+    """Read a delimited file. Types are inferred from the first megabyte, or from the whole file if that fails.
 
-    Texts in quotes may have line breaks.
+    Quoted texts may contain line breaks.
 
-    options: of pyarrow.csv.ConvertOptions.
-    Raises: Malformed for text that is not in UTF-8.
+    options: passed to pyarrow.csv.ConvertOptions.
+    Raises: Malformed for text that is not UTF-8.
     """
     import pyarrow as pa
     from pyarrow import csv
@@ -136,14 +136,14 @@ def delimited(path: Path, delimiter: str, quoted: bool = True, **options: Any) -
     try:
         table = csv.read_csv(str(path), parse_options=parse, convert_options=convert)
     except pa.ArrowInvalid as error:
-        cut = quoted and "CSV parse" in str(error)  # perhaps a block ended at a line break in quotes
+        cut = quoted and "CSV parse" in str(error)  # a block may have ended at a quoted line break
         if not cut and not any(words in str(error) for words in ("conversion error", "straddl")):
             raise
         whole = csv.ReadOptions(block_size=BLOCK)
         parse = csv.ParseOptions(delimiter=delimiter, quote_char=parse.quote_char, newlines_in_values=quoted)
         table = csv.read_csv(str(path), read_options=whole, parse_options=parse, convert_options=convert)
     for field in table.schema:
-        if pa.types.is_binary(field.type):  # what pyarrow makes of a column that it cannot decode
+        if pa.types.is_binary(field.type):  # pyarrow's type for a column it cannot decode
             raise Malformed(f"column {field.name!r} must be in UTF-8")
     return table
 
@@ -168,12 +168,12 @@ def _parquet(path: Path) -> Any:
         return opened.read()
 
 
-# Bytes of a value in Arrow's memory, by the type that Parquet stores; a text has its place beside its letters.
+# Bytes per value in Arrow's memory, by Parquet's physical type; a text also needs an offset.
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8, "BYTE_ARRAY": 4}
 
 
 def unpacked_bytes(metadata: Any) -> int:
-    """The memory that the values of a parquet file take at least, by the file's own account of them."""
+    """Lower bound for the memory a parquet file's values take, according to its metadata."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     chunks = (group.column(place) for group in groups for place in range(group.num_columns))
     return sum(

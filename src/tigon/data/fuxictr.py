@@ -1,4 +1,4 @@
-"""FuxiCTR's folders: csv or parquet files, whose columns a `dataset_config.yaml` beside them describes.
+"""FuxiCTR folders: csv or parquet files with a `dataset_config.yaml` that describes their columns.
 
     NAME:
         train_data: …/train.csv          # also valid_data, test_data
@@ -6,7 +6,8 @@
                        {name: clicks, active: True, dtype: str, type: sequence, splitter: ^, max_len: 5}]
         label_col: {name: clk, dtype: float}
 
-A file in such a folder is read by it: types as it says, and sequences as lists. Columns that it does not name are kept.
+Files in such a folder get their types from the config, and sequences become lists. Columns missing from the config are
+kept.
 
 Source: https://github.com/reczoo/FuxiCTR, Apache-2.0
 """
@@ -24,15 +25,15 @@ SPLITTER = "^"
 
 
 class Config(NamedTuple):
-    """A data set of a dataset_config.yaml. folder: where that lies."""
+    """A data set in a dataset_config.yaml. folder: the config's folder."""
 
     folder: Path
     told: dict[str, Any]
 
     def file(self, name: str, which: str) -> Path:
-        """The file of train_data, valid_data or test_data: where the config says, or of that name in its folder.
+        """Path to train_data, valid_data or test_data: as configured, or the same file name in the config's folder.
 
-        Raises: ValueError if the config does not say, or there is no such file.
+        Raises: ValueError if the config has no such entry, or the file does not exist.
         """
         said = self.told.get(which)
         if not isinstance(said, str):
@@ -44,7 +45,7 @@ class Config(NamedTuple):
         return found
 
     def columns(self) -> dict[str, dict[str, Any]]:
-        """What is said of each column, by name."""
+        """Each column's settings, by name."""
         found = {}
         labels = self.told.get("label_col") or []
         for one in (*(self.told.get("feature_cols") or []), *(labels if isinstance(labels, list) else [labels])):
@@ -55,7 +56,7 @@ class Config(NamedTuple):
         return found
 
     def types(self) -> dict[str, str]:
-        """The pyarrow types of columns: a sequence is a string first."""
+        """pyarrow types by column; a sequence is read as a string."""
         return {
             column: "string" if told.get("type") == "sequence" else DTYPES[told["dtype"]]
             for column, told in self.columns().items()
@@ -63,7 +64,7 @@ class Config(NamedTuple):
         }
 
     def split(self, table: Any) -> Any:
-        """A table with sequences as lists, where they are texts."""
+        """Split text sequences into lists."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -78,9 +79,9 @@ class Config(NamedTuple):
 
 
 def config(name: str, folder: Path) -> Config:
-    """The data set of a folder's dataset_config.yaml: the only one, or the one of the folder's name.
+    """The data set in a folder's dataset_config.yaml: the only entry, or the entry with the folder's name.
 
-    Raises: ValueError if it is no such file, or tells of several.
+    Raises: ValueError for an invalid file, or for several entries without a match.
     """
     path = folder / CONFIG
     try:

@@ -1,4 +1,4 @@
-"""Columns of parquet files that are read when they are asked for: one at a time, or some row groups of some columns."""
+"""Lazily read parquet files, by column or by row group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ ENDINGS = (".parquet", ".pq")
 
 
 class ParquetColumns(Mapping[str, Any]):
-    """The columns of parquet files as pyarrow arrays by name. None stays in memory: each is read when it is asked for.
+    """Columns from parquet files as pyarrow arrays by name. Each access reads the column again; no data is cached.
 
     Args:
-        name: what errors begin with, the operation that wants the table.
-        paths: a file, a folder of files, or a list of them.
-    Raises: ValueError for other files, files that cannot be read or differ in their columns, and for no rows.
+        name: prefix for error messages, the calling operation.
+        paths: a file, a folder with files, or a list.
+    Raises: ValueError for other formats, unreadable files, files with different columns, and zero rows.
 
     Attributes:
-        starts: (G + 1,) int64, the first row of each row group, over all files.
-        types: the pyarrow type of each column, as the first file has it; categories have the type of their values.
-        bytes: of all columns, uncompressed, by the files' own account.
+        starts: (G + 1,) int64, each row group's first row, over all files.
+        types: pyarrow type per column, from the first file; for categories the value type.
+        bytes: total uncompressed size according to the files' metadata.
     """
 
     def __init__(self, name: str, paths: Any) -> None:
@@ -84,17 +84,17 @@ class ParquetColumns(Mapping[str, Any]):
         return found if self._rows is None else found.take(self._rows)
 
     def take(self, rows: Any) -> ParquetColumns:
-        """The columns of some rows, in this order.
+        """Select rows, in the given order.
 
         Args:
-            rows: (n,) int64, of the files.
+            rows: (n,) int64 row numbers.
         """
         made = object.__new__(ParquetColumns)
         vars(made).update(vars(self), _rows=np.asarray(rows, dtype=np.int64))
         return made
 
     def between(self, first: int, last: int, columns: Sequence[str]) -> dict[str, Any]:
-        """Some columns of the rows first … last − 1, of which only the row groups that have them are read."""
+        """Columns for rows first … last − 1; reads only the row groups that contain them."""
         for column in columns:
             if column not in self._names:
                 raise ValueError(f"{self.name}: there is no column {column!r}; {nearest(column, self._names)}")
@@ -104,9 +104,9 @@ class ParquetColumns(Mapping[str, Any]):
         return {name: column.slice(first - start, last - first) for name, column in found.items()}
 
     def pieces(self, size: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Some columns of all rows, in pieces of `size` rows or fewer.
+        """Iterate over all rows in pieces with at most `size` rows.
 
-        Raises: ValueError for a file that is damaged further down.
+        Raises: ValueError for a file with damage beyond its metadata.
         """
         import pyarrow as pa
         from pyarrow import parquet

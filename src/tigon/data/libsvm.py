@@ -1,4 +1,4 @@
-"""libsvm and libfm: a line is a label, perhaps `qid:N`, and `index:value` for what is not 0.
+"""libsvm and libfm files: each line has a label, optionally `qid:N`, and `index:value` for nonzero features.
 
 Source: https://www.csie.ntu.edu.tw/~cjlin/libsvm, https://www.libfm.org
 """
@@ -14,18 +14,19 @@ import numpy.typing as npt
 from tigon.data.values import Malformed
 
 ENDINGS = (".libsvm", ".svm", ".svmlight", ".libfm")
-# Up to so many features, each is a column.
+# Up to this feature count, each feature becomes a column.
 DENSE = 1024
 
 
 def read(path: Path) -> Any:
-    """The columns `label`, `qid` where lines have it, and the features in one of three forms.
+    """Columns `label`, `qid` if present, and the features in one of three layouts.
 
-    Where every line has as many features, all 1, and those of each place have indices of their own, as one-hot fields
-    have: `field_0`, `field_1`, …, integers. Else, up to 1024 features: `feature_INDEX`, floats, 0 where a line does not
-    name it. Else `features`, lists of the indices, and `values` beside it unless all are 1.
+    If every line has the same number of features, all with value 1, and each position has a separate index range
+    (one-hot fields): integer columns `field_0`, `field_1`, …. Otherwise, up to 1024 features: float columns
+    `feature_INDEX`, 0 if absent from a line. Otherwise: `features`, lists with the indices, plus `values` unless all
+    are 1.
 
-    Raises: Malformed for a line of another form.
+    Raises: Malformed for an invalid line.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -1,4 +1,4 @@
-"""RecBole's atomic files: columns between tabs, under a header of `name:type`; lists between spaces.
+"""RecBole's atomic files: tab-separated columns, a `name:type` header, and space-separated lists.
 
 Source: https://recbole.io/docs/user_guide/data/atomic_files.html
 """
@@ -16,10 +16,10 @@ TYPES = ("token", "token_seq", "float", "float_seq")
 
 
 def atomic(path: Path, delimited: Callable[..., Any]) -> Any:
-    """An atomic file: tokens as strings, floats as numbers, sequences as lists of them.
+    """Read an atomic file: tokens as strings, floats as numbers, sequences as lists.
 
-    delimited: reads a file of columns, as `tigon.data.formats.delimited` does.
-    Raises: Malformed if the header is none of atomic files.
+    delimited: a reader like `tigon.data.formats.delimited`.
+    Raises: Malformed if the header does not match the format.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -39,7 +39,7 @@ def atomic(path: Path, delimited: Callable[..., Any]) -> Any:
         values = table.column(column)
         if kind.endswith("_seq"):
             values = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(values))
-            # Of an empty text the split is a list of one empty string.
+            # Splitting an empty text returns a list with an empty string.
             empty = pc.equal(pc.utf8_length(pc.utf8_trim_whitespace(table.column(column))), 0)
             values = pc.if_else(empty, pa.scalar([], values.type), values)
             values = values.cast(pa.list_(pa.float64())) if kind == "float_seq" else values
@@ -48,9 +48,9 @@ def atomic(path: Path, delimited: Callable[..., Any]) -> Any:
 
 
 def beside(path: Path) -> dict[str, Path]:
-    """The files of items and of users that belong to a folder or a .inter file of RecBole: {"items": …, "users": …}.
+    """Item and user files for a RecBole folder or .inter file: {"items": …, "users": …}.
 
-    That of the same name, or the only one of the folder, where interactions are in several files.
+    Takes the file with the same name, or the folder's only item or user file if interactions span several files.
     """
     folder = path if path.is_dir() else path.parent
     if path.suffix != ".inter" and not (path.is_dir() and any(path.glob("*.inter"))):

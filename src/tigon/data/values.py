@@ -1,5 +1,6 @@
-"""Values of columns as numpy arrays, by four readers, one for each way in which a column is encoded: categories,
-numbers, times and lists of tags. A value is missing where it is None, NaN, NaT, NA or null.
+"""Convert columns to numpy arrays with four readers: categories, numbers, times and tag lists.
+
+A value is missing if it is None, NaN, NaT, NA or null.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Value = str | int
 
 
 class BadValue(ValueError):
-    """A value that a column cannot take, and the position of its row in the table."""
+    """An invalid value for a column, with its row position in the table."""
 
     def __init__(self, position: int, text: str) -> None:
         super().__init__(text)
@@ -28,18 +29,18 @@ class BadValue(ValueError):
 
 
 class Malformed(ValueError):
-    """A file that is not of the format that its ending says."""
+    """A file that does not match the format implied by its suffix."""
 
 
 class Categories(NamedTuple):
-    """A value for each row: `values[indices[row]]`, or missing where the index is −1."""
+    """A value per row: `values[indices[row]]`, or missing if the index is −1."""
 
     indices: Ints
     values: list[Value]
 
 
 class Lists(NamedTuple):
-    """Values of all rows one after another: row `rows[i]` has `values[indices[i]]`."""
+    """Values for all rows, flattened: row `rows[i]` has `values[indices[i]]`."""
 
     rows: Ints
     indices: Ints
@@ -51,7 +52,7 @@ def _is_arrow(column: Any) -> bool:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a single value counts as missing."""
+    """Whether a scalar counts as missing."""
     if value is None:
         return True
     if isinstance(value, (float, np.floating)):
@@ -65,18 +66,18 @@ def is_missing(value: Any) -> bool:
 
 
 def as_value(value: Any) -> Value | None:
-    """A category or a tag as it is kept: a string or an integer; None if the value is neither."""
+    """Normalise a category or tag to a string or an integer; None for other types."""
     if isinstance(value, (str, np.str_)):
         return str(value)
     if isinstance(value, (bool, np.bool_, int, np.integer)):
         return int(value)
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
-        return int(value)  # a column of integers with missing values comes as floats
+        return int(value)  # integer columns with missing values arrive as floats
     return None
 
 
 def read_categories(column: Any) -> Categories:
-    """A column of strings or integers."""
+    """Read a column with strings or integers."""
     if _is_arrow(column):
         return _arrow_categories(column)
     if isinstance(column, np.ndarray) and column.dtype.kind in "iubU":
@@ -96,9 +97,9 @@ def read_categories(column: Any) -> Categories:
 
 
 def _check_values(values: Iterable[Value], indices: Ints, rows: Ints | None = None) -> None:
-    """Raise BadValue for a value that no file could be written with, of values that are distinct.
+    """Raise BadValue if any distinct value cannot be written to a file.
 
-    indices: which value each row has, or each entry of `rows`.
+    indices: value index per row, or per entry in `rows`.
     """
     for i, value in enumerate(values):
         if not is_writable(value):
@@ -108,7 +109,7 @@ def _check_values(values: Iterable[Value], indices: Ints, rows: Ints | None = No
 
 
 def is_writable(value: Value) -> bool:
-    """Whether a value is text that UTF-8 can encode, which '\\ud800' is not, or an integer of 64 bits."""
+    """Whether a value is a 64-bit integer or UTF-8-encodable text; '\\ud800', for example, is not encodable."""
     return is_encodable(value) if isinstance(value, str) else -(2**63) <= value < 2**63
 
 
@@ -132,7 +133,7 @@ def _arrow_categories(column: Any) -> Categories:
         raise BadValue(_first(column), "must be UTF-8 text, got other bytes") from None
     indices = column.indices.cast("int64").fill_null(-1).to_numpy(zero_copy_only=False)
     values: dict[Value, int] = {}
-    codes = np.full(len(raw) + 1, -1, dtype=np.int64)  # the last entry is that of missing values
+    codes = np.full(len(raw) + 1, -1, dtype=np.int64)  # the last entry represents missing values
     for i, value in enumerate(raw):
         if not is_missing(value):
             if as_value(value) is None:
@@ -148,7 +149,7 @@ def _names_of_type(kind: Any, *words: str) -> bool:
 
 
 def _first(column: Any) -> int:
-    """The position of the first value that is there."""
+    """Position of the first non-missing value."""
     return next((i for i, valid in enumerate(column.is_valid().to_pylist()) if valid), 0)
 
 
@@ -156,7 +157,7 @@ def _first(column: Any) -> int:
 
 
 def read_numbers(column: Any) -> tuple[npt.NDArray[Any], Bools]:
-    """A column of numbers as int64 or float64, and where it is missing."""
+    """Read numbers as int64 or float64, with a mask for missing values."""
     if _is_arrow(column):
         if str(column.type) == "null":
             return np.zeros(len(column)), np.ones(len(column), dtype=bool)
@@ -202,7 +203,7 @@ def _is_number(value: Any) -> bool:
 
 
 def read_times(column: Any) -> tuple[Ints, Bools]:
-    """A column of times as microseconds since 1970 in UTC, and where it is missing. Times without a zone are in UTC."""
+    """Read times as microseconds since 1970 in UTC, with a mask for missing values. Naive times are taken as UTC."""
     if _is_arrow(column):
         if str(column.type) == "null":
             return np.zeros(len(column), dtype=np.int64), np.ones(len(column), dtype=bool)
@@ -235,9 +236,9 @@ def read_times(column: Any) -> tuple[Ints, Bools]:
 
 
 def microseconds(times: npt.NDArray[np.datetime64]) -> Ints:
-    """datetime64 of any unit as whole microseconds since 1970, rounded down.
+    """Convert datetime64 in any unit to microseconds since 1970, rounded down.
 
-    Raises: BadValue for a time that int64 does not hold as microseconds, some 290,000 years from now.
+    Raises: BadValue for a time that does not fit int64 microseconds (about ±290,000 years).
     """
     outside = ~have_room(times, "us")
     if outside.any():
@@ -247,19 +248,19 @@ def microseconds(times: npt.NDArray[np.datetime64]) -> Ints:
 
 
 def have_room(times: npt.NDArray[Any], unit: str) -> Bools:
-    """Which datetime64 or timedelta64 a conversion to `unit` keeps; others NumPy wraps around or refuses."""
+    """Mask for datetime64 or timedelta64 values that convert to `unit`; NumPy wraps or rejects the others."""
     units = ("as", "fs", "ps", "ns", "us", "ms", "s", "m", "h", "D", "W", "M", "Y")
     own = np.datetime_data(times.dtype)[0]
-    if own not in units[units.index(unit) :]:  # a finer unit, or none, which NaT alone has
+    if own not in units[units.index(unit) :]:  # a finer unit, or no unit, which only NaT has
         return np.ones(times.shape, dtype=bool)
-    # Bounds in the coarser unit of the times; next to int64's own, NumPy rounds to the other sign.
+    # Compare in the times' coarser unit; near int64's limits, NumPy rounds to the opposite sign.
     bounds = np.array([-(2**63 - 2**40), 2**63 - 2**40], f"{times.dtype.kind}8[{unit}]").astype(times.dtype)
     inside: Bools = np.isnat(times) | ((times > bounds[0]) & (times < bounds[1]))
     return inside
 
 
 def as_time(value: Any) -> int | None:
-    """A datetime, date, datetime64 or ISO text as microseconds since 1970 in UTC; None if the value is no time."""
+    """Convert a datetime, date, datetime64 or ISO text to microseconds since 1970 in UTC; None for other values."""
     if isinstance(value, (str, np.str_)):
         text = str(value).strip()
         try:
@@ -271,7 +272,7 @@ def as_time(value: Any) -> int | None:
     if isinstance(value, datetime.datetime):
         try:
             utc = value if value.tzinfo is None else value.astimezone(datetime.timezone.utc).replace(tzinfo=None)
-        except OverflowError:  # in UTC it is outside the years 1 to 9999
+        except OverflowError:  # outside the years 1 to 9999 in UTC
             return None
         return (utc - datetime.datetime(1970, 1, 1)) // datetime.timedelta(microseconds=1)
     if isinstance(value, datetime.date):
@@ -283,7 +284,7 @@ def as_time(value: Any) -> int | None:
 
 
 def read_lists(column: Any) -> Lists:
-    """A column of lists of strings or integers. A missing list has no values."""
+    """Read a column with string or integer lists. A missing list is empty."""
     if _is_arrow(column):
         return _arrow_lists(column)
     known: dict[Value, int] = {}
@@ -324,14 +325,14 @@ def _arrow_lists(column: Any) -> Lists:
 
 
 def describe(value: Any) -> str:
-    """The type and the beginning of a value, for an error."""
+    """A value's type and the start of its repr, for error messages."""
     return f"{type(value).__name__} {shorten(value)}"
 
 
 def shorten(value: Any) -> str:
-    """The beginning of a value's repr, for an error."""
+    """The start of a value's repr, for error messages."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # integers with more digits than Python's limit
         text = "of very many digits"
     return text if len(text) <= 60 else text[:57] + "…"

@@ -1,4 +1,4 @@
-"""Principal angles between the subspaces of classes: how far apart embeddings hold them."""
+"""Principal angles between class subspaces, a measure for class separation in embeddings."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tigon.losses.options import check_positive
 
 
 def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
-    """Angles between the subspaces that the rows of each two classes lie near.
+    """Principal angles between the class subspaces for every pair of classes.
 
-    The subspace of a class is spanned by the `dims` leading right singular vectors of its rows, which are not centred.
-    The cosines of the angles between two subspaces with orthonormal bases U and V are the singular values of Uᵀ V.
+    A class subspace is spanned by the `dims` leading right singular vectors of the class's rows, uncentred. For
+    orthonormal bases U and V, the cosines are the singular values of Uᵀ V.
 
     Args:
         z: (n, d) floats.
-        labels: (n,) integers; rows of a negative label are in no class.
-        dims: directions of a class, at most d and the rows of the smallest class.
-    Returns: (C, C, dims) fp64, in radians, smallest first; C classes in the order of their labels. Orthogonal subspaces
-        have π/2, the diagonal has 0.
-    Raises: ValueError for shapes, for a class of fewer rows than dims, and for z that is not finite.
+        labels: (n,) integers; rows with a negative label are ignored.
+        dims: subspace dimension, at most d and at most the smallest class's row count.
+    Returns: (C, C, dims) fp64, in radians, smallest first; C classes in label order. Orthogonal subspaces have π/2, the
+        diagonal has 0.
+    Raises: ValueError for bad shapes, a class with fewer rows than dims, and non-finite z.
     """
     name = "principal_angles"
     check_positive(name, dims=dims)
@@ -42,7 +42,7 @@ def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
                 f"{name}: dims must be at most {min(rows.shape)}, for class {label} has {len(rows)} rows of "
                 f"{rows.shape[1]} numbers, got {dims}."
             )
-        # Of a tall matrix by its small Gram matrix would lose half of the digits.
+        # The small Gram matrix of a tall matrix would lose half the digits.
         bases.append(torch.linalg.svd(rows, full_matrices=False).Vh[:dims])
     if not bases:
         raise ValueError(f"{name}: labels must name a class, got none.")
@@ -53,11 +53,11 @@ def principal_angles(z: Tensor, labels: Tensor, *, dims: int = 8) -> Tensor:
 
 
 def plot_angles(file: str | Path, panels: dict[str, Tensor]) -> None:
-    """A picture of the mean principal angle of each two classes, in degrees, a panel for each of `principal_angles`.
+    """Plot the mean principal angle for every class pair, in degrees, with a panel per `principal_angles` result.
 
     Args:
-        file: of the picture, in a format of matplotlib's.
-        panels: (C, C, dims) radians by what they are of.
+        file: output path, in a matplotlib format.
+        panels: title → (C, C, dims) radians.
     """
     import matplotlib
 

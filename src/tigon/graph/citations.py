@@ -1,6 +1,6 @@
-"""Cora, CiteSeer and PubMed as Planetoid's files have them, with the public split.
+"""Cora, CiteSeer and PubMed from Planetoid's files, with the public split.
 
-The files are pickles, which `tigon.graph.pickled` reads without running anything in them.
+The files are pickles; `tigon.graph.pickled` reads them without executing code.
 
 Source: Yang, Cohen & Salakhutdinov 2016, https://arxiv.org/abs/1603.08861, https://github.com/kimiyoung/planetoid.
 """
@@ -19,25 +19,25 @@ from tigon.graph.data import Graph
 from tigon.graph.pickled import CSRMatrix, read_pickle
 from tigon.losses.options import check_choice
 
-# Options of `G2R` and of `G2R.fit` that its authors' commands have for them.
+# `G2R` and `G2R.fit` options from the authors' commands.
 DATASETS: dict[str, dict[str, Any]] = {
     "cora": {"eps": 0.05, "epochs": 20, "nodes": 768},
     "citeseer": {"eps": 0.1, "epochs": 20, "nodes": 512},
     "pubmed": {"eps": 0.05, "epochs": 40, "nodes": 200},
 }
 PARTS = ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index")
-VALIDATION = 500  # nodes behind those to train on
+VALIDATION = 500  # validation nodes, which follow the training nodes
 
 
 def planetoid(name: str, folder: str | Path) -> Graph:
-    """One of the three graphs of citations with the split that papers report: 20 nodes a class, 500, and 1,000.
+    """Load a citation graph with the standard split: 20 training nodes per class, 500 validation and 1,000 test nodes.
 
     Args:
         name: "cora", "citeseer" or "pubmed".
-        folder: that has the files ind.NAME.x, .y, .tx, .ty, .allx, .ally, .graph and .test.index, or has them in data/.
-    Returns: `Graph`; features are divided by their sum in a node where it exceeds 1, as is usual for these. Edges are
-        there both ways, each once, and none leads from a node to itself.
-    Raises: ValueError for files that are missing, are damaged, or hold what is no array. Nothing in them is run.
+        folder: contains the files ind.NAME.x, .y, .tx, .ty, .allx, .ally, .graph and .test.index, directly or in data/.
+    Returns: `Graph`; each node's features are divided by their sum if it exceeds 1, as is usual for these data sets.
+        Edges are in both directions, deduplicated, without self-loops.
+    Raises: ValueError for missing or damaged files and for non-array contents. No code in the files is executed.
     """
     check_choice("planetoid", "name", name, tuple(DATASETS))
     place = _folder(name, Path(folder))
@@ -75,11 +75,11 @@ def _folder(name: str, folder: Path) -> Path:
 
 def _joined(place: Path, read: dict[str, Any], test: npt.NDArray[np.int64]) -> Graph:
     labels, test_labels, train_labels = (_table(read[part]) for part in ("ally", "ty", "y"))
-    # Test nodes stand in the order of test.index. CiteSeer lacks some numbers between: nodes without features or label.
+    # Test nodes are in test.index order. CiteSeer skips some node numbers: nodes without features or labels.
     n = max(len(read["graph"]), int(test.max()) + 1)
     if int(test.min()) < 0:
         raise ValueError(f"a node must be 0 or more, got {int(test.min())}")
-    # Twice, since a table is divided by its sums.
+    # Factor 2: dividing the table by its sums makes a copy.
     check_memory(place, 2 * 4 * sum(rows * _width(read["allx"]) for rows in (n, _height(read["allx"]), len(test))))
     known, tested, train = _dense(read["allx"]), _dense(read["tx"]), len(train_labels)
     x = np.zeros((n, known.shape[1]), np.float32)
@@ -113,7 +113,7 @@ def _width(rows: Any) -> int:
 
 
 def _dense(rows: Any) -> npt.NDArray[np.float32]:
-    """Features as an array; a CSR matrix has checked its indices when it was read."""
+    """Features as a dense array; CSR indices were checked when the matrix was read."""
     if not isinstance(rows, CSRMatrix):
         return np.asarray(_table(rows), np.float32)
     dense = np.zeros(rows.shape, np.float32)

@@ -1,4 +1,4 @@
-"""Graphs with the features of their nodes, and what labels and split there are."""
+"""Graphs with node features and optional labels and split."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Graph:
     """A graph.
 
     Args:
-        x: (n, F) floats, what the nodes come with.
+        x: (n, F) floats, node features.
         edge_index: (2, e) integers, sources and targets, as in PyG.
-        y: (n,) integers, the class of each node, −1 where there is none; or None.
-        train: integers, the nodes of the split to train on; or None.
-        val: integers, those to validate on; or None.
-        test: integers, those to test on; or None.
-    Raises: ValueError for shapes, dtypes and nodes that do not fit, and for features that are not finite.
+        y: (n,) integers, each node's class, −1 if unknown; or None.
+        train: integers, training nodes; or None.
+        val: integers, validation nodes; or None.
+        test: integers, test nodes; or None.
+    Raises: ValueError for wrong shapes, dtypes or node numbers, and for non-finite features.
     """
 
     x: Tensor
@@ -52,20 +52,20 @@ class Graph:
                 continue
             if nodes.dim() != 1 or not _whole(nodes):
                 raise ValueError(f"Graph: {name} must be a line of integers, got {tuple(nodes.shape)} {nodes.dtype}.")
-            nodes = nodes.long()  # torch does not compare unsigned ones of more than 8 bits
+            nodes = nodes.long()  # torch cannot compare unsigned integers wider than 8 bits
             outside = nodes[(nodes < 0) | (nodes >= n)]
             if len(outside):
                 raise ValueError(f"Graph: {name} must lie in [0, {n:,}), the nodes, got {int(outside[0]):,}.")
 
 
 def read_graph(file: str | Path) -> Graph:
-    """A graph of your own.
+    """Read a custom graph from a file.
 
     Args:
-        file: .npz or .safetensors with the arrays x and edge_index and, for a probe, y, train, val and test, as `Graph`
-            has them. A split may be masks too, (n,) bools, by these names or as train_mask, val_mask and test_mask.
-    Raises: ValueError for another file, and for arrays that are missing or do not fit, such as the masks of several
-        splits. Pickles are not read, which is why .pt files are not.
+        file: .npz or .safetensors with arrays x and edge_index and, for a probe, y, train, val and test, as in `Graph`.
+            Splits may also be masks, (n,) bools, under the same names or as train_mask, val_mask and test_mask.
+    Raises: ValueError for other formats, and for missing or inconsistent arrays, such as masks for several splits.
+        Pickles, and therefore .pt files, are not supported.
     """
     file = Path(file)
     if not file.is_file():
@@ -81,13 +81,13 @@ def read_graph(file: str | Path) -> Graph:
         )
     for name in NAMES[1:]:
         if name in arrays and _whole(arrays[name]):
-            arrays[name] = arrays[name].long()  # torch would take 8-bit indices for a mask
+            arrays[name] = arrays[name].long()  # torch would treat 8-bit indices as a mask
     parts = [_split(arrays, name) for name in ("train", "val", "test")]
     return Graph(arrays["x"].float(), arrays["edge_index"], arrays.get("y"), *parts)
 
 
 def _split(arrays: dict[str, Tensor], part: str) -> Tensor | None:
-    """The nodes of a part of the split, which stand there by number or are told by a mask."""
+    """Nodes in a split, given as node numbers or as a mask."""
     name = part if part in arrays else f"{part}_mask"
     found = arrays.get(name)
     if found is None or (name == part and found.dtype != torch.bool):

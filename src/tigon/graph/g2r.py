@@ -1,11 +1,12 @@
-"""Node embeddings without labels: a graph's neighbourhoods are compact, the whole is spread out (G2R).
+"""Unsupervised node embeddings: neighbourhoods become compact, the whole graph spreads out (G2R).
 
     loss = Σ_i 1/(2n) log det(I + d/ε zᵀ diag(a_i) z) − γ ½ log det(I + γ d/(n ε) zᵀz)
 
-a_i is row i of the adjacency, which sums to 1. The encoder is two graph convolutions, z = A relu(A x W₁ + b₁) W₂ + b₂
-with A = D^-½ (adjacency + I) D^-½, and rows of z whose absolute values sum to 1.
+a_i is row i of the adjacency matrix, normalised to sum 1. The encoder has two graph convolutions, z = A relu(A x W₁ +
+b₁) W₂ + b₂ with A = D^-½ (adjacency + I) D^-½. Each row of z is scaled to absolute sum 1.
 
-Sources: G2R, Han et al. 2022, https://arxiv.org/abs/2202.06241; GCN, Kipf & Welling 2017, https://arxiv.org/abs/1609.02907.
+Sources: G2R, Han et al. 2022, https://arxiv.org/abs/2202.06241; GCN, Kipf & Welling 2017,
+https://arxiv.org/abs/1609.02907.
 """
 
 from __future__ import annotations
@@ -32,16 +33,15 @@ OPTIONS = ("features", "hidden", "out", "eps", "gamma")
 
 
 def groups_of(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "columns"] = "rows") -> RowGroups:
-    """The neighbourhoods of a graph as groups of rows: those of node i are the nodes with an edge to i.
+    """Convert a graph's neighbourhoods to row groups: group i contains the nodes with an edge to node i.
 
     Args:
-        edge_index: (2, e) integers, sources and targets, as in PyG. Edges that are there twice count once, and those
-            from a node to itself do not count.
-        nodes: n, how many nodes there are.
-        normalize: "rows": the neighbours of a node weigh 1 together, as in the paper. "columns": the groups of a node
-            weigh 1 together, as in its authors' code.
-    Returns: `tigon.losses.RowGroups` of n groups; those of nodes without neighbours are empty.
-    Raises: ValueError for shapes and nodes that do not fit.
+        edge_index: (2, e) integers, sources and targets, as in PyG. Duplicate edges count once; self-loops are ignored.
+        nodes: n, the node count.
+        normalize: "rows": each node's neighbour weights sum to 1, as in the paper. "columns": each node's weights sum
+            to 1 over all groups, as in the authors' code.
+    Returns: `tigon.losses.RowGroups` with n groups; nodes without neighbours have empty groups.
+    Raises: ValueError for invalid shapes or node numbers.
     """
     check_choice("groups_of", "normalize", normalize, ("rows", "columns"))
     source, target = edges_of("groups_of", edge_index, nodes)
@@ -52,17 +52,17 @@ def groups_of(edge_index: Tensor, nodes: int, *, normalize: Literal["rows", "col
 
 
 class G2R(nn.Module):
-    """An encoder of nodes that is fitted to a graph without labels.
+    """A node encoder fitted to a graph without labels.
 
     Args:
-        features: F, numbers a node comes with.
+        features: F, features per node.
         hidden: width of the first convolution.
-        out: d, width of the embeddings.
-        eps: ε of the coding rate.
-        gamma: γ, the weight of the whole against the neighbourhoods.
-        encoder: takes the place of the two convolutions: a module that is called with x and edge_index and returns
-            (n, d). features, hidden and out are not looked at then.
-    Raises: ValueError for numbers that are not positive.
+        out: d, embedding width.
+        eps: ε in the coding rate.
+        gamma: γ, the whole graph's weight relative to the neighbourhoods.
+        encoder: replaces the two convolutions: a module called with x and edge_index that returns (n, d). features,
+            hidden and out are then ignored.
+    Raises: ValueError for non-positive numbers.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class G2R(nn.Module):
 
         Args:
             x: (n, F) floats, dense or a sparse matrix.
-            edge_index: (2, e) integers, sources and targets. The edges of an undirected graph are there both ways.
+            edge_index: (2, e) integers, sources and targets. Undirected graphs need both directions.
 
-        Returns: (n, d), absolute values of a row summing to 1.
+        Returns: (n, d); absolute values in a row sum to 1.
         """
         return nn.functional.normalize(self.encoder(x, edge_index), p=1.0)
 
@@ -90,22 +90,20 @@ class G2R(nn.Module):
         normalize: Literal["rows", "columns"] = "rows", optimizer: torch.optim.Optimizer | None = None, seed: int = 0,
         done: int = 0, after: Callable[[int, Tensor], object] | None = None,
     ) -> list[float]:  # fmt: skip
-        """Fit the encoder; a step an epoch.
+        """Fit the encoder, one step per epoch.
 
         Args:
-            x, edge_index: as in `forward`; without a gradient.
-            epochs: steps.
-            nodes: neighbourhoods that are drawn for a step, all if there are fewer.
-            normalize: of the neighbourhoods, as in `groups_of`.
-            optimizer: of this module's parameters; `optimizer()` of this module if left out.
-            seed: of the nodes that are drawn. The weights are those the module has.
-            done: how many of the epochs the weights and the optimizer have behind them, of a fit that goes on: it draws
-                what the whole fit would have drawn.
-            after: called after each epoch with its number, from 1, and its loss, a tensor of no dimension. If what it
-                returns is true, the fit ends.
-        Returns: the loss of each step, an estimate where not all neighbourhoods are drawn.
-        Raises: ValueError for shapes and nodes that do not fit, for features that are not finite, and for a graph
-            without edges.
+            x, edge_index: as in `forward`; no gradients.
+            epochs: number of steps.
+            nodes: neighbourhoods sampled per step; all if there are fewer.
+            normalize: as in `groups_of`.
+            optimizer: over this module's parameters; default `self.optimizer()`.
+            seed: for sampling neighbourhoods. The module's current weights are the initial weights.
+            done: epochs already completed when resuming; sampling continues as in an uninterrupted fit.
+            after: callback after each epoch with the epoch number, from 1, and the loss, a 0-d tensor. A true return
+                value stops the fit.
+        Returns: loss per step, an estimate if neighbourhoods are sampled.
+        Raises: ValueError for invalid shapes or node numbers, non-finite features, and a graph without edges.
         """
         check_positive("G2R.fit", epochs=epochs, nodes=nodes)
         check_tensors("G2R.fit", x=x)
@@ -139,20 +137,20 @@ class G2R(nn.Module):
         return cast("list[float]", torch.stack(losses).tolist()) if losses else []
 
     def optimizer(self, lr: float = 1e-3, weight_decay: float = 1e-4) -> torch.optim.Optimizer:
-        """The optimizer that `fit` takes, Adam, of this module's parameters.
+        """Default optimizer for `fit`: Adam over this module's parameters.
 
         Args:
             lr: step size.
-            weight_decay: added to the gradient as its multiple of each weight.
+            weight_decay: L2 coefficient, multiplied by each weight and added to the gradient.
         """
         return torch.optim.Adam(self.parameters(), lr=lr, weight_decay=weight_decay)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors; nothing is pickled.
+        """Write config.json and model.safetensors; no pickles.
 
         Args:
-            folder: made if it is not there.
-        Raises: ValueError if it is a file, or if the encoder is a module of your own, whose class no file can name.
+            folder: created if missing.
+        Raises: ValueError if the path is a file, or if the encoder is a custom module, which cannot be serialised.
         """
         from safetensors.torch import save_file
 
@@ -168,19 +166,19 @@ class G2R(nn.Module):
         save_file({k: v.detach().cpu().clone() for k, v in self.state_dict().items()}, folder / f"{WEIGHTS}.partial")
         about = {"kind": "g2r", **{name: getattr(self, name) for name in OPTIONS}}
         (folder / f"{CONFIG}.partial").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        # Each under its name only when it is whole, config.json last: a folder that has it has the weights.
+        # Rename each file into place only when complete, config.json last: if config.json exists, the weights do too.
         for name in (WEIGHTS, CONFIG):
             os.replace(folder / f"{name}.partial", folder / name)
         write_manifest(folder, (WEIGHTS, CONFIG))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: torch.device | str | None = None) -> G2R:
-        """The model of a folder that `save_pretrained` wrote, in evaluation mode.
+        """Load a model written by `save_pretrained`, in evaluation mode.
 
         Args:
-            folder: that it wrote; of a run of `tigon graph fit`, the folder of a seed.
-            device: where the weights will be; None: the CPU.
-        Raises: ValueError if the folder holds none, or files that do not fit together.
+            folder: the saved folder; for a `tigon graph fit` run, a seed's folder.
+            device: device for the weights; None: CPU.
+        Raises: ValueError for a folder without a model or with inconsistent files.
         """
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
@@ -189,7 +187,7 @@ class G2R(nn.Module):
         about = read_json(folder / CONFIG, required=OPTIONS)
         tensors = read_tensors(folder / WEIGHTS, required=("encoder.weight1", "encoder.weight2"))
         sizes = (about["features"], about["hidden"], about["out"])
-        # Before a model of these sizes is made.
+        # Check before allocating a model with these sizes.
         if [*tensors["encoder.weight1"].shape, *tensors["encoder.weight2"].shape] != [*sizes[:2], *sizes[1:]]:
             raise DamagedFileError(f"{folder / WEIGHTS} does not fit {CONFIG} beside it, whose sizes are {sizes}.")
         try:
@@ -204,8 +202,8 @@ class G2R(nn.Module):
         """Embeddings without gradients, in evaluation mode.
 
         Args:
-            x: (n, F) floats, what the nodes come with.
-            edge_index: (2, e) integers, the edges as in PyG.
+            x: (n, F) floats, node features.
+            edge_index: (2, e) integers, as in PyG.
 
         Returns: (n, d).
         """
@@ -226,7 +224,7 @@ class _Convolutions(nn.Module):
             nn.init.xavier_uniform_(weight)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """edge_index: the edges, or what `_adjacency` made of them."""
+        """edge_index: the edges, or the result of `_adjacency`."""
         check_tensors("G2R", x=x)
         if x.dim() != 2 or x.shape[1] != len(self.weight1):
             raise ValueError(f"G2R: x must be (n, {len(self.weight1)}), got {tuple(x.shape)}.")
@@ -248,7 +246,7 @@ def check_features(name: str, x: Tensor) -> None:
 
 
 def edges_of(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Sources and targets of the edges between two nodes, each once, in the order of the targets."""
+    """Sources and targets, without duplicates and self-loops, sorted by target."""
     check_tensors(name, edge_index=edge_index)
     whole = not (edge_index.is_floating_point() or edge_index.is_complex() or edge_index.dtype == torch.bool)
     if edge_index.dim() != 2 or len(edge_index) != 2 or not whole:
@@ -256,7 +254,7 @@ def edges_of(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]
             f"{name}: edge_index must be (2, e) integers, sources and targets, got {tuple(edge_index.shape)} "
             f"{edge_index.dtype}."
         )
-    edge_index = edge_index.long()  # torch does not compare unsigned ones of more than 8 bits
+    edge_index = edge_index.long()  # torch cannot compare unsigned integers wider than 8 bits
     outside = edge_index[(edge_index < 0) | (edge_index >= nodes)]
     if len(outside):
         raise ValueError(f"{name}: edge_index must lie in [0, {nodes:,}), the nodes, got {int(outside[0]):,}.")
@@ -266,7 +264,7 @@ def edges_of(name: str, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor]
 
 
 def _adjacency(edges: Tensor, nodes: int, dtype: torch.dtype) -> Tensor:
-    """D^-½ (adjacency + I) D^-½, a sparse matrix whose rows are targets; edges as `edges_of` returns them."""
+    """D^-½ (adjacency + I) D^-½ as a sparse matrix with targets as rows; edges as returned by `edges_of`."""
     loops = torch.arange(nodes, device=edges.device).expand(2, nodes)
     source, target = torch.cat([edges, loops], 1)
     degree = target.bincount(minlength=nodes).to(dtype)

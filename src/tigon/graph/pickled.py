@@ -1,8 +1,8 @@
-"""Read pickles of numeric arrays, CSR matrices, dicts and lists, of which nothing is run.
+"""Read pickles with numeric arrays, CSR matrices, dicts and lists, without executing code.
 
-The pure Python unpickler of the standard library does the reading, with less: opcodes of a short list, a handful of
-names, and for each name a reader of this file in place of the function that it stands for. NumPy sees no argument of
-the file but the dtype, the shape and the bytes of an array, after these were checked. scipy need not be installed.
+Uses the standard library's pure Python unpickler, restricted to a short opcode list and a few names, each mapped to a
+reader in this file instead of the named function. NumPy receives only an array's dtype, shape and bytes, after
+validation. scipy is not required.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tigon.files import DamagedFileError
 
-# Numbers and bools of a fixed size, as dtypes are spelled: no Python objects, records, texts or times.
+# Fixed-size numbers and bools, by dtype string: no Python objects, records, texts or times.
 _NUMERIC = re.compile(r"[<>=|]?([iu][1248]|f[248]|b1)")
 _OPCODES = (
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG",
@@ -32,7 +32,7 @@ _OPCODES = (
 
 
 class CSRMatrix:
-    """What a pickled matrix of scipy consists of: numbers, their columns, and where each row begins."""
+    """A pickled scipy CSR matrix: values, column indices and row pointers."""
 
     data: npt.NDArray[Any]
     indices: npt.NDArray[Any]
@@ -57,7 +57,7 @@ class CSRMatrix:
 
 
 class _Dtype:
-    """A dtype. Its state tells the order of its bytes."""
+    """A dtype. Its state contains the byte order."""
 
     value: np.dtype[Any]
 
@@ -75,7 +75,7 @@ class _Dtype:
 
 
 class _Array:
-    """An array, empty until its state has come."""
+    """An array, empty until its state is set."""
 
     value: npt.NDArray[Any]
 
@@ -98,7 +98,7 @@ def _whole(size: Any) -> int:
 
 
 def _numbers(dtype: Any, content: Any, count: int) -> npt.NDArray[Any]:
-    """`count` numbers of bytes, or of the text that Python 2 wrote in place of bytes."""
+    """Decode `count` numbers from bytes, or from text that Python 2 wrote as bytes."""
     if not isinstance(dtype, _Dtype):
         raise ValueError("an array without a dtype")
     raw = content.encode("latin1") if isinstance(content, str) else content
@@ -112,15 +112,15 @@ def _scalar(dtype: Any, content: Any) -> Any:
 
 
 def _bytes(text: Any, encoding: Any) -> bytes:
-    """How Python 3 writes bytes for Python 2; the one encoding that there is is Latin 1."""
-    # A list may hold itself many times over, and its text be of any size.
+    """Bytes as Python 3 pickles them for Python 2; only Latin 1 is allowed."""
+    # A list may contain itself repeatedly, so its text can have any size.
     if not isinstance(text, str):
         raise ValueError("bytes that are written as something else than text")
     return text.encode("latin1")
 
 
 class _Name:
-    """A name that a pickle may use, and what is called in its place; None where it may stand as an argument alone."""
+    """A name allowed in a pickle and its replacement; None if the name is only valid as an argument."""
 
     __slots__ = ("read",)
 
@@ -144,7 +144,7 @@ _Machine: Any = pickle._Unpickler
 
 
 class _Unpickler(_Machine):  # type: ignore[misc]
-    """The stack machine of the standard library in Python, whose memo is a dict: no number in a file sizes a table."""
+    """The standard library's Python unpickler with a dict as memo: numbers in a file cannot set an allocation size."""
 
     dispatch: ClassVar[dict[int, Any]] = {}
 
@@ -180,7 +180,7 @@ class _Unpickler(_Machine):  # type: ignore[misc]
 
     def _set(self, keys: list[Any], values: list[Any]) -> None:
         into = self.stack[-1]
-        # A tuple of tuples of … could take for ever to be hashed.
+        # Hashing deeply nested tuples could take forever.
         if not isinstance(into, dict) or not all(type(key) in (int, str) for key in keys):
             raise pickle.UnpicklingError("it has a dict whose keys are neither numbers nor texts")
         into.update(zip(keys, values, strict=True))
@@ -194,9 +194,9 @@ class _Unpickler(_Machine):  # type: ignore[misc]
 
 
 def read_pickle(file: Path) -> Any:
-    """The arrays, `CSRMatrix`es, dicts, lists, numbers and texts of a pickle.
+    """Read a pickle with arrays, `CSRMatrix` objects, dicts, lists, numbers and texts.
 
-    Raises: DamagedFileError for a file that cannot be read, is no pickle, or holds anything else.
+    Raises: DamagedFileError for a file that cannot be read, is not a pickle, or contains other objects.
     """
     try:
         content = file.read_bytes()
@@ -204,6 +204,6 @@ def read_pickle(file: Path) -> Any:
         raise DamagedFileError(f"{file} cannot be read ({error.strerror}).") from error
     try:
         found = _Unpickler(io.BytesIO(content), encoding="latin1").load()
-    except Exception as error:  # a damaged pickle raises whatever the operation that it breaks raises
+    except Exception as error:  # a damaged pickle can raise any exception
         raise DamagedFileError(f"{file} is no pickle of arrays: {error}.") from error
     return found.value if isinstance(found, _Array) else found

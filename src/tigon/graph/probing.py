@@ -1,4 +1,4 @@
-"""A linear probe: how well a logistic regression tells the classes by embeddings."""
+"""Linear probe: logistic regression accuracy on embeddings."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tigon.losses.options import check_positive
 
 
 def probe(z: Tensor, graph: Graph, *, c: float = 1.0) -> dict[str, float]:
-    """Accuracy of a logistic regression that is fitted on the nodes to train on.
+    """Accuracy of a logistic regression fitted on the training nodes.
 
-    Rows of z are scaled to the length 1 first, as the authors of GRACE and of G2R do. Needs scikit-learn.
+    Rows of z are first scaled to unit length, as the authors of GRACE and G2R do. Needs scikit-learn.
 
     Args:
-        z: (n, d) floats, a row for each node, such as `G2R.encode` returns.
+        z: (n, d) floats, a row per node, such as `G2R.encode` returns.
         graph: with labels and a split.
-        c: the inverse of the weight of ½‖w‖² beside the summed losses.
-    Returns: shares of nodes told right, "val" where the split has some, and "test".
-    Raises: ValueError for a graph without labels or split, for nodes of the split without a label, and for z that has
-        another number of rows or is not finite.
+        c: inverse regularisation strength: the inverse weight on ½‖w‖² relative to the summed losses.
+    Returns: accuracies "val", if there are validation nodes, and "test".
+    Raises: ValueError for a graph without labels or split, split nodes without labels, and z with the wrong row count
+        or non-finite values.
     """
     from sklearn.linear_model import LogisticRegression
 

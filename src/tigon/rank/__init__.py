@@ -1,7 +1,7 @@
-"""Ranking: losses and metrics of scores over ragged groups, one group for each request.
+"""Ranking: losses and metrics for scores over ragged groups, one group per request.
 
-`__init__.pyi` declares the public names. The package is imported by its name: `import tigon` loads none of it, and no
-other package of Tigon knows of it.
+Public names are declared in `__init__.pyi`. Import the package explicitly: `import tigon` does not load it, and no
+other Tigon package depends on it.
 """
 
 from tigon.lazy import attach

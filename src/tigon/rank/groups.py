@@ -1,6 +1,7 @@
-"""Rows in ragged groups: the checks and the sums that losses and metrics share.
+"""Ragged row groups: checks and group sums shared by losses and metrics.
 
-Group g is the rows offsets[g] to offsets[g + 1] − 1. Sums go by segments, without atomics: the same bits on every run.
+Group g contains rows offsets[g] to offsets[g + 1] − 1. Sums are segment reductions without atomics, hence bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from tigon.ops.targets import CHECKS
 
 
 class Groups(NamedTuple):
-    """The groups of n rows.
+    """Group structure for n rows.
 
     Attributes:
         offsets: (G + 1,) int64, on the rows' device.
-        row: (n,) int64, the group of each row.
-        given: offsets as they came, perhaps on the host.
+        row: (n,) int64, each row's group.
+        given: the original offsets, possibly on the host.
     """
 
     offsets: Tensor
@@ -32,38 +33,38 @@ class Groups(NamedTuple):
         return len(self.offsets) - 1
 
     def longest(self) -> int:
-        """Rows of the largest group. It waits for the GPU if the offsets came on it."""
+        """Row count in the largest group. Synchronises with the GPU if the offsets were given there."""
         return int(self.given.diff().max()) if self.number else 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """(G,) sums of x (n,), with gradients."""
-        if not x.numel():  # segment_reduce refuses it
+        """(G,) sums over x (n,), differentiable."""
+        if not x.numel():  # segment_reduce rejects empty input
             return x.sum() + x.new_zeros(self.number)
         return torch.segment_reduce(x, "sum", offsets=self.offsets, unsafe=True, initial=0)
 
     def largest(self, x: Tensor) -> Tensor:
-        """(G,) maxima of x (n,), −∞ for empty groups; no gradient."""
+        """(G,) maxima over x (n,), −∞ for empty groups; not differentiable."""
         if not x.numel():
             return x.new_full((self.number,), -torch.inf)
         return torch.segment_reduce(x.detach(), "max", offsets=self.offsets, unsafe=True, initial=-torch.inf)
 
     def order(self, x: Tensor) -> Tensor:
-        """(n,) rows by group, then by falling x; equal ones as they stand."""
+        """(n,) row indices sorted by group, then by descending x; stable."""
         by_value = x.detach().sort(descending=True, stable=True).indices
         return by_value[self.row[by_value].sort(stable=True).indices]
 
     def place(self) -> Tensor:
-        """(n,) how manieth a row is in its group, from 1."""
+        """(n,) each row's position in its group, from 1."""
         return torch.arange(1, len(self.row) + 1, device=self.row.device) - self.offsets[self.row]
 
 
 def check_groups(
     name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, weights: Tensor | None = None
 ) -> Groups:
-    """Check labels, offsets and weights against scores, and find the group of each row.
+    """Validate labels, offsets and weights against scores, and compute each row's group.
 
-    Raises: ValueError for shapes, dtypes and devices that do not fit; for values of offsets where they can be looked at
-    without waiting.
+    Raises: ValueError for wrong shapes, dtypes and devices; for invalid offsets if they can be read without
+        synchronising.
     """
     check_tensors(name, scores=scores, labels=labels, offsets=offsets, weights=weights)
     if scores.dim() != 1 or not scores.dtype.is_floating_point:
@@ -95,7 +96,7 @@ def check_groups(
             )
     given, offsets = offsets, offsets.to(device, torch.int64, non_blocking=True)
     if given.device.type != "cpu":
-        # Nobody looked at them: whatever they hold, nothing is read beyond the rows.
+        # Offsets on the GPU are unchecked: clamp them, so that no read is out of bounds.
         given = offsets = offsets.clamp(0, n).cummax(0).values
     row = torch.searchsorted(offsets[1:].contiguous(), torch.arange(n, device=device), right=True)
     return Groups(offsets, row.clamp(max=max(len(offsets) - 2, 0)), given)

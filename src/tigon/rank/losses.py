@@ -1,25 +1,25 @@
-"""Ranking losses of ragged groups: by rows, by groups, and by the pairs within a group.
+"""Ranking losses over ragged groups: pointwise, listwise and pairwise.
 
-All take `(scores, labels, offsets=None, *, weights=None, reduction="mean")`. A group is what one request showed; its
-rows lie side by side: group g is the rows offsets[g] to offsets[g + 1] − 1. With s scores, y labels, w weights:
+All losses take `(scores, labels, offsets=None, *, weights=None, reduction="mean")`. A group contains the rows shown for
+a request. Its rows are adjacent: group g has rows offsets[g] to offsets[g + 1] − 1. With scores s, labels y, weights w:
 
-    bce           of a row:   w · (softplus(s) − y · s)
-    softmax       of a group: −Σ_i w_i y_i log(exp s_i / Σ_j exp s_j)
-    pairwise      of a group: the mean over its pairs y_i > y_j of w_i · softplus(s_j − s_i)
-    approx_ndcg   of a group: 1 − Σ_i w_i G_i / log₂(1 + r_i) / maxDCG,  r_i = 1 + Σ_{j≠i} σ((s_j − s_i) / temperature)
-    lambda_loss   of a group: Σ_{y_i > y_j} w_i ΔNDCG_ij · softplus(s_j − s_i)
+    bce           per row:    w · (softplus(s) − y · s)
+    softmax       per group: −Σ_i w_i y_i log(exp s_i / Σ_j exp s_j)
+    pairwise      per group:  mean over pairs y_i > y_j: w_i · softplus(s_j − s_i)
+    approx_ndcg   per group:  1 − Σ_i w_i G_i / log₂(1 + r_i) / maxDCG,  r_i = 1 + Σ_{j≠i} σ((s_j − s_i) / temperature)
+    lambda_loss   per group:  Σ_{y_i > y_j} w_i ΔNDCG_ij · softplus(s_j − s_i)
 
-Groups that say nothing about order are left out: the mean is over the others, and no gradient comes of them. NaN scores
-of groups that count make the loss NaN. Scores of 16 bits are widened to fp32.
+Groups without order information are skipped: they are excluded from the mean and get no gradient. NaN scores in other
+groups make the loss NaN. 16-bit scores are converted to fp32.
 
-`pairwise`, `approx_ndcg` and `lambda_loss` compare each row with all of its group, in blocks of groups of about one
-size. A block has at most `PAIRS` pairs, padding included, or those of one row; where there are several, each is
-computed again in the backward pass, so that memory is that of one. The host must know the sizes: offsets on the CPU
-cost no wait, those on a GPU one synchronisation. `bce` and `softmax` never wait.
+`pairwise`, `approx_ndcg` and `lambda_loss` compare all rows within a group, in blocks with similar group sizes. A block
+has at most `PAIRS` pairs, including padding, or a single row's pairs if those are more. With several blocks, each is
+recomputed in the backward pass, so that peak memory is a single block's. The host must know the group sizes: offsets on
+the CPU need no wait, offsets on a GPU one synchronisation. `bce` and `softmax` never synchronise.
 
 Sources: Cao et al. 2007, ListNet, https://doi.org/10.1145/1273496.1273513; Burges et al. 2005, RankNet,
 https://doi.org/10.1145/1102351.1102363; Qin, Liu & Li 2010, ApproxNDCG, https://doi.org/10.1007/s10791-009-9124-x; Wang
-et al. 2018, LambdaLoss, https://doi.org/10.1145/3269206.3271784; the signature is that of rax,
+et al. 2018, LambdaLoss, https://doi.org/10.1145/3269206.3271784; the signature follows rax,
 https://github.com/google/rax.
 """
 
@@ -41,7 +41,7 @@ from tigon.rank.groups import Groups, check_groups, discounts
 
 __all__ = ["approx_ndcg", "bce", "lambda_loss", "pairwise", "softmax"]
 
-# Pairs that are compared at once.
+# Maximum pairs compared at once.
 PAIRS = 1 << 22
 
 
@@ -49,16 +49,16 @@ def bce(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, weights: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:  # fmt: skip
-    """Binary cross entropy of each row: w · (softplus(s) − y · s).
+    """Binary cross entropy per row: w · (softplus(s) − y · s).
 
     Args:
         scores: (n,) floats, logits.
-        labels: (n,) bool, integers or floats from 0 to 1: how likely the row is right. No gradient.
-        offsets: (G + 1,) int32 or int64, as the other losses take them; rows count alike, whatever their group.
-        weights: (n,), of rows. No gradient.
-        reduction: "mean" over all rows, whatever their weights; "sum"; "none" for (n,).
-    Returns: 0-d or (n,), in fp32 (fp64 for fp64 scores). 0 for no rows.
-    Raises: ValueError for shapes, dtypes and devices that do not fit; on the CPU for labels outside 0 to 1.
+        labels: (n,) bool, integers or floats in [0, 1], the probability that the row is positive. No gradient.
+        offsets: (G + 1,) int32 or int64, for a uniform signature; rows count equally in all groups.
+        weights: (n,) row weights. No gradient.
+        reduction: "mean" over all rows, not divided by the weights; "sum"; "none" for (n,).
+    Returns: 0-d or (n,), in fp32 (fp64 for fp64 scores). 0 without rows.
+    Raises: ValueError for wrong shapes, dtypes and devices; on the CPU for labels outside [0, 1].
     """
     s, y, w, _ = _check_inputs("rank.losses.bce", scores, labels, offsets, weights, reduction, most=1.0)
     losses = F.softplus(s) - y * s
@@ -70,20 +70,20 @@ def softmax(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, weights: Tensor | None = None,
     reduction: Reduction = "mean", normalize: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of labels and the softmax over a group: −Σ_i w_i y_i log softmax(s)_i.
+    """Cross entropy between labels and the softmax over a group: −Σ_i w_i y_i log softmax(s)_i.
 
-    With one positive this is the usual softmax loss. With several a group counts for the sum of its labels, as in rax;
-    normalize=True divides by it, so that the labels are a distribution, as in ListNet.
+    With a single positive this is the usual softmax loss. With several, a group's weight is the sum over its labels, as
+    in rax; normalize=True divides by that sum, so that labels form a distribution, as in ListNet.
 
     Args:
-        scores: (n,) floats. −inf takes a row that is not positive out of the sum.
-        labels: (n,) bool, integers or floats, not negative: how right each row is. No gradient.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n; on scores' device or the CPU. None: one group.
-        weights: (n,), factors of labels. No gradient.
-        reduction: "mean" over the groups with a positive; "sum"; "none" for (G,), with 0 for groups without.
+        scores: (n,) floats. −inf excludes a non-positive row from the softmax.
+        labels: (n,) bool, integers or floats ≥ 0, relevance. No gradient.
+        offsets: (G + 1,) int32 or int64, group starts, then n; on scores' device or the CPU. None: one group.
+        weights: (n,) label multipliers. No gradient.
+        reduction: "mean" over the groups with a positive; "sum"; "none" for (G,), with 0 for the other groups.
         normalize: divide w · y by its sum over the group.
     Returns: 0-d or (G,), in fp32 (fp64 for fp64 scores). 0 if no group has a positive.
-    Raises: ValueError for shapes, dtypes and devices that do not fit; on the CPU for negative labels.
+    Raises: ValueError for wrong shapes, dtypes and devices; on the CPU for negative labels.
     """
     s, y, w, groups = _check_inputs("rank.losses.softmax", scores, labels, offsets, weights, reduction)
     y = y if w is None else w * y
@@ -91,7 +91,7 @@ def softmax(
     counted = mass > 0
     s = _mask_groups(s, counted, groups)
     shifted = s - groups.largest(s)[groups.row]
-    # Both terms are positive, so nothing cancels: shifted is at most 0, and its log-sum-exp at least 0.
+    # Both terms are non-negative, so there is no cancellation: shifted ≤ 0, and its log-sum-exp ≥ 0.
     own = groups.sum(torch.where(y > 0, y * shifted, 0.0))
     lse = torch.where(counted, groups.sum(shifted.exp()), 1.0).log()
     losses = lse - own / torch.where(counted, mass, 1.0) if normalize else mass * lse - own
@@ -102,18 +102,18 @@ def pairwise(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, weights: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:  # fmt: skip
-    """Logistic loss of pairs in a group (RankNet): the mean over y_i > y_j of w_i · softplus(s_j − s_i).
+    """Logistic loss over pairs in a group (RankNet): mean over y_i > y_j, w_i · softplus(s_j − s_i).
 
-    Each group counts alike, however many pairs it has; rax takes the mean over the pairs of all groups.
+    All groups have equal weight, regardless of their pair counts; rax averages over all pairs in all groups.
 
     Args:
         scores: (n,) floats.
-        labels: (n,) bool, integers or floats, not negative; only their order counts.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n; on scores' device or the CPU. None: one group.
-        weights: (n,), the weight of a pair is that of its row with the higher label. No gradient.
-        reduction: "mean" over the groups with a pair; "sum"; "none" for (G,), with 0 for groups without.
+        labels: (n,) bool, integers or floats ≥ 0; only their order matters.
+        offsets: (G + 1,) int32 or int64, group starts, then n; on scores' device or the CPU. None: one group.
+        weights: (n,); a pair's weight is the weight of the row with the higher label. No gradient.
+        reduction: "mean" over the groups with a pair; "sum"; "none" for (G,), with 0 for the other groups.
     Returns: 0-d or (G,), in fp32 (fp64 for fp64 scores). 0 if no group has a pair.
-    Raises: ValueError for shapes, dtypes and devices that do not fit; on the CPU for negative labels.
+    Raises: ValueError for wrong shapes, dtypes and devices; on the CPU for negative labels.
     """
     s, y, w, groups = _check_inputs("rank.losses.pairwise", scores, labels, offsets, weights, reduction)
     counted = _differ(y, groups)
@@ -134,19 +134,19 @@ def approx_ndcg(
 ) -> Tensor:  # fmt: skip
     """One minus NDCG with smooth ranks: 1 − Σ_i w_i G_i / log₂(1 + r_i) / maxDCG.
 
-    G = 2^y − 1 is a row's gain, r_i = 1 + Σ_{j≠i} σ((s_j − s_i) / temperature) its smooth rank, and maxDCG the sum with
-    the rows by falling w · G. rax returns the negative of NDCG, which has the same gradient.
+    G = 2^y − 1 is a row's gain, r_i = 1 + Σ_{j≠i} σ((s_j − s_i) / temperature) its smooth rank, and maxDCG the DCG for
+    rows sorted by descending w · G. rax returns negative NDCG, which has the same gradient.
 
     Args:
         scores: (n,) floats.
-        labels: (n,) bool, integers or floats, not negative: grades of relevance. No gradient.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n; on scores' device or the CPU. None: one group.
-        weights: (n,), factors of gains. No gradient.
-        reduction: "mean" over the groups with a gain; "sum"; "none" for (G,), with 0 for groups without.
-        temperature: in units of scores: the smaller, the closer to the ranks, and the flatter between them.
+        labels: (n,) bool, integers or floats ≥ 0, relevance grades. No gradient.
+        offsets: (G + 1,) int32 or int64, group starts, then n; on scores' device or the CPU. None: one group.
+        weights: (n,) gain multipliers. No gradient.
+        reduction: "mean" over the groups with a gain; "sum"; "none" for (G,), with 0 for the other groups.
+        temperature: in units of scores; smaller values approximate the ranks better, with flatter gradients in between.
     Returns: 0-d or (G,), in fp32 (fp64 for fp64 scores). 0 if no group has a gain.
-    Raises: ValueError for shapes, dtypes and devices that do not fit, and a temperature that is not positive; on the
-        CPU for negative labels.
+    Raises: ValueError for wrong shapes, dtypes and devices, and a non-positive temperature; on the CPU for negative
+        labels.
     """
     name = "rank.losses.approx_ndcg"
     if not temperature > 0:
@@ -158,7 +158,7 @@ def approx_ndcg(
     counted = best > 0
 
     def terms(there: Tensor, s: Pair, gain: Pair) -> Tensor:
-        # The row itself is among the others, and counts ½.
+        # The row itself is among the others and contributes ½.
         rank = 0.5 + torch.where(there, torch.sigmoid((s.other - s.own) / temperature), 0.0).sum(2)
         return (gain.own.squeeze(2) * discounts(rank)).sum(1)[None]
 
@@ -171,24 +171,23 @@ def lambda_loss(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, weights: Tensor | None = None,
     reduction: Reduction = "mean", mu: float = 10.0,
 ) -> Tensor:  # fmt: skip
-    """Logistic loss of pairs, weighted by their worth to NDCG: Σ_{y_i > y_j} w_i ΔNDCG_ij · softplus(s_j − s_i).
+    """Logistic loss over pairs, weighted by their effect on NDCG: Σ_{y_i > y_j} w_i ΔNDCG_ij · softplus(s_j − s_i).
 
         ΔNDCG_ij = (G_i − G_j) / maxDCG · (|D(r_i) − D(r_j)| + mu · (D(d) − D(d + 1)))
 
-    with G = 2^y − 1, D(r) = 1 / log₂(1 + r), r the ranks by scores (equal scores as they stand; no gradient) and
-    d = |r_i − r_j|. This is NDCG-Loss2++ of Wang et al. 2018, in natural logarithms; mu=0 is LambdaRank. The field says
-    lambda loss; `lambda` is a keyword of Python.
+    with G = 2^y − 1, D(r) = 1 / log₂(1 + r), r the ranks by score (ties in row order; no gradient) and d = |r_i − r_j|.
+    This is NDCG-Loss2++ from Wang et al. 2018 with natural logarithms; mu=0 is LambdaRank. The name is `lambda_loss`
+    because `lambda` is a Python keyword.
 
     Args:
         scores: (n,) floats.
-        labels: (n,) bool, integers or floats, not negative: grades of relevance. No gradient.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n; on scores' device or the CPU. None: one group.
-        weights: (n,), the weight of a pair is that of its row with the higher label. No gradient.
-        reduction: "mean" over the groups with a pair; "sum"; "none" for (G,), with 0 for groups without.
-        mu: not negative; how much the bound of NDCG-Loss2 counts beside LambdaRank's weights.
+        labels: (n,) bool, integers or floats ≥ 0, relevance grades. No gradient.
+        offsets: (G + 1,) int32 or int64, group starts, then n; on scores' device or the CPU. None: one group.
+        weights: (n,); a pair's weight is the weight of the row with the higher label. No gradient.
+        reduction: "mean" over the groups with a pair; "sum"; "none" for (G,), with 0 for the other groups.
+        mu: ≥ 0, weight for NDCG-Loss2's bound relative to the LambdaRank weights.
     Returns: 0-d or (G,), in fp32 (fp64 for fp64 scores). 0 if no group has a pair.
-    Raises: ValueError for shapes, dtypes and devices that do not fit, and a negative mu; on the CPU for negative
-        labels.
+    Raises: ValueError for wrong shapes, dtypes and devices, and a negative mu; on the CPU for negative labels.
     """
     name = "rank.losses.lambda_loss"
     if not mu >= 0:
@@ -215,15 +214,15 @@ def _check_inputs(
     name: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, weights: Tensor | None, reduction: str,
     most: float = torch.inf,
 ) -> tuple[Tensor, Tensor, Tensor | None, Groups]:  # fmt: skip
-    """Scores, labels and weights in the dtype of the loss, and the groups."""
+    """Check the inputs; return scores, labels and weights in the loss dtype, and the groups."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"{name}: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
     groups = check_groups(name, scores, labels, offsets, weights)
     for argument, value, top in (("labels", labels, most), ("weights", weights, torch.inf)):
-        # Looking at values stalls a GPU.
+        # Reading values would synchronise with the GPU.
         if value is None or not (CHECKS or value.device.type == "cpu") or not is_concrete(value):
             continue
-        wrong = ~((value >= 0) & (value <= top))  # NaN is wrong too
+        wrong = ~((value >= 0) & (value <= top))  # NaN is out of range too
         if wrong.any():
             expected = "not be negative" if top == torch.inf else f"lie between 0 and {top:g}"
             row = int(wrong.nonzero()[0])
@@ -234,33 +233,33 @@ def _check_inputs(
 
 
 class Pair(NamedTuple):
-    """A column's values in pairs: of the first row, (g, R, 1), and of the second, (g, 1, L)."""
+    """A column's values in pairs: first row (g, R, 1), second row (g, 1, L)."""
 
     own: Tensor
     other: Tensor
 
 
 def _mask_groups(s: Tensor, counted: Tensor, groups: Groups) -> Tensor:
-    """Scores with 0 in groups that do not count: whatever stands there, not even NaN comes of it."""
+    """Scores with 0 in skipped groups, so that their contents, including NaN, cannot affect the result."""
     return torch.where(counted[groups.row], s, 0.0) if groups.number else s
 
 
 def _differ(y: Tensor, groups: Groups) -> Tensor:
-    """(G,): whether a group has a pair of different labels."""
+    """(G,): whether a group contains different labels."""
     return groups.largest(y) > -groups.largest(-y)
 
 
 def _ideal(gain: Tensor, groups: Groups) -> Tensor:
-    """(G,): DCG with rows by falling gain."""
+    """(G,): DCG with rows sorted by descending gain."""
     return groups.sum(gain[groups.order(gain)] * discounts(groups.place().to(gain.dtype)))
 
 
-# How many blocks there are depends on the sizes.
+# The block count depends on the group sizes.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _over_pairs(terms: Callable[..., Tensor], groups: Groups, s: Tensor, *columns: Tensor) -> Tensor:
-    """(c, G): what `terms` sums over the pairs of rows in each group.
+    """(c, G): sums computed by `terms` over each group's row pairs.
 
-    terms: of which of (g, R, L) pairs there are, and of s and each column a `Pair`; returns (c, g), 0 for no pairs.
+    terms: takes a (g, R, L) mask for valid pairs, and a `Pair` for s and each column; returns (c, g), 0 without pairs.
     s: (n,), with gradients. columns: (n,), without.
     """
     order = groups.offsets.diff().argsort(descending=True, stable=True)
@@ -270,7 +269,8 @@ def _over_pairs(terms: Callable[..., Tensor], groups: Groups, s: Tensor, *column
     def block(s: Tensor, part: slice, L: int, rows: slice) -> Tensor:
         place = starts[part, None] + torch.arange(L, device=s.device)
         there = place < ends[part, None]
-        # Padding reads its group's last row: one row that all of it read would make a long sum of its gradient.
+        # Padding reads its own group's last row: if all padding read the same row, that row's gradient would be a long
+        # sum.
         place = torch.minimum(place, ends[part, None] - 1)
         padded = [torch.where(there, x[place], 0.0) for x in (s, *columns)]
         pairs = [Pair(x[:, rows, None], x[:, None, :]) for x in padded]
@@ -284,7 +284,7 @@ def _over_pairs(terms: Callable[..., Tensor], groups: Groups, s: Tensor, *column
         part = slice(first, first := min(first + max(PAIRS // L**2, 1), filled))
         R = max(min(PAIRS // L, L), 1)
         blocks.append([(part, L, slice(row, row + R)) for row in range(0, L, R)])
-    if not blocks:  # the slices of one that has no groups
+    if not blocks:  # no groups: slices for an empty block
         blocks = [[(slice(0, 0), 1, slice(0, 1))]]
     again = torch.is_grad_enabled() and s.requires_grad and (len(blocks) > 1 or len(blocks[0]) > 1)
 

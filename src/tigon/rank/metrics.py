@@ -1,13 +1,14 @@
-"""Metrics of scores: over all rows and over ragged groups, on the scores' device, in fp64.
+"""Ranking metrics, over all rows and over ragged groups, computed in fp64 on the scores' device.
 
-Group g, what one request showed, is the rows offsets[g] to offsets[g + 1] − 1; without offsets all rows are one group.
+Group g, the rows shown for a request, contains rows offsets[g] to offsets[g + 1] − 1; without offsets all rows form one
+group.
 
-    auc, log_loss, ece                      of all rows together: a float
-    gauc, ndcg, mrr, hit_rate, recall,      of each group: `GroupMetric`, the mean over groups for which the metric is
+    auc, log_loss, ece                      over all rows: a float
+    gauc, ndcg, mrr, hit_rate, recall,      per group: `GroupMetric`, the mean over groups for which the metric is
     precision                               defined, per-group values, and the number of undefined groups
 
-**Equal scores** count as the mean over all orders of the rows that have them, as in scikit-learn's `roc_auc_score` and
-`ndcg_score`: no metric depends on how rows stand. `tigon.retrieve.metrics` has those of rankings of all items.
+**Ties** are averaged over all orders of the tied rows, as in scikit-learn's `roc_auc_score` and `ndcg_score`: metrics
+do not depend on the row order. For rankings over a full catalogue see `tigon.retrieve.metrics`.
 
 `bootstrap_interval` resamples groups for a confidence interval.
 """
@@ -39,15 +40,15 @@ __all__ = [
 ]  # fmt: skip
 
 Gain = Literal["exponential", "linear"]
-# Numbers that are drawn at once.
+# Maximum random numbers in memory at once.
 DRAWN = 1 << 22
 
 
 class GroupMetric(NamedTuple):
-    """A metric of groups.
+    """A group metric.
 
     Attributes:
-        mean: over the groups with a value, by their weights; NaN if there is none.
+        mean: weighted mean over groups with a value; NaN if there are none.
         values: (G,) fp64, NaN for undefined groups.
         weights: (G,) fp64.
         left_out: number of groups for which the metric is undefined.
@@ -63,8 +64,9 @@ class Interval(NamedTuple):
     """A bootstrap interval.
 
     Attributes:
-        low, high: between them lies the metric of as many draws as `level` says; NaN if no draw has one.
-        left_out: draws in which the metric is not defined, such as the AUC of one class.
+        low, high: interval bounds, which contain a fraction `level` of the draws; NaN if the metric is undefined in all
+            draws.
+        left_out: number of draws in which the metric is undefined, such as AUC with a single class.
     """
 
     low: float
@@ -73,13 +75,13 @@ class Interval(NamedTuple):
 
 
 def auc(scores: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> float:
-    """Area under the ROC curve: how likely a positive row scores above a negative one, equal scores as a half.
+    """Area under the ROC curve: the probability that a positive row scores above a negative row; ties count one half.
 
     Args:
         scores: (n,) floats, in any scale. labels: (n,), 0 or 1.
-        weights: (n,), how often each row counts; not negative.
-    Returns: 0 to 1; NaN if there is one class only.
-    Raises: ValueError for shapes, dtypes and devices that do not fit, NaN scores, and labels that are not 0 or 1.
+        weights: (n,) row multiplicities, ≥ 0.
+    Returns: 0 to 1; NaN with a single class.
+    Raises: ValueError for wrong shapes, dtypes and devices, NaN scores, and labels other than 0 and 1.
 
     Source: Mann & Whitney 1947, https://doi.org/10.1214/aoms/1177730491; equal to scikit-learn's `roc_auc_score`.
     """
@@ -90,14 +92,14 @@ def auc(scores: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> flo
 def gauc(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, weights: Tensor | None = None
 ) -> GroupMetric:  # fmt: skip
-    """AUC within each group; the mean by the groups' numbers of rows. Groups of one class are left out.
+    """AUC within each group, averaged with group sizes as weights. Groups with a single class are skipped.
 
     Args:
         scores: (n,) floats. labels: (n,), 0 or 1.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
-        weights: (G,), of groups; ones for the plain mean. None: how many rows each has.
+        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        weights: (G,) group weights; use ones for the plain mean. None: group sizes.
     Returns: `GroupMetric`.
-    Raises: ValueError for what does not fit, NaN scores, and labels that are not 0 or 1.
+    Raises: ValueError for invalid inputs, NaN scores, and labels other than 0 and 1.
 
     Source: Zhu et al. 2017, https://doi.org/10.1145/3097983.3098134; Zhou et al. 2018, https://arxiv.org/abs/1706.06978
     """
@@ -108,15 +110,15 @@ def gauc(
 
 
 def log_loss(probabilities: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> float:
-    """Mean of −log of the probability that a row's label was given.
+    """Mean negative log likelihood of the labels.
 
-    Probabilities are held within 2⁻⁵² of 0 and 1, as scikit-learn does with fp64: a sure mistake costs 36.
+    Probabilities are clamped to [2⁻⁵², 1 − 2⁻⁵²], as scikit-learn does in fp64: a confident mistake costs 36 nats.
 
     Args:
-        probabilities: (n,) floats from 0 to 1, of label 1. labels: (n,), 0 or 1.
-        weights: (n,), how often each row counts; not negative.
+        probabilities: (n,) floats in [0, 1], for label 1. labels: (n,), 0 or 1.
+        weights: (n,) row multiplicities, ≥ 0.
     Returns: nats; NaN without rows.
-    Raises: ValueError for shapes, dtypes and devices that do not fit, and values out of range.
+    Raises: ValueError for wrong shapes, dtypes and devices, and values out of range.
     """
     p, y, w = _probabilities("rank.metrics.log_loss", probabilities, labels, weights)
     epsilon = torch.finfo(torch.float64).eps
@@ -128,13 +130,13 @@ def ece(probabilities: Tensor, labels: Tensor, *, bins: int = 15, weights: Tenso
     """Expected calibration error: Σ over bins of |mean label − mean probability| · the bin's share of the rows.
 
     Args:
-        probabilities: (n,) floats from 0 to 1, of label 1. labels: (n,), 0 or 1.
-        bins: of equal width; bin b is (b / bins, (b + 1) / bins], and 0 is in the first.
-        weights: (n,), how often each row counts; not negative.
+        probabilities: (n,) floats in [0, 1], for label 1. labels: (n,), 0 or 1.
+        bins: number of equal-width bins; bin b is (b / bins, (b + 1) / bins], and 0 is in the first.
+        weights: (n,) row multiplicities, ≥ 0.
     Returns: 0 to 1; NaN without rows.
-    Raises: ValueError for shapes, dtypes and devices that do not fit, and values out of range.
+    Raises: ValueError for wrong shapes, dtypes and devices, and values out of range.
 
-    Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602; bins of Guo et al. 2017,
+    Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602; bins as in Guo et al. 2017,
     https://arxiv.org/abs/1706.04599
     """
     name = "rank.metrics.ece"
@@ -152,20 +154,20 @@ def ndcg(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int | None = None,
     gain: Gain = "exponential", weights: Tensor | None = None,
 ) -> GroupMetric:  # fmt: skip
-    """Normalised discounted cumulative gain: Σ G / log₂(1 + rank) over the first k, by its value in the best order.
+    """Normalised discounted cumulative gain: Σ G / log₂(1 + rank) over the first k, divided by the best order's value.
 
     Args:
-        scores: (n,) floats. labels: (n,) bool, integers or floats, not negative: grades of relevance.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
-        k: how many rows of a group count. None: all.
-        gain: "exponential", G = 2^y − 1; "linear", G = y, as scikit-learn's `ndcg_score`. Alike for labels of 0 and 1.
-        weights: (G,), of groups. None: all alike.
-    Returns: `GroupMetric`; groups without a positive label are left out.
-    Raises: ValueError for what does not fit, NaN scores and negative labels.
+        scores: (n,) floats. labels: (n,) bool, integers or floats ≥ 0, relevance grades.
+        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        k: rank cut-off; None: all rows.
+        gain: "exponential", G = 2^y − 1; "linear", G = y, as scikit-learn's `ndcg_score`. Both agree for labels 0 and
+            1.
+        weights: (G,) group weights; None: equal.
+    Returns: `GroupMetric`; groups without a positive label are skipped.
+    Raises: ValueError for invalid inputs, NaN scores and negative labels.
 
-    Source: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418; the exponential gain, Burges et al. 2005,
-    https://doi.org/10.1145/1102351.1102363; equal scores, McSherry & Najork 2008,
-    https://doi.org/10.1007/978-3-540-78646-7_38
+    Source: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418; exponential gain, Burges et al. 2005,
+    https://doi.org/10.1145/1102351.1102363; ties, McSherry & Najork 2008, https://doi.org/10.1007/978-3-540-78646-7_38
     """
     name = "rank.metrics.ndcg"
     if gain not in get_args(Gain):
@@ -176,7 +178,7 @@ def ndcg(
     place = torch.arange(1, max(groups.longest(), 1) + 1, dtype=torch.float64, device=value.device)
     discount = torch.where(place <= k, discounts(place), 0.0)
     first, many = ranked.before, ranked.equal
-    # Without equal scores the discount itself, exactly; else the mean over the places that rows of one score share.
+    # Without ties this is exactly the discount; with ties, the mean over the tied positions.
     sums = torch.cat((discount.new_zeros(1), discount.cumsum(0)))
     shared = torch.where(many == 1, discount[first], (sums[first + many] - sums[first]) / many)
     best = groups.sum(value[groups.order(value)] * discount[ranked.place - 1])
@@ -187,15 +189,15 @@ def mrr(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int | None = None,
     weights: Tensor | None = None,
 ) -> GroupMetric:  # fmt: skip
-    """Mean reciprocal rank: 1 / rank of the first positive row, 0 if it is not among the first k.
+    """Mean reciprocal rank: 1 / rank of the first positive row, 0 if the rank exceeds k.
 
     Args:
         scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
-        k: how many rows of a group count. None: all.
-        weights: (G,), of groups. None: all alike.
-    Returns: `GroupMetric`; groups without a positive row are left out.
-    Raises: ValueError for what does not fit, NaN scores and negative labels.
+        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        k: rank cut-off; None: all rows.
+        weights: (G,) group weights; None: equal.
+    Returns: `GroupMetric`; groups without a positive row are skipped.
+    Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
     name = "rank.metrics.mrr"
     ranked = SortedGroups.sort(name, scores, labels, offsets, k)
@@ -205,15 +207,15 @@ def mrr(
 def hit_rate(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int, weights: Tensor | None = None
 ) -> GroupMetric:
-    """Whether any of a group's first k rows is positive.
+    """Fraction of groups with a positive row among the first k.
 
     Args:
         scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
-        k: how many rows of a group count.
-        weights: (G,), of groups. None: all alike.
-    Returns: `GroupMetric`; groups without a positive row are left out.
-    Raises: ValueError for what does not fit, NaN scores and negative labels.
+        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        k: rank cut-off.
+        weights: (G,) group weights; None: equal.
+    Returns: `GroupMetric`; groups without a positive row are skipped.
+    Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
     name = "rank.metrics.hit_rate"
     check_positive(name, "k", k)
@@ -224,15 +226,15 @@ def hit_rate(
 def recall(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int, weights: Tensor | None = None
 ) -> GroupMetric:
-    """The share of a group's positive rows that are among its first k. It cannot reach 1 where there are more than k.
+    """Fraction of a group's positive rows among the first k. Cannot reach 1 for groups with more than k positives.
 
     Args:
         scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
-        k: how many rows of a group count.
-        weights: (G,), of groups. None: all alike.
-    Returns: `GroupMetric`; groups without a positive row are left out.
-    Raises: ValueError for what does not fit, NaN scores and negative labels.
+        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        k: rank cut-off.
+        weights: (G,) group weights; None: equal.
+    Returns: `GroupMetric`; groups without a positive row are skipped.
+    Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
     name = "rank.metrics.recall"
     check_positive(name, "k", k)
@@ -243,15 +245,15 @@ def recall(
 def precision(
     scores: Tensor, labels: Tensor, offsets: Tensor | None = None, *, k: int, weights: Tensor | None = None
 ) -> GroupMetric:
-    """The share of positive rows among the first k of a group, by k also where the group has fewer.
+    """Positive rows among a group's first k, divided by k even if the group is smaller.
 
     Args:
         scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, where groups begin, and n. None: one group.
-        k: how many rows of a group count.
-        weights: (G,), of groups. None: all alike.
-    Returns: `GroupMetric`; groups without a positive row are left out.
-    Raises: ValueError for what does not fit, NaN scores and negative labels.
+        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        k: rank cut-off.
+        weights: (G,) group weights; None: equal.
+    Returns: `GroupMetric`; groups without a positive row are skipped.
+    Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
     name = "rank.metrics.precision"
     check_positive(name, "k", k)
@@ -263,20 +265,19 @@ def bootstrap_interval(
     metric: GroupMetric | Callable[[Tensor], float], offsets: Tensor | None = None, *, draws: int = 1000,
     level: float = 0.95, seed: int = 0,
 ) -> Interval:  # fmt: skip
-    """Bootstrap interval of a metric: groups are drawn again, since the rows of one are not independent.
+    """Bootstrap interval for a metric. Resamples groups, since rows within a group are not independent.
 
     Args:
-        metric: what a metric of groups returned: those that count are drawn, with replacement. Or a function that takes
-            (n,) weights, how often each row was drawn, for metrics of all rows:
-            `lambda weights: auc(scores, labels, weights=weights)`.
-        offsets: (G + 1,) int32 or int64, for a function alone; its weights are on the device of the offsets.
-        draws: how many samples.
-        level: the share of them between the ends.
-        seed: of the draws, which are the same on every device.
+        metric: a `GroupMetric`: groups with a value are resampled with replacement. Or a function from (n,) row
+            multiplicities to a metric over all rows: `lambda weights: auc(scores, labels, weights=weights)`.
+        offsets: (G + 1,) int32 or int64, required with a function; its weights are on the offsets' device.
+        draws: number of bootstrap samples.
+        level: coverage of the interval.
+        seed: for the draws, which are identical on every device.
     Returns: `Interval`.
-    Raises: ValueError for options out of range, for offsets missing or beside a `GroupMetric`.
+    Raises: ValueError for options out of range, missing offsets, and offsets together with a `GroupMetric`.
 
-    Source: the percentile interval of Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
+    Source: percentile interval, Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
     name = "rank.metrics.bootstrap_interval"
     check_positive(name, "draws", draws)
@@ -314,7 +315,7 @@ def _mean(name: str, values: Tensor, weights: Tensor | None) -> GroupMetric:
 
 
 def _drawn_means(values: Tensor, weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
-    """(draws,) means of as many values as there are, drawn with replacement."""
+    """(draws,) means over samples with replacement, each as large as `values`."""
     found = []
     size = max(DRAWN // max(len(values), 1), 1)
     for first in range(0, draws, size) if len(values) else ():
@@ -325,7 +326,7 @@ def _drawn_means(values: Tensor, weights: Tensor, draws: int, generator: torch.G
 
 
 def _times(sizes: Tensor, generator: torch.Generator) -> Tensor:
-    """(n,) how often each row is there when groups of these sizes are drawn with replacement."""
+    """(n,) row multiplicities when groups with these sizes are drawn with replacement."""
     G = len(sizes)
     times = torch.bincount(torch.randint(max(G, 1), (G,), generator=generator), minlength=G)
     return times.to(sizes.device).double().repeat_interleave(sizes)

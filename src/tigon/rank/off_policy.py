@@ -1,4 +1,4 @@
-"""Off-policy estimates: the reward of a policy, from the log of another.
+"""Off-policy evaluation: estimate a policy's reward from another policy's log.
 
     replay  mean of r over the rows where the policy takes the logged action
     IPS     mean of w r,   w = π(a|x) / μ(a|x)
@@ -6,15 +6,15 @@
     DM      mean of Σ_b π(b|x) q(x, b)
     DR      mean of Σ_b π(b|x) q(x, b) + w (r − q(x, a))
 
-μ is the policy that logged the action a and the reward r, π the one in question, q a model of rewards. Replay, IPS and
-DR are right in the mean where μ gives every action of π a chance, replay if μ is uniform; DR has the less variance, the
-better q is, and is right whatever q is, as long as q has not seen the row.
+μ is the logging policy, with action a and reward r; π is the evaluated policy; q is a reward model. Replay, IPS and DR
+are unbiased if μ gives every action of π a positive probability, replay only for uniform μ. DR's variance falls with
+better q. DR is unbiased for any q, provided that q was not fitted on the row.
 
-Intervals are those of a bootstrap over rows, which knows what the rows show: where the policy's actions have few
-rewards in the log they are too narrow, and of none they have no width.
+Intervals are bootstrap intervals over rows and reflect only the observed rewards: if the policy's actions have few
+rewards in the log, the intervals are too narrow; without any rewards their width is zero.
 
-Source: replay: Li et al. 2011, https://arxiv.org/abs/1003.5956; DR: Dudík et al. 2011,
-https://arxiv.org/abs/1103.4601; SNIPS: Swaminathan and Joachims 2015,
+Source: replay: Li et al. 2011, https://arxiv.org/abs/1003.5956; DR: Dudík et al. 2011, https://arxiv.org/abs/1103.4601;
+SNIPS: Swaminathan and Joachims 2015,
 https://papers.nips.cc/paper/5748-the-self-normalized-estimator-for-counterfactual-learning
 """
 
@@ -29,13 +29,13 @@ from tigon.rank.evaluation.evaluate import MetricValue
 
 
 def replay(reward: Tensor, matches: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> MetricValue:
-    """The mean reward of the rows where a policy takes the logged action. For logs of a uniform policy.
+    """Mean reward over the rows where a policy takes the logged action. Requires a uniform logging policy.
 
     Args:
-        reward: (n,), of the logged action. matches: (n,) bool, or how likely the policy takes that action, from 0 to 1.
-        draws: of the bootstrap over rows; 0: no interval. level: of the interval. seed: of the draws.
-    Returns: `rank.MetricValue`; NaN if no row matches. `left_out`: how many rows say nothing.
-    Raises: ValueError for shapes that do not fit and values out of range.
+        reward: (n,), for the logged action. matches: (n,) bool, or the policy's probability for that action, 0 to 1.
+        draws: bootstrap samples over rows; 0: no interval. level: interval coverage. seed: for the draws.
+    Returns: `rank.MetricValue`; NaN if no row matches. `left_out`: number of non-matching rows.
+    Raises: ValueError for wrong shapes and values out of range.
     """
     reward, matches = _check_inputs("replay", reward=reward, matches=matches)
     _check_probabilities("replay", "matches", matches)
@@ -46,16 +46,15 @@ def ips(
     reward: Tensor, logged: Tensor, target: Tensor, *, clip: float = math.inf, draws: int = 1000, level: float = 0.95,
     seed: int = 0,
 ) -> MetricValue:  # fmt: skip
-    """Inverse propensity scoring: the mean reward, each row by how much more likely the policy takes its action.
+    """Inverse propensity scoring: mean reward, each row weighted by the ratio of target to logging probability.
 
     Args:
-        reward: (n,), of the logged action.
-        logged, target: (n,), how likely that action was under the policy that logged it, above 0, and under the one in
-            question.
-        clip: the largest weight of a row: less variance, and a bias.
-        draws, level, seed: as those of `replay`.
+        reward: (n,), for the logged action.
+        logged, target: (n,), probability for that action under the logging policy, above 0, and the evaluated policy.
+        clip: maximum row weight: reduces variance, adds bias.
+        draws, level, seed: as in `replay`.
     Returns: `rank.MetricValue`.
-    Raises: ValueError for shapes that do not fit and values out of range.
+    Raises: ValueError for wrong shapes and values out of range.
     """
     reward, w = _importance_weights("ips", reward, logged, target, clip)
     return _estimate(w * reward, None, draws, level, seed)
@@ -68,8 +67,8 @@ def snips(
     """Self-normalised `ips`: divided by the mean weight, which is 1 in expectation.
 
     Args:
-        reward, logged, target, clip: as those of `ips`.
-        draws, level, seed: as those of `replay`.
+        reward, logged, target, clip: as in `ips`.
+        draws, level, seed: as in `replay`.
     Returns: `rank.MetricValue`; NaN if all weights are 0.
     Raises: ValueError as `ips`.
     """
@@ -78,12 +77,12 @@ def snips(
 
 
 def direct(expected: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> MetricValue:
-    """The direct method: the expected reward of the policy under a model of rewards.
+    """Direct method: the policy's expected reward under a reward model.
 
     Args:
-        expected: (n,), Σ_b π(b|x) q(x, b) of each row.
-        draws, level, seed: as those of `replay`.
-    Returns: `rank.MetricValue`, whose interval knows nothing of the model's own error.
+        expected: (n,), Σ_b π(b|x) q(x, b) per row.
+        draws, level, seed: as in `replay`.
+    Returns: `rank.MetricValue`; the interval does not include the reward model's error.
     Raises: ValueError for another shape.
     """
     (expected,) = _check_inputs("direct", expected=expected)
@@ -94,12 +93,13 @@ def dr(
     reward: Tensor, logged: Tensor, target: Tensor, predicted: Tensor, expected: Tensor, *, clip: float = math.inf,
     draws: int = 1000, level: float = 0.95, seed: int = 0,
 ) -> MetricValue:  # fmt: skip
-    """Doubly robust: the direct method, plus `ips` of the errors of the model of rewards.
+    """Doubly robust: the direct method plus `ips` on the reward model's errors.
 
     Args:
-        reward, logged, target, clip: as those of `ips`.
-        predicted: (n,), q(x, a) of the logged action. expected: (n,), Σ_b π(b|x) q(x, b). q is of other rows.
-        draws, level, seed: as those of `replay`.
+        reward, logged, target, clip: as in `ips`.
+        predicted: (n,), q(x, a) for the logged action. expected: (n,), Σ_b π(b|x) q(x, b). q must be fitted on other
+            rows.
+        draws, level, seed: as in `replay`.
     Returns: `rank.MetricValue`.
     Raises: ValueError as `ips`.
     """
@@ -111,7 +111,7 @@ def dr(
 def _importance_weights(
     name: str, reward: Tensor, logged: Tensor, target: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Rewards and weights, fp64."""
+    """Rewards and importance weights, fp64."""
     reward, logged, target = _check_inputs(name, reward=reward, logged=logged, target=target)
     for what, p in (("logged", logged), ("target", target)):
         _check_probabilities(name, what, p)
@@ -145,7 +145,7 @@ def _check_probabilities(name: str, key: str, p: Tensor) -> None:
 def _estimate(
     value: Tensor, weight: Tensor | None, draws: int, level: float, seed: int, left_out: int = 0
 ) -> MetricValue:
-    """Σ value / Σ weight, None for ones, with the quantiles of the same over rows drawn again with repetition."""
+    """Σ value / Σ weight (weight None: ones), with bootstrap quantiles over resampled rows."""
     if isinstance(draws, bool) or draws < 0 or not 0 < level < 1:
         raise ValueError(f"off_policy: draws must be at least 0 and level in (0, 1), got {draws} and {level}.")
     n = len(value)
@@ -156,7 +156,7 @@ def _estimate(
         return MetricValue(found, None, None, left_out)
     generator, sums = torch.Generator().manual_seed(seed), []
     for _ in range(draws):
-        # How often each row is drawn.
+        # Each row's multiplicity in a draw.
         times = torch.bincount(torch.randint(0, n, (n,), generator=generator), minlength=n)
         sums.append(times.double() @ parts)
     again = torch.stack(sums)

@@ -1,4 +1,4 @@
-"""Rows sorted by group and by falling score, for metrics."""
+"""Rows sorted by group and descending score, for metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tigon.rank.groups import Groups, check_groups
 
 
 class SortedGroups(NamedTuple):
-    """Rows by group, then by falling score.
+    """Rows sorted by group, then by descending score.
 
     Attributes:
-        place: (n,) from 1. label, weight: (n,) fp64.
-        before, equal: (n,) rows of the group with a higher score, and those with this one.
-        start: (n,) the first row of those with this score.
+        place: (n,) rank in the group, from 1. label, weight: (n,) fp64.
+        before, equal: (n,) number of rows in the group with a higher score, and with the same score.
+        start: (n,) index of the first row with the same score.
     """
 
     groups: Groups
@@ -36,7 +36,7 @@ class SortedGroups(NamedTuple):
         if k is not None:
             check_positive(name, "k", k)
         check_tensors(name, offsets=offsets)
-        # On the host the offsets are checked, and say how long the longest group is.
+        # On the host the offsets can be checked, and give the longest group's size.
         groups = check_groups(name, scores, labels, None if offsets is None else offsets.cpu(), weights)
         check_values(name, "scores", scores, "not be NaN", ~scores.isnan())
         check_labels(name, labels, binary)
@@ -54,10 +54,10 @@ class SortedGroups(NamedTuple):
         return cls(groups, place, label, weight, start - groups.offsets[groups.row], equal, start)
 
     def auc(self) -> Tensor:
-        """(G,), NaN for groups of one class. Weights are right for one group only."""
+        """(G,), NaN for groups with a single class. Weights are only supported for a single group."""
         positive, negative = self.weight * self.label, self.weight * (1 - self.label)
         so_far = torch.cat((negative.new_zeros(1), negative.cumsum(0)))
-        # Negatives of a group that score higher, and half of those that score the same.
+        # Negatives in the group with a higher score, plus half of the tied negatives.
         before = so_far[self.groups.offsets[self.groups.row]]
         above = (so_far[self.start] + so_far[self.start + self.equal]) / 2 - before
         P, N = self.groups.sum(positive), self.groups.sum(negative)
@@ -65,22 +65,21 @@ class SortedGroups(NamedTuple):
         return torch.where(both, 1 - self.groups.sum(positive * above) / torch.where(both, P * N, 1.0), torch.nan)
 
     def positives(self) -> Tensor:
-        """(G,) how many there are."""
+        """(G,) number of positives."""
         return self.groups.sum((self.label > 0).double())
 
     def count_hits(self, k: int) -> Tensor:
-        """(G,) positives among the first k: a row of those that share a score is with the likelihood of their share."""
+        """(G,) expected positives among the first k: a tied row counts by the fraction of tied positions within k."""
         share = ((k - self.before).double() / self.equal).clamp(0, 1)
         return self.groups.sum(torch.where(self.label > 0, share, 0.0))
 
     def mean_at_first_positive(self, value: Tensor, k: int) -> Tensor:
-        """(G,) the mean of value at the place of the first positive, 0 beyond k; NaN where there is none."""
+        """(G,) mean of value at the first positive's position, 0 beyond k; NaN without positives."""
         positive = (self.label > 0).double()
         so_far = torch.cat((positive.new_zeros(1), positive.cumsum(0)))
         earlier = so_far[self.start] - so_far[self.groups.offsets[self.groups.row]]
         p, t = so_far[self.start + self.equal] - so_far[self.start], self.equal.double()
-        # Among t rows that share a score, p of them positive, the first positive is row m with the probability
-        # C(t − m, p − 1) / C(t, p).
+        # Among t tied rows with p positives, the first positive is row m with probability C(t − m, p − 1) / C(t, p).
         m = (self.place - self.before).double()
         possible = (earlier == 0) & (p > 0) & (t - m >= p - 1) & (self.place <= k)
         chance = (_log_choose(t - m, p - 1) - _log_choose(t, p)).exp()

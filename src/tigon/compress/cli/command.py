@@ -1,4 +1,4 @@
-"""`tigon compress`: a model's feed-forward layers in fewer bytes, and what each way to do it would have cost."""
+"""`tigon compress`: store a model's feed-forward layers in fewer bytes and report the cost per method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NAME = "compress"
 METHODS = ("bits", "rank", "prune", "svd", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-HELD = 4096  # tokens of held-out text
+HELD = 4096  # held-out tokens
 TAKEN = "only one of --budget and --heavy-bits can be given: a size to fit, or the split itself"
 
 
@@ -58,9 +58,10 @@ def compress(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Keep heavy neurons of feed-forward layers at one width, and store the others in fewer bits, or leave them out.
+    """Compress feed-forward layers: keep heavy neurons at one width, store the others in fewer bits or drop them.
 
-    The layers are recognised by their numbers. Tied, quantised and adapted layers stay as they are, and are named.
+    Layers are recognised from activations recorded in a forward pass. Tied, quantised and adapted layers are skipped
+    and listed.
     """
     needs(f"tigon {NAME}", "compress", "torch", "transformers", "safetensors")
     if plot is not None:
@@ -105,7 +106,7 @@ def compress(
 def _check_split(
     budget: float | None, method: str | None, heavy_bits: int | None, rest_bits: int | None, share: float | None
 ) -> None:
-    """What of the options goes together; a method that is misspelled."""
+    """Check that the options are compatible and that the method exists."""
     if method is not None and method not in METHODS:
         near = difflib.get_close_matches(method.lower(), METHODS, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -156,7 +157,7 @@ def _texts(paths: list[Path], option: str = "--data") -> list[str]:
 
 
 def _windows(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> list[dict[str, Any]]:
-    """Batches of windows from all of the text, as few as hold so many tokens."""
+    """Batches with the fewest windows, spread over the whole text, that hold `tokens` tokens."""
     from tigon.compress.texts import batches_of, tokens_of
 
     batches = batches_of(model, texts, tokenizer, name=NAME)
@@ -165,7 +166,7 @@ def _windows(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> list[
 
 
 def _opened(name: str, dtype: str) -> tuple[Any, Any]:
-    """The model by the class that its configuration names, and its tokenizer."""
+    """Load the model, by the class in its configuration, and its tokenizer."""
     import transformers
 
     from tigon.cli.model import check_hub, load_tokenizer, quiet_transformers
@@ -196,7 +197,7 @@ def _opened(name: str, dtype: str) -> tuple[Any, Any]:
 
 
 def _save(model: Any, output: Path, tokenizer: Any) -> None:
-    """By `save_pretrained`, which writes how layers are stored too; nothing is compressed where it was widened."""
+    """Save via `save_pretrained`, which also writes the storage layout. Widened models contain no compressed layers."""
     staged = output.with_name(output.name + ".partial")
     shutil.rmtree(staged, ignore_errors=True)
     model.save_pretrained(staged)
@@ -207,7 +208,7 @@ def _save(model: Any, output: Path, tokenizer: Any) -> None:
 
 
 def _is_compressed(folder: Path) -> bool:
-    """Whether a folder holds what this command has written, compressed or dense, and nothing else."""
+    """Whether the folder contains only output from this command, compressed or dense."""
     names = {path.name for path in folder.iterdir()}
     try:
         return names <= {*read_manifest(folder), MANIFEST} and "config.json" in names

@@ -1,4 +1,4 @@
-"""`tigon compress --held`: the file, the loss of other text and the time of a call, before compression and after."""
+"""`tigon compress --held`: file size, held-out loss and latency before and after compression."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-CALLS, LENGTH = 7, 128  # timed calls of one sequence, and its tokens
+CALLS, LENGTH = 7, 128  # timed calls with a single sequence; tokens in that sequence
 
 
 def megabytes(folder: Path) -> float:
-    """10⁶ bytes of the weights in a folder."""
+    """Size in 10⁶ bytes for the weights in a folder."""
     return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind)) / 1e6
 
 
 class Cost:
-    """What a model costs on held-out batches. Made before the model is changed."""
+    """Cost on held-out batches. Construct before changing the model."""
 
     def __init__(self, model: Any, batches: list[dict[str, Any]]) -> None:
         from tigon.compress.texts import Whole
@@ -26,8 +26,9 @@ class Cost:
         self.before = self._now()
 
     def table(self) -> dict[str, Any]:
-        """Before and now: loss in nats a token, None where no next token is predicted, and ms of a call; and how far
-        the answers moved.
+        """Loss and latency before and after, and the output distance.
+
+        Loss is in nats per token, None unless the model predicts next tokens; latency in ms per call.
         """
         from tigon.compress.texts import tokens_of
 
@@ -36,7 +37,7 @@ class Cost:
                 "unit": self.whole.unit, "tokens": tokens}  # fmt: skip
 
     def _now(self) -> dict[str, float | None]:
-        # Masked language models predict words too, but not the next one.
+        # Masked language models also have a token head, but do not predict the next token.
         causal = self.whole.nats and getattr(self.model, "can_generate", lambda: False)()
         return {"loss": self._loss() if causal else None, "ms": self._ms()}
 
@@ -53,7 +54,7 @@ class Cost:
         return total / max(1, count)
 
     def _ms(self) -> float:
-        """The median of a few calls with one sequence; the first is not counted."""
+        """Median latency over a few single-sequence calls; the first call is a warm-up."""
         import torch
 
         ids = self.batches[0]["input_ids"][:1, :LENGTH]
@@ -70,7 +71,7 @@ class Cost:
 
 
 def told(cost: dict[str, Any]) -> list[str]:
-    """The same as lines of text."""
+    """Format the cost as text lines."""
     before, now = cost["before"], cost["now"]
     if before["loss"] is None:
         loss = f"its answers moved by {cost['distance']:.4g} {cost['unit']}"

@@ -1,4 +1,4 @@
-"""`tigon graph`: from a graph to embeddings of its nodes and what a linear probe finds in them."""
+"""`tigon graph`: embed a graph's nodes and evaluate them with a linear probe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tigon graph fit`: embeddings of the nodes of a graph, by G2R."""
+"""`tigon graph fit`: learn node embeddings with G2R."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tigon.cli.screen import screen
 
 NAME = "graph fit"
 KEEP = ("best", "last")
-LARGEST = 2**31 - 1  # that torch takes for a size
+LARGEST = 2**31 - 1  # torch's maximum size
 
 
 # ruff: noqa: E501 (one line for each option)
@@ -41,7 +41,7 @@ def fit(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     # fmt: on
-    """Fit an encoder to a graph without labels: neighbours are compact, the whole is spread out (G2R)."""
+    """Fit a graph encoder without labels (G2R): neighbourhoods become compact, the whole graph spreads out."""
     needs(f"tigon {NAME}", "graph", "torch", "numpy", "safetensors", "sklearn", "matplotlib")
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
     if count_processes() > 1:

@@ -1,4 +1,4 @@
-"""A run of `tigon graph fit`: a model for each seed, its checkpoints, and what it leaves in its folder."""
+"""A `tigon graph fit` run: a model per seed, checkpoints, and output files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tigon.graph.cli.shared import find_doubts, sentences, show_rows, summary
 
 NAME = "graph fit"
 RESULTS, EMBEDDINGS = "results.json", "embeddings.safetensors"
-# What `tigon graph probe` writes goes with the run that it probed.
+# `tigon graph probe` output is stored with the probed run.
 PROBED, PICTURE = "probe.json", "angles.png"
 WRITTEN = (RESULTS, METRICS, PROBED, PICTURE)
-SPARSE = 0.1  # features with a smaller share of others than 0 are multiplied as a sparse matrix
+SPARSE = 0.1  # use a sparse matmul if the nonzero fraction is smaller
 
 
 class Run:
-    """Stages, one for each seed. Making one writes nothing, and raises what is wrong with the options and the graph."""
+    """A run with one stage per seed. The constructor validates options and graph, and writes no files."""
 
     def __init__(self, output: Path, record: dict[str, Any], graph: Any, device: Any) -> None:
         from tigon.cli.screen import screen
@@ -47,7 +47,7 @@ class Run:
             if self.validated:
                 from tigon.graph import probe
 
-                # What is wrong with labels and split is said now, by a probe of two numbers a node.
+                # Validate labels and split early, with a probe on two numbers per node.
                 probe(graph.x[:, :2], self._split())
 
     def _model(self, seed: int) -> tuple[Any, Any]:
@@ -131,7 +131,7 @@ class Run:
         self._publish(seed, model, found)
 
     def _most_frequent(self) -> dict[str, float]:
-        """The share of the nodes to validate on that are of the most frequent class, and its standard error."""
+        """Validation frequency of the most frequent class, and its standard error."""
         labels = self.graph.y[self.graph.val]
         most = float(labels.bincount().max()) / len(labels)
         return {"most": most, "error": (most * (1 - most) / len(labels)) ** 0.5}
@@ -142,8 +142,7 @@ class Run:
         return float(probe(model.encode(self.x, self.edges), self._split())["val"])
 
     def _split(self) -> Any:
-        """The graph with the nodes to validate on in place of those to test on: they have no part in the choice of an
-        epoch."""
+        """The graph with validation nodes in place of test nodes: test nodes must not influence the choice of epoch."""
         from dataclasses import replace
 
         return replace(self.graph, test=self.graph.val)
@@ -155,7 +154,7 @@ class Run:
         self.saved = time.monotonic()
 
     def _state(self, seed: int, model: Any, optimizer: Any, best: dict[str, Any]) -> int:
-        """Take up the newest whole checkpoint, if it is one of this seed; how many epochs it has behind it."""
+        """Restore the newest complete checkpoint if it belongs to this seed; return the completed epoch count."""
         found = load(self.output)
         if found is None or found[2]["seed"] != seed:
             return 0

@@ -1,4 +1,4 @@
-"""`tigon graph probe`: how well a linear classifier tells the classes by the embeddings of a run."""
+"""`tigon graph probe`: linear classification accuracy on a run's embeddings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def probe(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a picture that is there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Logistic regression on the nodes to train on, its accuracy on the test nodes, with mean and spread over seeds."""
+    """Fit logistic regression on the training nodes and report test accuracy, with mean and spread over seeds."""
     needs(f"tigon {NAME}", "graph", "torch", "numpy", "safetensors", "sklearn", "matplotlib")
     if not 0 < c < float("inf"):
         raise Problem(f"{NAME}: --c must be positive, got {c}")

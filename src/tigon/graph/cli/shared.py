@@ -1,4 +1,4 @@
-"""What the commands of `tigon graph` share: the graph that options name, and errors as sentences."""
+"""Shared code for `tigon graph` commands: load the graph, and convert errors to messages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 from tigon.cli.problem import Problem, one_line
 
-# Widths of the convolution and of the embeddings, by the nodes from which they are these.
+# Convolution and embedding widths by minimum node count.
 WIDTHS = {0: (64, 32), 500: (256, 128), 2_000: (1024, 512)}
-# What the authors of G2R chose for the sets of Planetoid, beside what differs between them.
+# The G2R authors' values for all Planetoid sets; per-set values are in `citations`.
 AUTHORS = {"hidden": 1024, "out": 512, "gamma": 0.5}
-# For other graphs. With a weight of 0.5 embeddings of a small or noisy graph fall together.
+# For other graphs. With weight 0.5, embeddings of small or noisy graphs collapse.
 OTHERS = {"gamma": 1.0, "eps": 0.3, "epochs": 20, "nodes": 768}
 
 
 def choose(given: dict[str, Any], nodes: int) -> dict[str, Any]:
-    """What options that are None become for a graph of so many nodes.
+    """Default values for options that are None, by node count.
 
-    The widths are 64 and 32 below 500 nodes, 256 and 128 below 2,000, and from there 1,024 and 512, as the authors of
-    G2R have it for sets of 2,708 nodes and more. The sets of Planetoid have their authors' values.
+    Widths are 64 and 32 below 500 nodes, 256 and 128 below 2,000, else 1,024 and 512, which the G2R authors use for
+    sets with 2,708 nodes and more. Planetoid sets use the authors' values.
 
-    Source: https://arxiv.org/abs/2202.06241; of other graphs, benchmarks/learn_defaults.py.
+    Source: https://arxiv.org/abs/2202.06241; for other graphs, benchmarks/learn_defaults.py.
 
-    given: options by name; those that are not None are not returned.
+    given: options by name; options that are already set are not returned.
     """
     from tigon.graph.citations import DATASETS
 
@@ -39,11 +39,11 @@ def choose(given: dict[str, Any], nodes: int) -> dict[str, Any]:
 
 
 def find_doubts(z: Any, shares: dict[str, float]) -> list[str]:
-    """A sentence for each sign that a fit has learned nothing, with what to change.
+    """Warnings for each sign of a failed fit, with suggested changes.
 
     z: (n, d), embeddings.
-    shares: of the nodes to validate on that a probe tells right: "val", behind the fit; "before", before it; "most", by
-        the most frequent class; "error", its standard error. {} for a graph without such nodes.
+    shares: validation accuracies: "val", probe after the fit; "before", probe before the fit; "most", most frequent
+        class; "error", its standard error. {} without validation nodes.
     """
     import torch
 
@@ -70,7 +70,7 @@ def find_doubts(z: Any, shares: dict[str, float]) -> list[str]:
 
 @contextmanager
 def sentences(command: str) -> Iterator[None]:
-    """Errors about what a user gave, raised by `tigon.graph`, as Problems of a command."""
+    """Convert `tigon.graph` errors about user input to the command's Problems."""
     try:
         yield
     except ValueError as error:
@@ -81,12 +81,12 @@ def sentences(command: str) -> Iterator[None]:
         raise Problem(f"{command}: {said}") from error
 
 
-# Arguments of the library that are options.
+# Library arguments that are options.
 OPTIONS = ("epochs", "nodes", "normalize", "hidden", "out", "eps", "gamma", "lr", "weight_decay", "c", "dims")
 
 
 def opened(command: str, data: str, root: str | None) -> Any:
-    """The `tigon.graph.Graph` of --data and --root."""
+    """Load the `tigon.graph.Graph` for --data and --root."""
     from tigon.graph import planetoid, read_graph
     from tigon.graph.citations import DATASETS
 
@@ -104,7 +104,7 @@ def opened(command: str, data: str, root: str | None) -> Any:
 
 
 def digest(graph: Any) -> str:
-    """A digest of a graph, by which a run knows its data again."""
+    """Digest that identifies a graph when a run resumes."""
     from tigon.graph.data import NAMES
 
     found = hashlib.blake2b(digest_size=16)
@@ -115,7 +115,7 @@ def digest(graph: Any) -> str:
 
 
 def summary(rows: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str, float | None]]:
-    """Mean and sample standard deviation of each number over the rows."""
+    """Mean and sample standard deviation for each column over the rows."""
     import numpy as np
 
     return {
@@ -125,7 +125,7 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> dict[str, dict[str,
 
 
 def show_rows(rows: list[dict[str, Any]], names: list[str], total: dict[str, dict[str, float | None]]) -> None:
-    """A table with a row for each seed, and their mean and spread."""
+    """Print a table with a row per seed, plus mean and spread."""
     import sys
 
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`tigon rank`: from a table of impressions to a ranker and its scores, one row per command."""
+"""`tigon rank`: train, evaluate and serve rankers from impression tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 import typer
 
-# The command, and the module that has a function of the module's name.
+# Command → module; the function has the module's name.
 COMMANDS = {
     "fit": "fit", "eval": "evaluate", "score": "score", "export": "export", "compress": "compress",
     "inspect": "inspect", "search": "search", "interactions": "interactions",

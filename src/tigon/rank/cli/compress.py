@@ -1,4 +1,4 @@
-"""`tigon rank compress`: a ranker with tables of 8 bits a number, and how its scores differ."""
+"""`tigon rank compress`: quantize a ranker's embedding tables to 8 bits and compare scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compress(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a ranker that is in --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a ranker of features with tables of 8 bits, and say what it weighs and how its scores differ."""
+    """Write a feature ranker with 8-bit tables; report its size and the score differences."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     place = device_of(device, NAME)
     inputs: list[str | Path] = [run, *([run / "model"] if (run / "model").is_dir() else []), *(data or [])]
@@ -48,7 +48,7 @@ def compress(
                 f"{NAME}: is for --model lirank, whose tables are large, got a {type(opened.ranker).__name__}"
             )
         files = data or opened.options.get("data")
-        # Labels are read where there are any.
+        # Read labels if the data has them.
         table = opened.read(files, [], [], [], labelled=False) if files else None
     found = _compressed(opened.ranker, table, parse_batch_options(NAME, opened, batch_size, None, precision), output)
     if json:
@@ -59,7 +59,7 @@ def compress(
 
 
 def _is_ranker(folder: Path) -> bool:
-    """Whether a folder holds nothing but what `save_pretrained` of a ranker writes."""
+    """Whether a folder contains only files written by a ranker's `save_pretrained`."""
     names = {path.name for path in folder.iterdir()}
     known = {"config.json", "schema.json", "model.safetensors", "explorer.safetensors", "manifest.json"}
     return "config.json" in names and names <= known

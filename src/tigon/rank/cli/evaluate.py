@@ -1,4 +1,4 @@
-"""`tigon rank eval`: how good a ranker is on a table."""
+"""`tigon rank eval`: evaluate a ranker on a table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that are in --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """AUC, GAUC, log loss, ECE, NDCG, MRR and hit rate of a ranker, with bootstrap intervals."""
+    """Compute AUC, GAUC, log loss, ECE, NDCG, MRR and hit rate for a ranker, with bootstrap intervals."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors", "matplotlib")
     cuts = sorted(set(integers(NAME, "--at", at)))
     place = device_of(device, NAME)
@@ -104,7 +104,7 @@ def evaluate(
 
 
 def parse_batch_options(command: str, opened: Any, batch_size: int, history_max: int | None, precision: str) -> Any:
-    """`rank.BatchOptions` of a command's options. The history is as long as in training, where nothing else is said."""
+    """`rank.BatchOptions` from command options. The history length defaults to the training run's."""
     from tigon.rank.data.batches import PRECISIONS, BatchOptions
 
     if precision not in PRECISIONS:
@@ -116,7 +116,7 @@ def parse_batch_options(command: str, opened: Any, batch_size: int, history_max:
 def _measured(
     opened: Any, table: Any, batch_options: Any, objective: str, cuts: list[int], by: str | None, draws: int
 ) -> dict[str, Any]:
-    """Evaluations by the name of the part: of all rows first."""
+    """Evaluations by part name; all rows first."""
     from tigon import rank
     from tigon.rank.evaluation.evaluate import split_by_column
     from tigon.rank.evaluation.score import concat_scores
@@ -132,7 +132,7 @@ def _measured(
 
 
 def plot(picture: Path, parts: dict[str, Any]) -> None:
-    """Each metric of all rows with its interval; of several parts, GAUC or AUC of each."""
+    """Plot each metric over all rows with its interval; with several parts, each part's GAUC or AUC."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,7 +147,7 @@ def plot(picture: Path, parts: dict[str, Any]) -> None:
     else:
         for label, values in whole.labels.items():
             name = "auc" if "auc" in values else "gauc"
-            # A part whose requests have a row each has no order to measure.
+            # GAUC is undefined if each request in the part has a single row.
             there = {part: of.labels[label][name] for part, of in parts.items() if name in of.labels.get(label, {})}
             _bars(axes, list(there), list(there.values()), f"{name} of {label}")
         axes.set(ylabel="value")

@@ -1,4 +1,4 @@
-"""`tigon rank export`: a ranker for where Tigon is not installed."""
+"""`tigon rank export`: export a ranker for use without Tigon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tigon.rank.cli.shared import sentences
 
 NAME = "rank export"
 TARGETS = ("torch-export", "onnx", "sglang")
-# What programs return, by their names; others return a label each.
+# Output names by program; other programs return an output per label.
 OUTPUTS = {"encode": ["keys", "values", "newest"]}
 
 
@@ -32,14 +32,14 @@ def export(
     users: Annotated[list[str] | None, typer.Option(help="For sglang: features of users.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an export left in --output.")] = False,
 ) -> None:
-    """Write programs of torch.export or ONNX, or a folder that SGLang serves."""
+    """Export torch.export or ONNX programs, or a folder for SGLang."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if to not in TARGETS:
         raise Problem(f"{NAME}: --to must be one of {', '.join(TARGETS)}, got {to}")
     if to == "onnx":
         needs(f"tigon {NAME} --to onnx", None, "onnx", "onnxscript")
     folder = run / "export" if output is None else output
-    # A folder that is deleted as a whole: SGLang would serve what another export left there.
+    # Delete the whole folder: SGLang would also serve files from an earlier export.
     check_output_folder(f"{NAME}: --output", folder, overwrite=overwrite, is_own=_is_export,
                         inputs=[run, *(data or []), *(history or []), *(items or []), *(users or [])])  # fmt: skip
     import torch
@@ -84,14 +84,14 @@ def export(
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether a folder holds nothing but what an export writes."""
+    """Whether a folder contains only files written by an export."""
     names = {path.name for path in folder.iterdir()}
     programs = all(name.endswith((".pt2", ".onnx", ".onnx.data")) for name in names)
     return programs or {"sglang.json", "requests.jsonl", "config.json"} <= names
 
 
 def _onnx(program: Path, outputs: list[str]) -> Path:
-    """A program of torch.export as ONNX, in its place."""
+    """Convert a torch.export program to ONNX and replace the file."""
     import torch
 
     made = torch.onnx.export(torch.export.load(program), dynamo=True, output_names=outputs, verbose=False)

@@ -1,4 +1,4 @@
-"""`tigon rank fit`: a ranker from a table of impressions."""
+"""`tigon rank fit`: train a ranker on an impression table."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def fit(
     device: Annotated[str, within(_RUN, "auto, cpu or cuda.")] = "auto",
 ) -> None:
     # fmt: on
-    """Train a ranker on a table of impressions, and measure it.
+    """Train and evaluate a ranker on a table of impressions.
 
-    One row of the data is one impression: what was shown (item), in which request, and what happened (labels).
+    A row is an impression: the shown item, its request, and the outcome (labels).
     """
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors", "accelerate", "matplotlib")
@@ -119,7 +119,7 @@ def fit(
             given[name] = paths_of(given[name] or [])
         given["blocks"] = None if blocks is None else read_blocks(NAME, blocks.expanduser())
         given["schema"] = None if schema is None else str(schema.expanduser().resolve())
-        given["stream"] = streamed(given)  # so that a run that goes on reads them as it did
+        given["stream"] = streamed(given)  # so that a resumed run reads them the same way
     place = device_of(device, NAME)
     seeds = seeds_of(NAME, str(given["seed"]))
     given["seed"] = seeds[0] if len(seeds) == 1 else ",".join(map(str, seeds))

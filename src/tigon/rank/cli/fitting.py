@@ -1,4 +1,4 @@
-"""A run of `tigon rank fit`: its tables, its checkpoints, and what it leaves in its folder."""
+"""A `tigon rank fit` run: tables, checkpoints, and output files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES = ("request", "item", "user", "time", "weight")
 
 
 class Tables(NamedTuple):
-    """Impressions to train on, to validate on and to test on; None where there are none."""
+    """Training, validation and test impressions; None if absent."""
 
     train: Any
     val: Any
@@ -36,7 +36,7 @@ class Tables(NamedTuple):
 
 
 def read_tables(command: str, given: dict[str, Any]) -> Tables:
-    """The impressions that options name; the others with the schema of those to train on."""
+    """Read the impressions named by the options; validation and test use the training schema."""
     from tigon.rank import Impressions, Schema
     from tigon.rank.training.defaults import choose_share
 
@@ -61,7 +61,7 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
             timed = train.schema.roles.time in train.schema.fields
             by: Any = given["val_split"] or ("time" if timed else "request")
             train, val = train.split(by=by, fraction=share, seed=given.get("split_seed", given["seed"]))
-        # The schema knows what the part to train on shows, whose impressions are a past of the others.
+        # The schema is fitted on the training impressions, which may serve as history for the other parts.
         past = after_own(history, given["data"])
         val, test = (
             Impressions.read(given[name], history=past, schema=train.schema, **sides) if given[name] else found
@@ -74,11 +74,11 @@ def read_tables(command: str, given: dict[str, Any]) -> Tables:
 
 
 class Run:
-    """Fits, writes checkpoints and metrics meanwhile, and at the end the ranker and its results.
+    """Fit a ranker, write checkpoints and metrics during training, and finally the ranker and its results.
 
-    Making one writes nothing, and raises what is wrong with the options, before another run is replaced.
+    The constructor validates the options and writes no files, so that errors occur before another run is replaced.
 
-    again: the folder that --resume goes on with; None: the run's own.
+    again: the folder that --resume continues; None: the run's own.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Run:
         self._conclude(ranker, fitted)
 
     def _read_fields(self, schema: Any) -> str:
-        """Which fields the ranker reads, by what they are of, in words."""
-        if self.options.objective == "next-item":  # by events alone: what a request says comes after all of them
+        """Describe the fields the ranker reads, by side."""
+        if self.options.objective == "next-item":  # events only: a request's own fields come after all events
             return f"of an event {', '.join(n for n, field in schema.history.items() if field.kind != 'Text')}"
         sides = {
             "context": "of a request",
@@ -180,7 +180,7 @@ class Run:
         interrupts = Interrupts()
         last: list[Any] = []
         settings = self.options.settings(ranker, train)
-        # Batches of a budget of tokens are as many as they come to be: then a bar counts epochs.
+        # With a token budget the batch count is unknown in advance: the progress bar then counts epochs.
         by_steps = self.options.batch_tokens is None
         total = settings.epochs * (-(-len(train) // settings.batch_size) if by_steps else 1)
         begun = 0 if state is None else int(state["step" if by_steps else "epoch"])
@@ -192,7 +192,7 @@ class Run:
             now = time.monotonic()
             log = progress.step % self.given["log_every"] == 0 or progress.evaluation is not None
             keep = interrupts.signal or (progress.step % self.given["save_every"] == 0 and progress.evaluation is None)
-            # Evaluations are where a run is cut without loss; a short epoch must not wait for the disk.
+            # Checkpoint at evaluations; short epochs must not wait for the disk.
             keep = keep or (progress.evaluation is not None and now - self.saved > 20)
             if log or keep:
                 self._log(progress)
@@ -201,9 +201,9 @@ class Run:
             return bool(interrupts.signal)
 
         with interrupts, sentences(NAME), steps, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "rank.fit: ")  # which `Fitted.warnings` has, too
+            warnings.filterwarnings("ignore", "rank.fit: ")  # also in `FitResult.warnings`
             fitted = rank.fit(ranker, train, val, self.options, priors=self.priors, state=state, after=after)
-        for progress in last:  # the steps since the last line
+        for progress in last:  # steps since the last log line
             append(self.output / METRICS, *progress.rows())
         if fitted.stopped:
             command = f"tigon {NAME} --resume --output {shlex.quote(str(self.again))}"
@@ -214,7 +214,7 @@ class Run:
         return fitted
 
     def _calibrate(self, ranker: Any, val: Any) -> None:
-        """Fit the isotonic layers on the rows that were held out, where there are any."""
+        """Fit the isotonic layers on the validation rows, if there are any."""
         if val is None:
             self.console.print("note: without rows that are held out, calibration is what training made of it")
             return
@@ -225,10 +225,10 @@ class Run:
         self.console.print(f"calibrated on the {val.rows:,} rows of the validation, whose log loss and ECE gain by it")
 
     def _near(self, data: Any) -> Any:
-        """The table on the device, or on the host where the device has too little room for it beside the training."""
+        """The table on the device, or on the host if device memory is too small beside training."""
         import torch
 
-        # A stream brings each buffer to the device by itself.
+        # A stream copies each buffer to the device itself.
         if data is None or self.device.type == "cpu" or not hasattr(data, "to"):
             return data
         try:
@@ -321,7 +321,7 @@ class Run:
 
 
 def plot(picture: Path, file: Path, watched: str, history: list[dict[str, float]]) -> None:
-    """The loss of each step, and below it what early stopping looked at."""
+    """Plot the loss per step, and the early-stopping metric below."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""`tigon rank inspect`: what is in a table of impressions, or in a run."""
+"""`tigon rank inspect`: describe an impression table or a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def inspect(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is in --output.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Describe a run: fields, parameters by part, and tokens, FLOPs and time of a request; or describe a table."""
+    """Describe a run (fields, parameters by part, tokens, FLOPs and latency per request) or a table."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     if not target.is_dir() or not any((target / name).exists() for name in ("run.json", "config.json", "prompt.yaml")):
         from tigon.rank.cli.inspect_data import inspect_data

@@ -1,4 +1,4 @@
-"""What `tigon rank inspect` shows of a table: what its columns are taken for, and what they hold."""
+"""`tigon rank inspect` for tables: inferred column roles and column statistics."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def inspect_data(
     json: bool = False,
     **roles: Any,
 ) -> None:
-    """Print what is in impressions, as tables or as JSON.
+    """Print a summary for impressions, as tables or JSON.
 
     Args:
-        paths, history, items, users: files, as `rank.Impressions.read` takes them.
-        schema: a schema.json to read them by; None to infer it.
-        output: where to write the schema, to be edited.
+        paths, history, items, users: files, as in `rank.Impressions.read`.
+        schema: a schema.json for reading; None infers the schema.
+        output: path for the schema, for editing.
         json: print JSON.
-        roles: columns by role, without a schema.
-    Raises: Problem for what cannot be read.
+        roles: columns by role, if there is no schema.
+    Raises: Problem if the tables cannot be read.
     """
     from tigon.rank import Impressions, Schema
     from tigon.rank.data.leakage import find_leaky_fields, find_rare_crosses

@@ -1,4 +1,4 @@
-"""What a ranker is made of, and what a request of a table costs it."""
+"""A ranker's parameters, and its cost per request on a table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from tigon.rank.data.batches import BatchOptions, eval_mode, get_device
 from tigon.rank.models.ligr.model import LiGR
 
-# Batches that are counted and timed, at most, and after how many seconds no other one is begun.
+# Maximum batches to count and time; no further batch starts after this many seconds.
 BATCHES, SECONDS = 5, 2.0
 
 
 def fields_of(schema: Any) -> list[dict[str, Any]]:
-    """A row for each field: name, kind, side, and how many rows its embedding table has."""
+    """A row per field: name, kind, side, and embedding-table rows."""
     return [
         {"name": name, "kind": field.kind, "side": field.side, "rows": getattr(field, "rows", None)}
         for name, field in schema.fields.items()
@@ -24,7 +24,7 @@ def fields_of(schema: Any) -> list[dict[str, Any]]:
 
 
 def parameters_of(ranker: nn.Module) -> dict[str, int]:
-    """Parameters by part, the largest first; fields have a part each. Codes of 8 bits count as what they stand for."""
+    """Parameter counts by part, largest first; each field is a part. 8-bit codes count as parameters."""
     counts: dict[str, int] = {}
     codes = [(name, b) for name, b in ranker.named_buffers() if name.endswith(".codes")]
     for name, p in [*ranker.named_parameters(), *codes]:
@@ -35,10 +35,10 @@ def parameters_of(ranker: nn.Module) -> dict[str, int]:
 
 
 def costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]:
-    """Means of a request over some batches: events, candidates, FLOPs, milliseconds, and their floor on a GPU.
+    """Means per request over some batches: events, candidates, FLOPs, milliseconds, and a lower bound on a GPU.
 
-    FLOPs are those of linear layers, and of attention where the ranker's config says how wide it is. The floor is the
-    time of so many FLOPs at the rate of the largest matrix product that the device reaches.
+    FLOPs cover linear layers, and attention if the ranker's config gives its width. The lower bound is the time for
+    these FLOPs at the device's rate for a large matmul.
     """
     device = get_device(ranker)
     seen, events, candidates, flops, seconds = 0, 0, 0, 0.0, []
@@ -63,7 +63,7 @@ def costs(ranker: Any, data: Any, batch_options: BatchOptions) -> dict[str, Any]
 
 
 def _measure_matmul_rate(device: torch.device) -> float:
-    """FLOP a second of a large product in bf16."""
+    """FLOP/s for a large bf16 matmul."""
     from triton.testing import do_bench
 
     n = 8192
@@ -72,7 +72,7 @@ def _measure_matmul_rate(device: torch.device) -> float:
 
 
 def _timed(ranker: Any, batch: Any, batch_options: BatchOptions) -> float:
-    """Seconds of a forward pass, of a batch that was counted and so has compiled what it needs."""
+    """Seconds for a forward pass on a batch that already ran once, so that compilation is excluded."""
     device = get_device(ranker)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -85,7 +85,7 @@ def _timed(ranker: Any, batch: Any, batch_options: BatchOptions) -> float:
 
 
 def _attention(ranker: Any, batch: Any) -> int:
-    """FLOPs of q kᵀ and of its product with v, over the tokens that a token reads."""
+    """FLOPs for q kᵀ and the product with v, over each token's visible tokens."""
     if not isinstance(ranker, LiGR):
         return 0
     config = ranker.config
@@ -99,7 +99,7 @@ def _attention(ranker: Any, batch: Any) -> int:
 
 
 class _Linear:
-    """`with _Linear(module) as linear`: the FLOPs of the products of linear layers, 2 · rows · in · out."""
+    """`with _Linear(module) as linear`: counts matmul FLOPs in linear layers, 2 · rows · in · out."""
 
     def __init__(self, module: nn.Module) -> None:
         self.flops = 0

@@ -1,4 +1,4 @@
-"""`tigon rank interactions`: which fields of a ranker act together; and a schema of crosses."""
+"""`tigon rank interactions`: rank feature interactions and write a schema with crosses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def interactions(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Which fields act together, from the weights of the MLP of a run."""
+    """Find interacting fields from the weights of a run's MLP."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     order = _order(pairs or (as_crosses is not None and order is None), order)
     if method not in METHODS:
@@ -82,7 +82,7 @@ def _order(pairs: bool, order: int | None) -> int | None:
 
 
 def _read_run(console: Any, run: Path, data: list[str] | None, label: str | None, seed: int, place: Any) -> Any:
-    """The MLP of a run, and its schema."""
+    """Load a run's MLP and schema."""
     from tigon import rank
     from tigon.rank.cli.opened import Opened
 

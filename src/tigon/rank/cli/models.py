@@ -1,4 +1,4 @@
-"""The rankers that `tigon rank fit` makes, and which of its options each of them has."""
+"""Rankers available in `tigon rank fit`, and the options for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tigon.cli.problem import Problem, integers
 from tigon.files import DamagedFileError, read_json
 from tigon.rank.cli.shared import sentences, weights_of
 
-# Options that only some rankers have. None stands for the ranker's own default.
+# Options specific to some rankers. None: the ranker's default.
 OPTIONS_OF = {
     "ligr": ("heads", "setwise_layers"),
     "lirank": ("cross", "rank", "mlp", "norm", "calibrate", "tower", "tower_mlp", "blocks"),
@@ -17,14 +17,14 @@ OPTIONS_OF = {
 MODELS = tuple(OPTIONS_OF)
 COMMON = ("width", "layers", "gate", "dropout")
 WIDTHS = ("mlp", "tower_mlp")
-# What a graph of blocks stands in place of.
+# Options replaced by a block graph.
 REPLACED = ("cross", "layers", "rank", "mlp")
 
 
 def arguments_of(command: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What the class of --model takes beside the schema, of a command's options.
+    """Arguments for the --model class besides the schema, from a command's options.
 
-    Raises: Problem for an unknown model, an option of another one, and values that are no widths or towers.
+    Raises: Problem for an unknown model, an option for another model, and invalid widths or towers.
     """
     model = given["model"]
     if model not in MODELS:
@@ -63,9 +63,9 @@ def _towers(command: str, given: list[str]) -> dict[str, list[str]]:
 
 
 def read_blocks(command: str, file: Path) -> list[dict[str, Any]]:
-    """The blocks of a JSON file, as `tigon rank search` leaves it.
+    """Read blocks from a JSON file written by `tigon rank search`.
 
-    Raises: Problem for a file that holds none.
+    Raises: Problem for an invalid file.
     """
     from tigon.rank.models.lirank.graph import parse_blocks
 
@@ -78,10 +78,10 @@ def read_blocks(command: str, file: Path) -> list[dict[str, Any]]:
 
 
 def choose(given: dict[str, Any], train: Any) -> list[str]:
-    """Fill in the options that were left to the data, by `rank.choose_sizes` and `rank.FitOptions.settings`.
+    """Fill in open options from the data, via `rank.choose_sizes` and `rank.FitOptions.settings`.
 
-    given: a command's options, in which they are None. train: the impressions to train on.
-    Returns: the names of those that were chosen.
+    given: a command's options; open options are None. train: the training impressions.
+    Returns: names of the options that were filled in.
     """
     from tigon.rank.training.defaults import choose_settings, choose_sizes
 
@@ -111,7 +111,7 @@ def choose(given: dict[str, Any], train: Any) -> list[str]:
 
 
 def made(command: str, given: dict[str, Any], schema: Any) -> Any:
-    """The ranker of a command's options, on the CPU."""
+    """Build the ranker for a command's options, on the CPU."""
     from tigon import rank
 
     arguments = arguments_of(command, given)

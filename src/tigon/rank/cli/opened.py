@@ -1,4 +1,4 @@
-"""Rankers as the commands find them: in the folder of a run, or in one that `save_pretrained` wrote."""
+"""Open a ranker from a run's folder, or from a folder written by `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ PROMPT, CONFIG = "prompt.yaml", "config.json"
 
 
 class Opened:
-    """A ranker, and how a table is read and scored for it.
+    """A ranker, with the options to read and score tables.
 
-    ranker: on the device. options: of `tigon rank fit`, {} for a folder that no run wrote. objective: what it was
-    trained for.
+    ranker: on the device. options: from `tigon rank fit`; {} without a run. objective: the training objective.
     """
 
     def __init__(self, command: str, folder: Path, device: Any) -> None:
@@ -51,9 +50,9 @@ class Opened:
         self.objective = self.options.get("objective", "impressions")
 
     def read(self, data: list[str], history: list[str], items: list[str], users: list[str], *, labelled: bool) -> Any:
-        """Impressions with the ranker's schema. What is not given is that of the run.
+        """Read impressions with the ranker's schema. Missing arguments default to the run's.
 
-        A run whose history was its own impressions reads them and, where they have labels, the data's as events.
+        If the run's history was its own impressions, they are read as events, together with the data if it has labels.
         """
         from tigon.rank import Impressions
 
@@ -72,17 +71,17 @@ class Opened:
 
     @property
     def files(self) -> list[str]:
-        """The tables that the run was fitted on."""
+        """The run's training tables."""
         names = ("data", "history", "items", "users", "val", "test")
         return [path for name in names for path in self.options.get(name) or []]
 
     @property
     def labels(self) -> list[str]:
-        """What `scored` tells of: labels, or the tasks of a prompt."""
+        """Names that `scored` reports: labels, or prompt tasks."""
         return list(self.ranker.prompt.tasks if self.by_prompt else self.ranker.labels)
 
     def check_binary(self, notes: list[str]) -> None:
-        """Raise if no task of a prompt has the answers 1 and 0, which metrics are of; add a note on the others."""
+        """Raise if no prompt task has answers 1 and 0, which metrics require; add a note for the other tasks."""
         if not self.by_prompt:
             return
         tasks = self.ranker.prompt.tasks
@@ -95,7 +94,7 @@ class Opened:
             notes.append(f"{', '.join(others)}: left out, since {said}")
 
     def check_explorer(self) -> None:
-        """Raise if the ranker cannot explore."""
+        """Raise if the ranker does not support exploration."""
         if self.by_prompt:
             raise Problem(f"{self.command}: --explore is for rankers with a last layer of labels, got one by prompts")
         if self.ranker.explorer is None:
@@ -107,7 +106,7 @@ class Opened:
     def scored(
         self, data: Any, batch_options: Any, *, explore: float = 0.0, seed: int = 0
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """`rank.Scores` of all rows and what is written of each label, a piece at a time, request by request."""
+        """Yield `rank.Scores` and the output columns per label, piece by piece, in request order."""
         import torch
 
         from tigon.rank import Scores
@@ -120,7 +119,7 @@ class Opened:
                 for part in score_batches(self.ranker, data, batch_options, sampler=sampler):
                     yield part, {label: logits.sigmoid() for label, logits in part.logits.items()}
                 return
-            # The score is a probability where the answers have the values 0 and 1, which alone have labels.
+            # The score is a probability only for answers with values 0 and 1; only those tasks have labels.
             p, tasks = self.ranker.score(data), self.ranker.prompt.tasks
             first = data.batch(torch.arange(len(data)), history_max=0)
             likely = {name: value for name, value in p.items() if set(tasks[name].values) == {0.0, 1.0}}

@@ -1,4 +1,4 @@
-"""`tigon rank score`: a ranker's scores of the rows of a table, into a file."""
+"""`tigon rank score`: write a ranker's scores for a table's rows to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tigon.cli.problem import device_of, needs
 
 NAME = "rank score"
 SUFFIXES = (".parquet", ".csv", ".jsonl")
-# Columns that every file has.
+# Columns in every output file.
 ROW, SCORE = "row", "score"
 
 
@@ -46,8 +46,7 @@ def score(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a row for each row of the data, request by request: its number, its item, each label's probability, and
-    the score."""
+    """Write a row per data row, in request order: row number, item, each label's probability, and the score."""
     needs(f"tigon {NAME}", "rank", "torch", "pyarrow", "safetensors")
     inputs = [path for given in (data, history, items, users) for path in given or []]
     check_output_file(f"{NAME}: --output", output, SUFFIXES, overwrite=overwrite, inputs=[*inputs, run / METRICS])
@@ -73,7 +72,7 @@ def score(
     for note in table.notes:
         console.print(f"note: {note}")
     roles = table.schema.roles
-    # One type for all pieces, whatever is missing in one of them.
+    # Use the same types for all pieces, even if one has only missing values.
     requests = _arrow(table.request_ids)
     names = _names([roles.request or "request", *beside], list(opened.labels))
     for name, own in names.items():
@@ -81,7 +80,7 @@ def score(
             console.print(f"note: {name[1]!r} of the {name[0]} is written as {own!r}; {name[1]!r} is another column")
     began, row, request = time.perf_counter(), 0, 0
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Under its name only when it is whole.
+    # Rename into place only when complete.
     partial = output.with_name(output.name + ".partial")
     try:
         with _writer(partial, output.suffix) as write, console.status(f"scoring {table.rows:,} rows"):
@@ -102,9 +101,9 @@ def score(
 
 
 def _beside(table: Any, keep: list[str]) -> dict[str, Any]:
-    """The item, and the columns to keep, as pyarrow arrays of all rows, request by request.
+    """The item and the kept columns, as pyarrow arrays over all rows, in request order.
 
-    Raises: ValueError for a column that is not there.
+    Raises: ValueError for an unknown column.
     """
     roles = table.schema.roles
     every = "all" in keep and "all" not in table.columns
@@ -118,12 +117,12 @@ def _arrow(values: Any) -> Any:
 
     try:
         return pa.array(values)
-    except OverflowError:  # integers above 2**63, as Python has them
+    except OverflowError:  # Python integers above 2**63
         return pa.array(values, pa.uint64())
 
 
 def _names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:
-    """What columns of the data and labels are called in the file: as they are, unless the name is taken."""
+    """Output column names for data columns and labels: unchanged unless the name is taken."""
     taken, found = {ROW, SCORE}, {}
     for kind, prefix, names in (("labels", "label_", labels), ("data", "data_", dict.fromkeys(data))):
         for name in names:
@@ -136,7 +135,7 @@ def _names(data: list[str], labels: list[str]) -> dict[tuple[str, str], str]:
 
 
 class _writer:
-    """`with _writer(file, suffix) as write`: write(columns) for each piece; flushed to the disk at the end."""
+    """`with _writer(file, suffix) as write`: call write(columns) per piece; flushed to disk at the end."""
 
     def __init__(self, file: Path, suffix: str) -> None:
         self.file, self.suffix = file, suffix

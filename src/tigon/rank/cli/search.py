@@ -1,4 +1,4 @@
-"""`tigon rank search`: the blocks of a ranker of features, found by trials that a folder keeps."""
+"""`tigon rank search`: search block graphs for a feature ranker, with trials stored in a folder."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def search(
     device: Annotated[str, within(_RUN, "auto, cpu or cuda.")] = "auto",
 ) -> None:
     # fmt: on
-    """Search for the blocks of a ranker of features by evolution, and fit the best of them.
+    """Search a feature ranker's block graph by evolution, and refit the best graphs.
 
-    The folder is a study of Optuna: killed, the same command goes on; started again beside itself, both share the trials.
+    The folder is an Optuna study. Run the same command again to resume; concurrent processes share the trials.
     """
     given = dict(locals())
     needs(f"tigon {NAME}", "search", "torch", "pyarrow", "safetensors", "accelerate", "optuna", "lightgbm", *(["matplotlib"] if plot else []))

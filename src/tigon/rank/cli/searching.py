@@ -1,4 +1,4 @@
-"""What `tigon rank search` does around `rank.search_blocks`: its folder, its progress, its table and its picture."""
+"""Support for `tigon rank search`: output folder, progress bar, result table and plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRITTEN = (JOURNAL, f"{JOURNAL}.lock", RESULTS, PICTURE, SCHEMA, "blocks.json", 
 
 
 def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
-    """Raise a Problem if a folder holds no study, or one that has nothing more to do. Writes nothing."""
+    """Raise a Problem if the folder is not a study, or the study is complete. Writes no files."""
     check_writable(output, f"{NAME}: --output")
     if not output.exists() or not any(output.iterdir()):
         return
@@ -40,13 +40,13 @@ def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
 
 
 def clear(output: Path) -> None:
-    """Delete what a study wrote."""
+    """Delete a study's files."""
     for path in (output / name for name in WRITTEN):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def options_of(given: dict[str, Any]) -> Any:
-    """`rank.SearchOptions` of a command's options."""
+    """`rank.SearchOptions` from a command's options."""
     from tigon.rank import FitOptions, SearchOptions
 
     kinds = [kind.strip() for kind in given["kinds"].split(",") if kind.strip()]
@@ -64,7 +64,7 @@ def options_of(given: dict[str, Any]) -> Any:
 
 
 def near(data: Any, device: Any) -> Any:
-    """A table on the device, or on the host where the device has too little room for it."""
+    """The table on the device, or on the host if device memory is too small."""
     import torch
 
     if device.type == "cpu":
@@ -78,9 +78,9 @@ def near(data: Any, device: Any) -> Any:
 
 
 class Bar:
-    """A bar of trials with the best so far, and then of fits on all rows; called with each `rank.SearchProgress`.
+    """Progress bar over trials with the best loss so far, then over refits; called with each `rank.SearchProgress`.
 
-    said: about the data, printed when the search begins.
+    said: text about the data, printed when the search starts.
     """
 
     def __init__(self, console: Any, options: Any, interrupts: Interrupts, said: str) -> None:
@@ -102,7 +102,7 @@ class Bar:
 
     def __call__(self, progress: Any) -> bool:
         best, found = progress.best, progress.result
-        if self.said:  # by now nothing was wrong
+        if self.said:  # validation has passed by now
             self.console.print(self.said)
             self.said = ""
         if best is not None and best.number != self.told:
@@ -121,7 +121,7 @@ class Bar:
 
 
 def results_of(found: Any, options: Any) -> dict[str, Any]:
-    """What was found, as JSON."""
+    """The result as JSON."""
     best = found.best
     refitted = [
         {"trial": one.number, "blocks": blocks(one.graph), "FLOPs": one.flops, "parameters": one.parameters,
@@ -142,7 +142,7 @@ def blocks(graph: Any) -> list[dict[str, Any]]:
 
 
 def table_of(found: Any) -> Any:
-    """The graphs that were fitted on all rows, or the best trials where none was."""
+    """Table of refitted graphs, or the best trials if there are no refits."""
     from rich.table import Table
 
     losses = {one.number: one.loss for one in found.trials}
@@ -160,7 +160,7 @@ def table_of(found: Any) -> Any:
 
 
 def picture(output: Path, found: Any) -> None:
-    """The loss of each trial, and the best so far."""
+    """Plot each trial's loss and the best so far."""
     import itertools
 
     import matplotlib

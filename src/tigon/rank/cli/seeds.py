@@ -1,4 +1,4 @@
-"""Runs of several seeds: `tigon rank fit --seed 0,1,2` leaves a run of each below one folder, their mean and spread."""
+"""Multi-seed runs: `tigon rank fit --seed 0,1,2` writes a run per seed in one folder, with mean and spread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = ("validation", "test")
 
 
 def folders_of(output: Path) -> dict[int, Path]:
-    """The runs of several seeds in a folder, by seed; {} where it holds one run, or none."""
+    """Runs in a multi-seed folder, by seed; {} for a single run or none."""
     try:
         options = read_json(output / RECORD, required=["options"])["options"]
         seeds = seeds_of(NAME, str(options["seed"]))
@@ -31,7 +31,7 @@ def folders_of(output: Path) -> dict[int, Path]:
 
 
 def one_of(command: str, folder: Path) -> None:
-    """Raise a Problem for a folder of several seeds, where a command wants one ranker."""
+    """Raise a Problem for a multi-seed folder if a command needs a single ranker."""
     if found := folders_of(folder):
         raise Problem(
             f"{command}: {folder} holds runs of the seeds {', '.join(map(str, found))}; name one of them, such as "
@@ -40,9 +40,9 @@ def one_of(command: str, folder: Path) -> None:
 
 
 class Runs:
-    """A run of each seed on the same tables, split alike, so that their spread is that of fits.
+    """A run per seed on the same tables and split, so that the spread reflects training alone.
 
-    Making one writes nothing, and raises what is wrong with the options, before another run is replaced.
+    The constructor validates the options and writes no files, so that errors occur before another run is replaced.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Runs:
         self._conclude()
 
     def _made(self, seed: int) -> Run | None:
-        """The run of a seed, which goes on if it was begun; None if it is at its end."""
+        """A seed's run, resumed if it was started; None if it is complete."""
         folder = self.output / f"seed-{seed}"
         own = {"seed": seed, "split_seed": self.seeds[0]}
         record = {**self.record, "options": {**self.record["options"], **own}}
@@ -104,7 +104,7 @@ class Runs:
 
 
 def summarized(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """label → metric → mean and standard deviation over the seeds, of metrics as `shared.spread` gives them."""
+    """label → metric → mean and standard deviation over the seeds, for metrics from `shared.spread`."""
     import numpy as np
 
     made: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def summarized(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def spread_table(title: str, of_seeds: dict[int, dict[str, Any]], summary: dict[str, Any]) -> Any:
-    """A row for each label and metric: its value by each seed, their mean and their standard deviation."""
+    """A row per label and metric: value per seed, mean and standard deviation."""
     from rich.table import Table
 
     table = Table("label", "metric", *(f"seed {seed}" for seed in of_seeds), "mean", "sd", title=title)
@@ -129,7 +129,7 @@ def spread_table(title: str, of_seeds: dict[int, dict[str, Any]], summary: dict[
 
 
 def evaluations(found: dict[int, Evaluation]) -> dict[str, Any]:
-    """What `tigon rank eval` writes of several seeds."""
+    """Multi-seed output for `tigon rank eval`."""
     from tigon.rank.cli.shared import spread
 
     metrics = {seed: spread(one) for seed, one in found.items()}
@@ -138,9 +138,9 @@ def evaluations(found: dict[int, Evaluation]) -> dict[str, Any]:
 
 
 def plot(picture: Path, rows: list[dict[str, Any]], watched: str) -> None:
-    """What early stopping looked at, by step, a line for each seed; without a validation the seconds of the fits.
+    """Plot the early-stopping metric by step, a line per seed; without validation, the fit times.
 
-    rows: of the seeds.
+    rows: one per seed.
     """
     import matplotlib
 

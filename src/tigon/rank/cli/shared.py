@@ -1,4 +1,4 @@
-"""What the commands of `tigon rank` share: options of tables, errors as sentences, and tables of metrics."""
+"""Shared code for `tigon rank` commands: table options, error messages, and metric tables."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tigon.cli.problem import Problem, disk_full, one_line
 if TYPE_CHECKING:
     from tigon.rank import Evaluation
 
-# Words of --history that are no files.
+# --history keywords that are not files.
 OWN = ("self", "positives", "none")
-# Labels and parts that are shown side by side.
+# Maximum labels and parts shown side by side.
 MOST_COLUMNS = 4
-# The digest reads this much of the beginning and the end of a larger file.
+# For larger files, the digest reads this many bytes at the start and at the end.
 DIGESTED = 32 << 20
 
 
 def within(panel: str, help: str, *flags: str, **more: Any) -> Any:
-    """An option of a panel of the help."""
+    """An option in a help panel."""
     return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
 
 
 @contextmanager
 def sentences(command: str) -> Iterator[None]:
-    """Errors about what a user gave, raised by `tigon.rank`, as Problems of a command, with options by their names."""
+    """Convert `tigon.rank` errors about user input to the command's Problems, with option names."""
     try:
         yield
     except FloatingPointError as error:
@@ -56,12 +56,12 @@ def _spoken(command: str, said: str) -> str:
 
 
 def as_options(said: str) -> str:
-    """A sentence of the library, whose arguments are `name=…`, with options in their place."""
+    """Replace `name=…` arguments in a library message with option names."""
     said = said.replace("metric='log_loss'", "--metric log_loss")
     return re.sub(r"\b([a-z_]+)=…", lambda found: f"--{found[1].replace('_', '-')}", said)
 
 
-# Arguments of the library that a user knows as options.
+# Library arguments that are options.
 OPTIONS = {
     name: name.replace("_", "-")
     for name in ("loss", "objective", "precision", "lr", "max_minutes", "weight_decay", "clip", "warmup", "schedule",
@@ -76,9 +76,9 @@ OPTIONS = {
 
 
 def weights_of(command: str, option: str, given: list[str]) -> dict[str, float] | None:
-    """The numbers of options such as click=0.5.
+    """Parse numbers from options such as click=0.5.
 
-    Raises: Problem for anything else.
+    Raises: Problem for invalid values.
     """
     found = {}
     for text in given:
@@ -93,25 +93,25 @@ def weights_of(command: str, option: str, given: list[str]) -> dict[str, float] 
 
 
 def paths_of(values: list[Path] | list[str]) -> list[str]:
-    """Paths made absolute, so that a run goes on from any directory; words that are no files stay."""
+    """Make paths absolute, so that a run can resume from any directory; keywords are unchanged."""
     return [str(value) if str(value) in OWN else str(Path(value).expanduser().resolve()) for value in values]
 
 
 def history_of(given: list[str]) -> Any:
-    """What `Impressions.read` takes for --history."""
+    """Convert --history for `Impressions.read`."""
     if not given or given == ["none"]:
         return None
     return given[0] if given in (["self"], ["positives"]) else given
 
 
 def after_own(history: Any, data: list[str]) -> Any:
-    """The history of other impressions, where that of `data` is its own impressions: they come before."""
+    """The history for other impressions if `data` is its own history: prepends `data`."""
     words = [history] if isinstance(history, str) else history or []
     return [*words, *(path for path in data if path not in words)] if {"self", "positives"} & {*words} else history
 
 
 def digest(paths: list[str]) -> str:
-    """A digest of files and of the files in folders: their sizes and contents, of large ones both ends."""
+    """Digest over files and folder contents: sizes and contents, for large files both ends."""
     found = hashlib.blake2b(digest_size=16)
     for path in map(Path, paths):
         for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
@@ -134,7 +134,7 @@ def spread(found: Evaluation) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def metrics_table(parts: dict[str, Evaluation]) -> Any:
-    """Metrics of each label and part, with intervals where they were drawn: a row for each, or a column for a few."""
+    """Metrics by label and part, with intervals if available: a row per combination, or columns if there are few."""
     from rich.table import Table
 
     names = list(dict.fromkeys(name for found in parts.values() for of in found.labels.values() for name in of))

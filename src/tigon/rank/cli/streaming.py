@@ -1,4 +1,4 @@
-"""Whether `tigon rank fit` reads its impressions by row groups: where memory is too small, or as it is asked."""
+"""Decide whether `tigon rank fit` streams row groups: on request, or if memory is too small."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from typing import Any
 
 from tigon.rank.cli.shared import OWN
 
-# What a table takes while it is read, in its own bytes: as Arrow reads it, its columns joined, and the tensors.
+# Peak memory while reading a table, relative to its size: Arrow columns, their concatenation, and the tensors.
 COPIES = 3
 
 
 def available() -> int:
-    """Bytes of the host's memory that are free."""
-    import psutil  # comes with accelerate
+    """Free host memory in bytes."""
+    import psutil  # installed with accelerate
 
     return int(psutil.virtual_memory().available)
 
 
 def streamed(given: dict[str, Any]) -> bool:
-    """By --stream or --no-stream; without them, where parquet files would take more than half of the free memory."""
+    """As --stream or --no-stream say; by default, if parquet files would take more than half the free memory."""
     from tigon.data.lazily import ParquetColumns
 
     if given["stream"] is not None:
         return bool(given["stream"])
-    if {*given["history"]} & {*OWN} - {"none"}:  # events that are the impressions themselves are needed as a whole
+    if {*given["history"]} & {*OWN} - {"none"}:  # own impressions as history must be in memory
         return False
     try:
         columns = ParquetColumns("rank fit", given["data"])
-    except ValueError:  # another format; what is wrong with a file is said by who reads it
+    except ValueError:  # another format; reading the file reports errors
         return False
     return COPIES * columns.bytes > available() / 2
 
 
 def read_train(given: dict[str, Any], history: Any, schema: Any, sides: dict[str, Any], roles: dict[str, Any]) -> Any:
-    """The impressions to train on: `rank.Impressions`, or a `rank.Stream` where the options say so."""
+    """Training impressions: `rank.Impressions`, or a `rank.Stream` if requested."""
     from tigon.rank import Impressions, Stream
 
     if not given.get("stream"):

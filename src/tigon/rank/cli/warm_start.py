@@ -1,4 +1,4 @@
-"""`tigon rank fit --from RUN`: the ranker of another run, its schema for newer data, and the priors it left."""
+"""`tigon rank fit --from RUN`: reuse another run's ranker, schema and priors for newer data."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tigon.rank.cli.models import COMMON, OPTIONS_OF
 
 NAME = "rank fit"
 CONFIG, SCHEMA, WEIGHTS, MODEL = "config.json", "schema.json", "model.safetensors", "model"
-# What the ranker of a run has already. None and [] stand for options that were not given.
+# Options fixed by the earlier ranker. None and [] mean the option was not given.
 OWN = (*dict.fromkeys(name for names in OPTIONS_OF.values() for name in names), *COMMON[:2], "score_weight")
 
 
 def find_ranker_folder(run: Path, output: Path) -> Path:
-    """The folder of the ranker of --from: of a run, or one that `save_pretrained` wrote.
+    """The --from ranker's folder: in a run, or written by `save_pretrained`.
 
-    Raises: Problem if there is none, or it is where the new run would go.
+    Raises: Problem if there is none, or if the new run would overwrite it.
     """
     run = run.expanduser().resolve()
     if run == output:
         raise Problem(f"{NAME}: --output must be another folder than --from, got {output} twice")
-    from tigon.rank.cli.seeds import one_of  # which imports this module
+    from tigon.rank.cli.seeds import one_of  # imports this module
 
     one_of(f"{NAME}: --from", run)
     place = run / MODEL if (run / RECORD).is_file() else run
@@ -35,9 +35,9 @@ def find_ranker_folder(run: Path, output: Path) -> Path:
 
 
 def adopt_model(given: dict[str, Any], place: Path) -> None:
-    """Set --model of a command's options to that of the ranker.
+    """Set --model to the ranker's model.
 
-    Raises: Problem for options of a model, which the ranker has already.
+    Raises: Problem for model options, which the ranker fixes.
     """
     for name in OWN:
         if given.get(name):
@@ -49,14 +49,14 @@ def adopt_model(given: dict[str, Any], place: Path) -> None:
 
 
 def load_schema(place: Path) -> Any:
-    """The ranker's schema, whose vocabularies grow by what the data has besides."""
+    """The ranker's schema, with vocabularies that can grow with new data."""
     from tigon.rank import Schema
 
     return Schema.load(place / SCHEMA).expandable()
 
 
 def load_warm_start(place: Path, schema: Any, options: Any) -> tuple[Any, list[Any]]:
-    """The ranker with rows for new values, and its priors, [] for --prior-strength 0."""
+    """The ranker, expanded for new values, and its priors; [] for --prior-strength 0."""
     from tigon import rank
     from tigon.rank.training.warm_start import FILE, check_prior_options
 
@@ -74,12 +74,12 @@ def load_warm_start(place: Path, schema: Any, options: Any) -> tuple[Any, list[A
 
 
 def should_save_priors(asked: bool | None, options: Any) -> bool:
-    """Whether a run leaves priors. asked: by --save-priors or --no-save-priors; None for neither.
+    """Whether a run saves priors. asked: --save-priors or --no-save-priors; None for neither.
 
-    They go by the probabilities of labels, which bce alone learns. They are twice as large as the ranker, with a
-    gradient of each row of its tables, and row-wise Adagrad is for tables that this is too much for.
+    Priors need label probabilities, which only bce learns. They are twice the ranker's size and need a gradient for
+    every table row; row-wise Adagrad is for tables too large for that.
 
-    Raises: Problem for priors that are asked for where there are none.
+    Raises: Problem if priors are requested but unavailable.
     """
     if asked and not _by_labels(options):
         raise Problem(
@@ -93,10 +93,9 @@ def _by_labels(options: Any) -> bool:
 
 
 def save_warm_start(folder: Path, ranker: Any, train: Any, options: Any, priors: list[Any] | None) -> None:
-    """Write what `score --explore` needs of a run, and with priors what `--from` does: `train` is read once for each.
+    """Write the data for `score --explore`, and with priors for `--from`: one pass over `train` each.
 
-    Both go by the probabilities of labels: a run by another loss leaves nothing. priors: of the run that this one
-    went on from, or [].
+    Both need label probabilities: runs with other losses write neither. priors: from the earlier run, or [].
     """
     from tigon.rank import Explorer, FisherPrior, save_priors
 

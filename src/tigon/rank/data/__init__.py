@@ -1,1 +1,1 @@
-"""Tables of impressions: their schema, their readers, and the batches that are made of them."""
+"""Impression tables: schema, readers, and batches."""

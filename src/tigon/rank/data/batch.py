@@ -1,4 +1,4 @@
-"""A batch of requests: their candidates, and the history that each request may read."""
+"""A batch of requests with their candidates and histories."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Batch:
     """R requests, C candidates and E events as ragged tensors, without padding.
 
     Attributes:
-        offsets: (R + 1,) int64 on the CPU: the candidates of request r are offsets[r] … offsets[r + 1] − 1.
-        history_offsets: (R + 1,) int64 on the CPU: its events, oldest first, are history_offsets[r] ….
-        context: fields of side "context", of R values each.
-        items: fields of the sides "item" and "row", of C values each, the item's own id among them.
-        history: fields of `schema.history`, of E values each.
+        offsets: (R + 1,) int64 on the CPU: request r has candidates offsets[r] … offsets[r + 1] − 1.
+        history_offsets: (R + 1,) int64 on the CPU, likewise for the events, oldest first.
+        context: fields with side "context", R values each.
+        items: fields with side "item" or "row", C values each, including the item's own id.
+        history: fields in `schema.history`, E values each.
         age: (E,) float64, seconds from the event to its request, above 0.
-        labels: (C,) float32, 0 and 1, by name; empty where the table has none. NaN where a row has no value of one.
+        labels: (C,) float32, 0 and 1, by name; {} for a table without labels. NaN for missing values.
         weights: (C,) float32, or None.
-        rows: (C,) int64, the rows of the table.
-        partial: the labels of which rows of the table have no value; `known` says which of the batch have one.
+        rows: (C,) int64 table row numbers.
+        partial: labels with missing values anywhere in the table; `label_mask` gives the mask for this batch.
         requests, candidates, events: R, C and E.
 
-    A field's values are int64 codes, float32 numbers, `Ragged` lists of codes, a list of str, or int64 microseconds.
+    Field values are int64 codes, float32 numbers, `Ragged` code lists, a list of str, or int64 microseconds.
     """
 
     offsets: Tensor
@@ -55,16 +55,16 @@ class Batch:
         return len(self.age)
 
     def label_mask(self, label: str) -> Tensor | None:
-        """A mask of rows with a value of a label.
+        """Mask for rows with a value for a label.
 
         Args:
-            label: one of `labels`, or another.
-        Returns: (C,) bool; None for labels without gaps.
+            label: a name in `labels`, or another.
+        Returns: (C,) bool; None for labels without missing values.
         """
         return ~self.labels[label].isnan() if label in self.partial and label in self.labels else None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device; offsets stay on the CPU.
+        """Copy the batch to a device; offsets stay on the CPU.
 
         Args:
             device: such as "cuda".
@@ -83,16 +83,16 @@ class Batch:
 
 
 def labelled_rows(batch: Any, label: str) -> Tensor | None:
-    """`Batch.label_mask`; None for other batches of a `BatchSource`, whose rows all have labels."""
+    """`Batch.label_mask`; None for batches from another `BatchSource`, whose rows all have labels."""
     out: Tensor | None = batch.label_mask(label) if hasattr(batch, "label_mask") else None
     return out
 
 
 def move(value: Any, device: torch.device | str, pin: bool = False) -> Any:
-    """Values of a field on a device.
+    """Move field values to a device.
 
-    pin: copy what goes to a GPU by way of pinned memory, so that the host does not wait. For batches: it takes memory
-    that nothing else can have.
+    pin: copy to a GPU through pinned memory, so that the host does not wait. Only for batches: pinned memory is
+        unavailable to other processes.
     """
     if isinstance(value, Ragged):
         return Ragged(move(value.values, device, pin), move(value.offsets, device, pin))
@@ -102,7 +102,7 @@ def move(value: Any, device: torch.device | str, pin: bool = False) -> Any:
 
 
 def select_rows(value: Any, rows: Tensor, total: int | None = None) -> Any:
-    """The values of some rows of a field. total: how many values lists have in all, if that is known."""
+    """Select rows from field values. total: the selected lists' total length, if known."""
     if isinstance(value, Ragged):
         return value.take(rows, total)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How a table is cut into batches; device, evaluation mode and schema check for loops over batches."""
+"""Batching options; device, evaluation mode and schema check for loops over batches."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ PRECISIONS = ("auto", "bf16", "fp32")
 
 
 class BatchSource(Protocol):
-    """Data for training and scoring: `rank.Impressions`, or any object with the same `batches`."""
+    """Data for training and scoring: `rank.Impressions`, or an object with the same `batches`."""
 
     def __len__(self) -> int:
-        """How many requests there are."""
+        """Number of requests."""
 
     def batches(
         self, *, requests: int | None = None, tokens: int | None = None, shuffle: torch.Generator | None = None,
         history_max: int | None = None, device: Any = None, skip: int = 0,
     ) -> Iterator[Any]:  # fmt: skip
-        """Batches of so many requests, or of at most so many tokens, in the table's order without `shuffle`."""
+        """Batches with a fixed request count or a token budget, in table order unless `shuffle` is given."""
 
 
 class BatchOptions(NamedTuple):
-    """How a table is cut into batches.
+    """Batching options.
 
     Attributes:
-        requests: of a batch.
-        tokens: of a batch, events and candidates together, instead of so many requests.
-        history_max: the newest events of a request that are kept; None: all.
-        precision: of the products: "bf16" or "fp32"; "auto": bf16 on a GPU.
+        requests: requests per batch.
+        tokens: maximum tokens per batch, events plus candidates, instead of `requests`.
+        history_max: maximum events per request, newest first; None: all.
+        precision: matmul precision: "bf16" or "fp32"; "auto": bf16 on a GPU.
     """
 
     requests: int = 256
@@ -68,7 +68,7 @@ def get_device(ranker: nn.Module) -> torch.device:
 
 
 def check_schema(name: str, ranker: Any, data: Any) -> None:
-    """Raise if data was read with another vocabulary or another scale than the ranker's schema has.
+    """Raise if data was read with a vocabulary or scale different from the ranker's schema.
 
     Data without a schema passes.
     """

@@ -1,4 +1,4 @@
-"""Crosses: one code for the combination of several features of a row."""
+"""Crosses: a single code for a combination of features in a row."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tigon.rank.data.fields import Cross, Field, Number
 from tigon.rank.data.in_memory import ColumnBuffer
 from tigon.rank.data.schema import Schema
 
-# How many parts of equal frequency the values of a number fall into.
+# Number of quantile bins for numbers.
 PARTS = 16
 
 
 def compute_crosses(
     schema: Schema, context: Mapping[str, ColumnBuffer], items: Mapping[str, ColumnBuffer], sizes: Tensor
 ) -> dict[str, ColumnBuffer]:
-    """The values of a schema's crosses, from those of its other fields.
+    """Compute a schema's crosses from its other fields.
 
-    context, items: values of R requests and N candidates, as models get them. sizes: (R,) candidates of each request.
+    context, items: values for R requests and N candidates, as passed to models. sizes: (R,) candidates per request.
     """
     parts: dict[str, Tensor] = {}
 
@@ -39,7 +39,7 @@ def compute_crosses(
 
 
 def cross_codes(field: Field, values: Tensor) -> Tensor:
-    """(N,) int64 of a field's values, as a cross counts them; 0 for a missing value."""
+    """(N,) int64 codes for a field's values within a cross; 0 for a missing value."""
     if not isinstance(field, Number):
         return values.long()
     part = (PARTS * torch.special.ndtr(values.double())).clamp(max=PARTS - 1)
@@ -47,11 +47,11 @@ def cross_codes(field: Field, values: Tensor) -> Tensor:
 
 
 def _hash_codes(codes: list[Tensor], field: Cross) -> Tensor:
-    """(N,) int64: a hash of the codes of a row, the same on every machine; 0 where all are 0."""
+    """(N,) int64 hash over a row's codes, identical on every machine; 0 if all codes are 0."""
     h = np.zeros(len(codes[0]), np.uint64)
     for one in codes:
         h = (h ^ one.numpy().astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        # splitmix64's steps, after which each bit depends on all that came before.
+        # splitmix64 mixing: each output bit depends on all input bits.
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         h ^= h >> np.uint64(31)

@@ -1,13 +1,13 @@
-"""The kinds of fields: how the values of a column become tensors.
+"""Field kinds: conversion from columns to tensors.
 
-    Id       one of a vocabulary, or hashed            int64 (n,), 0 for a missing or an unseen value
+    Id       vocabulary value, or hashed               int64 (n,), 0 for a missing or unseen value
     Number   scaled to about N(0, 1)                   float32 (n,), NaN for a missing value
-    Ids      a list of them                            Ragged int64
-    Cross    several of a row's features as one        int64 (n,), 0 where all of them are missing
-    Text     as it is                                  list of str
+    Ids      list of ids                               Ragged int64
+    Cross    several features in a row, combined       int64 (n,), 0 if all are missing
+    Text     unchanged                                 list of str
     Time     microseconds since 1970 in UTC            int64 (n,)
 
-What a field leaves open, such as a vocabulary or the quantiles of a number, is fitted once, on the data to train on.
+Open options, such as a vocabulary or a number's quantiles, are fitted once, on the training data.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Scale = Literal["quantile", "log", "none"]
 Pool = Literal["mean", "attention"]
 Unit = Literal["s", "ms", "us", "ns"]
 Hash = Literal["mod", "qr"]
-# Points between which the scale of a number is a straight line.
+# Number of knots for piecewise linear quantile scaling.
 KNOTS = 256
-# Codes are kept as int32: so many hashes are told apart at most.
+# Maximum number of distinct hashes: codes are stored as int32.
 MOST_CODES = 2**31 - 2
 
 
 @dataclass(frozen=True)
 class Field:
-    """A column of a table, and how its values become tensors.
+    """A table column and its conversion to a tensor.
 
     Args:
-        side: where it belongs. "context": one value a request, such as a feature of its user. "item": a feature of the
-            item, looked up for the events of a history too. "row": what is known of the impression alone, such as its
-            position. "action": what an event of a history says that happened.
-        history: whether events have this feature of their items.
+        side: "context": one value per request, such as a user feature. "item": an item feature, also looked up for
+            history events. "row": known only for the impression itself, such as its position. "action": the outcome
+            recorded with a history event.
+        history: whether events have this item feature.
     """
 
     kind: ClassVar[str]
@@ -63,32 +63,32 @@ class Field:
 
     @property
     def is_open(self) -> bool:
-        """Whether something is left to be fitted."""
+        """Whether options remain to be fitted."""
         return False
 
     def fit(self, columns: Sequence[Any]) -> Field:
-        """This field with its open options fitted.
+        """Return this field with its open options fitted.
 
-        columns: what `values` made of each column that has it.
+        columns: results from `values` for each table that has the column.
         """
         return self
 
     def values(self, column: Any) -> Any:
-        """What `fit` reads of a column: small where it can be.
+        """The data that `fit` needs from a column, as small as possible.
 
-        Raises: BadValue if a value is of another kind.
+        Raises: BadValue for a value with the wrong type.
         """
         return column
 
     def encode(self, column: Any) -> Any:
-        """The values of a pyarrow array.
+        """Convert a pyarrow array.
 
-        Raises: BadValue if a value is of another kind.
+        Raises: BadValue for a value with the wrong type.
         """
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """What makes this field again, as JSON holds it."""
+        """JSON options from which this field can be rebuilt."""
         result = {}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
@@ -97,7 +97,7 @@ class Field:
         return result
 
     def _check_list(self, name: str, holds: type | tuple[type, ...], what: str) -> tuple[Any, ...]:
-        """An option that is a list, as a tuple. A text is none, though Python could take it for one of its letters."""
+        """Validate a list option and return a tuple. Rejects strings, which Python would iterate by character."""
         value = getattr(self, name)
         if isinstance(value, Iterable) and not isinstance(value, str):
             listed = tuple(value)
@@ -113,7 +113,7 @@ class Field:
 
 @dataclass(frozen=True)
 class _Coded(Field):
-    """Values with codes: 1 and on in the order of a vocabulary, or hashes of their texts."""
+    """Values with codes: 1 and up in vocabulary order, or text hashes."""
 
     vocab: tuple[str | int, ...] | None = None
     hash_rows: int | None = None
@@ -148,14 +148,14 @@ class _Coded(Field):
 
     @property
     def rows(self) -> int:
-        """How many codes there are, 0 among them: the rows of a table of embeddings."""
+        """Number of codes, including 0: the embedding table's rows."""
         if self.is_open:
             raise ValueError(f"{self.kind}: there is neither vocab nor hash_rows; read data with this schema first.")
         return 1 + (len(self.vocab) if self.vocab is not None else self._hashes)
 
     @property
     def _hashes(self) -> int:
-        """How many hashes are told apart."""
+        """Number of distinct hashes."""
         return self.hash_rows or 0
 
     def fit(self, columns: Sequence[Any]) -> Field:
@@ -173,12 +173,12 @@ class _Coded(Field):
                     f"vocab holds integers such as {self.vocab[0]}, and a new value must be one, too, got "
                     f"{next(v for v in values.to_pylist() if not re.fullmatch('-?[0-9]+', v))!r}."
                 )
-            # Codes of values that are known stay, whatever values come.
+            # Known values keep their codes when new values are added.
             values = values.filter(pc.invert(pc.is_in(values, found[-1])))
         return dataclasses.replace(self, vocab=(*(self.vocab or ()), *values.to_pylist()), grows=False)
 
     def values(self, column: Any) -> Any:
-        """The different keys."""
+        """The distinct keys."""
         import pyarrow.compute as pc
 
         return pc.unique(keys(column))
@@ -191,7 +191,7 @@ class _Coded(Field):
         return pa.array(values, pa.int64() if values and isinstance(values[0], int) else pa.large_string())
 
     def codes(self, column: Any) -> Tensor:
-        """(n,) int64 of what `keys` returned."""
+        """(n,) int64 codes for the output of `keys`."""
         import pyarrow.compute as pc
 
         if self.is_open:
@@ -207,18 +207,18 @@ class _Coded(Field):
 
 @dataclass(frozen=True)
 class Id(_Coded):
-    """One of a set of strings or integers, such as an item. Code 0 is a missing value or one that is not in the set.
+    """A categorical string or integer, such as an item. Code 0 is a missing or unknown value.
 
     Args:
-        vocab: the values of the codes 1, 2, …; None to take those of the data, in their order.
-        hash_rows: instead of a vocabulary, how many codes the hashes of the values are spread over.
-        dim: width of its embedding; None for the model's own.
-        hash: of hash_rows m. "mod": m codes, a row of a table each. "qr": m² codes, at most 2³¹ − 2, whose embedding is
-            the product of two rows, of the quotient by m and of the remainder, in two tables of m rows; `rank.LiRank`
-            reads it. Source: Shi et al. 2020, https://arxiv.org/abs/1909.02107
-        grows: of a vocab: whether the data's other values get the codes behind it, as `Schema.expandable` asks for.
-        side: "context" (of the request), "item", "row" (of the impression) or "action" (of an event).
-        history: of side "item": whether events have it, too.
+        vocab: values for codes 1, 2, …; None: the values in the data, sorted.
+        hash_rows: hash values to this number of codes instead of using a vocabulary.
+        dim: embedding width; None for the model's default.
+        hash: with hash_rows m: "mod": m codes, a table row each. "qr": m² codes, at most 2³¹ − 2; the embedding is the
+            product of two rows, selected by quotient and remainder modulo m, from two tables with m rows; supported by
+            `rank.LiRank`. Source: Shi et al. 2020, https://arxiv.org/abs/1909.02107
+        grows: with a vocab: append the data's new values, as `Schema.expandable` requests.
+        side: "context" (request), "item", "row" (impression) or "action" (event).
+        history: with side "item": whether events have the field too.
     """
 
     kind = "Id"
@@ -241,13 +241,13 @@ class Id(_Coded):
 
 @dataclass(frozen=True)
 class Ids(_Coded):
-    """A list of strings or integers, such as genres, of which the last `max` are kept. A missing list is empty.
+    """A list of strings or integers, such as genres, truncated to its last `max` values. A missing list is empty.
 
     Args:
-        vocab, hash_rows, dim, grows: as those of `Id`.
-        max: how many values of a list are kept, from its end.
-        pool: how a model makes one vector of them, "mean" or "attention".
-        side, history: as those of `Id`.
+        vocab, hash_rows, dim, grows: as in `Id`.
+        max: maximum list length; the last values are kept.
+        pool: how a model pools the list into a vector: "mean" or "attention".
+        side, history: as in `Id`.
     """
 
     kind = "Ids"
@@ -261,7 +261,7 @@ class Ids(_Coded):
             raise ValueError(f"Ids: max must be a positive integer, got {self.max!r}.")
 
     def values(self, column: Any) -> Any:
-        """The different keys."""
+        """The distinct keys."""
         return super().values(_as_list_column(column).flatten())
 
     def encode(self, column: Any) -> Ragged:
@@ -293,14 +293,14 @@ def _as_list_column(column: Any) -> Any:
 
 @dataclass(frozen=True)
 class Number(Field):
-    """A number, brought to about N(0, 1). A missing one is NaN.
+    """A number, scaled to about N(0, 1). Missing values are NaN.
 
     Args:
-        scale: "quantile": by its rank among the numbers that were seen, beyond them as their ends. "log": sign(x)
-            log(1 + |x|), centred and divided by its standard deviation. "none": as it is.
-        knots, scores: of scale "quantile": rising numbers, and what each becomes; between two of them, in proportion.
-        center, spread: of scale "log": what is subtracted, and what it is divided by then.
-        side, history: as those of `Id`.
+        scale: "quantile": by rank among the fitted data, clamped at both ends. "log": sign(x) log(1 + |x|), centred and
+            divided by its standard deviation. "none": unchanged.
+        knots, scores: for scale "quantile": increasing numbers and their outputs; linear in between.
+        center, spread: for scale "log": subtracted value, then divisor.
+        side, history: as in `Id`.
     """
 
     kind = "Number"
@@ -344,7 +344,7 @@ class Number(Field):
         x.sort()
         levels = (np.arange(KNOTS) + 0.5) / KNOTS
         knots = np.unique(np.concatenate((x[[0, -1]], x[(levels * len(x)).astype(np.int64)])))
-        # The middle of the ranks that a number takes, so that frequent numbers are no outliers.
+        # Use a number's mid-rank, so that frequent numbers are not outliers.
         rank = (np.searchsorted(x, knots) + np.searchsorted(x, knots, side="right")) / (2 * len(x))
         scores = torch.special.ndtri(torch.from_numpy(rank)).numpy()
         seen = np.interp(x, knots, scores)
@@ -368,23 +368,23 @@ class Number(Field):
 
 @dataclass(frozen=True)
 class Cross(Id):
-    """Several features of an impression as one: a hashed code for each combination of their values.
+    """A combination of several impression features: a hashed code per combination of values.
 
-    To models it is an `Id`. A number counts by which sixteenth of its quantiles it is in. `rank.find_interactions` says
-    which features are worth it.
+    Models treat a cross as an `Id`. Numbers are binned into sixteen quantiles. `rank.find_interactions` suggests useful
+    combinations.
 
     Args:
-        of: names of fields of the same schema, two or more: `Id`, or `Number` of scale "quantile", of any side but
+        of: names of two or more fields in the same schema: `Id`, or `Number` with scale "quantile", on any side except
             "action".
-        hash_rows: how many codes the combinations are spread over.
-        dim, hash: as those of `Id`.
+        hash_rows: number of codes.
+        dim, hash: as in `Id`.
         vocab, grows: None and False; combinations are hashed.
-        side, history: "row" and False, whatever those of its features: events have no crosses.
+        side, history: "row" and False, whatever the features' sides: events have no crosses.
     """
 
     kind = "Cross"
     of: tuple[str, ...] = ()
-    # A dataclass has the fields of its base first; by keywords alone, `of` is what comes by place.
+    # Dataclass inheritance puts base fields first; making those keyword-only lets `of` be positional.
     vocab: None = dataclasses.field(default=None, init=False, repr=False)
     grows: bool = dataclasses.field(default=False, init=False, repr=False)
     hash_rows: int | None = dataclasses.field(default=100_000, kw_only=True)
@@ -409,12 +409,12 @@ class Cross(Id):
 
 @dataclass(frozen=True)
 class Text(Field):
-    """A text, kept as it is; a missing one is "". The values of a list are joined by spaces.
+    """A text, unchanged; missing values become "". List values are joined by spaces.
 
-    Models of sequences leave texts out, models of prompts read them.
+    Sequence models skip texts; prompt models read them.
 
     Args:
-        side, history: as those of `Id`.
+        side, history: as in `Id`.
     """
 
     kind = "Text"
@@ -433,12 +433,12 @@ class Text(Field):
 
 @dataclass(frozen=True)
 class Time(Field):
-    """A time, as int64 microseconds since 1970 in UTC. Times without a zone are in UTC; a missing one is −2⁶³.
+    """A time, as int64 microseconds since 1970 in UTC. Naive times are taken as UTC; a missing value is −2⁶³.
 
     Args:
-        unit: of times that are plain numbers: "s", "ms", "us" or "ns" since 1970. None: what makes the latest of them
-            fall between 1973 and 5138, seconds if they are smaller.
-        side, history: as those of `Id`.
+        unit: for numeric times: "s", "ms", "us" or "ns" since 1970. None: the unit that places the latest time between
+            1973 and 5138, seconds for smaller numbers.
+        side, history: as in `Id`.
     """
 
     kind = "Time"
@@ -455,7 +455,7 @@ class Time(Field):
         return self.unit is None
 
     def values(self, column: Any) -> float:
-        """The largest number; 0 if times are no numbers."""
+        """The largest number; 0 for non-numeric times."""
         import pyarrow.types as types
 
         if not (types.is_integer(column.type) or types.is_floating(column.type)):

@@ -15,7 +15,7 @@ from tigon.rank.data.tables import Tables
 
 
 class Exposures(NamedTuple):
-    """Rows of the impressions, and the time of the request of each, both (n,) int64."""
+    """Impression rows and their request times, both (n,) int64."""
 
     rows: NDArray[np.int64]
     time: NDArray[np.int64]
@@ -36,18 +36,18 @@ def check_history_leaks(tables: Tables, schema: Schema, train: Exposures, held: 
 
 
 def find_history_leaks(tables: Tables, schema: Schema, train: Exposures, held: Exposures) -> Tensor:
-    """The rows of the history that leak a held-out request and are read by a training request.
+    """History rows that leak a held-out request and are read by a training request.
 
-    Such an event has user and item of a held-out row, is not before its request, and is before a later request of that
-    user that is trained on. It may be the very click that the held-out label says: as a feature to train on, and with
-    the loss of next items as a target after the same past.
+    Such an event matches a held-out row's user and item, is not before that request, and is before a later training
+    request by the same user. The event may be the very click that the held-out label records: leaked as a training
+    feature, and for the next-item loss as a target after the same past.
     """
     roles = schema.roles
     if tables.history is None or roles.user is None or roles.item is None or roles.time is None:
         return torch.zeros(0, dtype=torch.int64)
     users, items = (_codes(tables, role) for role in (roles.user, roles.item))
     when = tables.encode("history", roles.time, schema.fields[roles.time]).numpy()
-    # By user the latest request to train on, and by user and item the first held-out one that showed it.
+    # Per user, the latest training request; per user and item, the first held-out request that showed the item.
     latest = np.full(users.most, np.iinfo(np.int64).min)
     named = users.rows[train.rows]
     np.maximum.at(latest, named[named >= 0], train.time[named >= 0])
@@ -66,7 +66,7 @@ def find_history_leaks(tables: Tables, schema: Schema, train: Exposures, held: E
 
 
 class _Codes(NamedTuple):
-    """Codes of what names users or items: of the impressions, of the events, −1 for none; and one above the highest."""
+    """Codes for user or item keys: in impressions and events, −1 if missing; and the code count."""
 
     rows: NDArray[np.int64]
     events: NDArray[np.int64]

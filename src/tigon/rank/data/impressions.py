@@ -22,7 +22,7 @@ from tigon.rank.data.tables import Tables
 
 
 class Source(NamedTuple):
-    """The tables of impressions. schema: before fitting."""
+    """The impression tables. schema: before fitting."""
 
     tables: Tables
     schema: Schema
@@ -30,16 +30,16 @@ class Source(NamedTuple):
 
 
 class Impressions:
-    """Requests, their candidates, and their histories; made by `read`.
+    """Requests with candidates and histories; made by `read`.
 
     The tables are tensors in memory, and a batch is a gather, without a data loader.
 
     Attributes:
         schema: roles and fitted fields.
-        notes: sentences on counts while reading: unknown items, events at the time of a request, labels of one class.
+        notes: messages about the data: unknown items, events at the time of a request, labels with a single class.
         rows: number of impressions; `len` is the number of requests.
-        request_ids, item_ids: the id of each request, and the item of each candidate, as in the table.
-        device: of the tensors.
+        request_ids, item_ids: each request's id and each candidate's item, as in the table.
+        device: the tensors' device.
     """
 
     def __init__(self, held: InMemoryImpressions, source: Source, which: Tensor | None = None) -> None:
@@ -58,27 +58,26 @@ class Impressions:
         labelled: bool = True,
         **roles: Any,
     ) -> Impressions:
-        """Impressions of a table, one row for each.
+        """Read a table with one impression per row.
 
-        The history of a request is what its user did strictly earlier than the request's time, the earliest of its
-        rows. Events at exactly that time are left out and counted.
+        A request's history contains its user's events strictly before the request's time, the earliest time among its
+        rows. Events at exactly that time are excluded and counted.
 
         Args:
             data: a file or files (parquet, csv, JSON lines, arrow), a pyarrow.Table, a pandas or polars DataFrame, or a
                 dict of arrays.
-            history: events in the same forms, with user, item and time; "self" for the impressions themselves,
-                "positives" for those with a positive label, and a list such as ["self", "train.parquet"] adds earlier
+            history: events in the same formats, with user, item and time; "self" for the impressions themselves,
+                "positives" for impressions with a positive label; a list such as ["self", "train.parquet"] adds earlier
                 impressions; None for no history.
-            items, users: tables of features, one row for each item or user. RecBole's tables beside its .inter file
-            are found.
-            schema: of training, or one written by hand; None to infer it. What it leaves open is fitted on this data.
-            labelled: whether the labels have to be there, one of them at least in each row; a table to score has none,
-                or columns without a value.
-            roles: without a schema, the arguments of `Roles`; columns with usual names are found.
+            items, users: feature tables, one row per item or user. RecBole's tables beside its .inter file are found
+                automatically.
+            schema: from training, or written by hand; None infers the schema. Open options are fitted on this data.
+            labelled: whether labels are required, at least one per row; tables to score may lack labels or have empty
+                label columns.
+            roles: without a schema, the arguments for `Roles`; columns with usual names are found automatically.
 
-        Raises: ValueError, in a sentence, for a file that cannot be read, a column that is wanting (with the nearest
-            name), a label that is not 0 or 1, a row without a value of any label, a history without times, and values
-            that do not fit their field.
+        Raises: ValueError for an unreadable file, a missing column (with the nearest name), a label that is not 0 or 1,
+            a row without any label value, a history without times, and values that do not fit their field.
         """
         tables, schema = load_tables(data, history, items, users, schema, roles, labelled)
         return cls(materialize(tables, fit_schema(schema, tables), labelled), Source(tables, schema, labelled))
@@ -99,17 +98,17 @@ class Impressions:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """The tensors' device."""
         return self._memory.rows.device
 
     @property
     def rows(self) -> int:
-        """Impressions of all requests."""
+        """Number of impressions."""
         return int(self._sizes().sum())
 
     @property
     def request_ids(self) -> list[Any]:
-        """The id of each request: its value in the request's column, or the number of its first row."""
+        """Each request's id: its value in the request column, or its first row number."""
         held = self._memory
         if held.requests is None:
             return list(held.rows[held.offsets[:-1][self._which].to(self.device)].tolist())
@@ -117,9 +116,9 @@ class Impressions:
 
     @property
     def item_ids(self) -> list[Any]:
-        """The items of all candidates, request by request, as in the table.
+        """Each candidate's item as in the table, request by request.
 
-        Raises: ValueError if no column is the item.
+        Raises: ValueError if there is no item column.
         """
         if self.schema.roles.item is None:
             raise ValueError("rank.Impressions: no column of these impressions is the item; name one by item=….")
@@ -127,15 +126,15 @@ class Impressions:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the table's columns."""
+        """The table's column names."""
         return list(self._source.tables.rows)
 
     def column(self, name: str) -> list[Any]:
-        """A column of the table, for all candidates, request by request.
+        """A table column for all candidates, request by request.
 
         Args:
-            name: of the column.
-        Raises: ValueError if there is none.
+            name: the column's name.
+        Raises: ValueError for an unknown column.
         """
         table = self._source.tables.rows
         if name not in table:
@@ -143,13 +142,13 @@ class Impressions:
         return list(table[name].take(self._row_numbers(self._which)).to_pylist())
 
     def _row_numbers(self, which: Tensor) -> Any:
-        """The table rows of requests, as a numpy array."""
+        """Table row numbers for requests, as a numpy array."""
         offsets = self._memory.offsets
         places = expand_spans(offsets[which], offsets_from_lengths(offsets[which + 1] - offsets[which]))
         return self._memory.rows[places.to(self.device)].cpu().numpy()
 
     def to(self, device: torch.device | str, *, pin: bool = False) -> Impressions:
-        """The same impressions with all tensors on a device.
+        """Copy all tensors to a device.
 
         Args:
             device: such as "cuda".
@@ -158,18 +157,21 @@ class Impressions:
         return Impressions(self._memory.to(device, pin), self._source, self._which)
 
     def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Impressions, Impressions]:
-        """Split into requests to train on and held-out requests. Open parts of the schema are fitted again on the
-        training part, so that items of the held-out part alone are unknown, as in production. Histories stay: a
-        held-out request reads all earlier events of its user, in either part.
+        """Split into training and held-out requests.
+
+        Open schema options are refitted on the training part, so that items seen only in the held-out part are unknown,
+        as in production. Histories are unchanged: a held-out request reads all earlier events by its user, from either
+        part.
 
         Args:
-            by: "time": the latest requests are held out, requests of the same time together. "request": random
-            requests.
-            fraction: share of held-out requests, from 0 to 1.
-            seed: of the random split.
-        Returns: (train, held), each in the order of the table.
-        Raises: ValueError for another word or fraction; by "time" without times; by "request" if the history is the
-            impressions themselves, or has events of held-out requests, which would leak their labels into training.
+            by: "time": hold out the latest requests, keeping simultaneous requests together. "request": random
+                requests.
+            fraction: held-out fraction, 0 to 1.
+            seed: for the random split.
+        Returns: (train, held), each in table order.
+        Raises: ValueError for an unknown `by` or invalid fraction; by "time" without times; by "request" if the history
+            is the impressions themselves, or has events from held-out requests, which would leak their labels into
+            training.
         """
         time = None if self._memory.time is None else self._memory.time.cpu()[self._which]
         held = choose_held_out(time, len(self), by, fraction, seed, self._source.tables.own)
@@ -188,7 +190,7 @@ class Impressions:
         return tuple(Impressions(trained, self._source, self._which[part]) for part in (~held, held))  # type: ignore[return-value]
 
     def _exposures(self, which: Tensor) -> Exposures:
-        """The rows of requests, and the time of each."""
+        """Rows and times for requests."""
         held = self._memory
         time = torch.zeros(len(held.offsets) - 1, dtype=torch.int64) if held.time is None else held.time.cpu()
         sizes = held.offsets[which + 1] - held.offsets[which]
@@ -199,14 +201,14 @@ class Impressions:
     def batch(
         self, indices: Tensor, *, history_max: int | None = None, device: torch.device | str | None = None
     ) -> Batch:
-        """The batch of some requests.
+        """Build a batch.
 
         Args:
-            indices: (R,) int64, which requests, from 0 to len(self) − 1.
-            history_max: maximum of events of a request, the latest.
-            device: of the batch; None for the device of the data.
+            indices: (R,) int64 request indices, from 0 to len(self) − 1.
+            history_max: maximum events per request, newest first.
+            device: the batch's device; None for the data's.
         Returns: a `Batch`, requests in the order of indices.
-        Raises: ValueError if an index is out of range.
+        Raises: ValueError for an index out of range.
         """
         held, at = self._memory, self.device
         indices = torch.as_tensor(indices).cpu()
@@ -257,15 +259,15 @@ class Impressions:
         device: torch.device | str | None = None,
         skip: int = 0,
     ) -> Iterator[Batch]:
-        """All requests, batch after batch.
+        """Iterate over all requests in batches.
 
         Args:
-            requests: number of requests of a batch; or
-            tokens: maximum of events and candidates of a batch; a larger request is a batch by itself.
-            shuffle: generator of the order; None keeps the order of the table.
+            requests: requests per batch; or
+            tokens: maximum events plus candidates per batch; a larger request is a batch by itself.
+            shuffle: generator for the order; None keeps table order.
             history_max, device: as in `batch`.
-            skip: number of batches to skip at the beginning, to resume a run.
-        Raises: ValueError unless one of requests and tokens is given, and is positive.
+            skip: batches to skip at the start, to resume a run.
+        Raises: ValueError unless exactly one of requests and tokens is given, and is positive.
         """
         size = requests if tokens is None else tokens
         if (requests is None) == (tokens is None) or size is None or size < 1:
@@ -288,11 +290,11 @@ class Impressions:
             start, number = end, number + 1
 
     def _sizes(self) -> Tensor:
-        """(len,) candidates of each request."""
+        """(len,) candidates per request."""
         return self._memory.offsets[self._which + 1] - self._memory.offsets[self._which]
 
     def _events(self, which: Tensor, history_max: int | None) -> tuple[Tensor, Tensor]:
-        """First and last event of requests, the latest `history_max`."""
+        """First and last event per request, limited to the latest `history_max`."""
         first, last = self._memory.first[which], self._memory.last[which]
         if history_max is None:
             return first, last
@@ -302,6 +304,6 @@ class Impressions:
 
 
 def _spans(first: Tensor, offsets: Tensor, device: torch.device) -> Tensor:
-    """`spans` on a device, of numbers that the host has."""
+    """`expand_spans` on a device, from host values."""
     total = int(offsets[-1])
     return expand_spans(first.to(device, non_blocking=True), offsets.to(device, non_blocking=True), total)

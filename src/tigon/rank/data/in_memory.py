@@ -14,13 +14,13 @@ from tigon.rank.data.schema import Schema
 
 
 class ColumnBuffer(NamedTuple):
-    """The values of a field.
+    """A field's values.
 
     Attributes:
-        values: tensor, `Ragged` or texts; codes as int32, half of what batches have.
-        places: (n,) which of them each row has; None: they stand in the rows' order. Those of texts are on the CPU.
-        sums: (n + 1,) int64 on the CPU, of `Ragged` values: how many values all rows before have. With them a batch
-            of lists is drawn without waiting for the GPU.
+        values: tensor, `Ragged` or texts; codes as int32, half the size used in batches.
+        places: (n,) index into values for each row; None: values are in row order. For texts on the CPU.
+        sums: (n + 1,) int64 on the CPU, for `Ragged` values: cumulative list lengths by row, so that list batches are
+            built without synchronising with the GPU.
     """
 
     values: Any
@@ -28,9 +28,9 @@ class ColumnBuffer(NamedTuple):
     sums: Tensor | None = None
 
     def take(self, rows: Tensor, first: Tensor, offsets: Tensor) -> Any:
-        """The values of rows.
+        """Gather values for rows.
 
-        first, offsets: on the CPU, what rows are: runs from each `first` on, as many as `offsets` leave room for.
+        first, offsets: on the CPU, the same rows as runs: from each `first`, with lengths given by `offsets`.
         """
         if isinstance(self.values, list):
             return select_rows(self.values, self._resolve(expand_spans(first, offsets)))
@@ -43,7 +43,7 @@ class ColumnBuffer(NamedTuple):
         return found.long() if found.dtype == torch.int32 else found
 
     def select(self, rows: Tensor) -> ColumnBuffer:
-        """The values that rows have, in their order."""
+        """Select rows, in the given order."""
         return (
             ColumnBuffer(select_rows(self.values, rows))
             if self.places is None
@@ -51,7 +51,7 @@ class ColumnBuffer(NamedTuple):
         )
 
     def compact(self, coded: bool) -> ColumnBuffer:
-        """As it is kept: with `sums`, and codes as int32."""
+        """Convert to storage form: with `sums`, and codes as int32."""
         if isinstance(self.values, Ragged):
             lengths = self.values.lengths
             sums = offsets_from_lengths(lengths if self.places is None else lengths[self.places])
@@ -70,17 +70,17 @@ class ColumnBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class InMemoryImpressions:
-    """The tensors of impressions.
+    """Impression tensors.
 
     Attributes:
-        requests: a pyarrow array of what names each request; None where no column does.
-        offsets: (R + 1,) int64 on the CPU, candidates of each request. first, last: (R,) its events, on the CPU.
-        time: (R,) int64 microseconds, the earliest of a request's rows; None without times.
-        context, items, history: stored values of fields, of R requests, N candidates and E events.
+        requests: pyarrow array with request ids; None without a request column.
+        offsets: (R + 1,) int64 on the CPU, candidates per request. first, last: (R,) event ranges, on the CPU.
+        time: (R,) int64 microseconds, the earliest among a request's rows; None without times.
+        context, items, history: stored field values for R requests, N candidates and E events.
         event_time: (E,) int64.
-        labels, weights, rows: of N candidates.
-        notes: sentences on what was counted while reading.
-        partial: labels of which candidates have no value, NaN.
+        labels, weights, rows: for N candidates.
+        notes: messages from reading.
+        partial: labels with missing values (NaN).
     """
 
     schema: Schema

@@ -1,4 +1,4 @@
-"""Infer a schema: the role and field of each column, by its name, its type and its values."""
+"""Infer a schema: each column's role and field, from its name, type and values."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tigon.rank.data.labels import Label
 from tigon.rank.data.schema import Roles, Schema
 from tigon.rank.data.tables import ACTIONS, NAME, SPOKEN, Tables
 
-# Integers with at most so many values are classes, not amounts.
+# Integers with at most this many distinct values are categories, not quantities.
 FEW = 32
-# Beyond so many values, all but the items are hashed.
+# Above this many distinct values, all fields except the item are hashed.
 MANY = 1_000_000
-# Spaces in an average string from which it is a text.
+# Minimum mean number of spaces for a string column to be text.
 SPACES = 3.0
 ID_ENDINGS = ("id", "_code", "_type", "category", "class")
-# What `tigon.data.libsvm` calls one-hot fields.
+# One-hot field names from `tigon.data.libsvm`.
 ONE_HOT = re.compile(r"field_\d+")
-# What pandas calls the index of a DataFrame in parquet, in csv, and where it has read such a csv.
+# Names pandas gives a DataFrame's index: in parquet, in csv, and after reading such a csv.
 INDEX = re.compile(r"__index_level_\d+__||Unnamed: \d+")
 
 
 def fit_schema(schema: Schema, tables: Tables) -> Schema:
-    """The schema with its open fields fitted on the tables.
+    """Fit the schema's open fields on the tables.
 
     Raises: ValueError for a value that does not fit its field.
     """
@@ -58,7 +58,7 @@ def fit_schema(schema: Schema, tables: Tables) -> Schema:
 
 
 def _one_unit(name: str, field: Time, largest: dict[str, float]) -> None:
-    """Raise if numbers of two tables look like times of different units."""
+    """Raise if numeric times in two tables appear to have different units."""
     units = {table: field.fit([x]).options()["unit"] for table, x in largest.items() if x}
     if len(set(units.values())) > 1:
         said = ", and ".join(f"in {SPOKEN[table]} like {unit}" for table, unit in units.items())
@@ -66,7 +66,7 @@ def _one_unit(name: str, field: Time, largest: dict[str, float]) -> None:
 
 
 def _homes(name: str, field: Field, roles: Roles) -> tuple[str, ...]:
-    """The tables whose values a field is fitted on."""
+    """The tables that a field is fitted on."""
     if name in (roles.item, roles.time):
         return ("rows", "history")
     sides = {"context": ("rows", "users"), "item": ("rows", "history", "items"), "row": ("rows",)}
@@ -74,7 +74,7 @@ def _homes(name: str, field: Field, roles: Roles) -> tuple[str, ...]:
 
 
 def infer_fields(tables: Tables, roles: Roles) -> Schema:
-    """Roles and fields for tables. `left_out` says why a column is no field."""
+    """Infer roles and fields. `left_out` gives the reason for each skipped column."""
     fields: dict[str, Field] = {}
     if roles.item is not None:
         fields[roles.item] = Id(side="item", history=tables.history is not None)
@@ -117,7 +117,7 @@ def infer_fields(tables: Tables, roles: Roles) -> Schema:
 
 
 def infer_field(name: str, column: Any) -> Field | str:
-    """The field that a column's type and values suggest, or why it is none."""
+    """The field suggested by a column's type and values, or the reason for skipping the column."""
     import pyarrow.compute as pc
     import pyarrow.types as types
 
@@ -169,7 +169,7 @@ def _are_times(texts: Any) -> bool:
 
 
 class _Groups:
-    """Groups of rows in which a column may be constant: the rows of an item, of a request, of a user."""
+    """Row groups in which a column may be constant: by item, by request, by user."""
 
     def __init__(self, tables: Tables, roles: Roles) -> None:
         import pyarrow as pa
@@ -183,8 +183,10 @@ class _Groups:
             self.request = _codes(pa.array(self.user * (int(time.max(initial=0)) + 1) + time))
 
     def side(self, column: Any) -> Side:
-        """The side of the groups that the column is constant in. Of several, those with most rows beyond the first
-        count: in few rows, an item is shown to one kind of user by accident.
+        """The side whose groups the column is constant in.
+
+        On several matches, prefers the grouping with the most repeated rows: with few repeats, constancy may be
+        accidental, such as an item shown to a single kind of user.
         """
         codes = _codes(column)
         found: tuple[int, Side] = (0, "row")
@@ -198,7 +200,7 @@ class _Groups:
 
 
 def _codes(column: Any) -> Ints:
-    """A number for each value, from 0; missing ones have one too."""
+    """A code per value, from 0; missing values share a code."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.types as types
@@ -212,7 +214,7 @@ def _codes(column: Any) -> Ints:
 
 
 def _constant(codes: Ints, group: Ints | None) -> bool:
-    """Whether each group has one code."""
+    """Whether the codes are constant within each group."""
     if group is None:
         return False
     first = np.zeros(int(group.max(initial=0)) + 1, dtype=np.int64)

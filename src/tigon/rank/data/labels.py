@@ -1,4 +1,4 @@
-"""Labels: columns of 0 and 1, or comparisons of a column with a value that make them."""
+"""Labels: columns with 0 and 1, or comparisons between a column and a value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPARE = {
 
 
 class Label(NamedTuple):
-    """A label's name, its column, and what makes it 1; operation None: the column holds 0 and 1."""
+    """A label's name, column, and comparison; operation None: the column contains 0 and 1."""
 
     name: str
     column: str
@@ -41,8 +41,8 @@ class Label(NamedTuple):
     def read(self, column: Any, *, gaps: bool = False) -> Tensor:
         """(n,) float32, 0 and 1.
 
-        gaps: whether a missing value is NaN.
-        Raises: BadValue for another value.
+        gaps: whether missing values become NaN.
+        Raises: BadValue for other values.
         """
         if self.operation in ("==", "!=") and not (_is_number(self.value) and is_numeric(column)):
             named = keys(column)

@@ -1,8 +1,8 @@
 """Detect fields that leak a label, and crosses whose values occur in single rows.
 
-A field that records the outcome leaks the label. The values of a field, cut into bins, are scored by the share of
-ones in each bin, counted in one half of the rows and measured by AUC in the other half. Ids of single rows are thus no
-leak, and leaks through unordered values are found.
+A field that records the outcome leaks the label. Field values are binned; each bin is scored by its positive rate in
+one half of the rows, and the scores' AUC is measured in the other half. Ids unique to a row are thus not reported,
+while leaks through unordered values are found.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tigon.rank.data.fields import Cross, Number, Time
 from tigon.rank.data.impressions import Impressions
 from tigon.rank.data.schema import Schema
 
-# Above this AUC a field is named.
+# Report fields with a higher AUC.
 TELLS = 0.99
 ROWS = 50_000
-# Fewer rows, or fewer of one class, say nothing about an AUC near 1.
+# With fewer rows, or fewer in either class, an AUC near 1 is not significant.
 FEWEST_ROWS, FEWEST = 200, 20
 BINS = 64
-# A cross is reported if a smaller share of rows has values that another row has. Tables above COUNTED rows are skipped:
+# Report a cross if a smaller fraction of rows shares its value with another row. Tables above COUNTED rows are skipped:
 # a sample does not show whether the other rows share the values.
 SHARED, COUNTED = 0.5, 1_000_000
 
 
 def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
-    """Warn about fields that predict a label with an AUC above 0.99 by themselves: a sentence for each.
+    """Warn about fields that alone predict a label with an AUC above 0.99: a message for each.
 
     data: with labels. Samples 50,000 rows at most. Texts and lists are skipped.
     """
@@ -52,8 +52,10 @@ def find_leaky_fields(data: Impressions, *, seed: int = 0) -> list[str]:
 
 
 def find_rare_crosses(data: Impressions) -> list[str]:
-    """Warn about crosses most of whose values occur in a single row: a sentence for each. Skips tables above a million
-    rows."""
+    """Warn about crosses most of whose values occur in a single row: a message for each.
+
+    Skips tables above a million rows.
+    """
     crosses = {name: field for name, field in data.schema.rows.items() if isinstance(field, Cross)}
     if not crosses or not FEWEST_ROWS <= data.rows <= COUNTED:
         return []
@@ -74,7 +76,7 @@ def find_rare_crosses(data: Impressions) -> list[str]:
 
 
 def _field_codes(batch: Batch, schema: Schema, names: Iterable[str]) -> dict[str, Tensor]:
-    """(candidates,) int64 of each of these fields, as crosses are made of them."""
+    """(candidates,) int64 codes for these fields, as used in crosses."""
     request = torch.repeat_interleave(batch.offsets.diff())
     codes = {}
     for name in names:
@@ -85,7 +87,7 @@ def _field_codes(batch: Batch, schema: Schema, names: Iterable[str]) -> dict[str
 
 
 def _rows(data: Impressions, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Bins of each field, and labels, for sampled rows."""
+    """Bins per field, and labels, for sampled rows."""
     fields, parts, rows = data.schema.fields, list[dict[str, Tensor]](), 0
     labels: list[dict[str, Tensor]] = []
     draw = torch.Generator().manual_seed(seed)
@@ -111,19 +113,19 @@ def _rows(data: Impressions, seed: int) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def _bins(x: Tensor) -> Tensor:
-    """(n,) int64 bins of about as many numbers each; frequent numbers have their own, and so have missing ones."""
+    """(n,) int64 bins with similar counts; frequent and missing values get separate bins."""
     there = x[~x.isnan()].sort().values
     if not len(there):
         return torch.zeros(len(x), dtype=torch.int64)
     edges = there[(torch.arange(1, BINS) * len(there)) // BINS].unique()
     place = x.nan_to_num()
-    # On an edge, or between two of them.
+    # Separate bins for values on an edge and between two edges.
     found = torch.searchsorted(edges, place) + torch.searchsorted(edges, place, right=True)
     return torch.where(x.isnan(), 2 * len(edges) + 1, found)
 
 
 def _auc(x: Tensor, y: Tensor) -> float:
-    """The mean of both halves' AUC by rates that the other half counts."""
+    """Mean AUC over both halves, using rates from the other half."""
     bins, code = x.unique(return_inverse=True)
     half = torch.arange(len(y)) % 2 == 0
     found = []

@@ -1,4 +1,4 @@
-"""Load a user's tables, with one name for each role, and infer their schema."""
+"""Load a user's tables, unify role names, and infer the schema."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def load_tables(
     data: Any, history: Any, items: Any, users: Any, schema: Schema | None, roles: dict[str, Any],
     labelled: bool = True,
 ) -> tuple[Tables, Schema]:  # fmt: skip
-    """Tables and schema, which is inferred where none is given. What it leaves open is not fitted yet.
+    """Tables and schema, inferred if not given. Open options are not fitted yet.
 
-    Raises: ValueError for what cannot be read, and for roles beside a schema.
+    Raises: ValueError for unreadable tables, and for roles together with a schema.
     """
     if schema is not None and roles:
         raise ValueError(f"{NAME}: schema= has the roles already, got {', '.join(roles)} besides.")
@@ -26,7 +26,7 @@ def load_tables(
     items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
     items, users = (None if side is None else load_columns(side) for side in (items, users))
     found = find_roles(rows, roles, history) if schema is None else schema.roles
-    if schema is not None and not labelled:  # a column of labels that holds none is as good as absent
+    if schema is not None and not labelled:  # ignore an all-missing label column
         columns = {Label.parse(text).column for text in found.labels}
         rows = {name: column for name, column in rows.items()
                 if name not in columns or column.null_count < len(column)}  # fmt: skip
@@ -35,10 +35,10 @@ def load_tables(
 
 
 def infer_schema(data: Any, *, history: Any = None, items: Any = None, users: Any = None, **roles: Any) -> Schema:
-    """The schema that tables suggest by the names, types and values of their columns, fitted on them.
+    """Infer a schema from the tables' column names, types and values, and fit it on the tables.
 
     Args:
-        data, history, items, users, roles: as `Impressions.read` takes them.
+        data, history, items, users, roles: as in `Impressions.read`.
     Raises: ValueError as `Impressions.read`.
     """
     tables, schema = load_tables(data, history, items, users, None, roles)

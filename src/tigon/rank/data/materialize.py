@@ -1,4 +1,4 @@
-"""Tables to tensors: rows grouped by request, features looked up, events sorted."""
+"""Convert tables to tensors: group rows by request, look up features, sort events."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tigon.rank.data.labels import Label
 from tigon.rank.data.schema import Roles, Schema
 from tigon.rank.data.tables import NAME, SPOKEN, Tables
 
-# What `Time` takes to be of the next smaller unit, in microseconds.
+# Numeric times above this, in microseconds, suggest the next smaller unit (see `Time`).
 LATEST = 10**17
 NO_TIMES = "so that no event of a request's future is read"
 
 
 def materialize(tables: Tables, schema: Schema, labelled: bool) -> InMemoryImpressions:
-    """The tensors of tables.
+    """Build the tensors.
 
-    labelled: whether the labels have to be there.
-    Raises: ValueError for columns that are wanting and values that do not fit.
+    labelled: whether labels are required.
+    Raises: ValueError for missing columns and values that do not fit.
     """
     roles, notes = schema.roles, list[str]()
     group, requests = group_requests(tables, roles)
@@ -63,9 +63,9 @@ def materialize(tables: Tables, schema: Schema, labelled: bool) -> InMemoryImpre
 
 
 def _labels(tables: Tables, roles: Roles, labelled: bool) -> dict[str, Tensor]:
-    """(N,) of each label, NaN where a row has no value of it.
+    """(N,) per label, NaN for missing values.
 
-    Raises: ValueError, where labels have to be there, for one that is wanting, and for a row without a value of any.
+    Raises: ValueError, if labels are required, for a missing label column and for a row without any label value.
     """
     labels = [*map(Label.parse, roles.labels)]
     result = {}
@@ -87,7 +87,7 @@ def _labels(tables: Tables, roles: Roles, labelled: bool) -> dict[str, Tensor]:
 
 
 def group_requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
-    """The request of each row, numbered in the order of the rows, and the values that name requests."""
+    """Each row's request, numbered in row order, and the request ids."""
     import pyarrow as pa
 
     count = tables.count()
@@ -104,15 +104,15 @@ def group_requests(tables: Tables, roles: Roles) -> tuple[Ints, Any]:
     times = tables.rows[roles.time].dictionary_encode()
     codes = [np.array(one.indices.cast("int64").fill_null(-1)) + 1 for one in (users, times)]
     both = codes[0] * (len(times.dictionary) + 1) + codes[1]
-    both = np.where(codes[0] == 0, -1 - np.arange(count), both)  # of users who are not named, each is one by itself
+    both = np.where(codes[0] == 0, -1 - np.arange(count), both)  # rows without a user are separate requests
     coded = pa.array(both).dictionary_encode()
     return np.array(coded.indices.cast("int64")), None
 
 
 def read_times(tables: Tables, table: str, schema: Schema) -> Tensor:
-    """(n,) int64 of a table's rows.
+    """(n,) int64 times for a table's rows.
 
-    Raises: ValueError if there is no such column, or a time is missing.
+    Raises: ValueError for a missing column or missing times.
     """
     name = schema.roles.time
     if name is None or name not in tables.columns(table):
@@ -127,7 +127,7 @@ def read_times(tables: Tables, table: str, schema: Schema) -> Tensor:
             f"{NAME}: column {name!r} (time) of {SPOKEN[table]}, row {int(missing.nonzero()[0])}: must be a time, "
             "got a missing value."
         )
-    # In another unit than that of training all of the history would be a past, the future too.
+    # With a unit different from training, all history events, even future events, would count as past.
     if (late := result > LATEST).any() and is_numeric(tables.columns(table)[name]):
         at = int(late.nonzero()[0])
         unit, value = getattr(kind, "unit", None), tables.columns(table)[name][at]
@@ -139,7 +139,7 @@ def read_times(tables: Tables, table: str, schema: Schema) -> Tensor:
 
 
 def earliest_times(time: Tensor, offsets: Tensor) -> Tensor:
-    """(R,) the earliest time of each request's rows: events before it precede all rows of the request."""
+    """(R,) earliest time among each request's rows: events before it precede all rows in the request."""
     return torch.from_numpy(np.minimum.reduceat(time.numpy(), offsets[:-1].numpy())) if len(time) else time
 
 
@@ -155,12 +155,12 @@ def _weights(tables: Tables, name: str) -> Tensor:
 
 
 class FieldReader:
-    """Reads the fields of a schema from the tables."""
+    """Reads a schema's fields from the tables."""
 
     def __init__(self, tables: Tables, schema: Schema, order: Tensor, offsets: Tensor) -> None:
         self.tables, self.schema, self.roles = tables, schema, schema.roles
         self.order, self.offsets = order, offsets
-        self.ones = order[offsets[:-1]]  # the first row of each request
+        self.ones = order[offsets[:-1]]  # each request's first row
         self.in_order = bool((order == torch.arange(len(order))).all())
         self.sides: dict[tuple[str, str], Any] = {}
         self.lost: dict[tuple[str, str], int] = {}
@@ -176,7 +176,7 @@ class FieldReader:
 
     def _constant(self, name: str, values: Any) -> None:
         """Raise if a request's rows differ."""
-        if not isinstance(values, Tensor):  # texts, or lists of codes
+        if not isinstance(values, Tensor):  # texts, or code lists
             numbered: dict[Any, int] = {}
             rows = values if isinstance(values, list) else map(tuple, values.lists())
             values = torch.tensor([numbered.setdefault(row, len(numbered)) for row in rows], dtype=torch.int64)
@@ -201,7 +201,7 @@ class FieldReader:
     def read_events(
         self, time: Tensor | None, notes: list[str]
     ) -> tuple[Tensor, Tensor, dict[str, ColumnBuffer], Tensor]:
-        """First and last event of each request, the fields of events, and their times."""
+        """First and last event per request, event fields, and event times."""
         tables, roles = self.tables, self.roles
         none = torch.zeros(len(self.ones), dtype=torch.int64)
         fields = self.schema.history
@@ -250,7 +250,7 @@ class FieldReader:
         return ColumnBuffer(self.tables.encode("history", name, field))
 
     def _look_up(self, side: str, name: str, field: Field, table: str) -> ColumnBuffer:
-        """A field of items or users, for the rows of another table; missing for those that the side lacks."""
+        """An item or user field looked up for another table's rows; missing for unknown ids."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -263,7 +263,7 @@ class FieldReader:
                 twice = next(one["values"] for one in pc.value_counts(named).to_pylist() if one["counts"] > 1)
                 raise ValueError(f"{NAME}: {SPOKEN[side]} must have each {role!r} once, but have {twice!r} more often.")
             index = pc.index_in(wanted, value_set=named).cast("int64")
-            # A last row of missing values stands for what is not found.
+            # An extra last row with missing values serves unknown ids.
             self.lost[side, table] = index.null_count
             kept = np.flatnonzero(np.array(there.is_valid()))
             rows = np.append(kept, len(there))[np.array(index.fill_null(len(kept)))]
@@ -283,7 +283,7 @@ def _nothing(field: Field) -> Any:
 
 
 def _codes(columns: list[Any]) -> tuple[Tensor, Tensor]:
-    """Codes of the values of two arrays, the same for the same value; −1 for missing ones."""
+    """Common codes for two arrays' values; −1 for missing values."""
     import pyarrow as pa
 
     coded = pa.concat_arrays(columns).dictionary_encode().indices.cast("int64").fill_null(-1)
@@ -292,7 +292,7 @@ def _codes(columns: list[Any]) -> tuple[Tensor, Tensor]:
 
 
 def _note(held: InMemoryImpressions, places: FieldReader) -> None:
-    """Add notes on unusual data: gaps, labels of one class, unknown items and users."""
+    """Add notes on unusual data: gaps, labels with a single class, unknown items and users."""
     roles = held.schema.roles
     for name, values in held.labels.items():
         known = values[~values.isnan()]

@@ -1,4 +1,4 @@
-"""Lists of different lengths as one tensor."""
+"""Variable-length lists in a flat tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Ragged(NamedTuple):
 
     Attributes:
         values: (m,) int64.
-        offsets: (n + 1,) int64, on the device of the values.
+        offsets: (n + 1,) int64, on the values' device.
         lengths: (n,) int64. number: n.
     """
 
@@ -30,7 +30,7 @@ class Ragged(NamedTuple):
         return self.offsets.diff()
 
     def to(self, device: torch.device | str) -> Ragged:
-        """The same lists on a device.
+        """Copy the lists to a device.
 
         Args:
             device: such as "cuda".
@@ -38,35 +38,35 @@ class Ragged(NamedTuple):
         return Ragged(self.values.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True))
 
     def take(self, rows: Tensor, total: int | None = None) -> Ragged:
-        """The lists of some rows.
+        """Select lists.
 
         Args:
             rows: (r,) int64.
-            total: how many values they have in all; without it the host waits for the GPU.
+            total: total length of the selected lists; without it the host synchronises with the GPU.
         """
         first = self.offsets[rows]
         return self.slices(first, self.offsets[rows + 1] - first, total)
 
     def slices(self, first: Tensor, lengths: Tensor, total: int | None = None) -> Ragged:
-        """The values from each `first` on, as many as `lengths` says."""
+        """Slices of the values, starting at each `first` with the given lengths."""
         offsets = offsets_from_lengths(lengths)
         return Ragged(self.values[expand_spans(first, offsets, total)], offsets)
 
     def lists(self) -> list[list[int]]:
-        """As lists of Python."""
+        """Convert to Python lists."""
         values, ends = self.values.tolist(), self.offsets.tolist()
         return [values[a:b] for a, b in pairwise(ends)]
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """(n + 1,) offsets of lists of these lengths."""
+    """(n + 1,) offsets for lists with these lengths."""
     return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
 
 
 def expand_spans(first: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
-    """(total,) int64: from each `first` on, as many numbers as `offsets` (n + 1,) leave room for.
+    """(total,) int64: consecutive indices starting at each `first`, with counts given by `offsets` (n + 1,).
 
-    total: offsets[-1], if the host knows it already.
+    total: offsets[-1], if already known on the host.
     """
     total = int(offsets[-1]) if total is None else total
     shift = torch.repeat_interleave(first - offsets[:-1], offsets.diff(), output_size=total)

@@ -1,4 +1,4 @@
-"""What the columns of a table of impressions are: their roles, and the fields that models read."""
+"""Schema for an impression table: column roles, and the fields that models read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tigon.files import parse_json, read_json
 from tigon.rank.data.fields import KINDS, Cross, Field, Id, Number, Time
 from tigon.rank.data.labels import Label
 
-# What columns are usually called, the likeliest first.
+# Usual column names by role, the likeliest first.
 USUAL: dict[str, tuple[str, ...]] = {
     "request": ("session_id", "request_id", "request", "impression_id", "query_id", "qid", "search_id", "session"),
     "item": (
@@ -30,17 +30,17 @@ USUAL: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Roles:
-    """The columns of requests, items, users, times, labels, actions and weights.
+    """Column names for requests, items, users, times, labels, actions and weights.
 
     Args:
-        item: the column of what was shown. None: each row is features alone, as those of a table of clicks may be.
-        request: rows with the same value were shown together. None: rows of the same user and time; without those,
-            each row by itself.
-        user: whose history a request reads.
-        time: when. A history needs it.
-        labels: columns of 0 and 1, or comparisons that make them, such as "rating >= 4" and "like = rating >= 4".
-        action: columns of a history that say what happened.
-        weight: how much a row counts in losses.
+        item: column with the shown item. None: rows are features alone, as in some click tables.
+        request: rows with the same value were shown together. None: rows with the same user and time; without those,
+            each row is a request.
+        user: identifies the history that a request reads.
+        time: required for a history.
+        labels: 0/1 columns, or comparisons such as "rating >= 4" and "like = rating >= 4".
+        action: history columns that record the outcome.
+        weight: row weight in losses.
     """
 
     item: str | None = None
@@ -65,22 +65,22 @@ class Roles:
 
 
 class Schema:
-    """The roles of a table's columns, and a field for each column that models read.
+    """A table's column roles, and a field for each column that models read.
 
     Args:
-        roles: a `Roles`, or a dict of its arguments.
-        fields: name of a column → its field. The item's own id is the field that `roles.item` names, of side "item".
-            Without items no field has that side.
+        roles: a `Roles`, or a dict with its arguments.
+        fields: column name → field. The item's own id is the field named by `roles.item`, with side "item". Without
+            items no field has that side.
 
     Attributes:
-        context, items, rows: the fields of each side, by name.
-        history: the fields of events: those of items that events have, and the actions.
-        labels: the names of the labels.
-        is_open: whether a field is not fitted yet.
-        left_out: column → the reason why an inferred schema skips the column.
+        context, items, rows: fields by side and name.
+        history: event fields: item fields with `history`, and actions.
+        labels: label names.
+        is_open: whether any field is still unfitted.
+        left_out: column → reason, for columns skipped by schema inference.
 
-    Raises: ValueError if the item has no field, two labels have one name, a field stands on a side where its role
-        forbids it, or a cross is of fields that there are not.
+    Raises: ValueError if the item has no field, two labels share a name, a field's side contradicts its role, or a
+        cross names unknown fields.
     """
 
     def __init__(self, roles: Roles | Mapping[str, Any], fields: Mapping[str, Field]) -> None:
@@ -122,10 +122,10 @@ class Schema:
                 raise ValueError(f"Schema: cross {name!r} must be of {why}")
 
     def why_no_cross(self, name: str) -> str | None:
-        """The reason why a field cannot be part of a cross, as the end of an error sentence; None if it can.
+        """The reason a field cannot be part of a cross, as the end of an error sentence; None if it can.
 
         Args:
-            name: of the field.
+            name: the field's name.
         """
         field = self.fields.get(name)
         if field is None:
@@ -138,7 +138,7 @@ class Schema:
         return None
 
     def side(self, side: str) -> dict[str, Field]:
-        """The fields of a side, by name."""
+        """The fields on a side, by name."""
         return {name: field for name, field in self.fields.items() if field.side == side}
 
     @property
@@ -159,27 +159,27 @@ class Schema:
 
     @property
     def labels(self) -> list[str]:
-        """The names of the labels: of "like = rating >= 4", `like`."""
+        """The label names: "like = rating >= 4" has the name `like`."""
         return [Label.parse(text).name for text in self.roles.labels]
 
     @property
     def is_open(self) -> bool:
-        """Whether a field is still to be fitted on data."""
+        """Whether any field is still unfitted."""
         return any(field.is_open for field in self.fields.values())
 
     def replace(self, fields: Mapping[str, Field]) -> Schema:
-        """This schema with other fields.
+        """A copy with replaced or added fields.
 
         Args:
-            fields: in place of those of the same names, or besides.
+            fields: fields by name; existing names are replaced.
         """
         return Schema(self.roles, {**self.fields, **fields})._because(self.left_out)
 
     def expandable(self) -> Schema:
-        """This schema for newer data, whose new values get codes behind the known vocabulary.
+        """This schema for newer data, whose new values get codes after the known vocabulary.
 
         `Impressions.read(…, schema=schema.expandable())` then knows the old and the new values, and
-        `rank.expand_vocabularies` gives a ranker rows for the new values. Scales of numbers stay as they are.
+        `rank.expand_vocabularies` adds rows for the new values to a ranker. Number scales are unchanged.
         """
         coded = {name: field for name, field in self.fields.items() if getattr(field, "vocab", None) is not None}
         return self.replace({name: dataclasses.replace(field, grows=True) for name, field in coded.items()})  # type: ignore[call-arg]
@@ -191,7 +191,7 @@ class Schema:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Schema) and (self.roles, self.fields) == (other.roles, other.fields)
 
-    __hash__ = None  # type: ignore[assignment]  # as dicts
+    __hash__ = None  # type: ignore[assignment]  # attributes are dicts
 
     def __repr__(self) -> str:
         return f"Schema({self.roles!r}, {', '.join(self.fields)})"
@@ -199,7 +199,7 @@ class Schema:
     # ---------------------------------------------------------------------------------------------------------- JSON
 
     def to_json(self) -> str:
-        """Roles and fields as JSON, to be read and edited."""
+        """Roles and fields as editable JSON."""
         roles = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.roles).items()}
         fields = {name: {"kind": field.kind, **field.options()} for name, field in self.fields.items()}
         rows = ",\n    ".join(f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in fields.items())
@@ -207,12 +207,12 @@ class Schema:
 
     @classmethod
     def from_json(cls, text: str) -> Schema:
-        """The schema of a text that `to_json` wrote, or that a person did.
+        """Parse a schema from JSON, as written by `to_json` or by hand.
 
         Args:
             text: {"roles": {"item": "item_id", …}, "fields": {"item_id": {"kind": "Id", "side": "item"}, …}}.
 
-        Raises: ValueError if the text is no JSON, or a role, a kind or an option is unknown.
+        Raises: ValueError for invalid JSON, or an unknown role, kind or option.
         """
         return cls._parse(parse_json(text, "Schema.from_json: the text"), "Schema.from_json: the text")
 
@@ -222,23 +222,23 @@ class Schema:
             raise ValueError(f"{name} must hold an object with the objects 'roles' and 'fields'.")
         try:
             return cls(_roles(told["roles"]), {key: _field(key, options) for key, options in told["fields"].items()})
-        except (TypeError, OverflowError, AttributeError) as error:  # a value of another type than its option's
+        except (TypeError, OverflowError, AttributeError) as error:  # an option value with the wrong type
             raise ValueError(f"{name} has an option of another type than it must be: {error}.") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the schema as JSON.
 
         Args:
-            path: of the file, such as run/schema.json.
+            path: the file, such as run/schema.json.
         """
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schema:
-        """The schema of a JSON file.
+        """Load a schema from a JSON file.
 
         Args:
-            path: of the file.
+            path: the file.
 
         Raises: ValueError as `from_json`, and if the file is missing or cannot be read.
         """

@@ -11,9 +11,9 @@ By = Literal["time", "request"]
 
 
 def choose_held_out(time: Tensor | None, count: int, by: By, fraction: float, seed: int, own: bool) -> Tensor:
-    """(count,) bool.
+    """(count,) bool mask.
 
-    time: (count,) int64 of the requests, on the CPU. own: whether the history is the impressions themselves.
+    time: (count,) int64 request times, on the CPU. own: whether the history is the impressions themselves.
     Raises: ValueError as `Impressions.split`.
     """
     if by not in get_args(By):

@@ -1,6 +1,6 @@
-"""Impressions larger than memory: row groups of parquet files, read a buffer at a time.
+"""Impressions larger than memory: parquet row groups, read one buffer at a time.
 
-    shuffled row groups → buffers of at most half of the memory → shuffled requests of each buffer
+    shuffled row groups → buffers, each at most half the memory → shuffled requests within each buffer
 
 A thread reads the next buffer while the current buffer is in use. A buffer is copied to the device as a whole, through
 pinned memory, and batches are gathers there, as with `Impressions`. Events, items and users stay in memory.
@@ -39,12 +39,13 @@ MIB = 1 << 20
 
 
 class Index(NamedTuple):
-    """Where the requests are.
+    """Locations of the requests.
 
     Attributes:
-        offsets: (R + 1,) int64, the first row of each request in the files.
-        time: (R,) int64 microseconds, the earliest of its rows; None without times.
-        pieces: (P + 1,) int64: piece p is the requests pieces[p] … pieces[p + 1] − 1, which begin in one row group.
+        offsets: (R + 1,) int64, each request's first row in the files.
+        time: (R,) int64 microseconds, the earliest among its rows; None without times.
+        pieces: (P + 1,) int64: piece p contains requests pieces[p] … pieces[p + 1] − 1, which begin in the same row
+            group.
     """
 
     offsets: Tensor
@@ -53,24 +54,25 @@ class Index(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Some pieces in memory. rows: of the files, for each row of the impressions."""
+    """Some pieces in memory. rows: file row number for each impression row."""
 
     data: Impressions
     rows: Tensor
 
 
 class Stream:
-    """`rank.Impressions` of parquet files, read during iteration; made by `read`.
+    """`rank.Impressions` read from parquet files during iteration; made by `read`.
 
-    `rank.fit`, `rank.score` and `rank.Explorer` take a stream in place of `Impressions`. At most `mebibytes` of
-    impressions are in memory, in two buffers. The order depends on the files, the memory and the generator alone, so
-    that a resumed run has the same bits.
+    `rank.fit`, `rank.score` and `rank.Explorer` accept a stream in place of `Impressions`. At most `mebibytes` of
+    impressions are in memory, in two buffers. The order depends only on the files, the memory limit and the generator,
+    so that a resumed run is bitwise identical.
 
     Attributes:
-        schema: roles and fields, with everything fitted.
-        notes: sentences on what was counted while reading.
-        rows: how many impressions all requests have; `len` is how many requests there are.
-        pieces: row groups in which requests begin. most: largest size so far of two buffers together, in bytes.
+        schema: roles and fields, all fitted.
+        notes: messages from reading.
+        rows: number of impressions; `len` is the number of requests.
+        pieces: number of row groups in which requests begin. most: largest combined size for two buffers so far, in
+            bytes.
     """
 
     def __init__(self, tables: Tables, schema: tuple[Schema, Schema], index: Index, mebibytes: float) -> None:
@@ -93,16 +95,16 @@ class Stream:
         mebibytes: float = 1024.0,
         **roles: Any,
     ) -> Stream:
-        """Impressions of parquet files in which the rows of a request are adjacent.
+        """Open parquet files in which each request's rows are adjacent.
 
-        Inferring and fitting a schema reads a column at a time.
+        Schema inference and fitting read one column at a time.
 
         Args:
-            data: a parquet file, a folder of them, or a list.
-            history, items, users, schema, roles: as `Impressions.read`; a history is a table of events.
-            mebibytes: most memory of the impressions.
-        Raises: ValueError as `Impressions.read`; for requests whose rows stand apart, and for row groups that are too
-            large for the memory.
+            data: a parquet file, a folder with parquet files, or a list.
+            history, items, users, schema, roles: as in `Impressions.read`; the history must be an event table.
+            mebibytes: memory limit for the impressions.
+        Raises: ValueError as `Impressions.read`; for requests with non-adjacent rows, and for row groups too large for
+            the memory limit.
         """
         if history is not None and (history in OWN if isinstance(history, str) else {*OWN} & {*map(str, history)}):
             raise ValueError(
@@ -128,12 +130,12 @@ class Stream:
         return len(self._index.pieces) - 1
 
     def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Stream, Stream]:
-        """Requests to train on, and requests that are held out, as `Impressions.split`.
+        """Split into training and held-out requests, as `Impressions.split`.
 
         Args:
-            by, fraction, seed: as there.
+            by, fraction, seed: as in `Impressions.split`.
         Returns: (train, held).
-        Raises: ValueError as there.
+        Raises: ValueError as `Impressions.split`.
         """
         index, own = self._index, self._which.nonzero()[:, 0]
         time = None if index.time is None else index.time[own]
@@ -163,12 +165,12 @@ class Stream:
         device: torch.device | str | None = None,
         skip: int = 0,
     ) -> Iterator[Batch]:
-        """All requests, batch after batch. The last batch of a buffer may be a smaller one.
+        """Iterate over all requests in batches. A buffer's last batch may be smaller.
 
         Args:
-            requests, tokens, history_max, device, skip: as `Impressions.batches`. Buffers whose batches are all left
-                out are not read, if batches are of so many requests.
-            shuffle: draws the order of the row groups, and of the requests in a buffer; None keeps that of the files.
+            requests, tokens, history_max, device, skip: as in `Impressions.batches`. With a fixed request count, fully
+                skipped buffers are not read.
+            shuffle: generator for the order of row groups, and of requests in a buffer; None keeps file order.
         """
         buffers = self._buffers(shuffle)
         seeds = [None if shuffle is None else int(torch.randint(1 << 62, (1,), generator=shuffle)) for _ in buffers]
@@ -196,12 +198,12 @@ class Stream:
                 skip = max(0, skip - drawn)
                 if waiting is not None:
                     self.most = max(self.most, count_bytes(data._memory) + count_bytes(waiting.result().data._memory))
-                del data  # before a third is read
+                del data  # free it before a third buffer is read
 
     # ------------------------------------------------------------------------------------------------------- buffers
 
     def _buffers(self, shuffle: torch.Generator | None) -> list[list[int]]:
-        """Pieces in groups that fit into half of the memory."""
+        """Group pieces into buffers that fit half the memory."""
         pieces = [piece for piece in range(self.pieces) if self._count(piece)]
         if shuffle is not None:
             pieces = [pieces[i] for i in torch.randperm(len(pieces), generator=shuffle).tolist()]
@@ -217,7 +219,7 @@ class Stream:
         return buffers
 
     def _count(self, piece: int) -> int:
-        """Requests of a piece that are part of this stream."""
+        """Number of a piece's requests that belong to this stream."""
         first, last = self._index.pieces[piece : piece + 2].tolist()
         return int(self._which[first:last].sum())
 
@@ -226,7 +228,7 @@ class Stream:
         return int(self._index.offsets[last] - self._index.offsets[first])
 
     def _load(self, pieces: Sequence[int]) -> Buffer:
-        """The impressions of pieces, and their events."""
+        """Load the impressions in some pieces, and their events."""
         import pyarrow as pa
 
         columns, parts, numbers = self._tables.rows, [], []
@@ -242,18 +244,18 @@ class Stream:
                 zip(parts[0].column_names, pa.concat_tables(parts).columns, strict=True)}  # fmt: skip
         tables = self._with_own_events(dataclasses.replace(self._tables, rows=rows))
         held = materialize(tables, self.schema, True)
-        nothing = Tables({}, None)  # what was read can go: batches are drawn of tensors
+        nothing = Tables({}, None)  # free the tables: batches come from tensors
         return Buffer(Impressions(held, Source(nothing, self.schema, True)), torch.cat(numbers))
 
     def _columns_to_read(self) -> list[str]:
-        """The columns that are read."""
+        """Names of the columns to read."""
         roles = self.schema.roles
         labels = [Label.parse(text).column for text in roles.labels]
         named = [*self.schema.fields, roles.request, roles.item, roles.user, roles.time, roles.weight, *labels]
         return [name for name in dict.fromkeys(named) if name is not None and name in self._tables.rows]
 
     def _with_own_events(self, tables: Tables) -> Tables:
-        """Without the events of other users, which are in none of these histories."""
+        """Drop events by users without impressions in these pieces."""
         import pyarrow.compute as pc
 
         user = self.schema.roles.user
@@ -265,7 +267,7 @@ class Stream:
         return dataclasses.replace(tables, history=history)
 
     def _measure_row_bytes(self) -> None:
-        """Find how many bytes a row takes, by the largest piece. Raise if two of its size do not fit."""
+        """Measure bytes per row on the largest piece. Raise if two such pieces exceed the memory limit."""
         sizes = [self._piece_rows(piece) for piece in range(self.pieces)]
         largest = int(np.argmax(sizes))
         loaded = self._load([largest])
@@ -289,7 +291,7 @@ class Stream:
 
 
 def count_bytes(held: InMemoryImpressions) -> int:
-    """The bytes of all tensors, and of texts."""
+    """Bytes in all tensors and texts."""
 
     def count(value: Any) -> int:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Summaries of impressions: counts, shares of labels, and the values of each field."""
+"""Impression summaries: counts, label rates, and field statistics."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from tigon.rank.data.ragged import Ragged
 
 
 def summarize(data: Impressions) -> dict[str, Any]:
-    """What `tigon rank inspect` shows of a table, as JSON holds it.
+    """The JSON summary shown by `tigon rank inspect` for a table.
 
     Args:
         data: impressions.
-    Returns: counts of requests, rows and events; candidates and events of a request; the span of times; the share of
-        positive rows by label; for each field its kind, side, values and share of missing ones; why columns were left
-        out; notes.
+    Returns: request, row and event counts; candidates and events per request; the time range; the positive rate by
+        label; per field its kind, side, values and missing rate; reasons for skipped columns; notes.
     """
     held, schema = data._memory, data.schema
     events = held.last - held.first
@@ -40,7 +39,7 @@ def summarize(data: Impressions) -> dict[str, Any]:
 
 
 def find_constant_fields(data: Impressions) -> list[str]:
-    """Warn about fields with one value in all rows: a sentence for each."""
+    """Warn about fields with the same value in all rows: a message for each."""
     first: dict[str, Tensor] = {}
     varies = {data.schema.roles.time}
     for batch in data.batches(requests=1 << 16, history_max=0):
@@ -49,7 +48,7 @@ def find_constant_fields(data: Impressions) -> list[str]:
                 if name in varies or not isinstance(values, Tensor) or not len(values):
                     continue
                 like = first.setdefault(name, values[0])
-                same = (values == like) | ((values != values) & (like != like))  # NaN is missing
+                same = (values == like) | ((values != values) & (like != like))  # NaN: missing
                 if not bool(same.all()):
                     varies.add(name)
         if varies >= {*batch.context, *batch.items}:
@@ -62,7 +61,7 @@ def find_constant_fields(data: Impressions) -> list[str]:
 
 
 def format_time(time: Tensor | int) -> str:
-    """Microseconds since 1970 as a text in UTC."""
+    """Format microseconds since 1970 as UTC text."""
     import numpy as np
 
     return str(np.datetime64(int(time), "us")).replace("T", " ").removesuffix(".000000")
@@ -92,7 +91,7 @@ def _field(name: str, field: Field, data: Impressions) -> dict[str, Any]:
 
 
 def _missing(field: Field, stored: ColumnBuffer) -> float:
-    """The share of rows without a value, or with one that the schema does not know."""
+    """Fraction of rows with a missing or unknown value."""
     values: Any = stored.values
     if isinstance(values, Ragged):
         missing = values.lengths == 0

@@ -1,4 +1,4 @@
-"""The tables of impressions: the impressions, events, items and users."""
+"""The four tables: impressions, events, items and users."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Columns = Mapping[str, Any]
 
 @dataclass
 class Tables:
-    """Columns of each table, pyarrow arrays by name; None where there is no such table.
+    """Columns for each table, pyarrow arrays by name; None for an absent table.
 
     Attributes:
         rows: the impressions.
-        history: events, with the names that the impressions use for user, item and time.
+        history: events, with the impressions' names for user, item and time.
         items, users: features, one row each, with the impressions' name for the id.
         own: whether the history is the impressions themselves.
     """
@@ -47,9 +47,9 @@ class Tables:
         return len(next(iter(self.columns(table).values()), ()))
 
     def column(self, table: str, name: str, what: str) -> Any:
-        """A column that has to be there.
+        """A required column.
 
-        what: what the column is, for the error.
+        what: the column's role, for the error.
         """
         columns = self.columns(table)
         if name not in columns:
@@ -57,7 +57,7 @@ class Tables:
         return columns[name]
 
     def part(self, rows: Any, latest: int | None, schema: Schema) -> Tables:
-        """Some rows of the impressions, and the events until a time in microseconds; None: all events."""
+        """Select impression rows, and events up to a time in microseconds; None: all events."""
         import pyarrow as pa
 
         history, time = self.history, schema.roles.time
@@ -69,16 +69,16 @@ class Tables:
         return replace(self, rows={name: column.take(rows) for name, column in self.rows.items()}, history=history)
 
     def keys(self, table: str, name: str, what: str) -> Any:
-        """A column of ids, as int64 or large_string."""
+        """An id column, as int64 or large_string."""
         try:
             return keys(self.column(table, name, what))
         except BadValue as error:
             raise self.bad(table, name, what, error) from None
 
     def encode(self, table: str, name: str, kind: Field) -> Any:
-        """The values of a field in a table.
+        """Encode a field from a table.
 
-        Raises: ValueError that names column and row of a value that does not fit.
+        Raises: ValueError naming the column and row if a value does not fit.
         """
         column = self.column(table, name, f"read as {kind.kind}")
         try:
@@ -90,20 +90,20 @@ class Tables:
         return ValueError(f"{NAME}: column {name!r} ({kind}) of {SPOKEN[table]}, row {error.position}: {error}.")
 
 
-# The roles that columns of a history have under the names of the impressions.
+# Roles whose history columns are renamed to the impressions' names.
 EVENT = ("user", "item", "time")
-# Histories that are made of the impressions themselves.
+# Keywords for a history made from the impressions themselves.
 OWN = ("self", "positives")
 
 
 class OwnHistory(NamedTuple):
-    """A history made of the impressions. word: one of OWN. more: earlier impressions, put before them."""
+    """A history made from the impressions. word: a keyword in OWN. more: earlier impressions, prepended."""
 
     word: str
     more: Columns | None
 
 
-# What columns that say what happened are usually called: actions of a history, and no features of an impression.
+# Usual names for outcome columns: actions in a history, never features for an impression.
 ACTIONS = (
     "action", "event", "event_type", "behavior", "behaviour", "rating", "click", "clicked", "is_click", "clk", "like",
     "liked", "is_like", "purchase", "purchased", "buy", "conversion", "converted", "share", "comment", "follow",
@@ -113,7 +113,7 @@ SPOKEN = {"rows": "the impressions", "history": "the history", "items": "the ite
 
 
 def load_columns(data: Any) -> Columns:
-    """The columns of a table in memory, or of files; columns of an earlier call are returned unchanged."""
+    """Load columns from an in-memory table or files; columns from an earlier call are returned unchanged."""
     if isinstance(data, ParquetColumns):
         return data
     if isinstance(data, Mapping) and all(type(c).__module__.split(".")[0] == "pyarrow" for c in data.values()):
@@ -126,9 +126,9 @@ def load_columns(data: Any) -> Columns:
 
 
 def find_role(columns: Columns, name: str, given: str | None, table: str) -> str | None:
-    """The column of a role: the named column, else the first with a usual name; None without either.
+    """The column for a role: the named column, else the first with a usual name; None without either.
 
-    Raises: ValueError if the named column is not there.
+    Raises: ValueError if the named column does not exist.
     """
     if given is not None:
         if given not in columns:
@@ -138,10 +138,10 @@ def find_role(columns: Columns, name: str, given: str | None, table: str) -> str
 
 
 def find_roles(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
-    """The roles of columns: the given roles, and usual names for the others.
+    """Column roles: the given roles, and usual names for the others.
 
-    history: its columns, an `Own` or None.
-    Raises: ValueError for a role that does not exist, and for a table without columns.
+    history: its columns, an `OwnHistory` or None.
+    Raises: ValueError for an unknown role, and for a table without columns.
     """
     known = [one.name for one in fields(Roles)]
     for name in given:
@@ -166,7 +166,7 @@ def find_roles(rows: Columns, given: Mapping[str, Any], history: Any) -> Roles:
 
 
 def rename_roles(columns: Columns, roles: Roles, names: tuple[str, ...], table: str) -> Columns:
-    """A side table under the names that the impressions have for its user, item and time."""
+    """Rename a side table's user, item and time columns to the impressions' names."""
     result = dict(columns)
     for name in names:
         wanted = getattr(roles, name)
@@ -181,7 +181,7 @@ def rename_roles(columns: Columns, roles: Roles, names: tuple[str, ...], table: 
 
 
 def load_history(history: Any) -> OwnHistory | Columns | None:
-    """Load a history: the impressions themselves, perhaps after earlier impressions, or a table of events."""
+    """Load a history: the impressions themselves, optionally after earlier impressions, or an event table."""
     if isinstance(history, str) and history in OWN:
         return OwnHistory(history, None)
     if isinstance(history, (list, tuple)) and (words := [w for w in history if isinstance(w, str) and w in OWN]):
@@ -193,10 +193,10 @@ def load_history(history: Any) -> OwnHistory | Columns | None:
 
 
 def history_from_impressions(rows: Columns, own: OwnHistory, roles: Roles) -> Columns | None:
-    """Impressions as events: all of them, or those with a positive label, and earlier ones before them.
+    """Convert impressions to events: all, or only those with a positive label, after any earlier impressions.
 
-    Impressions without labels, as those to score are, tell of no events unless there are no labels at all. None where
-    nothing tells of any.
+    Tables without label columns, such as those to score, contribute no events, unless no labels are defined at all.
+    None if there are no events.
     """
     import pyarrow as pa
 
@@ -219,7 +219,7 @@ def history_from_impressions(rows: Columns, own: OwnHistory, roles: Roles) -> Co
 
 
 def _positive(part: Columns, labels: list[Label]) -> Any:
-    """Which rows have a positive label, as a pyarrow array."""
+    """Mask for rows with a positive label, as a pyarrow array."""
     import pyarrow as pa
 
     kept = torch.zeros(len(next(iter(part.values()))), dtype=torch.bool)
@@ -234,7 +234,7 @@ def _positive(part: Columns, labels: list[Label]) -> Any:
 
 
 def find_side_tables(data: Any) -> dict[str, Any]:
-    """The tables of items and users that lie beside files of impressions, by format."""
+    """Find item and user tables beside impression files, by format."""
     result: dict[str, Any] = {}
     paths = [data] if isinstance(data, (str, os.PathLike)) else data if isinstance(data, (list, tuple)) else []
     for path in paths:
@@ -244,7 +244,7 @@ def find_side_tables(data: Any) -> dict[str, Any]:
 
 
 def gather_tables(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) -> Tables:
-    """All tables, with one name for each role."""
+    """Collect all tables, with unified role names."""
     own = isinstance(history, OwnHistory)
     for side, table in (("history", history), ("items", items)):
         if table is not None and roles.item is None:

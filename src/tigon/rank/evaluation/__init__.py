@@ -1,1 +1,1 @@
-"""Scores of a ranker, and metrics of them."""
+"""Score tables with a ranker, and compute metrics."""

@@ -1,4 +1,4 @@
-"""How far the scores of two rankers differ on one table."""
+"""Compare two rankers' scores on a table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tigon.rank.evaluation.score import score
 
 
 class ScoreDifference(NamedTuple):
-    """Differences between the scores of two rankers on one table.
+    """Score differences between two rankers on a table.
 
     Attributes:
-        largest, mean: absolute differences of the labels' probabilities.
-        auc: by label, (before, after), where the table has the label.
+        largest, mean: absolute differences between label probabilities.
+        auc: by label, (before, after), if the table has the label.
     """
 
     largest: float
@@ -31,7 +31,7 @@ def compare_scores(
 
     Args:
         before, after: `rank.LiRank`. data: `rank.Impressions`.
-        batch_options: how data is cut into batches.
+        batch_options: batching for data.
     Raises: ValueError if there are no requests.
     """
     first, second = (score(ranker, data, batch_options) for ranker in (before, after))

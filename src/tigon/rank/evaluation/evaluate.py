@@ -1,4 +1,4 @@
-"""Metrics of each label of a ranker's scores, with bootstrap intervals, over all rows and over parts of them."""
+"""Evaluate a ranker's scores per label, with bootstrap intervals, over all rows and over parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tigon.rank.evaluation.score import Scores, concat_scores
 from tigon.rank.metrics import GroupMetric, Interval
 from tigon.rank.sorted_groups import check_positive
 
-# The smaller, the better.
+# Metrics for which smaller is better.
 ERRORS = ("log_loss", "ece")
 OBJECTIVES = ("impressions", "next-item")
 MISSING, OTHERS, BY_SCORE = "(missing)", "others", " by score"
@@ -28,12 +28,12 @@ METRICS = {"impressions": rf"auc|log_loss|ece|gauc|{OF_ORDER}", "next-item": OF_
 
 
 class MetricValue(NamedTuple):
-    """One metric.
+    """A metric value.
 
     Attributes:
-        value: NaN where it is not defined, such as the AUC of one class.
-        low, high: the ends of its bootstrap interval; None if none was drawn.
-        left_out: the number of requests for which the metric is undefined; 0 for metrics of rows.
+        value: NaN if undefined, such as AUC with a single class.
+        low, high: bounds for its bootstrap interval; None without draws.
+        left_out: the number of requests for which the metric is undefined; 0 for row metrics.
     """
 
     value: float
@@ -43,13 +43,13 @@ class MetricValue(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Metrics of a ranker.
+    """A ranker's metrics.
 
     Attributes:
-        labels: by label, then by metric: "auc", "log_loss" and "ece" of the rows; "gauc", "mrr", and for each k
-            "ndcg@k" and "hr@k" of the requests, where one has several rows.
-        rows, requests: how many there were.
-        notes: sentences on undefined metrics and on rows that were left out, with the reason.
+        labels: by label, then by metric. Over rows: "auc", "log_loss" and "ece". Over requests, if any request has
+            several rows: "gauc", "mrr", and for each k "ndcg@k" and "hr@k".
+        rows, requests: counts.
+        notes: messages about undefined metrics and skipped rows, with the reason.
     """
 
     labels: dict[str, dict[str, MetricValue]]
@@ -58,11 +58,11 @@ class Evaluation(NamedTuple):
     notes: list[str]
 
     def value(self, metric: str) -> float:
-        """A metric by its name.
+        """Look up a metric by name.
 
         Args:
-            metric: such as "auc" or "ndcg@10", for the mean over the labels; "click:auc" for one of them.
-        Raises: ValueError if there is no such metric.
+            metric: such as "auc" or "ndcg@10" for the mean over labels; "click:auc" for a single label.
+        Raises: ValueError for an unknown metric.
         """
         label, _, name = metric.rpartition(":")
         alone = {known: found for known, found in self.labels.items() if not known.endswith(BY_SCORE)}
@@ -78,21 +78,21 @@ class Evaluation(NamedTuple):
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Whether a value of this metric is better than another; anything is better than NaN."""
+    """Whether a metric value is better than another; any value is better than NaN."""
     sign = -1 if metric.rpartition(":")[2] in ERRORS else 1
     return sign * value > sign * than or (than != than and value == value)
 
 
 def parse_cutoffs(metric: str) -> tuple[int, ...]:
-    """The k of a metric such as "ndcg@10"; () for one without."""
+    """The k in a metric name such as "ndcg@10"; () if there is none."""
     found = re.fullmatch(r".*@([1-9]\d*)", metric)
     return (int(found[1]),) if found else ()
 
 
 def monitored_value(found: Evaluation, metric: str) -> float:
-    """The value of the metric that early stopping monitors.
+    """The early-stopping metric's value.
 
-    Raises: ValueError if there is no such metric, or it is not defined.
+    Raises: ValueError for an unknown or undefined metric.
     """
     value = found.value(metric)
     if value != value:
@@ -102,10 +102,10 @@ def monitored_value(found: Evaluation, metric: str) -> float:
 
 
 def check_monitor(data: BatchSource, metric: str) -> None:
-    """Raise the errors of `monitored_value` before training: rows and labels suffice to find them.
+    """Raise the errors from `monitored_value` before training, based on rows and labels alone.
 
     Args:
-        data: with labels. metric: of impressions.
+        data: with labels. metric: an impression metric.
     """
     parts = []
     for batch in data.batches(requests=1 << 16, history_max=0):
@@ -120,21 +120,21 @@ def check_monitor(data: BatchSource, metric: str) -> None:
 def evaluate(
     scored: Scores, at: Sequence[int] = (1, 5, 10), *, draws: int = 0, level: float = 0.95, seed: int = 0
 ) -> Evaluation:
-    """Measure scores against the labels beside them.
+    """Evaluate scores against their labels.
 
-    A label's probabilities, the sigmoids of its logits, are measured by AUC, log loss and ECE; the order of its logits
-    within requests by GAUC, NDCG, MRR and hit rate. With several labels the order of `scored.score`, which is what is
-    served, is measured too, against each label, as "LABEL by score". Metrics of
-    order are left out where each request has one row. Rows without a value of a label are left out of its metrics.
+    AUC, log loss and ECE use a label's probabilities, the sigmoids of its logits. GAUC, NDCG, MRR and hit rate use the
+    logits' order within requests. With several labels, the order by `scored.score`, which is used in serving, is also
+    evaluated against each label, as "LABEL by score". Order metrics are skipped if each request has a single row. Rows
+    without a label value are excluded from that label's metrics.
 
     Args:
-        scored: what `rank.score` returned for a table with labels.
-        at: the cut-offs k of NDCG and hit rate.
+        scored: the result from `rank.score` for a table with labels.
+        at: the cut-offs k for NDCG and hit rate.
         draws: bootstrap samples for the intervals; 0: no intervals.
         level: coverage of the intervals.
-        seed: of the draws.
+        seed: for the draws.
     Returns: `rank.Evaluation`.
-    Raises: ValueError if there are no labels, and for cut-offs that are not positive.
+    Raises: ValueError if there are no labels, and for non-positive cut-offs.
     """
     if not scored.labels:
         raise ValueError("rank.evaluate: scored must have labels, got those of a table without.")
@@ -161,7 +161,7 @@ def evaluate(
 
 
 def _labelled_rows(scored: Scores, y: Tensor) -> Scores:
-    """The rows that have a value of a label."""
+    """The rows with a label value."""
     missing = y.isnan()
     return scored.take(~missing) if bool(missing.any()) else scored
 
@@ -170,13 +170,14 @@ def evaluate_next_items(
     ranker: Any, data: BatchSource, at: Sequence[int] = (1, 5, 10), batch_options: BatchOptions = BatchOptions(), *,
     draws: int = 0, seed: int = 0,
 ) -> Evaluation:  # fmt: skip
-    """Full rankings: the place of each request's positive item among all items but those of its history.
+    """Full ranking evaluation: each request's positive item is ranked among all items outside its history.
 
     Args:
-        ranker: one with `next_item_ranks(batch)`, (R,) places from 1, such as `rank.LiGR`.
-        data: requests with one positive row each, `rank.Impressions`; without labels, each request's first row.
-        at: the cut-offs k of NDCG and hit rate.
-        batch_options: `rank.BatchOptions`, how the table is cut into batches.
+        ranker: provides `next_item_ranks(batch)`, (R,) ranks from 1, such as `rank.LiGR`.
+        data: `rank.Impressions`, requests with one positive row each; without labels, each request's first row is
+            taken.
+        at: the cut-offs k for NDCG and hit rate.
+        batch_options: `rank.BatchOptions`, batching for the table.
         draws, seed: as for `rank.evaluate`.
     Returns: `rank.Evaluation` with one label, "next item".
     Raises: ValueError if the ranker cannot rank all items, or there are no requests.
@@ -191,7 +192,7 @@ def evaluate_next_items(
             with batch_options.autocast(device):
                 places.append(ranker.next_item_ranks(batch).cpu())
     place = torch.cat(places).double()
-    place = torch.where(place > 0, place, torch.nan)  # 0: the request has no positive row
+    place = torch.where(place > 0, place, torch.nan)  # 0: request without a positive row
     draw = _Bootstrap(draws, 0.95, seed)
     values = {"mrr": 1 / place}
     for k in at:
@@ -208,22 +209,22 @@ def evaluate_next_items(
 
 
 def split_by_column(scored: Scores, column: Sequence[Any], most: int = 20) -> dict[str, Scores]:
-    """The rows of each value of a column, for metrics of each.
+    """Split rows by a column's values, for metrics per part.
 
-    Numbers of more than `most` values are cut at their quartiles. The `most` most frequent of other values have a part
-    each; the rest is "others".
+    Numeric columns with more than `most` values are split at their quartiles. For other columns the `most` most
+    frequent values each form a part; the rest is "others".
 
     Args:
-        scored: what `rank.score` returned.
-        column: n values, request by request, as `data.column(name)` of `rank.Impressions`; None or NaN: missing.
-        most: parts that there are at most, beside "others".
-    Returns: scores of the rows of each part, by its name; requests without rows in a part are no part of it.
+        scored: the result from `rank.score`.
+        column: n values, in request order, as `data.column(name)` from `rank.Impressions`; None or NaN: missing.
+        most: maximum number of parts, besides "others".
+    Returns: scores by part name; a part omits requests without rows in the part.
     """
     values = [None if value != value else value for value in column]
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     there = sum(value is not None for value in values)
     if len(set(map(str, values))) > most and len(numbers) == there:
-        ends = np.quantile(numbers, (0, 0.25, 0.5, 0.75, 1)).tolist()  # torch's takes 2²⁴ numbers at most
+        ends = np.quantile(numbers, (0, 0.25, 0.5, 0.75, 1)).tolist()  # torch.quantile is limited to 2²⁴ numbers
         names = [f"{low:g} … {high:g}" for low, high in pairwise(ends)]
         keys = [MISSING if x is None else names[sum(x > end for end in ends[1:-1])] for x in values]
         order = [*names, MISSING]
@@ -231,7 +232,7 @@ def split_by_column(scored: Scores, column: Sequence[Any], most: int = 20) -> di
         keys = [MISSING if value is None else str(value) for value in values]
         counts = Counter(keys)
         number = {str(value): value for value in numbers}
-        if len(counts) <= most:  # as they are read: numbers by size
+        if len(counts) <= most:  # numbers in ascending order
             order = sorted(counts, key=lambda key: (key not in number, number.get(key, 0), key))
         else:
             order = sorted(counts, key=lambda key: (-counts[key], key))[:most]
@@ -241,7 +242,7 @@ def split_by_column(scored: Scores, column: Sequence[Any], most: int = 20) -> di
 
 
 class _Bootstrap(NamedTuple):
-    """How intervals are drawn."""
+    """Options for bootstrap intervals."""
 
     draws: int
     level: float

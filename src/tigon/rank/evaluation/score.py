@@ -1,4 +1,4 @@
-"""Score all rows of a table by a ranker."""
+"""Score all rows in a table with a ranker."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tigon.rank.models.explorer import WeightSampler
 
 
 class Scores(NamedTuple):
-    """Scores of all rows, request by request, on the CPU.
+    """Scores for all rows, request by request, on the CPU.
 
     Attributes:
-        offsets: (R + 1,) int64: request r is the rows offsets[r] to offsets[r + 1] − 1 of the others.
-        rows: (n,) int64, which row of the table each is.
+        offsets: (R + 1,) int64: request r has rows offsets[r] to offsets[r + 1] − 1 in the other tensors.
+        rows: (n,) int64, table row numbers.
         logits: by label, (n,) fp32; their sigmoids are the probabilities.
-        score: (n,) fp32, by which rows are ordered: the sum of the probabilities, by the ranker's weights.
-        labels: by label, (n,) fp32, NaN where a row has no value of one; {} for a table without.
+        score: (n,) fp32, the ranking score: probabilities summed with the ranker's weights.
+        labels: by label, (n,) fp32, NaN for missing values; {} for a table without labels.
         weights: (n,) fp32, or None.
     """
 
@@ -32,10 +32,10 @@ class Scores(NamedTuple):
     weights: Tensor | None
 
     def take(self, kept: Tensor) -> Scores:
-        """Some of the rows; requests that lose all of theirs go, too.
+        """Select rows; requests without remaining rows are dropped.
 
         Args:
-            kept: (n,) bool, which rows.
+            kept: (n,) bool mask.
         """
         before = torch.cat((kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)))
         weights = None if self.weights is None else self.weights[kept]
@@ -50,7 +50,7 @@ def score_batches(
     *,
     sampler: WeightSampler | None = None,
 ) -> Iterator[Scores]:
-    """`score`, a batch at a time, for tables whose scores do not fit in memory."""
+    """Like `score`, one batch at a time, for tables whose scores do not fit in memory."""
     check_schema("rank.score", ranker, data)
     device = get_device(ranker)
     if sampler is not None:
@@ -74,16 +74,15 @@ def score(
     *,
     sampler: WeightSampler | None = None,
 ) -> Scores:
-    """Score every row of a table, on the device of the ranker.
+    """Score every row in a table on the ranker's device.
 
     Args:
-        ranker: a `rank.Ranker`, which is scored in evaluation mode.
-        data: `rank.Impressions`, with labels or without.
-        batch_options: `rank.BatchOptions`, how the table is cut into batches; it changes scores by rounding alone.
-        sampler: `rank.sample_weights(ranker, …)`, which draws the weights of the last layer for each request; None: the
-            fitted weights.
+        ranker: a `rank.Ranker`; scored in evaluation mode.
+        data: `rank.Impressions`, with or without labels.
+        batch_options: `rank.BatchOptions`, batching for the table; affects scores only through rounding.
+        sampler: `rank.sample_weights(ranker, …)`, which draws last-layer weights per request; None: the fitted weights.
     Returns: `rank.Scores`.
-    Raises: ValueError if there are no requests, or the sampler is of other weights.
+    Raises: ValueError if there are no requests, or the sampler was made for other weights.
     """
     if not len(data):
         raise ValueError("rank.score: data has no requests.")
@@ -91,7 +90,7 @@ def score(
 
 
 def concat_scores(parts: list[Scores]) -> Scores:
-    """Scores of one batch after another as one."""
+    """Concatenate scores from consecutive batches."""
     sizes = torch.cat([part.offsets.diff() for part in parts])
     offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
     first = parts[0]

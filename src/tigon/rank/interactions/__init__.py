@@ -1,1 +1,1 @@
-"""Which features of a table act together, read from the weights of small networks that were fitted on it."""
+"""Find interacting features from the weights of small networks fitted on a table."""

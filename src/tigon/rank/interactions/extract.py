@@ -1,8 +1,8 @@
-"""The MLP of a LiRank over its fields: how strongly each unit reads a field, and how far the unit reaches the labels.
+"""Extract a LiRank's MLP over its fields: how strongly units read each field and affect the labels.
 
-A field has several numbers of x₀, those of its embedding. Together they count by what they add to a unit:
+A field has several numbers in x₀, its embedding. They are combined by their joint contribution to a unit:
 
-    w_uf = √(wᵀ C_f w)      w the unit's weights of the field's numbers, C_f their covariance over rows of data
+    w_uf = √(wᵀ C_f w)      w the unit's weights for the field's numbers, C_f their covariance over data rows
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tigon.rank.models.lirank.towers import BatchNorm, Hidden
 
 NAME = "extract_mlp"
 MOST_ROWS = 100_000
-# A field's numbers with less variance than this share of the largest do not vary.
+# Numbers whose variance is below this fraction of the largest are treated as constant.
 STILL = 1e-12
 
 
 @dataclass(frozen=True)
 class FieldMLP:
-    """The MLP of a ranker over its fields, as `rank.find_interactions` reads it.
+    """A ranker's MLP over its fields, as input for `rank.find_interactions`.
 
     Attributes:
         names: the fields that vary.
-        networks: one, with how strongly its units read the fields: the standard deviation, over the rows of data, of
-            what a field adds to a unit.
-        left_out: field → why it is not read.
-        notes: sentences on what one should know before believing the weights.
+        networks: a single network; its weights are the standard deviation, over data rows, of each field's contribution
+            to a unit.
+        left_out: field → reason for skipping the field.
+        notes: caveats for interpreting the weights.
     """
 
     names: tuple[str, ...]
@@ -55,20 +55,20 @@ def extract_mlp(
     batch_options: BatchOptions = BatchOptions(8192),
     seed: int = 0,
 ) -> FieldMLP:
-    """Extract the MLP of a fitted `rank.LiRank` for `rank.find_interactions`.
+    """Extract the MLP from a fitted `rank.LiRank` for `rank.find_interactions`.
 
-    Weights of an embedding say little by themselves, so data say how far each field varies. Samples
-    100,000 rows at most. Labels are not read.
+    Embedding weights alone are not comparable, so each field's variation is measured on data. Samples 100,000 rows at
+    most. Labels are not read.
 
     Args:
-        ranker: a LiRank with an MLP, in `mlp` or, without cross layers, in `tower_mlp`. Also one of 8 bits.
-        data: `rank.Impressions`, such as those that it was trained on.
-        label: whose logit units reach; None: of all, by their weights in the score.
-        batch_options: `rank.BatchOptions`, how data is cut into batches.
-        seed: of the rows that are drawn.
-    Returns: the MLP. Cross layers and gates, which join fields too, are no part of it; `notes` says so.
-    Raises: ValueError, in a sentence, for a ranker without such an MLP, an unknown label, data of another schema or
-        without rows, weights that are not finite, and fewer than two fields that vary.
+        ranker: a LiRank with an MLP, in `mlp` or, without cross layers, in `tower_mlp`. 8-bit rankers work too.
+        data: `rank.Impressions`, such as the training data.
+        label: the output label for units' reach; None: all labels, by their weights in the score.
+        batch_options: `rank.BatchOptions`, batching for data.
+        seed: for sampling rows.
+    Returns: the MLP. Cross layers and gates, which also combine fields, are not included; `notes` says so.
+    Raises: ValueError for a ranker without such an MLP, an unknown label, data with another schema or without rows,
+        non-finite weights, and fewer than two varying fields.
     """
     _check(ranker, label)
     check_schema(NAME, ranker, data)
@@ -99,7 +99,7 @@ def _check(ranker: Any, label: str | None) -> None:
         )
     if label is not None and label not in ranker.labels:
         raise ValueError(f"{NAME}: there is no label {label!r}; {nearest(label, ranker.labels)}")
-    # Towers behind cross layers read products of fields, not the fields.
+    # Towers after cross layers read products of fields rather than fields.
     if ranker.mlp is None and (ranker.cross is not None or not any(len(tower) for tower in _towers(ranker))):  # type: ignore[arg-type]
         raise ValueError(f"{NAME}: ranker must have an MLP over its fields, by mlp=…, got one without.")
 
@@ -109,7 +109,7 @@ def _towers(ranker: LiRank) -> list[nn.Module]:
 
 
 def _layers(ranker: LiRank, labels: Sequence[str]) -> tuple[Array, Array]:
-    """(U, wide) weights of the first layer, and (U,) how far its units reach labels."""
+    """(U, wide) first-layer weights, and (U,) the units' effect on labels."""
     shared = [] if ranker.mlp is None else _weights(ranker.mlp)
     heads = {name: np.abs(to_array(w)) for name, (w, _) in ranker.last_layer().items()}
     skipped = 0 if ranker.cross is None else ranker.inputs.width
@@ -138,7 +138,7 @@ def _layers(ranker: LiRank, labels: Sequence[str]) -> tuple[Array, Array]:
 
 
 def _weights(layers: Any) -> list[Array]:
-    """The weights of hidden layers, with the factors of their norms."""
+    """Hidden-layer weights, with norm factors applied."""
     result = []
     for place, layer in enumerate(layers, 1):
         assert isinstance(layer, Hidden)
@@ -156,7 +156,7 @@ def _weights(layers: Any) -> list[Array]:
 def _field_covariances(
     ranker: LiRank, data: BatchSource, batch_options: BatchOptions, seed: int, owners: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The covariance of each field's numbers of x₀, (d, d) fp64 on the CPU."""
+    """Covariance of each field's numbers in x₀, (d, d) fp64 on the CPU."""
     places = {name: [n for n, owner in enumerate(owners) if owner == name] for name in dict.fromkeys(owners)}
     device = ranker.device
     sums = torch.zeros(len(owners), dtype=torch.float64, device=device)

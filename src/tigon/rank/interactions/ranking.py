@@ -1,4 +1,4 @@
-"""Interactions of features: a ranking of sets of features, as a table, and as crosses for a schema."""
+"""Feature interactions: a ranking over feature sets, as a table, and as crosses for a schema."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tigon.rank.models.ranker import Ranker
 
 @dataclass(frozen=True)
 class Interaction:
-    """Features that act together.
+    """A set of interacting features.
 
     Attributes:
-        features: their names, in the order of the model's inputs.
-        strength: how strongly; comparable within one ranking alone.
-        share: of the strengths of all sets of the ranking.
-        units: of how many units of the first layer they are the strongest features.
+        features: feature names, in model input order.
+        strength: comparable only within a ranking.
+        share: fraction of the ranking's total strength.
+        units: number of first-layer units for which these are the strongest features.
     """
 
     features: tuple[str, ...]
@@ -32,12 +32,12 @@ class Interaction:
 
 
 class Interactions(Sequence[Interaction]):
-    """A ranking of sets of features, the strongest first. A slice is a ranking, too.
+    """A ranking over feature sets, strongest first. Slices are rankings too.
 
     Attributes:
-        names: all features of the model.
-        order: how many features the sets have; None where they have any number.
-        notes: sentences on what one should know of the model before believing it.
+        names: all model features.
+        order: number of features per set; None for any number.
+        notes: caveats about the model.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Interactions(Sequence[Interaction]):
         return Interactions(found, self.names, self.order, self.notes)
 
     def maximal(self) -> Interactions:
-        """The ranking without sets whose features all lie in a stronger set."""
+        """The ranking without sets contained in a stronger set."""
         kept: list[Interaction] = []
         for one in self._found:
             if not any(set(one.features) < set(other.features) for other in kept):
@@ -74,8 +74,8 @@ class Interactions(Sequence[Interaction]):
         """The strongest sets as a table.
 
         Args:
-            top: how many sets.
-        Returns: a pyarrow.Table of the columns features, order, strength, share and units.
+            top: number of sets.
+        Returns: a pyarrow.Table with columns features, order, strength, share and units.
         Raises: ValueError unless top is 1 or more.
         """
         import pyarrow as pa
@@ -91,13 +91,13 @@ class Interactions(Sequence[Interaction]):
         })  # fmt: skip
 
     def crosses(self, top: int = 10, *, hash_rows: int = 100_000, schema: Schema | None = None) -> dict[str, Cross]:
-        """Fields that hold the features of the strongest sets together, for `Schema.replace`.
+        """Crosses for the strongest sets, for use with `Schema.replace`.
 
         Args:
-            top: how many sets.
-            hash_rows: how many codes each field has.
-            schema: of the next fit. Sets that it has as crosses already, and sets of fields that have no crosses, such
-                as lists and times, are passed over. None: none is.
+            top: number of sets.
+            hash_rows: number of codes per cross.
+            schema: for the next fit. Skips sets that the schema already has as crosses, and sets with fields that
+                cannot be crossed, such as lists and times. None: no set is skipped.
         Returns: name → field, such as "age × hour".
         Raises: ValueError unless top is 1 or more.
         """
@@ -120,31 +120,31 @@ def find_interactions(
     model: Any, names: Sequence[str] | None = None, *, order: int | None = None, method: Method = "persistence",
     power: float = 2.0, spread: Any = None,
 ) -> Interactions:  # fmt: skip
-    """Which features of an MLP act together, from its weights alone.
+    """Find interacting features of an MLP from its weights alone.
 
-    A unit of the first layer that reads two features strongly lets them act together. The persistence of a set is how
-    far the weakest of its weights stands above those of all other features, to the power q, summed over the units and
-    weighted by how far each reaches the output. NID counts the weakest weight itself.
+    A first-layer unit that reads two features strongly makes them interact. A set's persistence is the margin between
+    its weakest weight and the largest weight outside the set, to the power q, summed over units weighted by their reach
+    to the output. NID uses the weakest weight itself.
 
-    The weights of inputs compare only where the inputs have the same spread: standardise them, or give `spread`. This
-    is a screening, not a proof: the weights hold only what the network has learned.
+    Input weights are comparable only if the inputs have the same spread: standardise them, or pass `spread`. The result
+    is a screening, not a proof: weights reflect only what the network has learned.
 
     Args:
         model: a torch module that is a chain of nn.Linear, the weights of such a chain as (outputs, inputs) arrays, or
             the result of `rank.extract_mlp`.
-        names: of the inputs; None: x1, x2, …, or the ranker's fields. Inputs of one name, such as the columns of an
-            embedding, are one feature.
-        order: how many features sets have. With order=2 all pairs are ranked, each by the strength of every set
-            that contains it. None: sets of two features or more, each by its own strength.
+        names: input names; None: x1, x2, …, or the ranker's fields. Inputs with the same name, such as an embedding's
+            columns, are a single feature.
+        order: number of features per set. With order=2 all pairs are ranked, each by the strength of every set that
+            contains the pair. None: sets with two features or more, each by its own strength.
         method: "persistence", or "nid", which for a given order is persistence with power 1.
         power: q, above 0.
-        spread: (P,) standard deviations of the inputs; None where they have the same.
-    Returns: the sets, the strongest first.
-    Raises: ValueError, in a sentence, for a model that is no MLP, weights that do not chain or are not finite, fewer
-        than two features, and a spread of 0.
+        spread: (P,) input standard deviations; None if all are equal.
+    Returns: the sets, strongest first.
+    Raises: ValueError for a model that is not an MLP, weights with inconsistent shapes or non-finite values, fewer than
+        two features, and a spread of 0.
 
-    Sources: Liu et al. 2020, https://arxiv.org/abs/2010.13015 (the idea; the definition is our own), and for NID
-        Tsang, Cheng, Liu 2018, https://arxiv.org/abs/1705.04977.
+    Sources: Liu et al. 2020, https://arxiv.org/abs/2010.13015 (the idea; the definition is our own), and for NID Tsang,
+    Cheng, Liu 2018, https://arxiv.org/abs/1705.04977.
     """
     networks: Sequence[Network]
     notes: Sequence[str] = ()

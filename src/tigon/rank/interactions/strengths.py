@@ -1,18 +1,18 @@
-"""Strengths of interactions, from the weights of an MLP alone.
+"""Interaction strengths from an MLP's weights.
 
-Unit u of the first layer reads feature j with weight w_uj, and reaches the output by z_u. Sort |w_u|, and lower a
-threshold through it: the k strongest features are joined at w_(k), and the next one joins them at w_(k+1), where the
-last is followed by 0. A set lives as long as no feature joins it: its persistence.
+First-layer unit u reads feature j with weight w_uj, and reaches the output with strength z_u. Sort |w_u| and lower a
+threshold: the k strongest features form a set at w_(k), and the next feature joins at w_(k+1); after the last feature
+the weight is 0. Persistence measures how long a set exists before another feature joins.
 
-    persistence of a set      Σ_u z_u (w_(k) − w_(k+1))^q      over the units whose k strongest features it is
-    persistence within all    Σ_u z_u Σ_k (w_(k) − w_(k+1))^q  over all sets that hold it
-    NID of a set              Σ_u z_u w_(k)                    over the units whose k strongest features it is
-    NID within all            Σ_u z_u min_{j in S} w_uj
+    persistence of a set      Σ_u z_u (w_(k) − w_(k+1))^q      over units whose k strongest features form the set
+    persistence, fixed order  Σ_u z_u Σ_k (w_(k) − w_(k+1))^q  over all sets that contain the set
+    NID of a set              Σ_u z_u w_(k)                    over units whose k strongest features form the set
+    NID, fixed order          Σ_u z_u min_{j in S} w_uj
 
-With q = 1 the third row's sum telescopes to the fourth: within all sets, NID is persistence with q = 1.
+With q = 1 the second row's sum telescopes to the fourth: with a fixed order, NID is persistence with q = 1.
 
 Sources: NID is Tsang, Cheng, Liu 2018, https://arxiv.org/abs/1705.04977. Persistence of interactions is the idea of
-Liu, Huang, Chen, Suykens, Tsang 2020, https://arxiv.org/abs/2010.13015; its definition here is our own.
+Liu, Huang, Chen, Suykens, Tsang 2020, https://arxiv.org/abs/2010.13015; the definition here is our own.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Method = Literal["persistence", "nid"]
-MOST = 2_000_000  # sets of one order that are counted
-LONGEST = 32  # features of a set that is looked at
-CHUNK = 1 << 24  # numbers in memory at once
+MOST = 2_000_000  # maximum number of sets with a given order
+LONGEST = 32  # maximum features per set
+CHUNK = 1 << 24  # maximum numbers in memory at once
 
 
 class Network(NamedTuple):
-    """What is read of an MLP.
+    """An MLP's first layer and output reach.
 
     Attributes:
-        first: (U, P), ≥ 0: how strongly each unit of the first layer reads each feature.
-        reach: (U,), ≥ 0: how strongly it reaches the output.
+        first: (U, P), ≥ 0: how strongly each first-layer unit reads each feature.
+        reach: (U,), ≥ 0: how strongly each unit affects the output.
     """
 
     first: Array
@@ -45,15 +45,17 @@ class Network(NamedTuple):
 
 
 class SetStrength(NamedTuple):
-    """The strength of a set of features, and the number of units whose strongest prefix the set is."""
+    """A feature set's strength, and the number of units whose strongest prefix is the set."""
 
     strength: float
     units: int
 
 
 def rank_prefixes(networks: Sequence[Network], method: Method, power: float) -> dict[tuple[int, ...], SetStrength]:
-    """Sets of two features or more that are the strongest of a unit, each with its own strength: the mean over the
-    networks."""
+    """Sets with two features or more that are some unit's strongest features.
+
+    Each has its own strength, averaged over the networks.
+    """
     result: dict[tuple[int, ...], SetStrength] = {}
     for first, reach in networks:
         order = np.argsort(-first, axis=1, kind="stable")
@@ -72,9 +74,11 @@ def rank_prefixes(networks: Sequence[Network], method: Method, power: float) -> 
 def rank_order(
     networks: Sequence[Network], order: int, method: Method, power: float
 ) -> dict[tuple[int, ...], SetStrength]:
-    """All sets of so many features, each with the strength of all prefixes that hold it: the mean over the networks.
+    """All sets with a given order, with strengths averaged over the networks.
 
-    Raises: ValueError if there are more than 2 million.
+    A set's strength includes all prefixes that contain the set.
+
+    Raises: ValueError for more than 2 million sets.
     """
     P = networks[0].first.shape[1]
     count = math.comb(P, order)
@@ -95,7 +99,7 @@ def rank_order(
         )
         step = max(1, CHUNK // max(1, sets.size))
         for at in range(0, len(first), step):
-            last = place[at : at + step][:, sets].max(2)  # the place of the weakest member
+            last = place[at : at + step][:, sets].max(2)  # the weakest member's position
             strength += reach[at : at + step] @ np.take_along_axis(tails[at : at + step], last, 1) / len(networks)
             units += ((last == order - 1) & lives[at : at + step, None]).sum(0)
     return {
@@ -105,7 +109,7 @@ def rank_order(
 
 
 def _own_strengths(ranked: Array, method: Method, power: float) -> Array:
-    """(U, P) the strength of each prefix. ranked: |w_u|, falling."""
+    """(U, P) strength per prefix. ranked: |w_u|, descending."""
     if method == "nid":
         return ranked
     gaps: Array = -np.diff(ranked, axis=1, append=0.0)
@@ -113,7 +117,7 @@ def _own_strengths(ranked: Array, method: Method, power: float) -> Array:
 
 
 def _tail_strengths(ranked: Array, method: Method, power: float) -> Array:
-    """(U, P) the strength of all prefixes from each on."""
+    """(U, P) strength from each prefix on: for persistence, summed with all longer prefixes."""
     if method == "nid":
         return ranked
     tails: Array = np.cumsum(_own_strengths(ranked, method, power)[:, ::-1], axis=1)[:, ::-1]
@@ -121,7 +125,7 @@ def _tail_strengths(ranked: Array, method: Method, power: float) -> Array:
 
 
 def check_options(method: Any, power: Any, order: Any, features: int) -> None:
-    """Raise ValueError for options that mean nothing."""
+    """Raise ValueError for invalid options."""
     if method not in get_args(Method):
         raise ValueError(f"find_interactions: method must be 'persistence' or 'nid', got {method!r}.")
     if not isinstance(power, (int, float)) or not 0 < power < math.inf:

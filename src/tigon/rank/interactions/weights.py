@@ -1,4 +1,4 @@
-"""Parse an MLP, or its weights, to the weights of its first layer and the reach of its units."""
+"""Parse an MLP, or an MLP's weights, into first-layer weights and the units' output reach."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ NONE_AT_ALL = f"{NAME}: a linear model has none; model must be an MLP with a hid
 
 
 def parse_network(model: Any) -> Network:
-    """The network of an MLP or of the weights of its layers.
+    """Parse an MLP or its layers' weights.
 
-    Raises: ValueError, in a sentence, for what is no MLP, for weights that do not chain, and for weights that are not
-        finite.
+    Raises: ValueError for a model that is not an MLP, and for weights with inconsistent shapes or non-finite values.
     """
     layers = linear_weights(model) if isinstance(model, nn.Module) else _check_arrays(model)
     for place, weight in enumerate(layers, 1):
@@ -70,16 +69,16 @@ def _check_arrays(model: Any) -> list[Array]:
 
 
 def to_array(weight: Any) -> Array:
-    """A tensor or an array as fp64 of numpy."""
+    """A tensor or array as fp64 numpy."""
     if isinstance(weight, Tensor):
         weight = weight.detach().cpu().double().numpy()
     return np.asarray(weight, dtype=np.float64)
 
 
 def linear_weights(model: nn.Module) -> list[Array]:
-    """Weights of the linear layers of a chain, in the order in which the module has them.
+    """Linear weights in a chain, in module order.
 
-    The factors of a BatchNorm1d count: behind a linear layer they scale its outputs, elsewhere the inputs of the next.
+    BatchNorm1d factors are included: after a linear layer they scale its outputs, elsewhere the next layer's inputs.
     """
     result: list[Array] = []
     factor: Array | None = None
@@ -109,7 +108,7 @@ def linear_weights(model: nn.Module) -> list[Array]:
 
 
 def norm_factor(part: nn.BatchNorm1d) -> Array:
-    """(N,) by what the norm multiplies its inputs."""
+    """(N,) factors by which the norm multiplies its inputs."""
     factor = np.ones(part.num_features) if part.weight is None else to_array(part.weight)
     if part.running_var is not None:
         factor = factor / np.sqrt(to_array(part.running_var) + part.eps)
@@ -117,10 +116,10 @@ def norm_factor(part: nn.BatchNorm1d) -> Array:
 
 
 def join_columns(first: Array, names: Sequence[str], spread: Any) -> tuple[Array, list[str]]:
-    """(U, F) how strongly units read features, and the features: columns of one name are one.
+    """(U, F) feature weights, and the feature names: columns with the same name are merged.
 
-    spread: (P,) standard deviations of the columns, by which weights count; None where all have the same. Of several
-        columns the root of the sum of squares counts, the spread of their sum where they do not correlate.
+    spread: (P,) column standard deviations that scale the weights; None if all are equal. Merged columns use the root
+        of the sum of squares, the spread of their sum if they are uncorrelated.
     """
     if spread is not None:
         first = first * _spreads(spread, names)
@@ -155,7 +154,7 @@ def _spreads(spread: Any, names: Sequence[str]) -> Array:
 
 
 def check_names(names: Any, count: int) -> list[str]:
-    """The names of inputs. None: x1, x2, …"""
+    """Input names. None: x1, x2, …"""
     if names is None:
         return [f"x{number}" for number in range(1, count + 1)]
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):

@@ -1,1 +1,1 @@
-"""Rankers: LiGR, LiRank and rankers by prompts."""
+"""Rankers: LiGR, LiRank and prompt rankers."""

@@ -2,10 +2,10 @@
 
     w ~ N(ŵ, a² (λ I + Σ p (1 − p) φ φᵀ)⁻¹)
 
-φ is what the last layer reads and a 1 for its bias, p the probability of a label, and the sum goes over the rows that
-were seen: Laplace's approximation of a logistic regression on φ, whose mean is the fitted layer. A request has one draw
-for all of its candidates. Items that were shown often have a narrow posterior, and are scored as without exploration;
-rarely shown items sometimes get high scores.
+φ is the last layer's input with a 1 appended for its bias, p a label's probability, and the sum runs over the training
+rows: Laplace's approximation for a logistic regression on φ, with the fitted layer as mean. A request uses the same
+draw for all its candidates. Frequently shown items have a narrow posterior and score as without exploration; rarely
+shown items sometimes get high scores.
 
 Source: Riquelme et al. 2018, NeuralLinear, https://arxiv.org/abs/1802.09127; Chapelle and Li 2011,
 https://papers.nips.cc/paper/4321-an-empirical-evaluation-of-thompson-sampling
@@ -28,19 +28,19 @@ from tigon.rank.data.batch import labelled_rows
 from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, eval_mode, get_device
 
 FILE = "explorer.safetensors"
-# Above this number of rows a sample is read, and its sums are scaled to all rows.
+# Above this row count, read a sample and scale its sums to all rows.
 ROWS = 1 << 20
 
 
 class Explorer:
-    """The posterior of the weights of a ranker's last layer.
+    """Posterior over a ranker's last-layer weights.
 
     Args:
         mean: by label, (D + 1,) fp64, the layer's weights and its bias.
-        precision: by label, (D + 1, D + 1) fp64, the inverse of their covariance; positive definite.
+        precision: by label, (D + 1, D + 1) fp64, inverse covariance; positive definite.
 
     Attributes:
-        factor: by label, the lower Cholesky factor of the precision.
+        factor: by label, the precision's lower Cholesky factor.
     """
 
     def __init__(self, mean: dict[str, Tensor], precision: dict[str, Tensor]) -> None:
@@ -59,18 +59,18 @@ class Explorer:
         rows: int = ROWS,
         seed: int = 0,
     ) -> Explorer:
-        """Fit the posterior in one pass over a table, and keep it as `ranker.explorer`.
+        """Fit the posterior in one pass over a table, and store it as `ranker.explorer`.
 
         Args:
             ranker: a `rank.Ranker` with a last layer, as `rank.LiRank` and `rank.LiGR` have.
-            data: `rank.Impressions`, the training data. Labels are read only to find the rows that have a value.
-            batch_options: `rank.BatchOptions`, how the table is cut into batches.
-            ridge: λ, of what is known of weights without any row.
-            rows: of a table with more, about so many are read, of any requests, and count for all.
-            seed: of which.
+            data: `rank.Impressions`, the training data. Labels are read only to find the rows with a value.
+            batch_options: `rank.BatchOptions`, batching for the table.
+            ridge: λ, the prior precision.
+            rows: for larger tables, approximate number of rows to sample; sums are scaled to all rows.
+            seed: for sampling.
         Returns: the explorer.
-        Raises: ValueError for a ranker without a last layer of labels, for a ridge that is not positive, and for data
-            without requests.
+        Raises: ValueError for a ranker without a last layer for labels, a non-positive ridge, and data without
+            requests.
         """
         if not ridge > 0:
             raise ValueError(f"Explorer.fit: ridge must be above 0, got {ridge}.")
@@ -107,25 +107,25 @@ class Explorer:
     # ------------------------------------------------------------------------------------------------------- drawing
 
     def sampler(self, explore: float, seed: int = 0) -> WeightSampler:
-        """Weights, drawn for one request after another.
+        """Sampler for weights, one draw per request.
 
         Args:
-            explore: a, how far draws go: 1 as far as the data leaves open, 0 not at all.
-            seed: of the draws.
-        Raises: ValueError for a negative one.
+            explore: a, posterior scale: 1 for the exact posterior, 0 for no exploration.
+            seed: for the draws.
+        Raises: ValueError for a negative value.
         """
         return WeightSampler(self, explore, seed)
 
     def covariance(self, label: str) -> Tensor:
-        """(D + 1, D + 1) fp64, of the weights and the bias of a label, at a = 1.
+        """(D + 1, D + 1) fp64 covariance for a label's weights and bias, at a = 1.
 
         Args:
-            label: one of the ranker's.
+            label: one of the ranker's labels.
         """
         return torch.cholesky_inverse(self.factor[label])
 
     def check(self, name: str, ranker: Any) -> None:
-        """Raise if the ranker's last layer has changed since the explorer was fitted. name: of the caller."""
+        """Raise if the ranker's last layer has changed since the explorer was fitted. name: the caller's."""
         layers = _layers(name, ranker)
         same = layers.keys() == self.mean.keys() and all(
             w.shape == self.mean[label].shape and torch.equal(w.double().cpu(), self.mean[label])
@@ -140,10 +140,10 @@ class Explorer:
     # -------------------------------------------------------------------------------------------------------- a file
 
     def save(self, folder: str | Path) -> None:
-        """Write explorer.safetensors, beside the ranker's files; `save_pretrained` calls it.
+        """Write explorer.safetensors beside the ranker's files; called by `save_pretrained`.
 
         Args:
-            folder: that is there.
+            folder: must exist.
         """
         from safetensors.torch import save_file
 
@@ -156,11 +156,11 @@ class Explorer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Explorer | None:
-        """What `save` wrote; None for a folder without.
+        """Load an explorer written by `save`; None if the folder has none.
 
         Args:
-            folder: of a ranker.
-        Raises: ValueError for a file that is damaged.
+            folder: the ranker's folder.
+        Raises: ValueError for a damaged file.
         """
         place = Path(folder) / FILE
         if not place.exists():
@@ -182,25 +182,25 @@ class Explorer:
 
 
 class WeightSampler:
-    """Draws of weights, one for each request in order, independent of how requests are batched."""
+    """Weight draws, one per request in order, independent of how requests are batched."""
 
     def __init__(self, explorer: Explorer, explore: float, seed: int) -> None:
         if not 0 <= explore < float("inf"):
             raise ValueError(f"rank.sample_weights: explore must be at least 0, got {explore}.")
         self.explorer, self.explore = explorer, explore
-        # NumPy's normals are a stream: as many numbers from it as there are requests, in whatever pieces.
+        # NumPy's normals form a stream: the draws do not depend on the batch sizes.
         self.streams = {label: np.random.default_rng([seed, n]) for n, label in enumerate(explorer.mean)}
 
     def weights(self, label: str, requests: int) -> Tensor:
-        """(requests, D + 1) fp64, of the next requests, on the CPU."""
+        """(requests, D + 1) fp64 weights for the next requests, on the CPU."""
         mean, factor = self.explorer.mean[label], self.explorer.factor[label]
         z = torch.from_numpy(self.streams[label].standard_normal((requests, len(mean))))
-        # (L Lᵀ)⁻¹ is the covariance of L⁻ᵀ z.
+        # L⁻ᵀ z has covariance (L Lᵀ)⁻¹.
         spread: Tensor = torch.linalg.solve_triangular(factor.T, z.T, upper=True).T
         return mean + self.explore * spread
 
     def logits(self, ranker: Any, batch: Any) -> dict[str, Tensor]:
-        """label → (C,) logits of a batch's candidates, by weights that are drawn for each request."""
+        """label → (C,) logits for a batch's candidates, with weights drawn per request."""
         request = torch.repeat_interleave(batch.offsets.diff())
         found = {}
         for label, phi in ranker.label_features(batch).items():
@@ -210,14 +210,14 @@ class WeightSampler:
 
 
 def sample_weights(ranker: Any, explore: float, *, seed: int = 0) -> WeightSampler:
-    """Draws of the last layer's weights, one for each request, for `rank.score(…, sampler=…)`.
+    """Sampler for last-layer weights, one draw per request, for `rank.score(…, sampler=…)`.
 
     Args:
-        ranker: `rank.Ranker` for which `rank.Explorer.fit(ranker, data)` was called.
-        explore: a, how far draws lie from the weights: 1 as far as the data leaves open, 0 not at all.
-        seed: of the draws.
-    Returns: the sampler; each scoring needs a new one.
-    Raises: ValueError for a ranker without an explorer, or whose weights have changed since, and for a negative a.
+        ranker: a `rank.Ranker` with an explorer from `rank.Explorer.fit(ranker, data)`.
+        explore: a, posterior scale: 1 for the exact posterior, 0 for no exploration.
+        seed: for the draws.
+    Returns: the sampler; use a new sampler for each scoring.
+    Raises: ValueError for a ranker without an explorer, or with weights changed since, and for negative a.
     """
     return get_explorer("rank.sample_weights", ranker).sampler(explore, seed)
 
@@ -225,15 +225,15 @@ def sample_weights(ranker: Any, explore: float, *, seed: int = 0) -> WeightSampl
 def estimate_propensities(
     ranker: Any, data: Any, explore: float, *, label: str | None = None, draws: int = 200, seed: int = 0
 ) -> Tensor:
-    """How often Thompson sampling puts each candidate first: the probabilities that off-policy estimates ask for.
+    """Estimate how often Thompson sampling ranks each candidate first: propensities for off-policy estimates.
 
     Args:
-        ranker: with an explorer. data: `rank.Impressions`, whose requests have all candidates that could be shown.
-        explore: a, as of `rank.score`.
-        label: whose logit candidates are ordered by; None: the first one's.
-        draws: how many weights are drawn, for all requests together. seed: of them.
-    Returns: (n,) fp32 on the CPU, for the rows request by request as `rank.score` has them; of a request they sum to 1.
-    Raises: ValueError for a ranker without an explorer, or with one of other weights, and for an unknown label.
+        ranker: with an explorer. data: `rank.Impressions`; requests must contain all candidates that could be shown.
+        explore: a, as in `rank.sample_weights`.
+        label: the label whose logit orders the candidates; None: the first.
+        draws: number of weight draws, shared by all requests. seed: for the draws.
+    Returns: (n,) fp32 on the CPU, in the row order of `rank.score`; sums to 1 within a request.
+    Raises: ValueError for a ranker without a matching explorer, and for an unknown label.
     """
     batch_options = BatchOptions()
     explorer = get_explorer("rank.estimate_propensities", ranker)
@@ -251,12 +251,12 @@ def estimate_propensities(
             sizes = batch.offsets.diff().to(device)
             request = torch.repeat_interleave(sizes)[:, None].expand_as(z)
             best = z.new_full((batch.requests, draws), -torch.inf).scatter_reduce(0, request, z, "amax")
-            # The first of equals, so that a draw chooses one candidate.
+            # On ties take the first, so that each draw chooses exactly one candidate.
             place = (
                 torch.arange(len(z), device=device)[:, None].expand_as(z).where(z == best.gather(0, request), len(z))
             )
             first = place.new_full(best.shape, len(z)).scatter_reduce(0, request, place, "amin")
-            # Counted in integers: the same bits on every run.
+            # Integer counts are bitwise reproducible.
             yield torch.bincount(first.flatten(), minlength=len(z)).cpu() / draws
 
     with eval_mode(ranker):
@@ -264,7 +264,7 @@ def estimate_propensities(
 
 
 def get_explorer(name: str, ranker: Any) -> Explorer:
-    """The explorer of a ranker; a ValueError without one. name: of the caller, for the error."""
+    """A ranker's explorer, or ValueError without one. name: the caller's, for the error."""
     explorer: Explorer | None = getattr(ranker, "explorer", None)
     if explorer is None:
         raise ValueError(f"{name}: explore needs what rank.Explorer.fit(ranker, data) finds, and the ranker has none.")
@@ -273,7 +273,7 @@ def get_explorer(name: str, ranker: Any) -> Explorer:
 
 
 def _layers(name: str, ranker: Any) -> dict[str, Tensor]:
-    """By label, (D + 1,): the weights and the bias of the last layer, detached."""
+    """By label, (D + 1,): last-layer weights and bias, detached."""
     if not hasattr(ranker, "last_layer") or not ranker.labels:
         what = "has no last layer" if not hasattr(ranker, "last_layer") else "has no labels"
         raise ValueError(f"{name}: explore is for rankers with a last layer of labels; {type(ranker).__name__} {what}.")
@@ -281,7 +281,7 @@ def _layers(name: str, ranker: Any) -> dict[str, Tensor]:
 
 
 def _append_one(phi: Tensor) -> Tensor:
-    """(n, D + 1) fp32: features, and a 1 for the bias."""
+    """(n, D + 1) fp32: features with a 1 appended for the bias."""
     return torch.cat((phi.float(), phi.new_ones(len(phi), 1, dtype=torch.float32)), 1)
 
 

@@ -1,4 +1,4 @@
-"""Rankers as programs of `torch.export`, which run where Tigon is not installed."""
+"""Export rankers as `torch.export` programs, which run without Tigon."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tigon.rank.models.ranker import Ranker
 
 
 def export(ranker: Ranker, folder: str | Path) -> list[Path]:
-    """Write a ranker as programs of `torch.export`: encode.pt2 and score.pt2 of a LiGR, score.pt2 of a LiRank.
+    """Export a ranker as `torch.export` programs: encode.pt2 and score.pt2 for LiGR, score.pt2 for LiRank.
 
     `tigon.rank.models.ligr.export` and `tigon.rank.models.lirank.export` describe the inputs and outputs.
 
     Args:
         ranker: `rank.LiGR` or `rank.LiRank`.
-        folder: made if it is missing.
+        folder: created if missing.
     Returns: the files.
     Raises: ValueError for another ranker, and for a folder that is a file.
     """

@@ -1,4 +1,4 @@
-"""The base class of rankers: a module from batches of impressions to a logit for each label, saved in a folder."""
+"""Base class for rankers: a module from impression batches to a logit per label, saved in a folder."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from tigon.rank.models.explorer import FILE as EXPLORER
 from tigon.rank.models.explorer import Explorer
 
 SCHEMA, CONFIG, MODEL = "schema.json", "config.json", "model.safetensors"
-# Where the class of each kind is, so that a folder can be read before its class was imported.
+# Module by ranker kind, so that a folder can be loaded before its class is imported.
 HOMES = {"ligr": "tigon.rank.models.ligr.model:LiGR", "lirank": "tigon.rank.models.lirank.model:LiRank"}
 
 
 class RankerConfig(Protocol):
-    """The options of a ranker's class, a frozen dataclass."""
+    """A ranker's options, a frozen dataclass."""
 
     @property
     def weights(self) -> Mapping[str, float] | None:
-        """The weight of each label in the score; None for 1 each."""
+        """Label weights in the score; None for 1 each."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON holds them."""
+        """JSON options."""
 
 
 class Ranker(nn.Module):
-    """A model of impressions. A subclass gives `kind`, `config_class` and `forward`.
+    """A model on impressions. Subclasses define `kind`, `config_class` and `forward`.
 
     Args:
         schema: the table's `rank.Schema`.
-        config: of `config_class`.
+        config: a `config_class` instance.
 
-    Raises: ValueError for weights of unknown labels.
+    Raises: ValueError for weights with unknown labels.
 
     Attributes:
-        labels: the names of the schema's labels; a model of next items needs none.
+        labels: the schema's label names; a next-item model may have none.
         score_weights: label → weight.
-        explorer: the `rank.Explorer` that `rank.Explorer.fit` left here; None before.
+        explorer: the `rank.Explorer` stored by `rank.Explorer.fit`; None before.
     """
 
     kind: ClassVar[str]
@@ -67,12 +67,12 @@ class Ranker(nn.Module):
         raise NotImplementedError
 
     def combine(self, logits: dict[str, Tensor]) -> Tensor:
-        """The score that candidates are ranked by: Σ weight · σ(logit) over the labels.
+        """Ranking score: Σ weight · σ(logit) over the labels.
 
         Args:
             logits: label → (C,), as `forward` returns them.
         Returns: (C,) fp32.
-        Raises: ValueError if a label that has a weight is missing, and if none has one.
+        Raises: ValueError if a weighted label is missing, or no label has a weight.
         """
         used = {label: weight for label, weight in self.score_weights.items() if weight}
         if missing := sorted(set(used) - set(logits)):
@@ -82,14 +82,15 @@ class Ranker(nn.Module):
         return torch.stack([weight * logits[label].float().sigmoid() for label, weight in used.items()]).sum(0)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write schema.json, config.json, model.safetensors, explorer.safetensors if there is one, and a manifest.json
-        with their checksums.
+        """Write the ranker's files and a manifest.json with their checksums.
 
-        Nothing is pickled.
+        The files are schema.json, config.json, model.safetensors, and explorer.safetensors if available.
+
+        No files are pickled.
 
         Args:
-            folder: made if it is not there.
-        Raises: ValueError if it is a file.
+            folder: created if missing.
+        Raises: ValueError if the path is a file.
         """
         from safetensors.torch import save_file
 
@@ -97,12 +98,12 @@ class Ranker(nn.Module):
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{type(self).__name__}.save_pretrained: folder must be a folder, got the file {folder}.")
         folder.mkdir(parents=True, exist_ok=True)
-        # Each under its name only when it is whole, config.json last: a folder that has it has the others.
+        # Rename each file into place only when complete, config.json last: if config.json exists, the others do too.
         save_file({k: v.detach().cpu().clone() for k, v in self.state_dict().items()}, folder / f"{MODEL}.partial")
         options = {"kind": self.kind, **self.config.to_dict()}
         self.schema.save(folder / f"{SCHEMA}.partial")
         (folder / f"{CONFIG}.partial").write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
-        (folder / EXPLORER).unlink(missing_ok=True)  # it may be another ranker's
+        (folder / EXPLORER).unlink(missing_ok=True)  # possibly from another ranker
         if self.explorer is not None:
             self.explorer.save(folder)
         for name in (MODEL, SCHEMA, CONFIG):
@@ -111,14 +112,14 @@ class Ranker(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: torch.device | str | None = None) -> Ranker:
-        """The ranker of a folder that `save_pretrained` wrote, of the class that its config.json names.
+        """Load a ranker written by `save_pretrained`, with the class named in its config.json.
 
         Args:
-            folder: that it wrote.
-            device: where the weights will be; None: the CPU.
+            folder: the ranker's folder.
+            device: device for the weights; None: CPU.
         Returns: the ranker, in evaluation mode.
-        Raises: ValueError if the folder holds no ranker, one of another class than the one that is asked, files that
-            are not what its manifest.json says, or that do not fit together.
+        Raises: ValueError for a folder without a ranker, a ranker of another class than requested, and files that do
+            not match manifest.json or each other.
         """
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
@@ -135,7 +136,7 @@ class Ranker(nn.Module):
         schema = Schema.load(folder / SCHEMA)
         tensors = read_tensors(folder / MODEL)
         try:
-            # Sizes that no file of weights backs up must ask for no memory.
+            # Check sizes against the weights file before allocating memory.
             with torch.device("meta"):
                 config = found.config_class(**options)
                 ranker = found(schema, config)

@@ -1,1 +1,1 @@
-"""Search for the blocks of a LiRank: which graphs there are, which are tried, and the study that keeps them."""
+"""Search for LiRank block graphs: the search space, the sampler, and the study."""

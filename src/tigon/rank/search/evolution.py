@@ -1,8 +1,8 @@
-"""Choose the graph of the next trial: at first random graphs, then mutants of survivors that a guide picks.
+"""Choose the next trial's graph: initially random, then mutants of survivors, selected by a guide.
 
-The newest `AGE` trials are candidates. The `POPULATION` candidates with the lowest rank by loss, plus a tenth of the
-rank by FLOPs, survive. A parent is drawn with a probability of 1 / its place among them, and the guide picks one of
-`MUTANTS` untried graphs that differ from the parent in one token.
+The newest `AGE` trials are candidates. The `POPULATION` candidates with the lowest sum, rank by loss plus a tenth of
+the rank by FLOPs, survive. A parent is drawn with probability proportional to 1 / its rank among the survivors, and the
+guide picks one of `MUTANTS` untried graphs that differ from the parent in one token.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434; survival by age: Real et al. 2019, regularized
 evolution, https://arxiv.org/abs/1802.01548
@@ -21,14 +21,14 @@ from tigon.rank.search.trial import Trial
 
 Sampler = Literal["evolution", "random"]
 FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20
-# Weight of the rank by FLOPs; the rank by loss has the weight 1.
+# Weight for the FLOPs rank; the loss rank has weight 1.
 FLOPS_SHARE = 0.1
-# Two graphs count as alike above this share of common blocks.
+# Two graphs are alike above this fraction of common blocks.
 ALIKE = 0.5
 
 
 def select_survivors(tried: Sequence[Trial]) -> list[Trial]:
-    """Those that may be parents, the best first."""
+    """Possible parents, best first."""
     young = sorted(tried, key=lambda one: one.number)[-AGE:]
     losses, flops = dense_ranks([one.loss for one in young]), dense_ranks([one.flops for one in young])
     score = {one.number: a + FLOPS_SHARE * b for one, a, b in zip(young, losses, flops, strict=True)}
@@ -36,10 +36,10 @@ def select_survivors(tried: Sequence[Trial]) -> list[Trial]:
 
 
 def select_distinct(tried: Sequence[Trial], most: int) -> list[Trial]:
-    """The best trials of which no two are alike, followed by the best of the others if there are fewer than `most`.
+    """The best trials such that no two are alike, then the best others if there are fewer than `most`.
 
-    The best of an evolution are mutants of one another, whose losses on all rows are almost one: the best of them is
-    hardly better than any.
+    An evolution's best graphs are mutants of one another with nearly equal losses on all rows, so refitting several
+    adds little.
     """
     order = sorted(tried, key=lambda one: (one.loss, one.number))
     found: list[Trial] = []
@@ -50,13 +50,13 @@ def select_distinct(tried: Sequence[Trial], most: int) -> list[Trial]:
 
 
 def shared_fraction(first: Graph, second: Graph) -> float:
-    """The share of two graphs' blocks that have a twin of their kind and width in the other."""
+    """Fraction of the two graphs' blocks with a counterpart, same kind and width, in the other graph."""
     one, other = (Counter((block.kind, block.width) for block in graph) for graph in (first, second))
     return 2 * (one & other).total() / (len(first) + len(second))
 
 
 def dense_ranks(values: Sequence[float]) -> list[int]:
-    """From 0 for the smallest; equal values have one rank."""
+    """Ranks from 0 for the smallest; equal values share a rank."""
     place = {value: n for n, value in enumerate(sorted(set(values)))}
     return [place[value] for value in values]
 
@@ -64,11 +64,11 @@ def dense_ranks(values: Sequence[float]) -> list[int]:
 def choose_graph(
     space: Space, sampler: Sampler, tried: Sequence[Trial], seen: set[str], seed: int, number: int
 ) -> Graph:
-    """The graph of a trial.
+    """Choose a trial's graph.
 
     Args:
-        tried: trials at their end. seen: `key` of all graphs that have a trial, at its end or not.
-        seed, number: of the search and of the trial: they decide what is drawn, together with what was tried.
+        tried: finished trials. seen: `graph_key` for all graphs with a trial, finished or not.
+        seed, number: search seed and trial number; together with `tried` they determine the draw.
     """
     random = Random(f"{seed} {number}")
     if sampler == "random" or len(tried) < FIRST:
@@ -76,7 +76,7 @@ def choose_graph(
     living = select_survivors(tried)
     parent = random.choices(living, [1 / (1 + place) for place in range(len(living))])[0].graph
     mutants: dict[str, Graph] = {}
-    for _ in range(2 * MUTANTS):  # a small graph has fewer
+    for _ in range(2 * MUTANTS):  # a small graph has fewer mutants
         found = space.mutate(parent, random)
         if graph_key(found) not in seen:
             mutants.setdefault(graph_key(found), found)
@@ -88,7 +88,7 @@ def choose_graph(
 
 
 def draw_unseen(space: Space, random: Random, seen: set[str]) -> Graph:
-    """A random graph without a trial; a graph with a trial where the space is nearly exhausted."""
+    """A random graph without a trial; if the space is nearly exhausted, possibly a graph with a trial."""
     result = space.draw(random)
     for _ in range(TRIES):
         if graph_key(result) not in seen:

@@ -1,6 +1,6 @@
-"""The data of a trial: a share of the rows, with large vocabularies hashed into smaller tables.
+"""Trial data: a fraction of the rows, with large vocabularies hashed into smaller tables.
 
-A trial compares graphs, and need not be a good fit. All trials of a search see the same rows in the same order.
+A trial only compares graphs, so the fit can be cheap. All trials in a search see the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tigon.rank.data.schema import Schema
 
 
 class ReducedData:
-    """A share of a table, with hashed codes.
+    """A fraction of a table, with hashed codes.
 
     Args:
-        data: `rank.Impressions`, or anything with their `schema` and `batches`.
-        share: of the requests, from 0 to 1: the first of each pass, in the order that it is drawn in.
-        rows: most codes of a field; larger ones share them.
+        data: `rank.Impressions`, or an object with the same `schema` and `batches`.
+        share: fraction of the requests, 0 to 1: the first requests in each shuffled pass.
+        rows: maximum codes per field; larger fields share codes.
     """
 
     def __init__(self, data: Any, share: float, rows: int | None) -> None:
@@ -44,7 +44,7 @@ class ReducedData:
         self, *, requests: int | None = None, tokens: int | None = None, shuffle: torch.Generator | None = None,
         history_max: int | None = None, device: Any = None, skip: int = 0,
     ) -> Iterator[Any]:  # fmt: skip
-        """As those of the table, until the share is drawn."""
+        """The table's batches, until the fraction is reached."""
         size: dict[str, int | None] = {"requests": requests} if tokens is None else {"tokens": tokens}
         drawn = 0 if requests is None else skip * requests
         for batch in self.data.batches(**size, shuffle=shuffle, history_max=history_max, device=device, skip=skip):
@@ -62,19 +62,19 @@ class ReducedData:
 
 
 def _is_large(field: Field, rows: int) -> bool:
-    """Whether a field's table has more rows; what is hashed by quotient and remainder is small already."""
+    """Whether a field's table has more rows; quotient-remainder tables are small already."""
     return isinstance(field, (Id, Ids)) and getattr(field, "hash", "mod") == "mod" and field.rows > 1 + rows
 
 
 def _hash_field(field: Any, rows: int) -> Field:
-    if isinstance(field, Cross):  # codes are given: what they are of does not matter here
+    if isinstance(field, Cross):  # codes are precomputed, so the cross's fields are irrelevant here
         return Id(hash_rows=rows, dim=field.dim, side=field.side)
     out: Field = dataclasses.replace(field, vocab=None, hash_rows=rows)
     return out
 
 
 def _fold_codes(value: Any, rows: int | None) -> Any:
-    """Codes from 1 folded into 1 … rows; 0, for missing and unseen values, stays."""
+    """Fold codes from 1 into 1 … rows; 0 (missing or unseen) is unchanged."""
     if rows is None:
         return value
     if isinstance(value, Ragged):
@@ -83,5 +83,5 @@ def _fold_codes(value: Any, rows: int | None) -> Any:
 
 
 def reduce_vocabularies(data: BatchSource, rows: int | None) -> ReducedData:
-    """All rows of a table, with its codes hashed."""
+    """All rows in a table, with hashed codes."""
     return ReducedData(data, 1.0, rows)

@@ -1,7 +1,7 @@
-"""Pick the most promising of several graphs: LightGBM, trained to order finished trials by their loss.
+"""Pick the most promising graph: LightGBM, trained to order finished trials by loss.
 
-It reads the tokens of a graph, and sums of them that do not depend on the order of the blocks. All that was tried is
-one query of `lambdarank`, whose grades are the tenths of the order by loss.
+Features are the graph's tokens, and sums over tokens that do not depend on the block order. All finished trials form a
+single `lambdarank` query, with grades by loss decile.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434
 """
@@ -19,7 +19,7 @@ from tigon.rank.search.space import MOST, Graph, depth, get_level
 from tigon.rank.search.trial import Trial
 
 GRADES, TREES = 10, 60
-# LightGBM takes so many rows of one query; the newest are kept.
+# LightGBM's maximum rows per query; the newest are kept.
 MOST_TRIED = 5000
 OPTIONS: dict[str, Any] = {
     "objective": "lambdarank", "verbosity": -1, "num_threads": 1, "deterministic": True, "force_row_wise": True,
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def pick_graph(tried: Sequence[Trial], graphs: Sequence[Graph], seed: int) -> Graph:
-    """The graph with the highest score; the first among equal scores."""
+    """The graph with the highest score; the first on ties."""
     import lightgbm
 
     tried = tried[-MOST_TRIED:]
@@ -41,13 +41,13 @@ def pick_graph(tried: Sequence[Trial], graphs: Sequence[Graph], seed: int) -> Gr
 
 
 def grades(losses: Sequence[float]) -> npt.NDArray[np.int64]:
-    """(n,) from 0 for the tenth of the greatest losses to 9 for that of the smallest."""
+    """(n,) deciles: 0 for the largest losses, 9 for the smallest."""
     order = np.argsort(np.argsort(-np.asarray(losses), kind="stable"), kind="stable")
     return order * GRADES // len(losses)
 
 
 def vector(graph: Graph) -> npt.NDArray[np.float64]:
-    """A graph as numbers: of each block its kind, level and inputs; then counts and sums over the blocks."""
+    """A graph as numbers: kind, level and inputs per block, then counts and sums over the blocks."""
     each = np.zeros((MOST, len(KINDS) + 1 + MOST))
     for at, block in enumerate(graph):
         each[at, KINDS.index(block.kind)] = 1

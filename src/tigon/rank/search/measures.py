@@ -1,4 +1,4 @@
-"""The measures of a search: log losses of rankers, and digests of tables."""
+"""Search measures: rankers' log losses, and table digests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tigon.rank.evaluation.evaluate import evaluate
 from tigon.rank.evaluation.score import score
 from tigon.rank.training.fit import FitOptions
 
-# Requests of the digest that tells one table from another.
+# Number of requests in the digest that identifies a table.
 DIGESTED = 4096
 
 
 def log_loss(ranker: Any, data: BatchSource, options: FitOptions) -> float:
-    """The log loss of a table's labels, the mean over them; NaN where a logit is."""
+    """Mean log loss over a table's labels; NaN if any logit is NaN."""
     scored = score(ranker, data, options.batch_options)
     if not all(bool(z.isfinite().all()) for z in scored.logits.values()):
         return math.nan
@@ -33,13 +33,13 @@ def log_loss(ranker: Any, data: BatchSource, options: FitOptions) -> float:
 
 
 def measure(ranker: Any, data: BatchSource, options: FitOptions) -> dict[str, float]:
-    """Log loss and AUC of a table's labels, means over them."""
+    """Mean log loss and AUC over a table's labels."""
     found = evaluate(score(ranker, data, options.batch_options))
     return {name: found.value(name) for name in ("log_loss", "auc")}
 
 
 def digest_table(data: Any) -> str:
-    """How many requests a table has, and a digest of its fields and of the first of them."""
+    """A table's request count, and a digest over its fields and first requests."""
     found = hashlib.blake2b(digest_size=6)
     found.update(data.schema.to_json().encode())
     names = [name for name, one in data.schema.fields.items() if not isinstance(one, Text)]

@@ -1,4 +1,4 @@
-"""The options of a search."""
+"""Search options."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tigon.rank.search.space import MOST, Space
 from tigon.rank.training.fit import FitOptions
 
 Model = dict[str, Any]
-# Of LiRank's arguments: what the blocks stand in place of, and what else a search passes on.
+# LiRank arguments: those replaced by blocks, and those that a search passes on.
 REPLACED = ("blocks", "cross", "layers", "rank", "mlp", "gate")
 PASSED = ("width", "dropout", "norm", "towers", "tower_mlp", "temperature", "weights")
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The options of `rank.search_blocks`.
+    """Options for `rank.search_blocks`.
 
     Args:
-        trials: graphs that are tried in all, those of earlier times and of other processes among them.
-        sampler: "evolution", or "random" to compare with.
-        kinds: of blocks that graphs are made of. most: blocks of a graph.
-        rows: the share of the requests that a trial is trained on. epochs: its passes over them.
-        hash_rows: most codes of a field in trials; larger fields share them. None: as many as there are.
-        best: how many of the best graphs are fitted on all rows; no two share more than half of their blocks, as long
-            as there are others.
-        fit: how: `rank.FitOptions`; trials go by the same, but for the epochs. The loss is "bce".
-        model: further arguments of `rank.LiRank`, such as {"width": 16, "norm": "batch", "dropout": 0.1}.
-        seed: of the graphs that are drawn; that of weights and orders is `fit.seed`.
+        trials: total graphs to try, including earlier runs and other processes.
+        sampler: "evolution", or "random" as a baseline.
+        kinds: allowed block kinds. most: maximum blocks per graph.
+        rows: fraction of the requests used to train a trial. epochs: passes over them.
+        hash_rows: maximum codes per field in trials; larger fields share codes. None: no limit.
+        best: number of best graphs to refit on all rows; no two share more than half of their blocks, as long as there
+            are others.
+        fit: `rank.FitOptions` for refits; trials use the same options except the epochs. The loss is "bce".
+        model: further arguments for `rank.LiRank`, such as {"width": 16, "norm": "batch", "dropout": 0.1}.
+        seed: for drawing graphs; weights and data order use `fit.seed`.
 
-    Raises: ValueError for a value that is out of range, and for a space without a path from features to towers.
+    Raises: ValueError for a value out of range, and for a space without a path from features to towers.
     """
 
     trials: int = 100
@@ -76,11 +76,11 @@ class SearchOptions:
         Space(tuple(self.kinds), self.most)
 
     def lasting(self) -> dict[str, Any]:
-        """The options that every run of a study must share, as JSON."""
+        """The options that all runs in a study must share, as JSON."""
         found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         fitting = dataclasses.asdict(found.pop("fit"))
         for name in ("trials", "best"):
             del found[name]
         found |= {"kinds": list(self.kinds), "model": dict(self.model), "fit": fitting}
-        lasting: dict[str, Any] = json.loads(json.dumps(found, default=str))  # as a journal gives it back
+        lasting: dict[str, Any] = json.loads(json.dumps(found, default=str))  # normalised as in the journal
         return lasting

@@ -1,4 +1,4 @@
-"""`rank.search_blocks`: trials of graphs on a share of the rows, and the best of them fitted on all."""
+"""`rank.search_blocks`: try graphs on a fraction of the rows, and refit the best on all rows."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ BLOCKS, REFITS = "blocks.json", "refits"
 
 @dataclass(frozen=True)
 class RefitResult:
-    """The fit of one of the best graphs on all rows.
+    """A best graph's fit on all rows.
 
     Attributes:
-        number: of its trial. graph: its `rank.Block`s. flops: of a row. parameters: of the ranker, with its tables.
-        validation, test: log loss, and AUC, means over the labels; {} without a test. steps, seconds: of the fit.
-        folder: of the ranker, which `rank.Ranker.from_pretrained` reads.
+        number: the trial's number. graph: its `rank.Block`s. flops: per row. parameters: the ranker's, tables included.
+        validation, test: log loss, and AUC, means over the labels; {} without test data. steps, seconds: for the fit.
+        folder: the ranker's, for `rank.Ranker.from_pretrained`.
     """
 
     number: int
@@ -59,9 +59,9 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        trials: `number`, `graph`, `loss` on the held-out rows and `flops` of each, in their order.
-        refits: the best by log loss on the held-out rows first; [] where other processes are still at trials.
-        failed: trials without a finite loss. stopped: whether `after` ended the search.
+        trials: each trial's `number`, `graph`, validation `loss` and `flops`, in order.
+        refits: sorted by validation log loss; [] while other processes run trials.
+        failed: number of trials without a finite loss. stopped: whether `after` ended the search.
     """
 
     trials: list[Trial]
@@ -71,17 +71,17 @@ class SearchResult:
 
     @property
     def best(self) -> Trial:
-        """The trial of the least loss."""
+        """The trial with the smallest loss."""
         return min(self.trials, key=lambda one: (one.loss, one.number))
 
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """The progress of a search, for the callback of `search_blocks`: after each step of a fit, trial and refit.
+    """Search progress, passed to the callback after each fit step, trial and refit.
 
     Attributes:
-        result: the trial or the refit that has just ended; None after a step.
-        trials: how many are at their end, those of other processes among them. best: of them; None before the first.
+        result: the trial or refit that just ended; None after a step.
+        trials: finished trials, including other processes'. best: the best trial; None before the first.
     """
 
     result: Trial | RefitResult | None
@@ -90,31 +90,31 @@ class SearchProgress:
 
 
 class Stopped(Exception):
-    """`after` has ended a fit."""
+    """`after` ended a fit."""
 
 
 def search_blocks(
     train: Any, val: Any, options: SearchOptions = SearchOptions(), *, folder: str | Path, test: Any = None,
     device: torch.device | str | None = None, after: Callable[[SearchProgress], bool] | None = None,
 ) -> SearchResult:  # fmt: skip
-    """Search for the blocks of a `rank.LiRank`. Needs the extra `search`.
+    """Search for a `rank.LiRank` block graph. Needs the extra `search`.
 
-    Each trial is a graph of blocks, trained on a share of the rows and measured by its log loss on `val`, the mean
-    over the labels. The first 20 graphs are random; later graphs are mutants of good graphs, picked by a model of
-    the finished trials. The best graphs, of which no two are alike, are fitted on all rows, with early stopping on
-    `val`. A study in the folder is resumed; processes that search in one folder share its trials.
+    Each trial trains a block graph on a fraction of the rows and measures its log loss on `val`, averaged over the
+    labels. The first 20 graphs are random; later graphs are mutants of good graphs, picked by a model fitted on
+    finished trials. The best graphs, no two alike, are refitted on all rows, with early stopping on `val`. A study in
+    the folder is resumed; concurrent processes in the same folder share the trials.
 
     Args:
-        train: `rank.Impressions`. val: the same, of other requests.
+        train: `rank.Impressions`. val: validation impressions, with other requests.
         options: `rank.SearchOptions`.
-        folder: for journal.log, the study that Optuna and its dashboard open; refits/, rankers; and blocks.json, the
-            graph of the best refit, which `LiRank(blocks=…)` and `tigon rank fit --blocks` take.
-        test: impressions to measure the refits on, which decide nothing.
-        device: of the rankers; None: the CPU.
-        after: called with a `rank.SearchProgress`; it ends the search by returning True, and a later call goes on.
+        folder: for journal.log, the study for Optuna and its dashboard; refits/, rankers; and blocks.json, the best
+            refit's graph, for `LiRank(blocks=…)` and `tigon rank fit --blocks`.
+        test: impressions for the refits' final metrics; never used for selection.
+        device: for the rankers; None: CPU.
+        after: called with a `rank.SearchProgress`; returning True ends the search, which a later call can resume.
     Returns: `rank.SearchResult`.
-    Raises: ImportError without Optuna or LightGBM; ValueError if the folder's study was begun with other data, labels
-        or options, and as `rank.fit` does; FloatingPointError if a refit's loss, or that of all trials, is not finite.
+    Raises: ImportError without Optuna or LightGBM; ValueError if the folder's study was started with other data, labels
+        or options, and as in `rank.fit`; FloatingPointError if a refit's loss, or every trial's, is not finite.
     """
     if missing := [name for name in ("optuna", "lightgbm") if importlib.util.find_spec(name) is None]:
         from tigon.install import install
@@ -136,7 +136,7 @@ def search_blocks(
 
 
 class _Search:
-    """One call of `search`."""
+    """State for a `search_blocks` call."""
 
     study: Study
 
@@ -150,7 +150,7 @@ class _Search:
         for name, data in (("train", train), ("val", val)):
             if not len(data):
                 raise ValueError(f"rank.search_blocks: {name} has no requests.")
-        # What every graph reads; the ranker itself says what is wrong with the schema or the options.
+        # Inputs shared by all graphs; constructing a ranker validates the schema and the options.
         inputs = LiRank(train.schema, LiRankConfig(cross="none", mlp=(), **options.model)).inputs
         self.space = Space(tuple(options.kinds), options.most, len(inputs.vectors))
         self.small = ReducedData(train, options.rows, options.hash_rows)
@@ -189,7 +189,7 @@ class _Search:
             self.study.fail(trial, str(error))
             return
         except BaseException:
-            self.study.fail(trial)  # another takes its place
+            self.study.fail(trial)  # another trial replaces it
             raise
         self._tell(self.study.tell(trial, loss, count_flops(ranker), graph))
 
@@ -200,7 +200,7 @@ class _Search:
     # --------------------------------------------------------------------------------------------------------- refits
 
     def _refits(self) -> list[RefitResult]:
-        """The best graphs fitted on all rows, or as they were found before; [] while another process fits them."""
+        """The best graphs refitted on all rows, or stored refits; [] while another process refits them."""
         tried = select_distinct(self.study.finished_trials(), self.options.best)
         lock = self.study.claim() if tried else None
         if lock is None:

@@ -1,7 +1,7 @@
-"""The search space as tokens: the number of blocks, and the kind, width level and inputs of each block.
+"""The search space as tokens: the block count, and each block's kind, width level and inputs.
 
-A graph is drawn token by token. A mutant differs in one: a kind, a level, one input more or less, a block more or
-less. Two graphs are the same if they compute the same, in whatever order their blocks are numbered.
+A graph is drawn token by token. A mutant differs in one token: a kind, a level, an added or removed input, or an added
+or removed block. Graphs are equal if they compute the same function, regardless of block numbering.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434
 """
@@ -18,23 +18,23 @@ from tigon.rank.models.lirank.graph import KINDS, Block
 Graph = tuple[Block, ...]
 MOST = 7
 LEVELS = 4
-# The width of each level: of what comes out, or the rank.
+# Width by level: output width, or rank.
 WIDTHS: dict[str, tuple[int, ...]] = {
     "mlp": (32, 64, 128, 256), "fm": (16, 32, 64, 128), "dot": (16, 32, 64, 128), "cross": (8, 16, 32, 64),
     "residual-cross": (8, 16, 32, 64), "gate": (8, 16, 32, 64),
 }  # fmt: skip
 PAIRED = ("fm", "dot")
-# Draws of a token after which a mutation tries another one.
+# Attempts per token before a mutation tries another token.
 TRIES = 100
 
 
 @dataclass(frozen=True)
 class Space:
-    """Which graphs there are.
+    """The set of allowed graphs.
 
     Args:
-        kinds: of blocks. most: blocks of a graph.
-        vectors: of the features, of which fm and dot need two; blocks that they read are one each.
+        kinds: allowed block kinds. most: maximum blocks per graph.
+        vectors: number of feature vectors; fm and dot need two vectors, and each block they read counts as one.
 
     Raises: ValueError for a space without a path from the features to the towers, and for unknown kinds.
     """
@@ -66,7 +66,7 @@ class Space:
             )
 
     def allows(self, graph: Sequence[Block]) -> bool:
-        """Whether a graph is of this space."""
+        """Whether the space contains a graph."""
         return 1 <= len(graph) <= self.most and all(
             block.kind in self.kinds and block.width in WIDTHS[block.kind] and self._reads(block, n)
             for n, block in enumerate(graph, 1)
@@ -81,14 +81,14 @@ class Space:
     # ---------------------------------------------------------------------------------------------------- random graphs
 
     def draw(self, random: Random) -> Graph:
-        """A graph of any number of blocks, each of any kind and level, that reads each before it as a coin falls."""
+        """Draw a random graph: uniform block count, kinds and levels; each earlier block is read with probability ½."""
         graph: list[Block] = []
         for _ in range(random.randint(1, self.most)):
             graph.append(self.draw_block(random, len(graph) + 1))
         return tuple(graph)
 
     def draw_block(self, random: Random, number: int) -> Block:
-        """The block of a number, from 1."""
+        """Draw the block with a given number, from 1."""
         while True:
             kind = random.choice(self.kinds)
             inputs = tuple(n for n in range(number) if random.random() < 0.5)
@@ -99,17 +99,17 @@ class Space:
     # --------------------------------------------------------------------------------------------------------- mutants
 
     def mutate(self, graph: Graph, random: Random) -> Graph:
-        """A graph that differs from this one in one token."""
+        """A graph that differs from this graph in one token."""
         for _ in range(TRIES):
             way = random.choice((_other_kind, _other_level, _other_input, _with_block, _without_block))
             result = way(self, graph, random)
             if result != graph and self.allows(result):
                 return result
-        return self.draw(random)  # the space has hardly another graph near this one
+        return self.draw(random)  # the space has hardly any graph near this graph
 
 
 def get_level(block: Block) -> int:
-    """Which of the levels of its kind the width of a block is."""
+    """A block's width level within its kind."""
     return WIDTHS[block.kind].index(block.width)
 
 
@@ -139,7 +139,7 @@ def _with_block(space: Space, graph: Graph, random: Random) -> Graph:
 
 
 def _without_block(space: Space, graph: Graph, random: Random) -> Graph:
-    """The graph without one block; blocks that read it read its inputs."""
+    """Remove a block; blocks that read it read its inputs instead."""
     gone = random.randrange(len(graph)) + 1
     found = []
     for block in (*graph[: gone - 1], *graph[gone:]):
@@ -152,7 +152,7 @@ def _without_block(space: Space, graph: Graph, random: Random) -> Graph:
 
 
 def graph_key(graph: Sequence[Block]) -> str:
-    """The same text for two graphs that differ in the order of their blocks alone."""
+    """A canonical key: equal for graphs that differ only in block order."""
     texts = ["x"]
     for block in graph:
         texts.append(f"{block.kind}:{block.width}({','.join(sorted(texts[n] for n in block.inputs))})")
@@ -160,9 +160,9 @@ def graph_key(graph: Sequence[Block]) -> str:
 
 
 def graph_tokens(graph: Sequence[Block]) -> dict[str, int | str]:
-    """A graph as the parameters of a trial: "blocks", and "1 kind", "1 level" and "1 inputs" of the first block ….
+    """A graph as trial parameters: "blocks", then "1 kind", "1 level" and "1 inputs" for the first block, and so on.
 
-    Inputs are one number, of whose bits the n-th says whether the n-th block is read, and the lowest the features.
+    Inputs are a bit mask: bit n is set if the block reads block n; bit 0 stands for the features.
     """
     result: dict[str, int | str] = {"blocks": len(graph)}
     for number, block in enumerate(graph, 1):
@@ -173,7 +173,7 @@ def graph_tokens(graph: Sequence[Block]) -> dict[str, int | str]:
 
 
 def graph_from_tokens(found: dict[str, int | str]) -> Graph:
-    """The graph of `tokens`."""
+    """The graph for the output of `graph_tokens`."""
     graph = []
     for number in range(1, int(found["blocks"]) + 1):
         kind, level, bits = (found[f"{number} {name}"] for name in ("kind", "level", "inputs"))
@@ -183,7 +183,7 @@ def graph_from_tokens(found: dict[str, int | str]) -> Graph:
 
 
 def depth(graph: Sequence[Block]) -> int:
-    """The blocks of the longest path."""
+    """Number of blocks on the longest path."""
     depths = [0]
     for block in graph:
         depths.append(1 + max(depths[n] for n in block.inputs))

@@ -1,10 +1,10 @@
-"""A search as an Optuna study. Its journal file is the whole state: a killed search resumes, and processes share it.
+"""A search as an Optuna study. The journal file holds all state: a killed search resumes, and processes share it.
 
-    folder/journal.log     Optuna's `JournalFileBackend`, which its dashboard opens
-    folder/processes/      a file for each process that is at work, locked as long as it lives
+    folder/journal.log     Optuna's `JournalFileBackend`, readable by its dashboard
+    folder/processes/      a lock file per active process, locked while the process lives
 
-A trial's parameters are the tokens of its graph, its value is the log loss. A trial whose process is gone is ended as
-failed, and another takes its place.
+Trial parameters are the graph's tokens; the value is the log loss. A trial whose process died is marked failed and
+replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock  # torch needs it
+import filelock  # a torch dependency
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.storages import JournalStorage
@@ -28,12 +28,12 @@ from tigon.rank.search.space import LEVELS, Graph, Space, graph_from_tokens, gra
 from tigon.rank.search.trial import Trial
 
 NAME, JOURNAL, PROCESSES, REFITS = "tigon rank search", "journal.log", "processes", "refits"
-# A trial that no process has signed in this time belongs to none.
+# Trials not claimed by a process within this time belong to no process.
 SIGNED_IN = 60.0
 
 
 class Evolution(optuna.samplers.BaseSampler):
-    """Optuna's sampler of graphs. space, sampler, seed: as `chosen` takes them."""
+    """Optuna sampler for graphs. space, sampler, seed: as in `choose_graph`."""
 
     def __init__(self, space: Space, sampler: Sampler, seed: int) -> None:
         self.space, self.sampler, self.seed = space, sampler, seed
@@ -56,7 +56,7 @@ class Evolution(optuna.samplers.BaseSampler):
 
 
 def token_distributions(space: Space) -> dict[str, BaseDistribution]:
-    """What the tokens of a space may be, by name."""
+    """Distributions for a space's tokens, by name."""
     result: dict[str, BaseDistribution] = {"blocks": IntDistribution(1, space.most)}
     for number in range(1, space.most + 1):
         result[f"{number} kind"] = CategoricalDistribution(space.kinds)
@@ -66,12 +66,12 @@ def token_distributions(space: Space) -> dict[str, BaseDistribution]:
 
 
 def is_whole(trial: FrozenTrial) -> bool:
-    """Whether all tokens of a trial are there: a process may be writing them."""
+    """Whether all tokens are present: a process may still be writing them."""
     return 1 + 3 * int(trial.params.get("blocks", 99)) == len(trial.params)
 
 
 def finished_trials(trials: Sequence[FrozenTrial]) -> list[Trial]:
-    """The trials at their end, in their order."""
+    """Finished trials, in order."""
     return [
         Trial(one.number, graph_from_tokens(one.params), float(one.value), int(one.user_attrs["flops"]))
         for one in trials
@@ -83,12 +83,12 @@ class Study:
     """A folder's study.
 
     Args:
-        folder: made if it is not there.
-        about: what all processes and all times of a study must share, as JSON: name → value.
-        defaults: the same of options that are not given. A study that an earlier version began has those that this
-            version knows besides.
+        folder: created if missing.
+        about: settings that all runs and processes in the study must share, as JSON: name → value.
+        defaults: default values for such settings. A study from an earlier version is assumed to use the defaults for
+            settings added since.
 
-    Raises: ValueError if the folder holds a study that was begun with something else.
+    Raises: ValueError if the folder's study was started with other settings.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Study:
         self.folder, self.space = folder, space
         (folder / PROCESSES).mkdir(parents=True, exist_ok=True)
         self.name = uuid.uuid4().hex[:12]
-        # The system releases the lock when the process ends, however it ends.
+        # The operating system releases the lock when the process ends for any reason.
         self.presence = filelock.FileLock(folder / PROCESSES / self.name, timeout=0)
         self.presence.acquire()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -125,7 +125,7 @@ class Study:
                 was = {**defaults.get(name, {}), **was}
             if was == now:
                 continue
-            if isinstance(was, dict) and isinstance(now, dict):  # the options that differ
+            if isinstance(was, dict) and isinstance(now, dict):  # list the options that differ
                 differ = [option for option in {**was, **now} if was.get(option) != now.get(option)]
                 was, now = ([f"{option}={side.get(option)}" for option in differ] for side in (was, now))
             raise ValueError(
@@ -134,7 +134,7 @@ class Study:
             )
 
     def _mark_dead(self) -> None:
-        """End the trials whose process is gone."""
+        """Fail the trials whose process has died."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if not self._is_running(trial):
                 self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
@@ -155,7 +155,10 @@ class Study:
         return finished_trials(self.study.get_trials(deepcopy=False))
 
     def counting_trials(self, before: int | None = None) -> list[FrozenTrial]:
-        """The trials that count: at their end, at work, or without a finite loss. before: their numbers are below."""
+        """Trials that count towards the total: finished, running, or with a non-finite loss.
+
+        before: only trials with smaller numbers.
+        """
         return [
             one
             for one in self.study.get_trials(deepcopy=False)
@@ -165,12 +168,12 @@ class Study:
         ]  # fmt: skip
 
     def count_running(self) -> int:
-        """How many trials other processes are at."""
+        """Number of trials running in other processes."""
         running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         return sum(self._is_running(one) for one in running)
 
     def ask(self, most: int) -> tuple[optuna.Trial, Graph] | None:
-        """A new trial and its graph; None if there are as many as there may be."""
+        """A new trial and its graph; None if the trial limit is reached."""
         if len(self.counting_trials()) >= most:
             return None
         trial = self.study.ask()
@@ -186,15 +189,17 @@ class Study:
         return trial, graph_from_tokens(found)
 
     def tell(self, trial: optuna.Trial, loss: float, flops: int, graph: Graph) -> Trial:
-        """End a trial with its loss."""
+        """Finish a trial with its loss."""
         trial.set_user_attr("flops", flops)
         trial.set_user_attr("graph", "; ".join(f"{n}: {block}" for n, block in enumerate(graph, 1)))
         self.study.tell(trial, loss)
         return Trial(trial.number, graph, loss, flops)
 
     def fail(self, trial: optuna.Trial, note: str | None = None) -> None:
-        """End a trial without a loss. note: the reason, if a repetition would fail alike; else another trial replaces
-        it."""
+        """Finish a trial without a loss.
+
+        note: the reason if a retry would also fail; without a note, another trial replaces the failed trial.
+        """
         if note is not None:
             trial.set_user_attr("note", note)
         self.study.tell(trial, state=TrialState.FAIL)
@@ -202,7 +207,7 @@ class Study:
     # --------------------------------------------------------------------------------------------------------- refits
 
     def refits(self) -> dict[int, dict[str, Any]]:
-        """What `keep` kept, by the number of the trial."""
+        """Refits stored by `keep`, by trial number."""
         attrs = self.study.user_attrs
         return {int(name.split()[1]): found for name, found in attrs.items() if name.startswith("refit ")}
 
@@ -210,7 +215,7 @@ class Study:
         self.study.set_user_attr(f"refit {number}", found)
 
     def claim(self) -> filelock.BaseFileLock | None:
-        """A lock for the refits of a study, to be given to `release`; None if another process has it."""
+        """A lock for a study's refits, to be passed to `release`; None if another process holds the lock."""
         lock = filelock.FileLock(self.folder / PROCESSES / REFITS, timeout=0)
         try:
             lock.acquire()
@@ -220,14 +225,14 @@ class Study:
 
 
 def release(lock: filelock.BaseFileLock) -> None:
-    """Delete and release the file of a lock."""
+    """Release a lock and delete its file."""
     if lock.is_locked:
         Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a living process has locked a file. A file that no process has locked is deleted."""
+    """Whether a living process has locked a file. Unlocked files are deleted."""
     if not file.exists():
         return False
     lock = filelock.FileLock(file, timeout=0)
@@ -252,7 +257,7 @@ def _format(value: Any) -> str:
 
 
 def _truncate_partial_line(journal: Path) -> None:
-    """Cut off a partial last line, left by a killed process or a full disk: Optuna reads no line after it."""
+    """Truncate a partial last line left by a killed process or a full disk: Optuna cannot read lines after it."""
     if not journal.exists():
         return
     lock = JournalFileSymlinkLock(str(journal))

@@ -1,4 +1,4 @@
-"""A finished trial of a search, as plain data."""
+"""A finished search trial, as plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tigon.rank.search.space import Graph
 
 
 class Trial(NamedTuple):
-    """A finished trial. number: of the trial. loss: on the held-out rows. flops: of a row."""
+    """A finished trial. number: trial number. loss: validation log loss. flops: per row."""
 
     number: int
     graph: Graph

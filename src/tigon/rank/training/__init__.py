@@ -1,1 +1,1 @@
-"""The loop that trains a ranker, its optimizers, its defaults, and warm starts."""
+"""Ranker training: the loop, optimizers, defaults, and warm starts."""

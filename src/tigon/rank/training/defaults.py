@@ -1,10 +1,10 @@
-"""Sizes of rankers and settings of their fits that follow from the table, where nothing else is asked for.
+"""Default model sizes and fit settings, derived from the table size.
 
-A table of a thousand rows does not determine millions of weights, and a batch that holds all of it leaves a fit of ten
-steps. So parameters grow with the rows, and batches leave some hundred steps.
+A thousand rows cannot determine millions of weights, and batches as large as the table leave only about ten steps.
+Therefore parameters grow with the row count, and batches are small enough for a few hundred steps.
 
-Source: two blocks of 50 numbers for 10⁵ to 10⁶ events, SASRec, Kang and McAuley 2018, https://arxiv.org/abs/1808.09781;
-a learning rate that falls with the width, μP, Yang et al. 2022, https://arxiv.org/abs/2203.03466; the rest by
+Source: two blocks with width 50 for 10⁵ to 10⁶ events, SASRec, Kang and McAuley 2018, https://arxiv.org/abs/1808.09781;
+learning rate decreasing with width, μP, Yang et al. 2022, https://arxiv.org/abs/2203.03466; the rest from
 `benchmarks/learn_defaults.py`.
 """
 
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# Sizes of each model by the number of rows of the table, from that number on.
+# Model sizes by minimum row count.
 LIGR: dict[int, dict[str, Any]] = {
     0: {"width": 64, "layers": 2},
     100_000: {"width": 128, "layers": 3},
@@ -27,32 +27,31 @@ LIRANK: dict[int, dict[str, Any]] = {
     100_000: {"width": 16, "layers": 2, "rank": 32, "mlp": (128, 128)},
     1_000_000: {"width": 16, "layers": 3, "rank": 64, "mlp": (256, 256)},
 }
-# Steps of the longest fit, at least, and passes over the requests.
+# Minimum steps and passes over the requests for a full-length fit.
 STEPS, EPOCHS = 600, 10
-# Rows of a batch, and into how many batches requests are cut at least.
+# Rows per batch, and the minimum number of batches per pass.
 FEWEST_ROWS, MOST_ROWS, BATCHES = 32, 2048, 15
-# Evaluations of a fit, at most.
+# Maximum evaluations per fit.
 EVALUATIONS = 40
-# The rate of LiGR is 3e-3 at a width of 64, and falls with the width.
+# LiGR's learning rate is 3e-3 at width 64 and decreases with the width.
 LR, LR_WIDTH = 3e-3, 64
-# Rows that are held out, where a tenth of all is fewer; at most a quarter of all.
+# Held-out rows if a tenth of all rows is fewer; at most a quarter of all rows.
 HELD_ROWS = 200
 
 
 def choose_sizes(model: str, data: Any, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Choose the sizes of a ranker by the number of rows: options of `rank.LiGRConfig` or `rank.LiRankConfig`.
+    """Choose a ranker's sizes by row count: options for `rank.LiGRConfig` or `rank.LiRankConfig`.
 
-    LiGR is 64 wide with 2 layers below 100,000 rows, 128 with 3 from there, 256 with 4 from a million, and 256 with 6
-    from ten million. LiRank has embeddings of 8 numbers below 100,000 rows and of 16 from there, with 1 cross layer and
-    an MLP of 32 below 1,000 rows, 2 and 64, 64 from there, 2 and 128, 128 from 100,000, 3 and 256, 256 from a million.
-    Embeddings of LiRank are half as wide as long as their tables would have more than ten numbers a row, but not below
-    4.
+    LiGR has width 64 and 2 layers below 100,000 rows, 128 and 3 from there, 256 and 4 from a million, 256 and 6 from
+    ten million. LiRank has embedding width 8 below 100,000 rows and 16 from there. Cross layers and MLP widths: 1 and
+    (32,) below 1,000 rows, 2 and (64, 64) from there, 2 and (128, 128) from 100,000, 3 and (256, 256) from a million.
+    LiRank's embedding width is halved while tables exceed ten numbers per row, down to 4.
 
     Args:
         model: "ligr" or "lirank".
-        data: `rank.Impressions` or `rank.Stream`, those to train on.
-        given: arguments that are chosen already; None for none. They are not returned.
-    Returns: arguments of the class, without those of `given`.
+        data: `rank.Impressions` or `rank.Stream`, the training data.
+        given: arguments already chosen; not returned. None: no arguments.
+    Returns: arguments for the class, without those in `given`.
     Raises: ValueError for another model.
     """
     given = given or {}
@@ -71,7 +70,7 @@ def choose_sizes(model: str, data: Any, given: Mapping[str, Any] | None = None) 
 
 
 class Settings(NamedTuple):
-    """What of `rank.FitOptions` follows from the table."""
+    """The `rank.FitOptions` that depend on the table."""
 
     batch_size: int
     epochs: int
@@ -83,17 +82,18 @@ class Settings(NamedTuple):
 def choose_settings(
     requests: int, rows: int, width: int | None, *, batch_size: int | None = None, epochs: int | None = None
 ) -> Settings:
-    """Choose the options that `rank.FitOptions` leaves open, by the size of the table.
+    """Choose the options that `rank.FitOptions` leaves open, by table size.
 
-    Batches hold a fifteenth of the rows, 32 to 2,048, cut to a power of two of requests. The longest fit has 10 passes,
-    and as many as 600 steps take. It is evaluated behind each pass, but 40 times at most, and stops where half of the
-    evaluations of the longest fit bring nothing better: a ranker of sequences may learn nothing for some hundred steps,
-    until it knows which items are alike. The rate is 3e-3, and for tokens wider than 64 falls with the width.
+    Batches hold a fifteenth of the rows, 32 to 2,048, converted to requests and rounded down to a power of two. A
+    full-length fit has at least 10 passes and at least 600 steps. Evaluations run after each pass, at most 40. The fit
+    stops after half of the planned evaluations without improvement: a sequence ranker may show no progress for some
+    hundred steps, until it has learned which items are alike. The learning rate is 3e-3; above token width 64 it
+    decreases with the width.
 
     Args:
-        requests, rows: of the table to train on.
-        width: of the tokens of LiGR; None for other rankers.
-        batch_size, epochs: those that were asked for, by which the others go.
+        requests, rows: counts in the training table.
+        width: LiGR's token width; None for other rankers.
+        batch_size, epochs: user-specified values, which the other options adapt to.
     """
     if batch_size is None:
         most = min(max(rows / BATCHES, FEWEST_ROWS), MOST_ROWS) * requests / max(rows, 1)
@@ -107,20 +107,20 @@ def choose_settings(
 
 
 def choose_share(rows: int) -> float:
-    """The share of the requests that is held out: a tenth, and of fewer than 2,000 rows 200 rows, or a quarter."""
+    """Validation fraction: a tenth; below 2,000 rows 200 rows, but at most a quarter."""
     return min(max(0.1, HELD_ROWS / max(rows, 1)), 0.25)
 
 
 def choose_prompt_settings(requests: int, rows: int, width: int, trained: bool) -> dict[str, Any]:
-    """What `tigon train --task rank` leaves open: how a ranker by prompts is fitted to a table.
+    """Choose the options that `tigon train --task rank` leaves open, by table size.
 
-    A step has 8 requests, and of few a quarter at most. Passes are as many as 600 steps take from scratch, at most 200,
-    and 100 steps with weights that are trained already, at most 20. The rate from scratch is 1e-3, above a width of 128
-    in proportion less. A fiftieth is held out, and of fewer than 10,000 rows 200 rows, or a quarter, and measured ten
-    times.
+    A step has 8 requests, but at most a quarter of the requests. From scratch, epochs suffice for 600 steps, at most
+    200 epochs; with pretrained weights for 100 steps, at most 20 epochs. The learning rate from scratch is 1e-3; above
+    width 128 it decreases in proportion. A fiftieth is held out; below 10,000 rows 200 rows, but at most a quarter.
+    There are ten evaluations.
 
     Args:
-        requests, rows: of the table. width: of the model. trained: whether its weights are trained already.
+        requests, rows: the table's counts. width: the model's. trained: whether its weights are pretrained.
     Returns: "batch_size", "epochs", "eval_fraction", "save_every", and from scratch "lr".
     """
     share = min(max(0.02, HELD_ROWS / max(rows, 1)), 0.25)

@@ -1,4 +1,4 @@
-"""Find signs of a failed fit: it ends at chance, too early, or while it still improves."""
+"""Detect failed fits: performance at chance level, stopped too early, or still improving at the end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from tigon.rank.data.batches import BatchSource
 from tigon.rank.evaluation.evaluate import is_better
 
-# Standard errors from chance within which a metric is chance.
+# A metric within this many standard errors is at chance level.
 ERRORS = 2.0
-# Times the entropy of the share of positive rows from which a log loss is worse than it.
+# A log loss above this multiple of the label entropy counts as worse than the base rate.
 WORSE = 1.02
 MORE = "Try more steps (epochs=…, or a smaller batch_size=…), another lr=…, or fewer weights (width=…, layers=…)"
 
 
 def count_classes(data: BatchSource) -> dict[str, tuple[int, int]]:
-    """label → how many rows have 1, and how many 0."""
+    """label → row counts for 1 and for 0."""
     ones, zeros = dict[str, int](), dict[str, int]()
     for batch in data.batches(requests=1 << 16, history_max=0):
         for label, y in batch.labels.items():
@@ -27,7 +27,7 @@ def count_classes(data: BatchSource) -> dict[str, tuple[int, int]]:
 
 
 def auc_error(ones: int, zeros: int) -> float:
-    """The standard error of the AUC of scores that have nothing to do with the labels."""
+    """Standard error of the AUC for scores independent of the labels."""
     return math.sqrt((ones + zeros + 1) / (12 * ones * zeros)) if ones and zeros else math.inf
 
 
@@ -35,15 +35,15 @@ def find_problems(
     row: dict[str, float] | None, history: list[dict[str, float]], monitor: str, classes: dict[str, tuple[int, int]],
     *, steps: int, warmup: float, ended: bool, probabilities: bool, more: str = MORE,
 ) -> list[str]:  # fmt: skip
-    """A sentence for each sign of a failed or short fit, with the option to change.
+    """Messages for each sign of a failed or short fit, with the option to change.
 
     Args:
-        row: of the history, the best evaluation; None without any.
+        row: the best evaluation in the history; None without evaluations.
         monitor: the metric that early stopping monitored.
-        classes: `count_classes` of the rows to validate on; {} where the objective is the next item.
-        steps: that were done. warmup: steps of the warm-up.
-        ended: whether the last epoch ended the fit, and not early stopping.
-        probabilities: whether the loss is of probabilities, which are then compared with the share of positive rows.
+        classes: `count_classes` on the validation rows; {} if the objective is the next item.
+        steps: steps done. warmup: warm-up steps.
+        ended: whether the fit ended with the last epoch rather than early stopping.
+        probabilities: whether the loss trains probabilities, which are then compared with the base rate.
         more: what to change.
     """
     result = []
@@ -94,7 +94,7 @@ def _find_poor_probabilities(
 
 
 def _late_gain(row: dict[str, float], history: list[dict[str, float]], monitor: str) -> float | None:
-    """By how much the last evaluation is better than those before the last quarter; None where it is not the best."""
+    """Improvement of the last evaluation over those before the last quarter; None unless the last is the best."""
     if len(history) < 4 or row is not history[-1]:
         return None
     before = [one[monitor] for one in history[: len(history) * 3 // 4]]

@@ -1,7 +1,7 @@
-"""The loop that trains a ranker on requests: losses of its labels, AdamW, warm-up and cosine, early stopping.
+"""Ranker training loop: label losses, AdamW, warm-up and cosine schedule, early stopping.
 
-The order of an epoch and the random numbers of a step depend on the seed and on the number of the epoch or step alone,
-so that a resumed run repeats the bits of an uninterrupted run.
+The data order in an epoch and a step's random numbers depend only on the seed and the epoch or step number, so that a
+resumed run is bitwise identical to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "bce": losses.bce, "softmax": losses.softmax, "pairwise": losses.pairwise, "approx_ndcg": losses.approx_ndcg,
     "lambda": losses.lambda_loss,
 }  # fmt: skip
-# A step's loss waits for the device when it is read: so many are read at once.
+# Reading a loss synchronises with the device: read this many at once.
 READ_EVERY = 50
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The options of a fit.
+    """Training options.
 
-    `lr`, `epochs`, `batch_size`, `eval_every` and `patience` are None by default: `resolve` chooses them by how many
-    requests and rows there are.
+    `lr`, `epochs`, `batch_size`, `eval_every` and `patience` default to None: `resolve` chooses them from the request
+    and row counts.
 
     Args:
-        loss: "bce", "softmax", "pairwise", "approx_ndcg" or "lambda", of each label; `tigon.rank.losses`.
-        label_weights: by label, the weight of its loss in the sum; None: 1 each.
-        objective: "impressions", or "next-item": the loss over all items of what comes next in a history, for rankers
-            that have one, such as `rank.LiGR`.
-        lr: peak of the learning rate; None: 3e-3, less for `rank.LiGR` above a width of 64.
-        weight_decay: of the weights of linear layers.
-        table_optimizer: of tables of embeddings, "adamw" as of the rest, or "row-adagrad" for
-            `tigon.training.RowAdagrad`: a step then touches the rows in its batch
-            alone. For rankers with such tables, as `rank.LiRank`.
-        table_lr: peak of the rate of "row-adagrad", which falls with `lr`.
+        loss: loss for each label: "bce", "softmax", "pairwise", "approx_ndcg" or "lambda"; see `tigon.rank.losses`.
+        label_weights: by label, the loss weight in the sum; None: 1 each.
+        objective: "impressions", or "next-item": cross entropy over all items for the next item in a history, for
+            rankers that support it, such as `rank.LiGR`.
+        lr: peak learning rate; None: 3e-3, less for `rank.LiGR` above width 64.
+        weight_decay: for linear weights.
+        table_optimizer: for embedding tables: "adamw", as for the other parameters, or "row-adagrad" for
+            `tigon.training.RowAdagrad`, where a step updates only the rows in its batch. Requires a ranker with such
+            tables, as `rank.LiRank`.
+        table_lr: peak learning rate for "row-adagrad", with the same schedule as `lr`.
         warmup: fraction of the run used for learning-rate warm-up.
-        schedule: of the rate after warm-up: "cosine" or "linear", which fall to 0 at the last epoch, "constant", or
-            "plateau": divide the learning rate by 10 after each evaluation of `val` that does not improve.
-        clip: the largest norm of all gradients except those of tables with "row-adagrad"; 0: no clipping.
-        epochs: maximum of passes over the requests; None: 10, or as many as 600 steps take.
+        schedule: after warm-up: "cosine" or "linear" decay to 0 at the last epoch, "constant", or "plateau": divide the
+            learning rate by 10 after each evaluation on `val` that does not improve.
+        clip: maximum gradient norm, over all gradients except tables with "row-adagrad"; 0: no clipping.
+        epochs: maximum passes over the requests; None: 10, or enough for 600 steps.
         max_minutes: time limit; None: no limit.
-        batch_size: requests of a step; None: a fifteenth of the rows, 32 to 2,048 of them.
-        batch_tokens: events and candidates of a step, instead of so many requests.
-        history_max: the newest events of a request that are read; None: all.
+        batch_size: requests per step; None: a fifteenth of the rows, 32 to 2,048.
+        batch_tokens: events and candidates per step, instead of `batch_size`.
+        history_max: maximum events per request, newest first; None: all.
         metric: the metric that early stopping monitors, such as "auc", "gauc", "log_loss" or "ndcg@10", averaged over
-            the labels; "click:auc" monitors one label. None: "auc" for bce, "ndcg@10" for others.
-        eval_every: steps between evaluations; 0: at the end of each epoch; None: so too, but at most 40 evaluations.
-        patience: evaluations without improvement before the run stops; None: half of the evaluations of the longest
-            run, 3 with "plateau".
-        prior_strength: λ, strength of the penalty of `fit(…, priors=…)` that keeps weights close to an earlier fit; n /
-            m weighs the old data as n rows against m new rows.
-        precision: of the products: "bf16", "fp32", or "auto": bf16 on a GPU.
-        seed: of orders and dropout.
-    Raises: ValueError for a value that is out of range.
+            the labels; "click:auc" monitors a single label. None: "auc" for bce, "ndcg@10" for other losses.
+        eval_every: steps between evaluations; 0: at the end of each epoch; None: likewise, but at most 40 evaluations.
+        patience: evaluations without improvement before the run stops; None: half of the planned evaluations, 3 with
+            "plateau".
+        prior_strength: λ, strength of the penalty for `fit(…, priors=…)` that keeps weights close to an earlier fit; n
+            / m weighs the old data as n rows against m new rows.
+        precision: matmul precision: "bf16", "fp32", or "auto": bf16 on a GPU.
+        seed: for data order and dropout.
+    Raises: ValueError for a value out of range.
     """
 
     loss: str = "bce"
@@ -147,14 +147,14 @@ class FitOptions:
         """Choose `lr`, `epochs`, `batch_size`, `eval_every` and `patience` where they are None.
 
         Args:
-            ranker, train: as `fit` takes them.
-        Returns: `Settings`, all of them numbers.
+            ranker, train: as in `fit`.
+        Returns: `Settings`, all numeric.
         """
         width = ranker.config.width if getattr(ranker, "kind", None) == "ligr" else None
         chosen = choose_settings(
             len(train), getattr(train, "rows", len(train)), width, batch_size=self.batch_size, epochs=self.epochs
         )
-        if self.schedule == "plateau":  # whose rate is a thousandth behind three evaluations that bring nothing
+        if self.schedule == "plateau":  # three evaluations without improvement divide the rate by 1,000
             chosen = chosen._replace(patience=3)
         given = {name: getattr(self, name) for name in chosen._fields}
         return chosen._replace(**{name: value for name, value in given.items() if value is not None})
@@ -163,7 +163,7 @@ class FitOptions:
         """The options with the open values chosen from the data.
 
         Args:
-            ranker, train: as `fit` takes them.
+            ranker, train: as in `fit`.
         Returns: `FitOptions`.
         """
         return replace(self, **self.settings(ranker, train)._asdict())
@@ -174,10 +174,10 @@ class FitResult:
     """The result of a fit.
 
     Attributes:
-        history: a row for each evaluation: "step", "epoch", "loss", and metrics as "LABEL:METRIC".
-        best: the step of the best evaluation, whose weights the ranker has; the last step without evaluations.
-        steps: number of steps. seconds: of the whole run. stopped: whether `after` ended the run.
-        warnings: a sentence for each sign of a failed or short training, with the option to change.
+        history: a row per evaluation: "step", "epoch", "loss", and metrics as "LABEL:METRIC".
+        best: the best evaluation's step, whose weights the ranker has; the last step without evaluations.
+        steps: step count. seconds: total time. stopped: whether `after` ended the run.
+        warnings: a message for each sign of a failed or short training, with the option to change.
     """
 
     history: list[dict[str, float]]
@@ -190,11 +190,11 @@ class FitResult:
 
 @dataclass
 class Progress:
-    """Where a fit stands, for the function that `fit` calls after each step and each evaluation.
+    """Training progress, passed to `fit`'s callback after each step and each evaluation.
 
     Attributes:
-        step: how many are done. epoch: passes over the requests, a float.
-        evaluation: the row of the history that an evaluation has just added; None after a step.
+        step: completed steps. epoch: passes over the requests, a float.
+        evaluation: the history row from the latest evaluation; None after a step.
     """
 
     step: int
@@ -204,17 +204,19 @@ class Progress:
     _state: Callable[[], dict[str, Any]] = field(repr=False)
 
     def rows(self) -> list[dict[str, float]]:
-        """ "step", "epoch", "loss", "lr" and "grad_norm" of the steps since the last call. It waits for the device.
+        """ "step", "epoch", "loss", "lr" and "grad_norm" for the steps since the last call.
 
-        Raises: FloatingPointError at a loss that is not finite.
+        Synchronises with the device.
+
+        Raises: FloatingPointError for a non-finite loss.
         """
         return self._rows()
 
     def state(self) -> dict[str, Any]:
-        """The state that `fit` resumes from: tensors of the run itself, to be copied or written before the next step.
+        """State for resuming `fit`: the run's own tensors; copy or write them before the next step.
 
-        "model" and, after an evaluation, "best" are state dicts of the ranker, "optimizer" is one of the optimizers;
-        the rest is JSON.
+        "model" and, after an evaluation, "best" are the ranker's state dicts, "optimizer" is the optimizers'; the rest
+        is JSON.
         """
         return self._state()
 
@@ -224,24 +226,24 @@ def fit(
     priors: Sequence[FisherPrior] = (), state: dict[str, Any] | None = None,
     after: Callable[[Progress], bool] | None = None,
 ) -> FitResult:  # fmt: skip
-    """Train a ranker in place, on the device that it is on. Needs the extra `rank`.
+    """Train a ranker in place, on its current device. Needs the extra `rank`.
 
-    The loss of a step is the sum over the labels of their weighted losses. With `val` the ranker is evaluated during
-    training, and has the best weights at the end. It is left in `eval` mode. A warning is raised for a fit that ends at
-    chance, during warm-up, or while it still improves.
+    A step's loss is the weighted sum of the label losses. With `val` the ranker is evaluated during training, and ends
+    with the best weights. The ranker is left in `eval` mode. Warns if the fit ends at chance level, during warm-up, or
+    while still improving.
 
     Args:
         ranker: a `rank.Ranker`, such as `rank.LiGR`.
         train: `rank.Impressions`.
-        val: the same, of other requests. None: all epochs are done.
+        val: validation impressions, with other requests. None: all epochs run.
         options: `rank.FitOptions`.
-        priors: `rank.FisherPrior` of fits on older data, whose penalty has the weight `options.prior_strength`.
-            Reported losses are those of the data alone.
-        state: a state of `Progress.state`, to resume from, with the same bits on one device.
-        after: called with a `rank.Progress` after each step and each evaluation; it ends the run by returning True.
+        priors: `rank.FisherPrior` list from fits on older data; the penalty weight is `options.prior_strength`.
+            Reported losses exclude the penalty.
+        state: from `Progress.state`, to resume with bitwise identical results on the same device.
+        after: called with a `rank.Progress` after each step and each evaluation; returning True ends the run.
     Returns: `rank.FitResult`.
-    Raises: ValueError if train has no requests or no labels, a label or a metric is not there, or priors do not fit
-        the ranker or the options; FloatingPointError if the loss is not finite.
+    Raises: ValueError if train has no requests or no labels, for an unknown label or metric, and for priors that do not
+        match the ranker or the options; FloatingPointError for a non-finite loss.
     """
     run = _Run(ranker, train, val, options, after, priors)
     try:
@@ -254,7 +256,7 @@ def fit(
 
 
 def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
-    """The loss of a batch, 0-d fp32."""
+    """A batch's loss, 0-d fp32."""
     with options.batch_options.autocast(batch.rows.device):
         if options.objective == "next-item":
             out: Tensor = ranker.next_item_loss(batch)
@@ -269,7 +271,7 @@ def objective_loss(ranker: Any, batch: Any, options: FitOptions) -> Tensor:
 
 
 def _label_loss(loss: Callable[..., Tensor], batch: Any, label: str, z: Tensor) -> Tensor:
-    """The loss of a label over the rows that have a value of it."""
+    """A label's loss over the rows with a value."""
     y, offsets, weights = batch.labels[label], batch.offsets, batch.weights
     known = labelled_rows(batch, label)
     if known is not None:
@@ -280,7 +282,7 @@ def _label_loss(loss: Callable[..., Tensor], batch: Any, label: str, z: Tensor) 
 
 
 def check_arguments(ranker: Any, train: BatchSource, val: BatchSource | None, options: FitOptions) -> None:
-    """Raise the errors of `fit` before its first step."""
+    """Raise `fit`'s errors before the first step."""
     if not len(train):
         raise ValueError("rank.fit: train has no requests.")
     if options.objective == "next-item" and not hasattr(ranker, "next_item_loss"):
@@ -304,7 +306,7 @@ def check_arguments(ranker: Any, train: BatchSource, val: BatchSource | None, op
 
 
 class _Run:
-    """One fit."""
+    """State for a fit."""
 
     def __init__(
         self, ranker: Any, train: BatchSource, val: BatchSource | None, options: FitOptions,
@@ -319,7 +321,7 @@ class _Run:
         options = options.resolve(ranker, train)
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
-        # One state serves all Accelerators of a process, whose device need not be this ranker's.
+        # All Accelerators in a process share a state, whose device may differ from this ranker's.
         self.accelerator = Accelerator(device_placement=False)
         if self.accelerator.num_processes > 1:
             raise ValueError(f"rank.fit: trains on one device, got {self.accelerator.num_processes} processes.")
@@ -341,7 +343,7 @@ class _Run:
     def run(self, state: dict[str, Any] | None) -> FitResult:
         if state is not None:
             self._load_state(state)
-        # Not the ranker, whose forward would run in the precision of the process's first Accelerator.
+        # Do not prepare the ranker: its forward would use the precision of the process's first Accelerator.
         optimizer = self.accelerator.prepare(self.optimizers.adamw)
         stopped = False
         while self.epoch < self.settings.epochs and not stopped and not self._is_over():
@@ -366,10 +368,10 @@ class _Run:
         )  # fmt: skip
 
     def _epoch(self, optimizer: Any) -> bool:
-        """The rest of an epoch; True if `after` ended the run."""
+        """Run the rest of an epoch; True if `after` ended the run."""
         every, batch_options = self.settings.eval_every, self.options.batch_options
         measured = self.history[-1]["step"] if self.history else 0
-        # A state of this step may be from before its evaluation, which may be the last.
+        # A state saved at this step may predate its evaluation, which may be the last.
         if every and self.step % every == 0 and measured != self.step:
             if self._evaluate():
                 return True
@@ -391,7 +393,7 @@ class _Run:
     def _step(self, optimizer: Any, batch: Any) -> None:
         options = self.options
         torch.manual_seed(options.seed * 1_000_003 + self.step)
-        # The middle of the step's requests, as a share of the run: batches of a budget of tokens have any number.
+        # The midpoint of the step's requests, as a fraction of the run: token-budget batches vary in size.
         done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / self.settings.epochs
         falls = count_drops(self.history, options.monitor) if options.schedule == "plateau" else 0
         rate = self.optimizers.set_lr(optimizer, lr_multiplier(options.schedule, done, options.warmup, falls))
@@ -410,7 +412,7 @@ class _Run:
             self._take_rows()
 
     def _read(self) -> None:
-        """Wait for the losses of the steps that are done."""
+        """Synchronise and read the losses of completed steps."""
         if not self.pending:
             return
         values = torch.stack([torch.stack((loss, norm.float())) for _, _, loss, _, norm in self.pending]).tolist()
@@ -465,7 +467,7 @@ class _Run:
         return best
 
     def _is_over(self) -> bool:
-        """Whether the time is up, or the last evaluations were none the best."""
+        """Whether the time is up or patience is exhausted."""
         best = self._best_row()
         behind = 0 if best is None else len(self.history) - 1 - self.history.index(best)
         return behind >= self.settings.patience or (self._is_late() and self.step > 0)
@@ -480,7 +482,7 @@ class _Run:
         return self.epoch + self.requests / len(self.train)
 
     def _state(self) -> dict[str, Any]:
-        self._read()  # so that no state is of weights that are not finite
+        self._read()  # so that no state contains non-finite weights
         best = {} if self.best is None else {"best": self.best}
         return {
             "model": self.ranker.state_dict(), **best, "optimizer": self.optimizers.state_dict(),

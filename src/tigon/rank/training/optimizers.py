@@ -1,4 +1,4 @@
-"""The optimizers of a fit, and their learning rates: AdamW, and optionally row-wise Adagrad for tables."""
+"""Optimizers and learning rates: AdamW, and optionally row-wise Adagrad for embedding tables."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SCHEDULES = ("cosine", "linear", "constant", "plateau")
 
 
 class Optimizers:
-    """AdamW of a ranker's parameters, and RowAdagrad of its tables.
+    """AdamW for a ranker's parameters, and optionally RowAdagrad for its tables.
 
     Args:
-        ranker: with `table_gradients`, as `rank.LiRank`, where tables is "row-adagrad".
-        tables: "adamw" for AdamW of all parameters, or "row-adagrad".
-        lr, table_lr: peaks of their rates. weight_decay: of the weights of linear layers.
+        ranker: must have `table_gradients`, as `rank.LiRank`, if tables is "row-adagrad".
+        tables: "adamw" for AdamW on all parameters, or "row-adagrad".
+        lr, table_lr: peak learning rates. weight_decay: for linear weights.
 
     Attributes:
-        adamw: to be prepared by Accelerate. rows: the other one, or None.
+        adamw: to be prepared by Accelerate. rows: the RowAdagrad optimizer, or None.
 
     Raises: ValueError for a ranker without such tables.
     """
@@ -48,11 +48,11 @@ class Optimizers:
         self.rows = RowAdagrad(own, lr=table_lr) if own else None
 
     def clipped_parameters(self, ranker: nn.Module) -> list[nn.Parameter]:
-        """The parameters whose gradients are clipped: all but those whose steps Adagrad scales by their rows."""
+        """Parameters with gradient clipping: all except the tables, whose steps Adagrad scales by row."""
         return [p for p in ranker.parameters() if id(p) not in self.own]
 
     def set_lr(self, adamw: Any, lr_multiplier: float) -> float:
-        """Set the rates to a share of their peaks. Returns: that of AdamW."""
+        """Set the learning rates to a multiple of their peaks. Returns: AdamW's rate."""
         rates = [peak * lr_multiplier for peak in self.peaks]
         for optimizer, rate in zip((adamw, self.rows), rates, strict=True):
             for group in optimizer.param_groups if optimizer is not None else ():
@@ -60,7 +60,7 @@ class Optimizers:
         return rates[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """One state dict for both optimizers; the last group is the tables'."""
+        """A single state dict for both optimizers; the last group is the tables'."""
         result = self.adamw.state_dict()
         if self.rows is None:
             return result
@@ -71,7 +71,7 @@ class Optimizers:
         return {"state": state, "param_groups": [*result["param_groups"], *of_rows]}
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Load a state of `state_dict`."""
+        """Load a dict from `state_dict`."""
         count = len(self.adamw.param_groups)
         for optimizer, part in (
             (self.adamw, given["param_groups"][:count]),
@@ -87,9 +87,9 @@ class Optimizers:
 
 
 def parameter_groups(module: nn.Module, decay: float, without: set[int] | None = None) -> list[dict[str, Any]]:
-    """The weights of linear layers, which decay, and the rest: of an embedding a step touches few rows.
+    """Linear weights, with decay, and the rest without: a step touches few rows in an embedding.
 
-    without: ids of parameters that are in no group.
+    without: parameter ids to exclude.
     """
     linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
     trained = [p for p in module.parameters() if p.requires_grad and id(p) not in (without or ())]
@@ -99,9 +99,9 @@ def parameter_groups(module: nn.Module, decay: float, without: set[int] | None =
 
 
 def lr_multiplier(schedule: str, done: float, warmup: float, falls: int) -> float:
-    """The share of the peak rate when this share of the run is done.
+    """Learning-rate multiplier after a fraction `done` of the run.
 
-    falls: of "plateau", as `count_behind` counts them.
+    falls: for "plateau", the count from `count_drops`.
     """
     if done < warmup:
         now = done / warmup
@@ -114,7 +114,7 @@ def lr_multiplier(schedule: str, done: float, warmup: float, falls: int) -> floa
 
 
 def count_drops(history: list[dict[str, float]], metric: str) -> int:
-    """How many evaluations were no better than the best before them."""
+    """Number of evaluations that did not improve on the best so far."""
     best, count = None, 0
     for value in (row[metric] for row in history):
         if best is None or is_better(metric, value, best):

@@ -2,12 +2,12 @@
 
     loss = data + λ/2 Σ_i [h₀ (w − w₀)² + h₋₁ (w − w₋₁)²]_i
 
-w₀ are the weights of the first fit and w₋₁ those of the last; h is the diagonal of the Fisher information of a row, the
-mean square of its gradients. λ = n / m makes older data count as n rows beside the m of now: the quadratic is then what
-is left of n rows' log likelihood around its maximum.
+w₀ are the first fit's weights and w₋₁ the last fit's; h is the diagonal Fisher information per row, the mean squared
+gradient. With λ = n / m older data counts as n rows against m new rows: the quadratic approximates the log likelihood
+of n rows around its maximum.
 
-Source: LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859; quadratic penalties by the Fisher information:
-Kirkpatrick et al. 2017, https://arxiv.org/abs/1612.00796
+Source: LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859; quadratic Fisher penalties: Kirkpatrick et al.
+2017, https://arxiv.org/abs/1612.00796
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ BATCHES = 256
 
 @dataclass(frozen=True)
 class FisherPrior:
-    """The weights of a fit, and their Fisher information.
+    """A fit's weights and their Fisher information.
 
     Args:
-        weights: by the name of a parameter, on the CPU.
-        fisher: of the same names and shapes, fp32: the mean square of a row's gradient.
+        weights: by parameter name, on the CPU.
+        fisher: same names and shapes, fp32: the mean squared gradient per row.
     """
 
     weights: dict[str, Tensor]
@@ -50,19 +50,19 @@ class FisherPrior:
         cls, ranker: Any, data: BatchSource, batch_options: BatchOptions = BatchOptions(), *, batches: int = BATCHES,
         seed: int = 0, label_weights: Mapping[str, float] | None = None,
     ) -> FisherPrior:  # fmt: skip
-        """A prior at a ranker's weights, by one pass over data.
+        """Estimate a prior at a ranker's weights with one pass over the data.
 
-        Labels are drawn from the ranker's own probabilities, by which the gradients of rows are independent and 0 in
-        the mean: the square of a batch's summed gradient is in expectation the sum of its rows' squares, from one
-        backward.
+        Labels are sampled from the ranker's own probabilities, so that row gradients are independent with mean 0. The
+        squared batch gradient then equals, in expectation, the sum of the rows' squared gradients, and needs a single
+        backward pass.
 
         Args:
-            ranker: a `rank.Ranker`, trained by `loss="bce"`. data: `rank.Impressions`, of what it was fitted on.
-            batch_options: `rank.BatchOptions`, how it is cut into batches.
-            batches: at most so many are read, any of the data's. seed: of labels and of which batches.
-            label_weights: of the losses in their sum, as `FitOptions` has them.
+            ranker: a `rank.Ranker`, trained with `loss="bce"`. data: `rank.Impressions`, its training data.
+            batch_options: `rank.BatchOptions`, batching for the data.
+            batches: maximum number of batches, sampled from the data. seed: for labels and batch selection.
+            label_weights: loss weights, as in `FitOptions`.
         Returns: the prior.
-        Raises: ValueError for data without requests or with another schema, and for tables of 8 bits.
+        Raises: ValueError for data without requests or with another schema, and for 8-bit tables.
         """
         if not len(data):
             raise ValueError("FisherPrior.estimate: data has no requests.")
@@ -73,7 +73,7 @@ class FisherPrior:
         names = {name: p for name, p in ranker.named_parameters() if p.requires_grad}
         total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in names.items()}
         draw, rows = torch.Generator().manual_seed(seed), 0
-        # In evaluation mode rows do not depend on each other, as batch normalisation makes them.
+        # Use evaluation mode: batch normalisation in training mode would make rows depend on each other.
         ranker.eval()
         try:
             for number, batch in enumerate(batch_options.batches(data, device, torch.Generator().manual_seed(seed))):
@@ -92,10 +92,10 @@ class FisherPrior:
         return cls(weights, {name: (of / rows).cpu() for name, of in total.items()})
 
     def expand_to(self, old: nn.Module, new: nn.Module) -> FisherPrior:
-        """The prior for a ranker of `rank.expand_vocabularies`, without a penalty on the rows of new values.
+        """The prior for a ranker from `rank.expand_vocabularies`, without a penalty on new rows.
 
         Args:
-            old: the ranker that the prior is of. new: the grown one.
+            old: the prior's ranker. new: the expanded ranker.
         """
         places = _row_places(old, new)
         parts: list[dict[str, Tensor]] = []
@@ -112,12 +112,12 @@ class FisherPrior:
 def _sampled_label_loss(
     logits: dict[str, Tensor], batch: Any, label_weights: Mapping[str, float], draw: torch.Generator
 ) -> Tensor:
-    """The summed bce of labels that are drawn from the logits, of rows that have a value of the label."""
+    """Summed bce with labels sampled from the logits, over rows with a label value."""
     terms = []
     for label, z in logits.items():
         z = z.float()
         y = (torch.rand(len(z), generator=draw).to(z.device) < z.detach().sigmoid()).float()
-        # A weight counts as so many rows, whose squares add up: its root stands before the gradient.
+        # A weight acts as a row count, and squares add up: multiply the gradient by its square root.
         counts = torch.ones_like(z) if batch.weights is None else batch.weights
         if (known := labelled_rows(batch, label)) is not None:
             counts = counts * known
@@ -127,10 +127,10 @@ def _sampled_label_loss(
 
 
 def save_priors(folder: str | Path, priors: Sequence[FisherPrior]) -> None:
-    """Write priors.safetensors, beside the ranker that they are for.
+    """Write priors.safetensors beside the ranker.
 
     Args:
-        folder: that is there. priors: the first fit's and the last one's, or one that is both.
+        folder: must exist. priors: the first fit's and the last fit's, or a single prior for both.
     """
     from safetensors.torch import save_file
 
@@ -147,12 +147,12 @@ def save_priors(folder: str | Path, priors: Sequence[FisherPrior]) -> None:
 
 
 def load_priors(folder: str | Path) -> list[FisherPrior]:
-    """The priors that `rank.save_priors` wrote.
+    """Load priors written by `rank.save_priors`.
 
     Args:
-        folder: of a ranker.
-    Returns: one prior or two, the last fit's at the end.
-    Raises: ValueError if the folder has none, or a file that is damaged.
+        folder: the ranker's folder.
+    Returns: one or two priors, the last fit's at the end.
+    Raises: ValueError for a folder without priors, or a damaged file.
     """
     place = Path(folder) / FILE
     if not place.is_file():
@@ -174,7 +174,7 @@ def load_priors(folder: str | Path) -> list[FisherPrior]:
 
 
 def check_prior_options(options: Any) -> None:
-    """Raise for options of a fit that cannot use a prior."""
+    """Raise for fit options that cannot use a prior."""
     if (options.objective, options.loss) != ("impressions", "bce"):
         raise ValueError(
             "rank.fit: loss must be bce of impressions to go on from a prior, whose strengths are those of labels' "
@@ -188,13 +188,13 @@ def check_prior_options(options: Any) -> None:
 
 
 class QuadraticPenalty:
-    """The penalty's gradient, added to that of the data: two foreach operators a step, over all parameters.
+    """Adds the penalty's gradient to the data gradient: two foreach operators per step, over all parameters.
 
-    The quadratics of all priors are one with their summed h, around the mean of their weights by h.
+    All priors' quadratics are merged into one, with summed h, around the h-weighted mean of their weights.
 
     Args:
-        ranker: whose parameters they are of. priors: at least one. strength: λ.
-    Raises: ValueError for priors of other parameters, or of other shapes.
+        ranker: owns the parameters. priors: at least one. strength: λ.
+    Raises: ValueError for priors with other parameters or shapes.
     """
 
     def __init__(self, ranker: nn.Module, priors: Sequence[FisherPrior], strength: float) -> None:
@@ -214,14 +214,14 @@ class QuadraticPenalty:
             h = torch.stack([prior.fisher[name] for prior in priors])
             w = torch.stack([prior.weights[name].float() for prior in priors])
             total = h.sum(0)
-            # Where nothing holds a weight, it is held with strength 0 to the last prior's.
+            # With zero Fisher information, use the last prior's weight as centre, with strength 0.
             center = torch.where(total > 0, (h * w).sum(0) / total.clamp(min=torch.finfo(torch.float32).tiny), w[-1])
             self.fisher.append((strength * total).to(p.device, p.dtype))
             self.center.append(center.to(p.device, p.dtype))
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add to the gradients, which a backward has just made."""
+        """Add to the gradients after a backward pass."""
         gradients = []
         for p in self.parameters:
             if p.grad is None:
@@ -235,13 +235,13 @@ class QuadraticPenalty:
 
 
 def expand_vocabularies(ranker: Any, schema: Any) -> Any:
-    """A ranker with the weights of another, and with new rows for the new values of a schema.
+    """Copy a ranker, with new rows for a schema's new values.
 
     Args:
         ranker: a `rank.Ranker`.
-        schema: of `Impressions.read(…, schema=ranker.schema.expandable())`.
-    Returns: another ranker, on the same device. Rows of new values are random, as those of a new one.
-    Raises: ValueError for a schema that differs otherwise, so that codes or scales would say something else.
+        schema: from `Impressions.read(…, schema=ranker.schema.expandable())`.
+    Returns: another ranker, on the same device. New rows are initialised randomly.
+    Raises: ValueError if the schema differs otherwise, which would change the meaning of codes or scales.
     """
     check_expansion(ranker.schema, schema)
     made = type(ranker)(schema, ranker.config)
@@ -293,13 +293,13 @@ def check_expansion(old: Any, new: Any) -> None:
 
 
 def _row_places(old: nn.Module, new: nn.Module) -> dict[str, Tensor]:
-    """By the name of a weight that has grown: which of its rows each old row is."""
+    """For each expanded weight by name: the new position for each old row."""
     places: dict[str, Tensor] = {}
     modules = dict(new.named_modules())
     for name, module in old.named_modules():
         after = modules[name]
         if isinstance(module, EmbeddingTables) and isinstance(after, EmbeddingTables) and module.first != after.first:
-            # Tables of a width lie one below the other: each has its new rows at its own end.
+            # Tables with the same width are stacked: each table's new rows are at its own end.
             rows = [torch.arange(b - a) + first
                     for a, b, first in zip(module.first, module.first[1:], after.first, strict=False)]  # fmt: skip
             for one, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -308,7 +308,7 @@ def _row_places(old: nn.Module, new: nn.Module) -> dict[str, Tensor]:
 
 
 def _fill_rows(into: Tensor, value: Tensor, places: Tensor | None) -> Tensor:
-    """`value` in `into`: at the places of its rows, or at its first ones."""
+    """Copy `value` into `into`, at the given row positions or at the start."""
     if into.shape == value.shape:
         return value
     into[slice(len(value)) if places is None else places] = value

@@ -1,1 +1,1 @@
-"""Rankers that read a request's history as a sequence, and its candidates behind it."""
+"""LiGR: rankers that read a request's history as a sequence, followed by its candidates."""

@@ -1,4 +1,4 @@
-"""Encoded histories: keys and values of each layer, to which events can be appended."""
+"""Cache for encoded histories: keys and values per layer, to which events can be appended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tigon.rank.data.batch import Batch
 
 @dataclass(frozen=True)
 class Cache:
-    """The encoded histories of R requests, for `LiGR.score`. Its tensors are never overwritten.
+    """Encoded histories for R requests, for `LiGR.score`. Tensors are never modified in place.
 
     Attributes:
-        keys, values: (layers, P, heads, D), a row for each context and event, request by request.
-        lengths: R ints, the rows of each request, its context counted.
-        newest: (R,) fp64, the seconds before the request of its newest event, infinite where there is none.
+        keys, values: (layers, P, heads, D), a row per context and event, request by request.
+        lengths: R ints, rows per request, including the context.
+        newest: (R,) fp64, seconds from the newest event to the request, infinite without events.
     """
 
     keys: Tensor
@@ -31,21 +31,21 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes in keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
     def to(self, device: torch.device | str) -> Cache:
-        """The cache with its tensors on a device, which must be the ranker's when it is used."""
+        """Copy the tensors to a device; scoring requires the ranker's device."""
         return Cache(
             self.keys.to(device), self.values.to(device), self.lengths, self.newest.to(device)
         )  # fmt: skip
 
     def select(self, requests: Sequence[int]) -> Cache:
-        """The cache of some requests, in this order.
+        """Select requests, in the given order.
 
         Args:
-            requests: numbers from 0; one may come several times.
-        Raises: ValueError for a number that is not there.
+            requests: indices from 0; duplicates are allowed.
+        Raises: ValueError for an index out of range.
         """
         for r in requests:
             if not 0 <= r < len(self):
@@ -58,11 +58,11 @@ class Cache:
         return Cache(self.keys[:, row], self.values[:, row], lengths, newest)
 
     def extend(self, keys: Tensor, values: Tensor, new: Sequence[int], newest: Tensor) -> Cache:
-        """The cache with new rows behind the rows of each request.
+        """Append rows to each request.
 
         Args:
             keys, values: (layers, Σ new, heads, D), request by request.
-            new: R ints, the new rows of each request.
+            new: R ints, new rows per request.
             newest: (R,) fp64, as the attribute.
         """
         lengths = tuple(old + n for old, n in zip(self.lengths, new, strict=True))
@@ -76,7 +76,7 @@ class Cache:
         return Cache(keys, values, lengths, newest)
 
     def newest_age(self, name: str, batch: Batch, elapsed: Tensor | float) -> Tensor:
-        """(R,), the age of each newest event at the requests of a batch."""
+        """(R,), the newest event's age at the time of the batch's requests."""
         if batch.requests != len(self):
             raise ValueError(f"{name}: batch must have the cache's {len(self)} requests, got {batch.requests}.")
         return self.newest + elapsed

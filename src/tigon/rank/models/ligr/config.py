@@ -1,4 +1,4 @@
-"""The options of a LiGR: one object for Python, the command line and config.json."""
+"""LiGR options, shared by Python, the command line and config.json."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LiGRConfig:
-    """Sizes of a `rank.LiGR`.
+    """Sizes for a `rank.LiGR`.
 
     Args:
-        width: of the stream of tokens.
-        layers, heads: numbers of layers and of attention heads; width / heads must be even.
-        setwise_layers: number of last layers in which the candidates of a request read each other. 0: each candidate is
-            scored as if it were alone.
-        expansion: inner width of SwiGLU, in units of width.
+        width: token width.
+        layers, heads: numbers of layers and attention heads; width / heads must be even.
+        setwise_layers: number of final layers in which a request's candidates attend to each other. 0: candidates are
+            scored independently.
+        expansion: SwiGLU's inner width, as a multiple of width.
         gate: False for plain pre-norm layers.
-        actions: False: events do not say what happened, only to which item.
-        ages: False: times are not read.
-        dropout: of tokens and of the output of each layer, in training.
-        weights: of each label in the score; None for 1 each.
-    Raises: ValueError for numbers that make no model.
+        actions: False: ignore event outcomes and use only the items.
+        ages: False: ignore times.
+        dropout: on tokens and each layer's output, in training.
+        weights: label weights in the score; None for 1 each.
+    Raises: ValueError for invalid sizes.
     """
 
     width: int = 256
@@ -51,5 +51,5 @@ class LiGRConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON holds them; `LiGRConfig(**options)` reads them."""
+        """JSON options; `LiGRConfig(**options)` reads them."""
         return dataclasses.asdict(self)

@@ -1,21 +1,21 @@
-"""A LiGR as two programs of `torch.export`, which run where Tigon is not installed.
+"""Export LiGR as two `torch.export` programs, which run without Tigon.
 
     encode(history, context, age, lengths)           → keys, values, newest
     score(keys, values, newest, lengths, candidates) → {label: logits (B, C)}
 
-B requests, T events and C candidates a request are free from 1 upwards; rows are padded at the end. Codes are int64,
+B requests, T events and C candidates per request are dynamic, from 1; rows are padded at the end. Codes are int64,
 numbers fp32.
 
-    history     field → (B, T), with a last dimension for `Ids`, whose lists end in −1. The oldest event first.
+    history     field → (B, T), with an extra dimension for `Ids`, padded with −1. Oldest event first.
     context     field → (B,), likewise.
     age         (B, T) fp64, seconds before the request.
-    lengths     (B,) int64, the events of each request; what stands behind them is not read.
-    keys        (layers, B, 1 + T, heads, D), and values: of the context, then of the events.
-    newest      (B,) fp64, the age of the newest event; add the seconds that passed before you score.
-    candidates  field → (B, C), likewise; fields of items and rows together.
-    present     (B, C) bool, which of them are there: those of `setwise_layers` read each other.
+    lengths     (B,) int64, events per request; padding after them is ignored.
+    keys        (layers, B, 1 + T, heads, D), likewise values: for the context, then the events.
+    newest      (B,) fp64, the newest event's age; add the elapsed seconds before scoring.
+    candidates  field → (B, C), likewise; item and row fields together.
+    present     (B, C) bool, mask for valid candidates, which attend to each other in `setwise_layers`.
 
-Attention is torch's, with masks made from the lengths inside the programs.
+Attention uses torch operators, with masks computed from the lengths inside the programs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENCODE, SCORE = "encode.pt2", "score.pt2"
 
 
 class Encode(nn.Module):
-    """Contexts and histories of padded requests to keys and values."""
+    """Padded contexts and histories to keys and values."""
 
     def __init__(self, ranker: LiGR) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Encode(nn.Module):
 
 
 class Score(nn.Module):
-    """Candidates of padded requests to logits."""
+    """Padded candidates to logits."""
 
     def __init__(self, ranker: LiGR) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Score(nn.Module):
 def embed_padded_events(
     ranker: LiGR, history: dict[str, Tensor], context: dict[str, Tensor], age: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(B, 1 + T, width) tokens, and the age of the newest events; see `tokens.event_tokens` for packed events."""
+    """(B, 1 + T, width) tokens, and the newest events' ages; `tokens.event_tokens` is the packed version."""
     B, T = age.shape
     place = torch.arange(T, device=age.device)
     before = torch.where(place > 0, age[:, (place - 1).clamp(min=0)], torch.inf)
@@ -97,8 +97,10 @@ def embed_padded_events(
 
 
 def run_padded_layers(ranker: LiGR, x: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-    """The stream of (B, N, width) tokens behind all layers and the last norm. What is behind a row's end changes none
-    before it."""
+    """(B, N, width) outputs after all layers and the final norm.
+
+    Attention is causal, so padding at the end does not affect valid tokens.
+    """
     cos, sin = ranker.rotary_angles(torch.arange(x.shape[1], device=x.device), x.dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ def export_ligr(ranker: LiGR, folder: Path) -> list[Path]:
     training = ranker.training
     ranker.eval()
     try:
-        # References alone: they become operations of torch.
+        # Use reference implementations, which trace to torch operators.
         with use_backend("torch"), torch.no_grad():
             programs = _trace_programs(ranker)
     finally:

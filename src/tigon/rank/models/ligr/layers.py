@@ -1,4 +1,4 @@
-"""A layer whose residual is gated: y = x + σ(x Wg + bg) ⊙ F(LN(x)), F first attention, then SwiGLU.
+"""Layer with gated residuals: y = x + σ(x Wg + bg) ⊙ F(LN(x)), F first attention, then SwiGLU.
 
 Source: LiGR, https://arxiv.org/abs/2502.03417
 """
@@ -13,12 +13,12 @@ from tigon.ops.gated import swiglu
 from tigon.ops.gated_residual import gated_residual
 from tigon.ops.layer_norm import layer_norm
 
-# Attention of (…, H, D) queries, keys and values.
+# Attention over (…, H, D) queries, keys and values.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Residual(nn.Module):
-    """y = x + σ(x Wg + bg) ⊙ f, or x + f without a gate. Layers add to their stream here alone."""
+    """y = x + σ(x Wg + bg) ⊙ f, or x + f without a gate. The only place where layers add to the residual stream."""
 
     def __init__(self, width: int, gate: bool, dropout: float) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class Norm(nn.LayerNorm):
 
 
 class LiGRLayer(nn.Module):
-    """Attention and SwiGLU, each behind a gate.
+    """Attention and SwiGLU, each with a gated residual.
 
     Args:
-        width: of the stream. heads: of attention. expansion: of SwiGLU's inner width, in units of width.
-        gate: False for a plain pre-norm layer. dropout: of what is added to the stream.
+        width: token width. heads: attention heads. expansion: SwiGLU's inner width, as a multiple of width.
+        gate: False for a plain pre-norm layer. dropout: on each residual update.
     """
 
     def __init__(self, width: int, heads: int, expansion: float, gate: bool, dropout: float) -> None:
@@ -54,8 +54,7 @@ class LiGRLayer(nn.Module):
         self.attention_residual, self.unit_residual = (Residual(width, gate, dropout) for _ in range(2))
 
     def forward(self, x: Tensor, attend: Attend, kept: slice = slice(None)) -> Tensor:
-        """x: (…, N, width). kept: the rows that are computed behind attention; other rows serve as keys and values
-        alone."""
+        """x: (…, N, width). kept: rows to compute after attention; the other rows serve only as keys and values."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         o = attend(q, k, v)[..., kept, :, :].flatten(-2)
         x = self.attention_residual(x[..., kept, :], self.out(o))

@@ -1,11 +1,11 @@
-"""LiGR: candidates that read one encoded history, and in the last layers each other.
+"""LiGR: candidates attend to a shared encoded history, and in the last layers to each other.
 
     x = [context, events | candidates];  x ← x + σ(x Wg + bg) ⊙ F(LN(x)), F attention, then SwiGLU;  logits = LN(x) W
 
-Events are causal. Their keys depend on nothing behind them, so that they are encoded once for all candidates, and kept.
-Attention knows positions by rotations alone: products depend on how far a key lies back from its query, not on where
-either stands. A learned number for each position from the end would change with every event that is appended. All
-candidates of a request have one position, so that those that read each other are a set without an order.
+Events are causal. Their keys do not depend on later tokens, so events are encoded once for all candidates and cached.
+Positions enter attention only through rotary embeddings, which depend on the distance between query and key. Learned
+positions counted from the end would change with every appended event. All candidates in a request share a position, so
+that candidates that attend to each other form an unordered set.
 
 Source: LiGR, https://arxiv.org/abs/2502.03417; rotary positions: https://arxiv.org/abs/2104.09864
 """
@@ -33,10 +33,10 @@ THETA = 10_000.0
 
 
 class LiGR(Ranker):
-    """A ranker of candidates by a history, in one pass over both.
+    """Sequence ranker: scores candidates against a history in a single pass over both.
 
     Args:
-        schema: the table's `rank.Schema`, with items. `Text` fields are not read.
+        schema: the table's `rank.Schema`, with items. `Text` fields are ignored.
         config: `rank.LiGRConfig`.
 
     Raises: ValueError for a schema without items.
@@ -74,10 +74,10 @@ class LiGR(Ranker):
         self, x: Tensor, layout: PrefixLayout, past: Cache | None = None,
         kept: list[tuple[Tensor, Tensor]] | None = None, rows: slice = slice(None),
     ) -> Tensor:  # fmt: skip
-        """The stream behind all layers and the last norm.
+        """Outputs after all layers and the final norm.
 
-        x: (N, width), the tokens of the layout; with past those of its suffixes alone, whose prefixes past has. kept:
-        gets keys and values of each layer. rows: those whose stream is wanted.
+        x: (N, width), the layout's tokens; with `past`, only the suffixes' tokens, since past holds the prefixes. kept:
+            a list that receives each layer's keys and values. rows: the rows to return.
         """
         start = 0 if past is None else layout.prefix_rows
         cos, sin = self.rotary_angles(layout.positions[start:], autocast_dtype(x.device.type) or x.dtype)
@@ -90,7 +90,7 @@ class LiGR(Ranker):
                 if kept is not None:
                     kept.append((k, v))
                 if past is not None:
-                    # Keys stand in for the queries of the prefixes, whose results nobody reads.
+                    # Use keys as dummy queries for the prefixes, whose outputs are discarded.
                     keys, values = past.keys[number].to(k.dtype), past.values[number].to(v.dtype)
                     q, k, v = torch.cat((keys, q)), torch.cat((keys, k)), torch.cat((values, v))
                 across: Literal["none", "suffixes"] = "suffixes" if number >= self.setwise_from else "none"
@@ -109,7 +109,7 @@ class LiGR(Ranker):
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def logits(self, x: Tensor) -> dict[str, Tensor]:
-        """label → (…,) of streams (…, width), in fp32 or wider."""
+        """label → (…,) logits for outputs (…, width), in fp32 or wider."""
         if self.head is None:
             raise ValueError("LiGR: the schema must name labels to score candidates, got none.")
         z = self.head(x)
@@ -120,11 +120,11 @@ class LiGR(Ranker):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, which is where batches must be."""
+        """The weights' device, where batches must be."""
         return self.tokens.start.device
 
     def layout(self, batch: Batch) -> PrefixLayout:
-        """Where the tokens of a batch lie: made on the host, and needed again only for other lengths."""
+        """Token layout for a batch: computed on the host, and reusable for batches with the same lengths."""
         candidates = batch.offsets.diff().tolist()
         if 0 in candidates:
             raise ValueError(f"LiGR: every request must have a candidate, got none for request {candidates.index(0)}.")
@@ -132,22 +132,22 @@ class LiGR(Ranker):
         return PrefixLayout(lengths, [[1] * n for n in candidates], device=self.device)
 
     def forward(self, batch: Batch, layout: PrefixLayout | None = None) -> dict[str, Tensor]:
-        """The logits of all candidates.
+        """Logits for all candidates.
 
         Args:
             batch: a `tigon.rank.Batch`, on the ranker's device.
-            layout: of `layout(batch)`, if you have it from a batch of the same lengths, as a CUDA graph needs.
+            layout: from `layout(batch)`, reusable for batches with the same lengths, as CUDA graphs require.
         Returns: label → (C,) fp32.
-        Raises: ValueError for a request without a candidate, and for a field that is missing.
+        Raises: ValueError for a request without candidates, and for a missing field.
         """
         return self.logits(self._candidates(batch, layout))
 
     def label_features(self, batch: Batch) -> dict[str, Tensor]:
-        """label → (C, width), the candidates' streams behind the last norm, of which logits are linear functions."""
+        """label → (C, width), the candidates' outputs after the final norm; logits are linear in them."""
         return dict.fromkeys(self.labels, self._candidates(batch, None))
 
     def last_layer(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """label → (width,) weights and the bias by which its logit is made of its features."""
+        """label → (width,) weights and the bias that map features to the logit."""
         if self.head is None:
             return {}
         return dict(zip(self.labels, zip(self.head.weight, self.head.bias, strict=True), strict=True))
@@ -161,12 +161,12 @@ class LiGR(Ranker):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Cache:
-        """Encode contexts and histories once, for any candidates that come later.
+        """Encode contexts and histories once, for any later candidates.
 
         Args:
-            batch: a `tigon.rank.Batch`; its candidates are not read.
+            batch: a `tigon.rank.Batch`; its candidates are ignored.
         Returns: a `tigon.rank.Cache`.
-        Raises: ValueError for a field that is missing.
+        Raises: ValueError for a missing field.
         """
         kept: list[tuple[Tensor, Tensor]] = []
         _, newest, layout = self.encode_histories(batch, kept)
@@ -176,13 +176,13 @@ class LiGR(Ranker):
     def encode_histories(
         self, batch: Batch, kept: list[tuple[Tensor, Tensor]] | None = None, context: bool = True
     ) -> tuple[Tensor, Tensor, PrefixLayout]:
-        """The streams of contexts and events, (R + E, width); the ages of the newest events; the rows' layout.
+        """Context and event outputs, (R + E, width); the newest events' ages; the layout.
 
-        context: whether the first token has the fields of the request. They are known at its time, and not yet at those
-        of the events.
+        context: whether the first token contains the request's fields, which are known at request time but not at event
+            time.
         """
         lengths = (batch.history_offsets.diff() + 1).tolist()
-        # Sequences of their own are suffixes of nothing.
+        # Encode histories as suffixes with empty prefixes.
         layout = PrefixLayout([0] * len(lengths), [[n] for n in lengths], device=self.device)
         offsets = layout.cu_suffix.long() - torch.arange(layout.requests + 1, device=layout.device)
         x, newest = event_tokens(self.tokens, batch, offsets, context=context)
@@ -190,16 +190,16 @@ class LiGR(Ranker):
 
     @torch.no_grad()
     def append(self, cache: Cache, batch: Batch, elapsed: Tensor | float = 0.0) -> Cache:
-        """The cache with the events of a batch behind its own events: the numbers that encoding all of them gives.
+        """Append a batch's events to a cache; equivalent to encoding all events together.
 
         Args:
-            cache: of `encode`.
-            batch: the same requests in the same order; its history holds the new events alone. Context and candidates
-                are not read.
-            elapsed: seconds, (R,) or a number, from the request that was encoded to the batch's request, which ages of
-                the new events count from.
+            cache: from `encode`.
+            batch: the same requests in the same order; its history contains only the new events. Context and candidates
+                are ignored.
+            elapsed: seconds, (R,) or a number, from the encoded request to the batch's request, which is the reference
+                for the new events' ages.
         Returns: a new Cache, for the batch's requests.
-        Raises: ValueError for a batch of another number of requests.
+        Raises: ValueError for a different number of requests.
         """
         since = cache.newest_age("LiGR.append", batch, elapsed)
         offsets = batch.history_offsets.to(self.device, non_blocking=True)
@@ -217,14 +217,14 @@ class LiGR(Ranker):
 
     @torch.no_grad()
     def score(self, cache: Cache, batch: Batch, elapsed: Tensor | float = 0.0) -> dict[str, Tensor]:
-        """The logits of candidates by encoded histories: equal to `forward`, without encoding the histories again.
+        """Logits for candidates given encoded histories: equal to `forward`, without encoding the histories again.
 
         Args:
-            cache: of `encode`, perhaps with events appended.
-            batch: of the same requests in the same order; its history is not read.
-            elapsed: seconds, (R,) or a number, from the request that was encoded to the batch's.
+            cache: from `encode`, optionally with appended events.
+            batch: the same requests in the same order; its history is ignored.
+            elapsed: seconds, (R,) or a number, from the encoded request to the batch's.
         Returns: label → (C,) fp32.
-        Raises: ValueError for a batch of another number of requests, and for a request without a candidate.
+        Raises: ValueError for a different number of requests, and for a request without candidates.
         """
         newest = cache.newest_age("LiGR.score", batch, elapsed)
         candidates = batch.offsets.diff().tolist()
@@ -237,13 +237,12 @@ class LiGR(Ranker):
     # ------------------------------------------------------------------------------------------------------- next item
 
     def next_item_loss(self, batch: Batch) -> Tensor:
-        """The mean cross entropy of each event's item, over the whole catalogue, by the events before it.
+        """Mean cross entropy for each event's item, over the whole catalogue, given the preceding events.
 
-        Fields of the request are not read, here and wherever next items are scored: at the time of an event they lie in
-        the future.
+        Request fields are never read for next items: they lie in an event's future.
 
         Args:
-            batch: `rank.Batch`; its candidates are not read. Items unseen in training do not count.
+            batch: `rank.Batch`; its candidates are ignored. Items unseen in training are excluded.
         Returns: 0-d.
         Raises: ValueError for a history without items.
         """
@@ -252,26 +251,26 @@ class LiGR(Ranker):
         return head.loss(x, layout, self._history_items(batch))
 
     def next_item_scores(self, batch: Batch) -> Tensor:
-        """How well each item of the catalogue continues each history.
+        """Score every catalogue item as the next item in each history.
 
         Args:
-            batch: `rank.Batch`; its candidates are not read.
-        Returns: (R, codes) fp32, by the codes of the item's field; −∞ for code 0.
+            batch: `rank.Batch`; its candidates are ignored.
+        Returns: (R, codes) fp32, indexed by item code; −∞ for code 0.
         Raises: ValueError for a history without items.
         """
         head = self._next_item_head()
         return head.scores(self._last_states(batch))
 
     def recommend(self, batch: Batch, k: int = 10, *, exclude_seen: bool = True) -> tuple[Tensor, Tensor]:
-        """The k items of the catalogue that continue each history best.
+        """The k highest-scoring next items for each history.
 
         Args:
-            batch: `rank.Batch`; its candidates are not read.
-            k: how many, at most the items of the catalogue.
-            exclude_seen: leave out the items of the history.
-        Returns: (R, k) int64 codes of items, the best first, and (R, k) fp32 scores. Where fewer than k are left, the
-            code is −1 and the score −∞.
-        Raises: ValueError for another k, and for a history without items.
+            batch: `rank.Batch`; its candidates are ignored.
+            k: number of items, at most the catalogue size.
+            exclude_seen: exclude items in the history.
+        Returns: (R, k) int64 item codes, best first, and (R, k) fp32 scores. Padded with code −1 and score −∞ if fewer
+            than k items remain.
+        Raises: ValueError for an invalid k, and for a history without items.
         """
         head = self._next_item_head()
         if not 1 <= k <= head.items:
@@ -287,15 +286,15 @@ class LiGR(Ranker):
         return torch.cat(codes), torch.cat(scores)
 
     def next_item_ranks(self, batch: Batch, target: Tensor | None = None, *, exclude_seen: bool = True) -> Tensor:
-        """The rank of one item of each request among all items of the catalogue.
+        """Rank of a target item per request among all catalogue items.
 
         Args:
             batch: `rank.Batch`.
-            target: (R,) int64 codes; None for each request's first candidate with a positive first label;
-                without labels, its first.
-            exclude_seen: leave out the items of the history, but not the target.
-        Returns: (R,) int64, from 1; equal scores count for the others. 0 where there is no target or it is unseen.
-        Raises: ValueError for a target of another shape, and for a history without items.
+            target: (R,) int64 codes; None: each request's first candidate with a positive first label, or without
+                labels its first candidate.
+            exclude_seen: exclude items in the history, except the target.
+        Returns: (R,) int64, from 1; ties rank the target last. 0 if the target is missing or unknown.
+        Raises: ValueError for a target with another shape, and for a history without items.
         """
         if target is None:
             target = find_positive_items(batch, str(self.schema.roles.item), self.labels)
@@ -304,7 +303,7 @@ class LiGR(Ranker):
         head, ranks = self._next_item_head(), [target[:0]]
         for z, part in head.score_parts(self._last_states(batch), self._seen_items(batch, exclude_seen), target):
             wanted = target[part].unsqueeze(1)
-            # The target itself is one of the items that are at least as good.
+            # The count includes the target itself.
             rank = (z >= z.gather(1, wanted)).sum(1)
             ranks.append(torch.where(wanted[:, 0] > 0, rank, 0))
         return torch.cat(ranks)
@@ -319,12 +318,12 @@ class LiGR(Ranker):
     def _history_items(self, batch: Batch) -> Tensor:
         items = batch.history[str(self.schema.roles.item)]
         assert isinstance(items, Tensor)
-        return items.long()  # a table may hold narrower codes
+        return items.long()  # tables may store narrower codes
 
     def _seen_items(self, batch: Batch, exclude_seen: bool) -> tuple[Tensor, list[int]] | None:
         return (self._history_items(batch), batch.history_offsets.tolist()) if exclude_seen else None
 
     def _last_states(self, batch: Batch) -> Tensor:
-        """(R, width), the stream of each request's last token."""
+        """(R, width), each request's last output."""
         x, _, layout = self.encode_histories(batch, context=False)
         return x[layout.cu_suffix[1:].long() - 1]

@@ -1,9 +1,9 @@
-"""The next item of a history, from the whole catalogue: softmax(h · E) with E the embeddings that events have.
+"""Next-item prediction over the whole catalogue: softmax(h · E) with the events' item embeddings E.
 
-The first token is the start of a history alone, without the fields of its request: every event is predicted from the
-events before it, and a request, with its time, its country or its query, comes after all of them.
+The first token marks only the start of a history, without request fields: every event is predicted from the preceding
+events, and a request, with its time, country or query, comes after all events.
 
-Source: SASRec, https://arxiv.org/abs/1808.09781, with the cross entropy over all items in place of sampled ones.
+Source: SASRec, https://arxiv.org/abs/1808.09781, with cross entropy over all items instead of sampled negatives.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tigon.ops.cross_entropy import CrossEntropy
 from tigon.ops.prefix_attention import PrefixLayout
 from tigon.rank.data.batch import Batch
 
-# Scores that are in memory at once.
+# Maximum number of scores in memory at once.
 MOST = 1 << 28
 
 
 class NextItemHead(NamedTuple):
-    """The product of streams and item embeddings.
+    """Product between outputs and item embeddings.
 
     Attributes:
-        table: (codes, D) embeddings; code 0 is no item of the catalogue.
-        project: (width, D), from embeddings to the stream; None where both have one width.
+        table: (codes, D) embeddings; code 0 is not a catalogue item.
+        project: (width, D), from embeddings to token width; None if the widths agree.
     """
 
     table: Tensor
@@ -36,15 +36,15 @@ class NextItemHead(NamedTuple):
 
     @property
     def items(self) -> int:
-        """How many items the catalogue has."""
+        """Number of catalogue items."""
         return len(self.table) - 1
 
     def loss(self, x: Tensor, layout: PrefixLayout, item: Tensor) -> Tensor:
-        """The mean cross entropy of each event's item, 0-d.
+        """Mean cross entropy over each event's item, 0-d.
 
-        x: (R + E, width), streams of starts and events. item: (E,) codes.
+        x: (R + E, width), outputs for starts and events. item: (E,) codes.
         """
-        # The stream before event e of request r, which is the start's for the first, is row e + r.
+        # Event e in request r is predicted from row e + r, the token before it; for the first event that is the start.
         offsets = layout.cu_suffix.long() - torch.arange(layout.requests + 1, device=x.device)
         event = torch.arange(len(item), device=x.device)
         request = torch.searchsorted(offsets[1:].contiguous(), event, right=True)
@@ -52,7 +52,7 @@ class NextItemHead(NamedTuple):
         return linear_cross_entropy(self._project(x[event + request]), self.table[1:], item - 1, config=config)
 
     def scores(self, x: Tensor) -> Tensor:
-        """(n, codes) fp32 or wider of streams (n, width); −∞ for code 0."""
+        """(n, codes) scores in fp32 or wider for outputs (n, width); −∞ for code 0."""
         z = nn.functional.linear(self._project(x), self.table)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         z[:, 0] = -torch.inf
@@ -61,10 +61,10 @@ class NextItemHead(NamedTuple):
     def score_parts(
         self, x: Tensor, seen: tuple[Tensor, list[int]] | None, kept: Tensor | None = None
     ) -> Iterator[tuple[Tensor, slice]]:
-        """(B, codes) scores of slices of the requests.
+        """Iterate over (B, codes) scores for slices of the requests.
 
-        x: (R, width). seen: items (E,) and offsets (R + 1,) of events whose items get −∞; None for no such items.
-        kept: (R,), codes that keep their scores though they were seen.
+        x: (R, width). seen: items (E,) and offsets (R + 1,) for events whose items get −∞; None: no exclusions. kept:
+            (R,), codes that keep their scores even if seen.
         """
         size = max(1, MOST // len(self.table))
         for start in range(0, len(x), size):
@@ -81,16 +81,16 @@ class NextItemHead(NamedTuple):
             yield z, part
 
     def _project(self, x: Tensor) -> Tensor:
-        """As wide as the items' embeddings: h · (W e) = (Wᵀ h) · e."""
+        """Project to the item embeddings' width: h · (W e) = (Wᵀ h) · e."""
         return x if self.project is None else x @ self.project.to(x.dtype)
 
 
 def find_positive_items(batch: Batch, name: str, labels: Sequence[str]) -> Tensor:
-    """(R,), the code of each request's first candidate whose first label is positive; 0 where there is none.
+    """(R,), item code of each request's first candidate with a positive first label; 0 if there is none.
 
     Without labels every candidate counts as positive.
 
-    name: the field of items.
+    name: the item field.
     """
     item = batch.items[name].long()
     label = next((batch.labels[one] for one in labels[:1] if one in batch.labels), torch.ones_like(item))

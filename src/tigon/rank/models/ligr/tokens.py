@@ -1,14 +1,14 @@
-"""Tokens of a batch: one for the context of each request, for each event, and for each candidate.
+"""Tokens for a batch: one per request context, event and candidate.
 
-    event     = LN(Σ its fields (item, item's features, what happened) + the time since the event before it)
-    candidate = LN(Σ its fields (item, its features, the row's) + the time since the newest event)
+    event     = LN(Σ its fields (item, item features, outcome) + time since the previous event)
+    candidate = LN(Σ its fields (item, item features, row) + time since the newest event)
 
-Fields are drawn small, and the norm brings their sum to the size of what layers add: without it the stream is what the
-first layers wrote, and little of the item itself.
+Field embeddings are initialised small, and the norm scales their sum to the magnitude of the layers' updates. Without
+the norm, the residual stream would be dominated by the first layers' output and contain little about the item itself.
 
-An event knows nothing of the request that reads it: neither its age, nor how many events follow. Its token, keys and
-values thus stay right when events are appended. How old the history is, the candidates say; how far back an event
-lies, rotary positions say, whose products depend on the distance alone.
+An event token contains no information about the reading request: neither the event's age nor the number of later
+events. Tokens, keys and values therefore remain valid when events are appended. Candidates carry the history's age;
+rotary positions encode how far back an event lies, through relative distance alone.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from tigon.rank.data.schema import Schema
 from tigon.rank.models.ligr.layers import Norm
 
 STD = 0.02
-# Seconds are told apart by powers of two, up to 2³⁰ (34 years). Code 0: there is no such time.
+# Seconds are bucketed by powers of two, up to 2³⁰ (34 years). Code 0: no time.
 BUCKETS = 32
 HOUR, DAY = 3_600_000_000, 86_400_000_000  # microseconds
 
 
 class FieldTokens(nn.Module):
-    """(n, width) for the values of one field. Values that are missing or unseen in training add little: row 0 starts
-    at zero.
+    """(n, width) tokens for a field's values. Missing and unseen values contribute little: row 0 starts at zero.
 
-    Values of `Ids` are a `Ragged`, or (n, most) integers with −1 behind a row's last.
+    `Ids` values are a `Ragged`, or (n, most) integers padded with −1.
     """
 
     def __init__(self, field: Field, width: int) -> None:
@@ -85,7 +84,7 @@ class FieldTokens(nn.Module):
                 return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
             return pool_by_attention_padded(rows, self.query, there)
         rows, offsets = embedding(value.values, self.table), value.offsets
-        if not len(value.values):  # segment_reduce refuses it
+        if not len(value.values):  # segment_reduce rejects empty input
             return rows.new_zeros(len(offsets) - 1, rows.shape[1]) + rows.sum()
         if self.query is None:
             counts = offsets.diff().clamp(min=1).unsqueeze(1)
@@ -94,7 +93,7 @@ class FieldTokens(nn.Module):
 
 
 def pool_by_attention(rows: Tensor, query: Tensor, offsets: Tensor) -> Tensor:
-    """(n, D) for lists of rows (m, D), m > 0: Σ softmax(rows · query) rows over each list; 0 for an empty one.
+    """(n, D) pooled lists from rows (m, D), m > 0: Σ softmax(rows · query) rows within each list; 0 for an empty list.
 
     offsets: (n + 1,) int64.
     """
@@ -105,23 +104,23 @@ def pool_by_attention(rows: Tensor, query: Tensor, offsets: Tensor) -> Tensor:
 
 
 def pool_by_attention_padded(rows: Tensor, query: Tensor, there: Tensor) -> Tensor:
-    """(…, D): `attended` of padded lists (…, most, D). there: (…, most, 1) bool, which rows a list has."""
+    """(…, D): `pool_by_attention` for padded lists (…, most, D). there: (…, most, 1) bool mask."""
     scores = (rows @ query).unsqueeze(-1).masked_fill(~there, torch.finfo(rows.dtype).min)
     return (torch.where(there, scores.softmax(-2), 0) * rows).sum(-2)
 
 
 def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
-    """Without atomics: the same bits on every run."""
+    """Segment sums without atomics, hence bitwise reproducible."""
     return torch.segment_reduce(x, "sum", offsets=offsets, unsafe=True, initial=0)
 
 
 def _segments(offsets: Tensor, count: int) -> Tensor:
-    """(count,) int64, the segment of each row."""
+    """(count,) int64, each row's segment."""
     return torch.searchsorted(offsets[1:].contiguous(), torch.arange(count, device=offsets.device), right=True)
 
 
 class Tokens(nn.Module):
-    """Tokens of a width for a schema. actions: whether events say what happened. ages: whether times are read."""
+    """Token embeddings for a schema. actions: whether events include outcomes. ages: whether times are read."""
 
     bounds: Tensor
 
@@ -133,14 +132,14 @@ class Tokens(nn.Module):
             "events": {name: field for name, field in schema.history.items() if name not in left_out},
             "candidates": {**schema.items, **schema.rows},
         }
-        # Text is for rankers that read prompts.
+        # Texts are only used by prompt rankers.
         self.sides = {
             side: [name for name, field in fields.items() if not isinstance(field, Text)]
             for side, fields in sides.items()
         }
         fields = {name: field for side in sides.values() for name, field in side.items()}
-        # A field of events and candidates has one table: the candidate's item is known by the events that had it.
-        # Columns may have any name, which modules may not: they go by number.
+        # Events and candidates share a field's table, so that candidates benefit from the events with the same item.
+        # Column names may be invalid module names, so modules are keyed by number.
         self.names = sorted({name for names in self.sides.values() for name in names})
         self.fields = nn.ModuleList(FieldTokens(fields[name], width) for name in self.names)
         self.start = nn.Parameter(STD * torch.randn(width))
@@ -148,12 +147,12 @@ class Tokens(nn.Module):
         self.gap = nn.Parameter(STD * torch.randn(BUCKETS, width)) if ages else None
         self.newest = nn.Parameter(STD * torch.randn(BUCKETS, width)) if ages else None
         self.norm = Norm(width)
-        # Integers, which no change of the module's dtype rounds.
+        # Integers are unaffected by dtype casts of the module.
         self.register_buffer("bounds", 2 ** torch.arange(1, BUCKETS - 1) - 1, persistent=False)
         self.width = width
 
     def field_tokens(self, name: str) -> FieldTokens:
-        """The tokens of a field."""
+        """A field's token module."""
         result = self.fields[self.names.index(name)]
         assert isinstance(result, FieldTokens)
         return result
@@ -171,7 +170,7 @@ class Tokens(nn.Module):
         return out.expand(requests, self.width)
 
     def events(self, values: dict[str, Any], gap: Tensor | None) -> Tensor:
-        """(E, width). gap: (E,) seconds since the event before, infinite for the first; read if there are ages."""
+        """(E, width). gap: (E,) seconds since the previous event, infinite for the first; only read with ages."""
         x = self._sum("events", values, self.start.new_zeros(self.width))
         if self.gap is not None and gap is not None:
             x = x + embedding(_bucket_seconds(gap, self.bounds), self.gap)
@@ -179,7 +178,7 @@ class Tokens(nn.Module):
         return out
 
     def candidates(self, values: dict[str, Any], newest: Tensor | None) -> Tensor:
-        """(C, width). newest: (C,) seconds since the request's newest event, infinite if there is none."""
+        """(C, width). newest: (C,) seconds since the request's newest event, infinite without events."""
         x = self._sum("candidates", values, self.candidate)
         if self.newest is not None and newest is not None:
             x = x + embedding(_bucket_seconds(newest, self.bounds), self.newest)
@@ -188,9 +187,9 @@ class Tokens(nn.Module):
 
 
 def _bucket_seconds(seconds: Tensor, bounds: Tensor) -> Tensor:
-    """int64: 1 + ⌊log₂(1 + seconds)⌋, at most 31; 0 where seconds are infinite or NaN.
+    """int64: 1 + ⌊log₂(1 + seconds)⌋, at most 31; 0 for infinite or NaN seconds.
 
-    bounds: (30,) int64, 2ⁿ − 1. By comparisons, which are exact: a logarithm would be off at powers of two.
+    bounds: (30,) int64, 2ⁿ − 1. Uses comparisons, which are exact; a logarithm would be off at powers of two.
     """
     there = seconds.isfinite()
     whole = torch.where(there, seconds, 0).clamp(0, 2.0**BUCKETS).long()
@@ -200,11 +199,12 @@ def _bucket_seconds(seconds: Tensor, bounds: Tensor) -> Tensor:
 def event_tokens(
     tokens: Tokens, batch: Batch, offsets: Tensor, since: Tensor | None = None, *, context: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of a batch's history, and the age of each request's newest event, infinite where there is none.
+    """Tokens for a batch's history, and each request's newest event age, infinite without events.
 
-    offsets: the batch's history_offsets, on the device. since: (R,), the age at the batch's requests of the newest
-    event that is encoded already; the tokens are then those of events alone. None: this is the whole history, and the
-    context's token stands before the events of each request. context: False for one without the request's fields.
+    offsets: the batch's history_offsets, on the device.
+    since: (R,), for appending: age of the newest encoded event at the batch's requests; only event tokens are returned.
+        None: the batch has the whole history, and each request's events follow its context token.
+    context: False for a context token without request fields.
     """
     R, age = len(offsets) - 1, batch.age.double()
     E = len(age)
@@ -217,7 +217,7 @@ def event_tokens(
     events = tokens.events(batch.history, before - age)
     if since is not None:
         return events, newest
-    # Row p of [context, events] of request r is row p − r − 1 of the events, or the context of r.
+    # In [context, events], row p of request r is event p − r − 1, or request r's context.
     row = torch.arange(R + E, device=age.device)
     request = _segments(offsets + torch.arange(R + 1, device=age.device), R + E)
     is_context = row == offsets[request] + request

@@ -1,1 +1,1 @@
-"""LiRank: a ranker of rows by their features, without a sequence of events."""
+"""LiRank: scores rows from their features, without an event sequence."""

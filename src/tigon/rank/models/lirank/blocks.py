@@ -1,19 +1,19 @@
-"""Blocks in place of cross layers and MLP: a graph of layers that each read the features, or blocks before them.
+"""Block graphs that replace cross layers and MLP: each block reads the features or earlier blocks.
 
-With h all that a block reads, side by side; v₁ … v_k the vectors in it, those of the fields and one made of each
-block, all of one width; and x the mean of what it reads that is as wide as the features x₀, or x₀ where nothing is:
+h denotes a block's concatenated inputs; v₁ … v_k the vectors in them, with a common width: one per field, and one
+derived from each block; x the mean of the inputs as wide as the features x₀, or x₀ if there are none:
 
     mlp              relu(norm(W h + b))
-    fm               W ½ ((Σ v)² − Σ v²) + b               the products of all pairs, summed
+    fm               W ½ ((Σ v)² − Σ v²) + b               sum over the products of all pairs
     dot              W [v_i · v_j for i < j] + b
-    cross            x₀ ⊙ (U V h + b) + x                  of rank r: DCN V2, where h is x
+    cross            x₀ ⊙ (U V h + b) + x                  rank r: DCN V2, where h is x
     residual-cross   x₀ ⊙ (U (softmax(q kᵀ / τ) v + v) + b) + x,  q, k, v = Vq h, Vk h, Vv h, r numbers each
     gate             2 x ⊙ σ(U V h + b)
 
-What the towers read are the blocks that no other block reads.
+The towers read the blocks that no other block reads.
 
-Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434, for graphs of blocks, mlp, fm and dot; the others
-are those of `tigon.rank.models.lirank.cross_layers`, and a gate
+Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434, for block graphs, mlp, fm and dot; the others come
+from `tigon.rank.models.lirank.cross_layers`, plus a gate
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Blocks(nn.Module):
     """A graph of blocks.
 
     Args:
-        blocks: as `blocks_of` returns them.
-        vectors: the widths of the vectors that the features are made of, in their order.
-        width: of the vectors of fm and dot. norm, dropout: of mlp. temperature: τ.
+        blocks: from `parse_blocks`.
+        vectors: widths of the feature vectors, in order.
+        width: common vector width for fm and dot. norm, dropout: for mlp. temperature: τ.
 
     Attributes:
-        width: of what comes out.
+        width: output width.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Blocks(nn.Module):
         self.width = sum(widths[n] for n in self.ends)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(C, self.width) of features (C, wide)."""
+        """(C, self.width) outputs for features (C, wide)."""
         found = [x]
         for block, layer in zip(self.blocks, self.layers, strict=True):
             reads = [found[n] for n in block.inputs]
@@ -76,10 +76,10 @@ class Blocks(nn.Module):
 
 
 class Wide(nn.Module):
-    """A block that comes out as wide as the features: cross, residual-cross or gate.
+    """A block with the features' width as output: cross, residual-cross or gate.
 
     Args:
-        widths: of the features and of the blocks before it.
+        widths: widths of the features and all earlier blocks.
     """
 
     def __init__(self, block: Block, widths: Sequence[int], temperature: float) -> None:
@@ -107,14 +107,14 @@ class Wide(nn.Module):
 
 
 class Pairs(nn.Module):
-    """The products of pairs of vectors: fm or dot.
+    """Products between vector pairs: fm or dot.
 
     Args:
-        vectors: widths of those of the features. others: widths of the blocks that it reads.
-        width: of all vectors here; a field of another width gets a matrix, and so does each block.
+        vectors: the feature vectors' widths. others: widths of the blocks read.
+        width: common vector width; fields with another width, and all blocks, get a projection matrix.
     """
 
-    pairs: Tensor  # (k (k − 1) / 2,) int64, which of k × k products are of i < j
+    pairs: Tensor  # (k (k − 1) / 2,) int64, indices with i < j in the flattened k × k products
 
     def __init__(self, block: Block, vectors: Sequence[int], others: Sequence[int], width: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Pairs(nn.Module):
         if self.kind == "fm":
             return self.up(0.5 * (v.sum(1).square() - v.square().sum(1)))  # type: ignore[no-any-return]
         products = (v @ v.transpose(1, 2)).flatten(1)
-        # Not by indexing, whose gradient on a GPU is a sort.
+        # index_select rather than indexing, whose GPU gradient requires a sort.
         return self.up(products.index_select(1, self.pairs))  # type: ignore[no-any-return]
 
     def _fields(self, x0: Tensor) -> list[Tensor]:
@@ -146,10 +146,10 @@ class Pairs(nn.Module):
 
 
 def count_flops(module: nn.Module) -> int:
-    """The FLOPs of a row in a forward pass, of products of matrices and of pairs: 2 for each product and its sum.
+    """FLOPs per row in a forward pass, for matmuls and pair products: 2 per multiply-add.
 
     Args:
-        module: a `rank.LiRank`, with blocks or without; look-ups of embeddings are none.
+        module: a `rank.LiRank`, with or without blocks; embedding lookups count as 0.
     """
     count = 0
     for one in module.modules():

@@ -1,7 +1,7 @@
-"""Fit isotonic layers on held-out rows, by the log loss of their labels.
+"""Fit isotonic layers on held-out rows, by log loss.
 
-A model is overconfident on its training data. The isotonic layer learns from held-out rows by how much, and
-does so for each segment where the layer has segments.
+A model is overconfident on its training data. The isotonic layer corrects for this using held-out rows, per segment if
+the layer has segments.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from tigon.rank.models.lirank.isotonic import LOW, Isotonic, isotonic
 from tigon.rank.models.lirank.model import LiRank
 
 NAME = "rank.calibrate"
-# Slopes are compared with that of Platt scaling, which is 0 or falls where logits say nothing.
+# Lower bound for the Platt slope, the unit for all slopes: it is 0 or negative for uninformative logits.
 LEAST_SLOPE = 1e-3
 
 
 def calibrate(
     ranker: LiRank, data: BatchSource, batch_options: BatchOptions = BatchOptions(8192), *, strength: float = 1.0
 ) -> None:
-    """Fit the isotonic layers of a LiRank in place, on rows that the other layers were not trained on.
+    """Fit a LiRank's isotonic layers in place, on rows not used to train the other layers.
 
     Args:
         ranker: `rank.LiRank` with `calibrate` in its config.
         data: `rank.Impressions` with labels.
-        batch_options: `rank.BatchOptions`, how data is cut into batches.
-        strength: of the penalty that keeps the slopes near Platt's, one for all logits, and the slopes of a segment
-            near those of all rows; more where rows are few.
-    Raises: ValueError for a ranker without isotonic layers, and for data without labels or with one class alone.
+        batch_options: `rank.BatchOptions`, batching for data.
+        strength: penalty that keeps slopes near Platt's common slope, and a segment's slopes near those for all rows;
+            use more for few rows.
+    Raises: ValueError for a ranker without isotonic layers, and for data without labels or with a single class.
     """
     if ranker.isotonic is None:
         raise ValueError(f"{NAME}: the ranker must have isotonic layers, LiRank(…, calibrate=True), got none.")
@@ -55,7 +55,7 @@ def calibrate(
 
 
 def check_classes(data: BatchSource, batch_options: BatchOptions, what: str = "data") -> None:
-    """Raise if a label is the same in all rows. what: the name of the rows in the error."""
+    """Raise if a label has the same value in all rows. what: the rows' name for the error."""
     parts = [batch.labels for batch in batch_options._replace(history_max=0).batches(data, torch.device("cpu"))]
     for name in parts[0] if parts else ():
         y = torch.cat([part[name] for part in parts])
@@ -71,7 +71,7 @@ def check_classes(data: BatchSource, batch_options: BatchOptions, what: str = "d
 def _rows(
     ranker: LiRank, data: BatchSource, batch_options: BatchOptions
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None, Tensor | None]:
-    """Logits before calibration, labels, weights and segments of all rows."""
+    """Uncalibrated logits, labels, weights and segments for all rows."""
     logits, labels, weights, segments = list[dict[str, Tensor]](), list[dict[str, Tensor]](), [], []
     with eval_mode(ranker):
         for batch in batch_options.batches(data, ranker.device):
@@ -91,10 +91,10 @@ def _rows(
 def fit_isotonic(
     x: Tensor, labels: Tensor, weights: Tensor | None, segment: Tensor | None, segments: int, strength: float
 ) -> tuple[Tensor, Tensor]:
-    """The weight and the bias that minimise the log loss of labels by logits x, plus a penalty on slopes.
+    """Weight and bias that minimise the log loss for labels given logits x, plus a penalty on slopes.
 
-    First a x + b is fitted (Platt scaling), then the slopes w, with strength · ½ Σ (w / a − 1)². With several segments
-    each then departs from that function of all rows as far as its own rows say.
+    First fits a x + b (Platt scaling), then slopes w with penalty strength · ½ Σ (w / a − 1)². With several segments,
+    each segment's function then deviates from the common function as far as its own rows warrant.
 
     Args:
         x, labels, weights: (n,). segment: (n,) int64 in [0, segments).
@@ -103,7 +103,7 @@ def fit_isotonic(
     x, y = x.double(), labels.double()
     rows = Rows(x, y, None if weights is None else weights.double(), segment)
     a, b = rows.platt()
-    # Slopes in units of Platt's, so that all of them have one scale.
+    # Express slopes relative to Platt's, for a common scale.
     a = a.clamp(min=LEAST_SLOPE)
     u, b = rows._replace(segment=None).fit_near(torch.ones_like(Isotonic().weight).to(x), b, a, strength, 0.0)
     if segment is not None:
@@ -120,13 +120,13 @@ class Rows(NamedTuple):
     segment: Tensor | None
 
     def loss(self, z: Tensor) -> Tensor:
-        """The sum of the log losses of logits z."""
+        """Summed log loss for logits z."""
         found = F.binary_cross_entropy_with_logits(z, self.y, reduction="none")
         return (found if self.weights is None else found * self.weights).sum()
 
     def platt(self) -> tuple[Tensor, Tensor]:
-        """a and b, (1,) each, of the best a x + b."""
-        # Logits are scaled to unit spread, so that the solver's steps fit; and no step is too long for few rows.
+        """a and b, (1,) each, for the best a x + b."""
+        # Scale logits to unit spread, which suits the solver's step size; the penalty bounds steps with few rows.
         spread = self.x.std(correction=0).clamp(min=1e-12)
         middle = self.x.mean()
         a, b = self.x.new_zeros(1, requires_grad=True), self.x.new_zeros(1, requires_grad=True)
@@ -136,7 +136,7 @@ class Rows(NamedTuple):
         return slope, b.detach() - slope * middle + (slope - 1) * LOW
 
     def fit_near(self, u0: Tensor, b0: Tensor, unit: Tensor, of_slope: float, of_bias: float) -> tuple[Tensor, Tensor]:
-        """Slopes (segments, K), in units of `unit`, and biases (segments,) near u0 and b0."""
+        """Slopes (segments, K), in units of `unit`, and biases (segments,), regularised towards u0 and b0."""
         u, b = (t.clone().requires_grad_() for t in (u0, b0))
 
         def loss() -> Tensor:

@@ -1,4 +1,4 @@
-"""The options of a LiRank: one object for Python, the command line and config.json."""
+"""LiRank options, shared by Python, the command line and config.json."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Bits = Literal[32, 8]
 
 @dataclass(frozen=True)
 class LiRankConfig:
-    """Sizes and kinds of the layers of a `rank.LiRank`.
+    """Layer sizes and kinds for a `rank.LiRank`.
 
     Args:
-        width: of embeddings, where a field has no `dim`.
-        cross: "residual": cross layers whose ranks attend to each other; "dcn": those of DCN V2; "none".
-        layers: number of cross layers. rank: of their matrices; None, for "dcn" alone, for full matrices.
-        mlp: widths of the layers beside the cross layers; () for none.
-        gate: whether the layers of the MLP gate themselves.
-        dropout: of the layers of the MLP, in training.
-        calibrate: True for an isotonic layer a label; the name of an `Id` field for one a label and value.
-        norm: of the layers of the MLP, "batch", "layer" or "none".
+        width: embedding width for fields without `dim`.
+        cross: "residual": cross layers with attention between the ranks; "dcn": DCN V2 cross layers; "none".
+        layers: number of cross layers. rank: cross-layer rank; None, only with "dcn", for full matrices.
+        mlp: layer widths for the MLP beside the cross layers; () for none.
+        gate: whether MLP layers gate themselves.
+        dropout: in MLP layers, in training.
+        calibrate: True for an isotonic layer per label; an `Id` field's name for a function per label and value.
+        norm: normalisation in MLP layers: "batch", "layer" or "none".
         towers: name → labels that share hidden layers; None: one tower for all labels.
-        tower_mlp: widths of the hidden layers of a tower; () for a linear function of the shared layers.
-        temperature: τ of the attention.
-        bits: of the embedding tables: 32, or 8 as `rank.quantize_tables` makes them.
-        blocks: a graph of `rank.Block`s, or dicts of their attributes, in place of cross layers and MLP, as
-            `rank.search_blocks` finds it; `cross`, `layers`, `rank`, `mlp` and `gate` are ignored then.
-        weights: of each label in the score; None for 1 each.
-    Raises: ValueError for numbers that make no model.
+        tower_mlp: hidden widths in each tower; () for linear heads on the shared layers.
+        temperature: τ in the attention.
+        bits: embedding-table precision: 32, or 8 as `rank.quantize_tables` makes them.
+        blocks: a graph of `rank.Block`s, or dicts with their attributes, instead of cross layers and MLP, as found by
+            `rank.search_blocks`; `cross`, `layers`, `rank`, `mlp` and `gate` are then ignored.
+        weights: label weights in the score; None for 1 each.
+    Raises: ValueError for invalid sizes.
     """
 
     width: int = 16
@@ -88,7 +88,7 @@ class LiRankConfig:
             raise ValueError("LiRank: cross 'residual' needs a rank, the numbers that attend to each other; got None.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as JSON holds them; `LiRankConfig(**options)` reads them."""
+        """JSON options; `LiRankConfig(**options)` reads them."""
         options = dataclasses.asdict(self)
         for name in ("mlp", "tower_mlp"):
             options[name] = list(options[name])
@@ -100,5 +100,5 @@ class LiRankConfig:
 
     @property
     def graph(self) -> tuple[Block, ...]:
-        """`blocks`, parsed; () without."""
+        """Parsed `blocks`; () without blocks."""
         return tuple(block for block in self.blocks or () if isinstance(block, Block))

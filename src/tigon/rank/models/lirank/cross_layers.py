@@ -1,10 +1,10 @@
-"""Cross layers: products of features, one degree more with each layer, by matrices of low rank.
+"""Cross layers: feature products whose degree grows by one per layer, with low-rank matrices.
 
     dcn        h = V x_l                                      x_{l+1} = x₀ ⊙ (U h + b) + x_l
     residual   q, k, v = Vq x_l, Vk x_l, Vv x_l
                h = softmax(q kᵀ / τ) v + v
 
-The attention is between the r numbers of h, one r × r matrix for each row, which is never in memory.
+Attention runs between the r numbers in h. The r × r matrix per row is never materialised.
 
 Source: DCN V2, Wang et al. 2021, https://arxiv.org/abs/2008.13535; residual: LiRank, Borisyuk et al. 2024,
 https://arxiv.org/abs/2402.06859, section 3.2
@@ -23,11 +23,11 @@ from tigon.rank.models.lirank.padded_linear import is_plain
 
 
 class CrossLayer(nn.Module):
-    """x_{l+1} from x₀ and x_l.
+    """Computes x_{l+1} from x₀ and x_l.
 
     Args:
-        width: of x. rank: r, of U and V; None, without attention, for one full matrix.
-        attention: whether the numbers of h attend to each other. temperature: τ.
+        width: width of x. rank: r, for U and V; None, without attention, for a full matrix.
+        attention: whether the numbers in h attend to each other. temperature: τ.
     """
 
     def __init__(self, width: int, rank: int | None, attention: bool, temperature: float) -> None:
@@ -37,22 +37,22 @@ class CrossLayer(nn.Module):
         self.up = nn.Linear(width if rank is None else rank, width)
 
     def forward(self, x0: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x_{l+1}, and x₀ for the next layer, whose gradient is added to this one's in its pass."""
+        """x_{l+1}, and x₀ for the next layer, so that dx₀ accumulates within each layer's backward."""
         h = x if self.down is None else self.down(x)
         if self.attention:
             h = outer_softmax(h, self.temperature, residual=True)
         if not is_plain(self.up):
             return torch.addcmul(x, x0, self.up(h).to(x.dtype)), x0
-        # The bias is added, and summed in the backward pass, where u is read anyway.
+        # Fuse the bias here: the backward pass reads u anyway and also sums the bias gradient.
         u = F.linear(h, self.up.weight)
         return crossed_sum(x0, u.to(x.dtype), x, self.up.bias)
 
 
 class CrossLayers(nn.Module):
-    """Cross layers, one behind the other.
+    """Stacked cross layers.
 
     Args:
-        kind: "residual" or "dcn". layers: how many. width, rank, temperature: as those of `CrossLayer`.
+        kind: "residual" or "dcn". layers: number of layers. width, rank, temperature: as in `CrossLayer`.
     """
 
     def __init__(self, kind: Cross, layers: int, width: int, rank: int | None, temperature: float) -> None:

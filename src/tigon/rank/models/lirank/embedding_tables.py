@@ -1,7 +1,7 @@
-"""Embedding tables of one width in one tensor, read in one launch; in fp32, or in 8 bits.
+"""Embedding tables with a common width in a single tensor, read with one launch; fp32 or 8-bit.
 
-A column is one use of a field: its codes, or what is made of them, such as quotient and remainder. Column f of a group
-of one width owns the rows starts[f] … starts[f + 1] − 1 of the weight.
+A column is one use of a field: its codes, or values derived from them, such as quotient and remainder. In a group with
+a common width, column f owns the weight rows starts[f] … starts[f + 1] − 1.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Grad = Literal["dense", "rows"]
 
 
 class EmbeddingTables(nn.Module):
-    """Tables of one width.
+    """Tables with a common width.
 
     Args:
-        sizes: rows of each column. width: numbers of a row.
-        bits: 32, or 8 for codes with a scale and an offset a row, which have no gradient.
+        sizes: rows per column. width: embedding width.
+        bits: 32, or 8 for codes with a scale and an offset per row, without gradients.
 
     Attributes:
-        weight: (rows of all columns, width), or codes (rows, width) uint8 and scale_offset (rows, 2) fp16.
-        grad: "rows" for gradients of the rows that occur, which `tigon.training.RowAdagrad` takes.
+        weight: (total rows, width), or codes (rows, width) uint8 and scale_offset (rows, 2) fp16.
+        grad: "rows" for row-sparse gradients, as required by `tigon.training.RowAdagrad`.
     """
 
     starts: Tensor
@@ -51,27 +51,27 @@ class EmbeddingTables(nn.Module):
             self.register_buffer("scale_offset", torch.zeros(self.first[-1], 2, dtype=torch.float16))
 
     def column_weight(self, column: int) -> Tensor:
-        """(rows of the column, width), the part of the weight that a column has."""
+        """(column rows, width), a column's slice of the weight."""
         return self.weight[self.first[column] : self.first[column + 1]]
 
     def bags(self, values: Sequence[Tensor | Ragged], first: int, dtype: torch.dtype) -> Tensor:
-        """(n, F, width): the mean of the rows that each column's values name, in one launch.
+        """(n, F, width): mean embedding for each column's values, in one launch.
 
-        values: of the F columns from `first` on, n each: codes, or lists of them.
+        values: for F columns starting at `first`, n each: codes, or code lists.
         """
         flat, offsets = pack_values(values)
         mode: Literal["sum", "mean"] = "sum" if offsets is None else "mean"
         return self._read(flat, offsets, mode, self.starts[first : first + len(values) + 1], dtype)
 
     def look_up(self, values: Tensor, column: int, dtype: torch.dtype) -> Tensor:
-        """(m, width): the row of each value of one column."""
+        """(m, width): embeddings for values in a single column."""
         return self._read(values[:, None], None, "sum", self.starts[column : column + 2], dtype)[:, 0]
 
     def _read(
         self, values: Tensor, offsets: Tensor | None, mode: Literal["sum", "mean"], fields: Tensor, dtype: torch.dtype
     ) -> Tensor:
         if self.bits == 8:
-            # Autocast's dtype, or that of the other weights: codes are widened to it where they are read.
+            # Autocast's dtype, or the other weights': codes are dequantized to this dtype on read.
             return quantized_embedding(
                 self.codes, self.scale_offset, values, offsets, mode=mode, include_last_offset=True,
                 field_offsets=fields, dtype=dtype,
@@ -83,7 +83,7 @@ class EmbeddingTables(nn.Module):
         )  # fmt: skip
 
     def look_up_plain(self, values: Tensor, column: int, dtype: torch.dtype) -> Tensor:
-        """(…, width): `each` by operators of torch alone, for programs."""
+        """(…, width): `look_up` with torch operators alone, for exported programs."""
         rows = values + self.first[column]
         if self.bits == 32:
             return F.embedding(rows, self.weight).to(dtype)
@@ -93,9 +93,9 @@ class EmbeddingTables(nn.Module):
 
     @torch.no_grad()
     def quantize_from(self, other: EmbeddingTables) -> None:
-        """The rows of a table of 32 bits, in 8.
+        """Quantize a 32-bit table's rows to 8 bits.
 
-        Raises: ValueError for numbers that fp16 does not hold.
+        Raises: ValueError for numbers outside fp16's range.
         """
         codes, scale_offset = quantize_rows(other.weight)
         self.codes.copy_(codes)
@@ -103,14 +103,14 @@ class EmbeddingTables(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows."""
+        """Bytes in the rows."""
         return self.weight.nbytes if self.bits == 32 else self.codes.nbytes + self.scale_offset.nbytes
 
 
 def pack_values(values: Sequence[Tensor | Ragged]) -> tuple[Tensor, Tensor | None]:
-    """Values of F columns as `embedding_bag` takes them, the columns of a row side by side.
+    """Pack values from F columns for `embedding_bag`, with a row's columns adjacent.
 
-    Returns: (n, F) and None if each has one value a row; else (m,), and offsets (n · F + 1,).
+    Returns: (n, F) and None if each column has one value per row; else (m,), and offsets (n · F + 1,).
     """
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack([value for value in values if isinstance(value, Tensor)], 1), None
@@ -118,7 +118,7 @@ def pack_values(values: Sequence[Tensor | Ragged]) -> tuple[Tensor, Tensor | Non
     ends = torch.stack(lengths, 1).reshape(-1).cumsum(0)
     offsets = torch.cat((ends.new_zeros(1), ends))
     first = offsets[:-1].view(-1, len(values))
-    # Where each value goes: its column's place in its row, and on from there for lists.
+    # Target position for each value: its column's offset within the row; list values follow consecutively.
     places, given = [], []
     for column, value in enumerate(values):
         if isinstance(value, Ragged):

@@ -1,11 +1,11 @@
-"""A LiRank as one program of `torch.export`, which runs where Tigon is not installed.
+"""Export LiRank as a `torch.export` program, which runs without Tigon.
 
     score(features) → {label: logits (B,)}
 
-    features    field → (B,), a row for each candidate; codes and times are int64, numbers fp32. `Ids` are (B, most),
-                with −1 behind a list's last.
+    features    field → (B,), one row per candidate; codes and times are int64, numbers fp32. `Ids` are (B, most),
+                padded with −1.
 
-B rows are free from 1 upwards. What is one in a request is given for each of its rows. Calibration is part of it.
+B is dynamic, from 1. Request fields are repeated for each row. Calibration is included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCORE = "score.pt2"
 
 
 class Score(nn.Module):
-    """Rows of features to logits."""
+    """Feature rows to logits."""
 
     def __init__(self, ranker: LiRank) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def export_lirank(ranker: LiRank, folder: Path) -> list[Path]:
     training = ranker.training
     ranker.eval()
     try:
-        # References alone: they become operations of torch.
+        # Use reference implementations, which trace to torch operators.
         with use_backend("torch"), torch.no_grad():
             program = torch.export.export(Score(ranker), (features,), dynamic_shapes={"features": dims})
     finally:

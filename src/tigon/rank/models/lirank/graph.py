@@ -1,6 +1,6 @@
-"""Graphs of blocks as plain data: what each block is, which blocks it reads, and their JSON.
+"""Block graphs as plain data: each block's kind and inputs, and JSON conversion.
 
-`tigon.rank.models.lirank.blocks` says what a block computes.
+`tigon.rank.models.lirank.blocks` defines the computation.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from tigon.data.arrow import nearest
 
 Kind = Literal["mlp", "fm", "dot", "cross", "residual-cross", "gate"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# The kinds whose width is a rank, and that come out as wide as the features.
+# Kinds for which width is a rank; their output has the features' width.
 CROSSES: tuple[str, ...] = ("cross", "residual-cross", "gate")
 
 
 class Block(NamedTuple):
-    """A layer of a graph.
+    """A graph layer.
 
     Attributes:
         kind: "mlp", "fm", "dot", "cross", "residual-cross" or "gate".
-        width: of what comes out of mlp, fm and dot; the rank of the others, which come out as wide as the features.
-        inputs: what it reads: 0 is the features, n the n-th block, which comes before it.
+        width: output width for mlp, fm and dot; rank for the others, whose output has the features' width.
+        inputs: input numbers: 0 for the features, n for the n-th block, which must precede this block.
     """
 
     kind: str
@@ -35,11 +35,11 @@ class Block(NamedTuple):
 
 
 def parse_blocks(told: Sequence[Block | Mapping[str, Any]]) -> tuple[Block, ...]:
-    """Blocks as `Block`s, checked: each reads something, and nothing that comes behind it.
+    """Parse and validate blocks: each must read something, and only earlier blocks.
 
     Args:
-        told: `Block`s, or dicts of their attributes, as JSON holds them.
-    Raises: ValueError for blocks that make no graph from the features to the towers.
+        told: `Block`s, or dicts with their attributes, as in JSON.
+    Raises: ValueError for blocks that do not form a graph from the features to the towers.
     """
     if isinstance(told, (str, Mapping)) or not isinstance(told, Sequence) or not told:
         raise ValueError(
@@ -80,11 +80,11 @@ def _block(number: int, told: Any) -> Block:
 
 
 def blocks_to_json(blocks: Sequence[Block]) -> str:
-    """Blocks as JSON, a line each: a list of {"kind": …, "width": …, "inputs": […]}."""
+    """JSON list, one block per line: {"kind": …, "width": …, "inputs": […]}."""
     return "[\n  " + ",\n  ".join(json.dumps({**b._asdict(), "inputs": list(b.inputs)}) for b in blocks) + "\n]\n"
 
 
 def find_outputs(blocks: Sequence[Block]) -> list[int]:
-    """The numbers of the blocks that no other block reads, from 1."""
+    """Numbers of the blocks that no other block reads, from 1."""
     read = {n for block in blocks for n in block.inputs}
     return [n for n in range(1, len(blocks) + 1) if n not in read]

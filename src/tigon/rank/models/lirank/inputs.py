@@ -1,12 +1,12 @@
-"""The inputs x₀ of cross layers and MLP: one row of numbers for each candidate.
+"""Inputs x₀ for cross layers and MLP: a vector per candidate.
 
-    Id, Ids   a row of a table; the mean of the list's rows, or their attention with Ids(pool="attention")
-    Id(qr)    E_q[⌊i/m⌋] ⊙ E_r[i mod m] of a hash i, two rows of small tables in place of one of a large one
-    Number    x · slope + shift, and a vector of its own where it is missing
-    Time      a row for the hour of the day, and one for the day of the week, in UTC
+    Id, Ids   a table row; for lists the mean over rows, or attention with Ids(pool="attention")
+    Id(qr)    E_q[⌊i/m⌋] ⊙ E_r[i mod m] for a hash i, two rows from small tables instead of a row from a large table
+    Number    x · slope + shift, and a learned vector for missing values
+    Time      a row for the hour, and a row for the weekday, in UTC
 
-Tables of one width are read in one launch, over all of their fields. What a request has, and not each of its
-candidates, is read once for the request.
+Tables with the same width are read with one launch for all their fields. Request fields are read once per request
+rather than once per candidate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIDES = ("context", "rows")
 
 
 class Column(NamedTuple):
-    """One use of a table. part: of its values: "code", "quotient", "remainder", "hour", "day" or "attention"."""
+    """A use of a table. part: the value read: "code", "quotient", "remainder", "hour", "day" or "attention"."""
 
     name: str
     part: str
@@ -38,14 +38,14 @@ class Column(NamedTuple):
 
 
 class Group(nn.Module):
-    """The fields whose tables share a width, in the order context, rows, attention; products come first in a side."""
+    """Fields whose tables share a width, in the order context, rows, attention; within a side, products come first."""
 
     def __init__(self, columns: dict[str, list[Column]], width: int, bits: Bits) -> None:
         super().__init__()
         self.columns = columns
         every = [column for side in (*SIDES, "attention") for column in columns[side]]
         self.tables = EmbeddingTables([column.rows for column in every], width, bits)
-        # Quotients stand before the remainders of the same fields.
+        # Quotients precede the same fields' remainders.
         self.products = {side: sum(c.part == "quotient" for c in columns[side]) for side in SIDES}
         self.first = {"context": 0, "rows": len(columns["context"])}
         self.first["attention"] = self.first["rows"] + len(columns["rows"])
@@ -55,16 +55,16 @@ class Group(nn.Module):
 
     @torch.no_grad()
     def reset(self, every: list[Column]) -> None:
-        """Small random rows; the rows of missing and unseen values start at zero."""
+        """Initialise rows to small random values, and rows for missing and unseen values to zero."""
         nn.init.normal_(self.tables.weight, std=STD)
         for number, column in enumerate(every):
             rows = self.tables.column_weight(number)
-            # A quotient multiplies: around 1 it leaves the remainder's row as it is.
+            # A quotient row is a factor: near 1 it leaves the remainder's row unchanged.
             rows += float(column.part == "quotient")
             rows[0] = float(column.part == "quotient")
 
     def join_products(self, found: Tensor, side: str) -> Tensor:
-        """(n, vectors · width) of bags (n, columns of the side, width)."""
+        """(n, vectors · width) from bags (n, the side's columns, width)."""
         if products := self.products[side]:
             both = found[:, :products] * found[:, products : 2 * products]
             found = torch.cat((both, found[:, 2 * products :]), 1)
@@ -72,17 +72,17 @@ class Group(nn.Module):
 
 
 class Inputs(nn.Module):
-    """Candidates as rows of numbers.
+    """Maps candidates to input vectors.
 
     Args:
-        schema: whose fields of context, items and rows are read; `Text` is not.
-        width: of embeddings, where a field has none of its own. bits: of tables.
+        schema: context, item and row fields are read; `Text` is ignored.
+        width: embedding width for fields without `dim`. bits: table precision.
 
     Attributes:
-        width: of x₀. names: the fields that are read, by side. vectors: the widths of the vectors that x₀ is made of,
-            one for each use of a table and each number, in their order.
+        width: width of x₀. names: fields read, by side. vectors: widths of the vectors in x₀, one per table use and
+            number, in order.
 
-    Raises: ValueError if there is nothing to read.
+    Raises: ValueError if there are no fields to read.
     """
 
     def __init__(self, schema: Schema, width: int, bits: Bits = 32) -> None:
@@ -117,7 +117,7 @@ class Inputs(nn.Module):
         self.width = sum(self.vectors)
 
     def _vectors(self, side: str, width: int) -> list[int]:
-        """The widths of a side's vectors, in the order of `forward`."""
+        """A side's vector widths, in the order of `forward`."""
         found: list[int] = []
         for group in self._groups():
             pool_by_attention = sum(column.name in self.fields[side] for column in group.columns["attention"])
@@ -129,11 +129,11 @@ class Inputs(nn.Module):
         return [group for group in self.groups if isinstance(group, Group)]
 
     def tables(self) -> list[EmbeddingTables]:
-        """The tables, one of each width."""
+        """The tables, one per width."""
         return [group.tables for group in self._groups()]
 
     def owners(self) -> list[str]:
-        """The field of each number of x₀, in the order of `forward`."""
+        """The field for each number in x₀, in the order of `forward`."""
         result: list[str] = []
         for side in SIDES:
             for group in self._groups():
@@ -150,10 +150,10 @@ class Inputs(nn.Module):
     def forward(
         self, context: dict[str, Any], rows: dict[str, Any], request: Tensor | None, *, plain: bool = False
     ) -> Tensor:
-        """(C, width), in autocast's dtype or that of the weights.
+        """(C, width), in autocast's dtype or the weights'.
 
-        context, rows: values of the fields of each side. request: (C,) int64, the request of each row; None if each row
-        is a request of its own. plain: by operators of torch alone; lists are padded then, (C, most) with −1.
+        context, rows: field values by side. request: (C,) int64, each row's request; None if each row is a separate
+            request. plain: use torch operators alone; lists are then padded, (C, most) with −1.
         """
         dtype = autocast_dtype(self.slope.device.type) or self.slope.dtype
         values = {"context": context, "rows": rows}
@@ -177,7 +177,7 @@ class Inputs(nn.Module):
                 pieces[side].append(self._scale_numbers(x, slice(first, last)).to(dtype))
             first = last
         if request is not None and pieces["context"]:
-            # Not by indexing, whose gradient on a GPU is a sort of every number of x₀.
+            # index_select rather than indexing, whose GPU gradient sorts every number in x₀.
             pieces["context"] = [embedding(request, torch.cat(pieces["context"], 1))]
         every = [*pieces["context"], *pieces["rows"]]
         return torch.cat(every, 1) if len(every) > 1 else every[0]
@@ -185,7 +185,7 @@ class Inputs(nn.Module):
     def _bags(
         self, group: Group, values: dict[str, dict[str, Any]], one_size: bool, plain: bool, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """(n, columns, width) of each side that has columns. one_size: both sides have as many rows."""
+        """(n, columns, width) per side with columns. one_size: both sides have the same row count."""
         given = {
             side: [_table_rows(column, self.fields[side][column.name], values[side][column.name]) for column in columns]
             for side in SIDES
@@ -205,7 +205,7 @@ class Inputs(nn.Module):
         return {side: group.tables.bags(of, group.first[side], dtype) for side, of in given.items()}
 
     def _scale_numbers(self, x: Tensor, which: slice) -> Tensor:
-        """(n, numbers · width) of numbers (n, numbers)."""
+        """(n, numbers · width) vectors for numbers (n, numbers)."""
         x = x.unsqueeze(-1).to(self.slope.dtype)
         known = ~x.isnan()
         found = torch.where(known, x, 0) * self.slope[which] + self.shift[which]
@@ -213,7 +213,7 @@ class Inputs(nn.Module):
 
 
 def _field_columns(name: str, field: Field) -> list[Column]:
-    """The uses that a field makes of tables."""
+    """A field's table uses."""
     if isinstance(field, Time):
         return [Column(name, "hour", 25), Column(name, "day", 8)]
     if isinstance(field, Id) and field.hash == "qr":
@@ -225,7 +225,7 @@ def _field_columns(name: str, field: Field) -> list[Column]:
 
 
 def _table_rows(column: Column, field: Field, value: Any) -> Any:
-    """The table rows of a column's values; 0 for missing values."""
+    """Table rows for a column's values; 0 for missing values."""
     if column.part in ("hour", "day"):
         of = value // HOUR % 24 if column.part == "hour" else value // DAY % 7
         return torch.where(value == Time.MISSING, 0, 1 + of)
@@ -237,7 +237,7 @@ def _table_rows(column: Column, field: Field, value: Any) -> Any:
 
 
 def _look_up_plain(tables: EmbeddingTables, value: Tensor, column: int, dtype: torch.dtype) -> Tensor:
-    """(n, width): the rows of codes (n,), or the means of padded lists (n, most)."""
+    """(n, width): embeddings for codes (n,), or means over padded lists (n, most)."""
     if value.dim() == 1:
         return tables.look_up_plain(value, column, dtype)
     there = (value >= 0).unsqueeze(-1)
@@ -246,13 +246,13 @@ def _look_up_plain(tables: EmbeddingTables, value: Tensor, column: int, dtype: t
 
 
 def _pool_by_attention(group: Group, number: int, value: Any, plain: bool, dtype: torch.dtype) -> Tensor:
-    """(n, width): the attention of a query over the rows of each list."""
+    """(n, width): attention from a learned query over each list's rows."""
     column, query = group.first["attention"] + number, group.queries[number].to(dtype)
     if plain:
         there = (value >= 0).unsqueeze(-1)
         return pool_by_attention_padded(group.tables.look_up_plain(value.clamp(min=0), column, dtype), query, there)
     assert isinstance(value, Ragged)
     rows = group.tables.look_up(value.values, column, dtype)
-    if not len(rows):  # segment_reduce refuses it
+    if not len(rows):  # segment_reduce rejects empty input
         return rows.new_zeros(value.number, rows.shape[1]) + rows.sum()
     return pool_by_attention(rows, query, value.offsets)

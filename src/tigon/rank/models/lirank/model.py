@@ -1,10 +1,10 @@
-"""LiRank: a model of clicks on rows of features; embeddings, cross layers beside an MLP, towers, and calibration.
+"""LiRank: a click model on feature rows; embeddings, cross layers beside an MLP, towers, and calibration.
 
-    x₀ = features of a row;   h = [cross(x₀), mlp(x₀)];   logit of a label = tower(h) · w + c, then calibrated
+    x₀ = row features;   h = [cross(x₀), mlp(x₀)];   a label's logit = tower(h) · w + c, then calibrated
 
-With `blocks` h is what a graph of them makes of x₀.
+With `blocks`, a block graph computes h from x₀.
 
-Each row is scored by itself. What the other rows of a request are does not matter to it.
+Rows are scored independently: a request's other rows do not affect a row's score.
 
 Source: LiRank, Borisyuk et al. 2024, https://arxiv.org/abs/2402.06859
 """
@@ -31,10 +31,10 @@ from tigon.rank.models.ranker import Ranker
 
 
 class LiRank(Ranker):
-    """A ranker of rows by their features.
+    """Feature ranker: scores each row from its features.
 
     Args:
-        schema: the table's `rank.Schema`. Context, items and rows are read; `Text` and histories are not.
+        schema: the table's `rank.Schema`. Context, item and row fields are read; `Text` and histories are ignored.
         config: `rank.LiRankConfig`.
 
     Raises: ValueError for a schema without labels or fields, and for a config that does not fit the schema.
@@ -77,21 +77,21 @@ class LiRank(Ranker):
     # ------------------------------------------------------------------------------------------------ rows to logits
 
     def compute_hidden(self, batch: Batch) -> Tensor:
-        """(C, width): the shared layers, which all towers read."""
+        """(C, width): output of the shared layers, which all towers read."""
         return self.run_layers(self.inputs(batch.context, batch.items, row_requests(batch, self.device)))
 
     def run_layers(self, x: Tensor) -> Tensor:
-        """`compute_hidden` of inputs (C, wide)."""
+        """`compute_hidden` for inputs (C, wide)."""
         return padded_linear.concat_columns(*self.sides(x))
 
     def sides(self, x: Tensor) -> tuple[list[Tensor], list[int]]:
-        """The tensors that `compute_hidden` concatenates, and their widths; columns of zeros may follow."""
+        """The tensors that `compute_hidden` concatenates, and their widths; zero padding columns may follow."""
         if self.blocks is not None:
             return [self.blocks(x)], [self.blocks.width]
         if self.mlp is None:
             return [x if self.cross is None else self.cross(x)], [self.inputs.width]
-        # The large products first: while they run, the host is ahead with the small ones of the cross layers.
-        # What wraps the MLP, as FSDP does, or looks at it has to see its call.
+        # Launch the MLP's large products first: while they run, the host enqueues the cross layers' small products.
+        # Call the MLP module itself if wrapped (FSDP) or hooked.
         plain = type(self.mlp) is MLP and not is_hooked(self.mlp)
         hidden, width = self.mlp.forward_padded(x) if plain else self.mlp(x), self.config.mlp[-1]
         return ([hidden], [width]) if self.cross is None else ([self.cross(x), hidden], [self.inputs.width, width])
@@ -104,37 +104,37 @@ class LiRank(Ranker):
         return {name: found[name].to(torch.promote_types(found[name].dtype, torch.float32)) for name in self.labels}
 
     def apply_calibration(self, logits: dict[str, Tensor], segment: Tensor | None) -> dict[str, Tensor]:
-        """Logits behind the isotonic layers, where there are any. segment: (C,) codes of the segments' field."""
+        """Apply isotonic layers, if there are any. segment: (C,) codes of the segment field."""
         if self.isotonic is None:
             return logits
         layers = zip(logits.items(), self.isotonic, strict=True)
         return {name: layer(z, segment) for (name, z), layer in layers}
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """The logits of all rows.
+        """Logits for all rows.
 
         Args:
             batch: a `tigon.rank.Batch`, on the ranker's device.
         Returns: label → (C,) fp32.
-        Raises: ValueError for a field that is missing.
+        Raises: ValueError for a missing field.
         """
         return self.apply_calibration(self.raw_logits(batch), self.calibration_segments(batch))
 
     def raw_logits(self, batch: Batch) -> dict[str, Tensor]:
         """label → (C,) logits before calibration, in fp32 or wider."""
-        if type(self) is not LiRank:  # whose `compute_hidden` or `logits` may be its own
+        if type(self) is not LiRank:  # a subclass may override `compute_hidden` or `logits`
             return self.logits(self.compute_hidden(batch))
         sides = self.sides(self.inputs(batch.context, batch.items, row_requests(batch, self.device)))
         return self._wide(self.towers.forward_sides(*sides))
 
     def features(self, batch: Batch, label: str | None = None) -> Tensor:
-        """The last hidden layer, of which a label's logit, before calibration, is a linear function.
+        """The last hidden layer; a label's logit, before calibration, is linear in it.
 
         Args:
             batch: a `tigon.rank.Batch`, on the ranker's device.
-            label: whose; None: the first one's. Labels of one tower share it.
+            label: None: the first label. Labels in the same tower share the layer.
         Returns: (C, width).
-        Raises: ValueError for a label that is not there.
+        Raises: ValueError for an unknown label.
         """
         label = self.labels[0] if label is None else label
         if label not in self.labels:
@@ -146,12 +146,12 @@ class LiRank(Ranker):
         return self.towers.label_features(self.compute_hidden(batch))
 
     def last_layer(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """label → (width,) weights and the bias by which its logit, before calibration, is made of its features."""
+        """label → (width,) weights and the bias that map features to the logit before calibration."""
         found = self.towers.last_layer()
         return {label: found[label] for label in self.labels}
 
     def calibration_segments(self, batch: Batch) -> Tensor | None:
-        """(C,) codes of the calibration field; None without such a field."""
+        """(C,) codes for the calibration field; None without such a field."""
         if self.segment is None:
             return None
         context = self.segment in batch.context
@@ -161,22 +161,22 @@ class LiRank(Ranker):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, which is where batches must be."""
+        """The weights' device, where batches must be."""
         return self.inputs.slope.device
 
     # ------------------------------------------------------------------------------------------------------- tables
 
     def tables(self) -> list[EmbeddingTables]:
-        """The tables of embeddings, one below the other for each width."""
+        """The embedding tables, stacked by width."""
         return self.inputs.tables()
 
     def table_gradients(self, grad: Grad) -> list[nn.Parameter]:
-        """Set the gradients of tables: "rows" for the rows that occur, as `tigon.training.RowAdagrad` takes them.
+        """Set the tables' gradient mode: "rows" for row-sparse gradients, as `tigon.training.RowAdagrad` requires.
 
         Args:
             grad: "dense" or "rows".
-        Returns: the weights of the tables.
-        Raises: ValueError for tables of 8 bits, which have none.
+        Returns: the tables' weights.
+        Raises: ValueError for 8-bit tables, which have no gradients.
         """
         if self.config.bits == 8:
             raise ValueError("LiRank: tables of 8 bits cannot be trained; train first, and compress then.")
@@ -186,9 +186,9 @@ class LiRank(Ranker):
 
 
 def row_requests(batch: Batch, device: torch.device) -> Tensor | None:
-    """(C,) int64, the request of each row; None if each row is a request of its own."""
+    """(C,) int64, each row's request; None if each row is a separate request."""
     offsets = batch.offsets
-    # By NumPy: a GPU waits for what is done before a step's first launch, and torch would wake a thread for each core.
+    # NumPy on the host: a GPU op here would delay the step's first launch, and torch would wake a thread per core.
     if len(offsets) == batch.candidates + 1 and bool((np.diff(offsets.numpy()) == 1).all()):
         return None
     sizes = offsets.diff().to(device, non_blocking=True)
@@ -197,7 +197,7 @@ def row_requests(batch: Batch, device: torch.device) -> Tensor | None:
 
 @torch.no_grad()
 def _init_weights(module: nn.Module) -> None:
-    """Weights by the law of Glorot and Bengio, biases 0."""
+    """Glorot initialisation for weights, 0 for biases."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_normal_(module.weight)
         if module.bias is not None:

@@ -1,8 +1,8 @@
-"""Linear layers of any width at the speed of a width that is a multiple of 8.
+"""Linear layers with arbitrary widths at the speed of a multiple of 8.
 
-The rows of a matrix of 3,500 numbers of 16 bits begin at multiples of 8 bytes, where a GPU's fast loads need 16: its
-products then take more than twice the time of those of 3,504. Here weights and activations get columns of zeros up to
-the next multiple of 8; the weights that are trained and stored stay as they are.
+Rows with 3,500 16-bit numbers are aligned to 8 bytes, while fast GPU loads need 16: such products take more than twice
+the time of width 3,504. Weights and activations are padded with zero columns to the next multiple of 8; trained and
+stored weights are unchanged.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tigon.fusion.engine.patch import is_hooked
 from tigon.kernels import bind_apply, cdiv, is_traced, run_once_differentiable, use_triton
 from tigon.rank.kernels.relu_gradient import relu_gradient
 
-COLUMNS = 8  # numbers of 16 bits in 16 bytes
-# rows · inputs · outputs from which a product saves more than the launches that put zeros beside its weights cost.
+COLUMNS = 8  # 16-bit numbers in 16 bytes
+# Minimum rows · inputs · outputs for which the faster product outweighs the extra padding launches.
 LEAST = 2**33
 
 
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`layer(x)`, with columns of zeros behind it where that is faster.
+    """`layer(x)`, with zero padding columns where padding is faster.
 
     Args:
-        x: (C, inputs), or wider by columns that are multiplied by 0, as another call gives it.
-    Returns: (C, outputs), or (C, outputs rounded up to 8), with zeros.
+        x: (C, inputs), or wider, with padding columns from an earlier call.
+    Returns: (C, outputs), or (C, outputs rounded up to 8), padded with zeros.
     """
     if not is_plain(layer) or (x.shape[-1] == layer.in_features and not is_padding_faster(layer, x)):
         out: Tensor = layer(first_columns(x, layer.in_features))
@@ -37,9 +37,9 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def linear_relu(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`relu(linear(layer, x))`; with kernels the relu is a product's last step in training, and its gradient one pass.
+    """`relu(linear(layer, x))`, fused by kernels in training, with a single backward pass for relu.
 
-    Such a step may take NaN for 0. Without gradients, as in an evaluation, relu is torch's, which keeps NaN.
+    The fused version may turn NaN into 0. Without gradients, as in evaluation, torch's relu is used, which keeps NaN.
     """
     if not is_plain(layer) or layer.bias is None or x.dim() != 2 or not torch.is_grad_enabled():
         return F.relu(linear(layer, x))
@@ -79,46 +79,46 @@ _linear_relu = bind_apply(LinearRelu)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is its weight and its bias alone, not an adapter, nor one with hooks."""
+    """Whether a layer is just weight and bias: no adapter and no hooks."""
     return type(layer) is nn.Linear and not is_hooked(layer)
 
 
 def _widen_operands(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, weight and bias in the dtype of the product, with columns of zeros up to multiples of 8."""
+    """x, weight and bias in the product's dtype, with zero columns up to multiples of 8."""
     dtype = _computed_in(x)
     inputs, outputs = (cdiv(width, COLUMNS) * COLUMNS for width in (layer.in_features, layer.out_features))
     behind = outputs - layer.out_features
     x = widen(x.to(dtype), max(inputs, x.shape[-1]))
-    # To 16 bits first: what is padded is half as large.
+    # Cast to 16 bits before padding, to halve the padded size.
     weight = F.pad(layer.weight.to(dtype), (0, x.shape[-1] - layer.in_features, 0, behind))
     return x, weight, None if layer.bias is None else F.pad(layer.bias.to(dtype), (0, behind))
 
 
 def first_columns(x: Tensor, columns: int) -> Tensor:
-    """The first columns of x; x itself where it has no more, since a slice's gradient is a copy."""
+    """The first columns of x; x itself if there is no padding, since a slice's gradient is a copy."""
     return x if x.shape[-1] == columns else x[..., :columns]
 
 
 def concat_columns(sides: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """The first columns of each side, side by side."""
+    """Concatenate the first columns of each side."""
     found = [first_columns(x, width) for x, width in zip(sides, widths, strict=True)]
     return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
 def widen(x: Tensor, columns: int) -> Tensor:
-    """x with columns of zeros behind it; x itself where it has as many."""
+    """Pad x with zero columns; x itself if already wide enough."""
     return x if x.shape[-1] == columns else F.pad(x, (0, columns - x.shape[-1]))
 
 
 def is_padding_faster(layer: nn.Linear, x: Tensor) -> bool:
-    """Whether zeros behind the columns make the product faster: on a GPU, in 16 bits."""
+    """Whether zero padding makes the product faster: on a GPU, in 16 bits."""
     if not x.is_cuda or _computed_in(x).itemsize != 2:
-        return False  # without a look at the rows, whose number a program of torch.export leaves open
+        return False  # without reading the row count, which is dynamic in torch.export
     return is_slow(x.numel() // max(1, x.shape[-1]), layer.in_features, layer.out_features)
 
 
 def is_slow(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether a product has a width that is no multiple of 8, and is large."""
+    """Whether a product is large and has a width that is not a multiple of 8."""
     return bool(inputs % COLUMNS or outputs % COLUMNS) and rows * inputs * outputs >= LEAST
 
 

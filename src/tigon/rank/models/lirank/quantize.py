@@ -1,6 +1,6 @@
-"""Embedding tables in 8 bits a number, after training.
+"""Post-training 8-bit quantization for embedding tables.
 
-bytes a row      width + 4, where fp32 has 4 · width: 20 in place of 64 at width 16
+bytes per row    width + 4, where fp32 has 4 · width: 20 instead of 64 at width 16
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from tigon.rank.models.lirank.model import LiRank
 
 
 def quantize_tables(ranker: LiRank) -> LiRank:
-    """Copy a LiRank with tables of 8 bits a number, and a scale and an offset a row: for scoring alone.
+    """Copy a LiRank with 8-bit tables, with a scale and an offset per row. For scoring only.
 
     Args:
-        ranker: `rank.LiRank`; it stays as it is.
+        ranker: `rank.LiRank`; unchanged.
     Returns: another LiRank, in evaluation mode.
-    Raises: ValueError for tables of 8 bits, and for numbers that fp16 does not hold.
+    Raises: ValueError for 8-bit tables, and for numbers outside fp16's range.
     """
     if ranker.config.bits == 8:
         raise ValueError("rank.quantize_tables: tables must have 32 bits, got tables of 8 bits.")
@@ -28,11 +28,11 @@ def quantize_tables(ranker: LiRank) -> LiRank:
     made.load_state_dict(rest, strict=False)
     for small, large in zip(made.tables(), ranker.tables(), strict=True):
         small.quantize_from(large)
-    made.explorer = ranker.explorer  # its last layer is the same
+    made.explorer = ranker.explorer  # the last layer is unchanged
     return made.eval()
 
 
 def count_bytes(ranker: Any) -> dict[str, int]:
-    """Bytes of the tables, and of the rest that `save_pretrained` writes."""
+    """Bytes for the tables, and for the rest that `save_pretrained` writes."""
     tables = sum(one.nbytes for one in ranker.tables())
     return {"tables": tables, "rest": sum(value.nbytes for value in ranker.state_dict().values()) - tables}

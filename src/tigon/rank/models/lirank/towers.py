@@ -1,4 +1,4 @@
-"""Layers behind the inputs: an MLP whose layers gate themselves, and towers, which labels share.
+"""Layers after the inputs: an MLP with self-gated layers, and towers shared by labels.
 
     h = dropout(relu(norm(x W + b)));   y = h ⊙ σ(h G + c)
 
@@ -26,7 +26,7 @@ from tigon.rank.models.lirank.config import Norm
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Batch normalisation; a batch of one row, which has no variance, goes by the running mean and variance."""
+    """Batch normalisation; a single-row batch, which has no variance, uses the running statistics."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and len(input) == 1:
@@ -34,9 +34,9 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(input)
 
     def relu(self, h: Tensor) -> Tensor | None:
-        """relu(forward), of rows that may have columns of zeros behind them, which stay. None where no kernel serves.
+        """relu(forward) for rows with optional zero padding columns, which are kept. None if no kernel applies.
 
-        Nor does one where a call does more than forward, or for weights that are not fp32.
+        Kernels also require that the module has no hooks or wrappers, and that weights are fp32.
         """
         if type(self) is not BatchNorm or is_hooked(self) or self.momentum is None or is_traced(h) or h.dim() != 2:
             return None
@@ -56,11 +56,11 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class Hidden(nn.Module):
-    """A layer of an MLP.
+    """An MLP layer.
 
     Args:
-        inputs, width: before and behind it. gate: whether it gates itself. norm: before the activation.
-        dropout: before the gate.
+        inputs, width: input and output widths. gate: whether the layer gates itself. norm: before the activation.
+            dropout: before the gate.
     """
 
     def __init__(self, inputs: int, width: int, gate: bool, norm: Norm, dropout: float) -> None:
@@ -74,28 +74,28 @@ class Hidden(nn.Module):
         return padded_linear.first_columns(self.forward_padded(x), self.linear.out_features)
 
     def forward_padded(self, x: Tensor) -> Tensor:
-        """`forward`, with columns of zeros behind it where the next layer is faster by them; x may have them, too."""
+        """`forward` with zero padding columns in the output if the next layer benefits; x may be padded too."""
         y: Tensor = self.dropout(self._activate(x))
         if self.gate is None:
             return y
         gates = padded_linear.linear(self.gate, y)
         y = padded_linear.widen(y, gates.shape[-1])
-        # A layer norm is fp32 under autocast, and gates are not.
+        # Layer norm outputs fp32 under autocast; gates do not.
         return gated_residual(None, gates, y) if gates.dtype == y.dtype else y * gates.sigmoid()
 
     def _activate(self, x: Tensor) -> Tensor:
-        """relu(norm(linear(x))), with columns of zeros where they cost no copy."""
+        """relu(norm(linear(x))), with zero padding columns if they cost no copy."""
         if isinstance(self.norm, nn.Identity):
             return padded_linear.linear_relu(self.linear, x)
         h = padded_linear.linear(self.linear, x)
         if isinstance(self.norm, BatchNorm) and (y := self.norm.relu(h)) is not None:
             return y
-        # Dense rows: of others a GPU takes the statistics of a batch several times as slowly.
+        # Use contiguous rows: batch statistics on strided rows are several times slower on a GPU.
         return F.relu(self.norm(padded_linear.first_columns(h, self.linear.out_features).contiguous()))
 
 
 class MLP(nn.Sequential):
-    """Hidden layers, each behind the one before."""
+    """Stacked hidden layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         width = x.shape[-1]
@@ -105,11 +105,11 @@ class MLP(nn.Sequential):
         return padded_linear.first_columns(self.forward_padded(x), width)
 
     def forward_padded(self, x: Tensor) -> Tensor:
-        """`forward`, with columns of zeros behind it where they were faster."""
+        """`forward` with zero padding columns in the output if they were faster."""
         width = x.shape[-1]
         for layer in self:
             assert isinstance(layer, Hidden)
-            # Hooks, and what wraps a layer, see what it takes and gives without zeros.
+            # Hooks and wrappers must see unpadded inputs and outputs.
             plain = type(layer) is Hidden and not is_hooked(layer)
             x = layer.forward_padded(x) if plain else layer(padded_linear.first_columns(x, width))
             width = layer.linear.out_features
@@ -117,19 +117,21 @@ class MLP(nn.Sequential):
 
 
 def build_mlp(inputs: int, widths: Sequence[int], gate: bool, norm: Norm, dropout: float) -> MLP:
-    """Hidden layers of these widths."""
+    """Build hidden layers with these widths."""
     ends = [inputs, *widths]
     return MLP(*(Hidden(a, b, gate, norm, dropout) for a, b in pairwise(ends)))
 
 
 class Towers(nn.Module):
-    """Logits of labels. Those of one tower share its hidden layers; a tower without has none beside the shared ones.
+    """Label logits.
+
+    Labels in the same tower share its hidden layers; without hidden layers a tower reads the shared layers directly.
 
     Args:
-        labels: of all towers. towers: name → its labels; each label stands in one.
-        inputs: what all towers read. widths: of their hidden layers. gate, norm, dropout: as those of `Hidden`.
+        labels: all labels. towers: name → its labels; each label belongs to one tower.
+        inputs: input width. widths: hidden widths in each tower. gate, norm, dropout: as in `Hidden`.
 
-    Raises: ValueError for labels that stand in no tower, in two, or in no schema.
+    Raises: ValueError for labels in no tower, in two towers, or not in the schema.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Towers(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(width, len(of)) for of in self.labels)
 
     def features(self, x: Tensor, label: str) -> Tensor:
-        """(C, width): the input of the head of a label."""
+        """(C, width): input to a label's head."""
         number = next(n for n, of in enumerate(self.labels) if label in of)
         out: Tensor = self.hidden[number](x)
         return out
@@ -162,7 +164,7 @@ class Towers(nn.Module):
         return {label: x for of, x in zip(self.labels, found, strict=True) for label in of}
 
     def last_layer(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """label → (width,) weights and the bias of its logit."""
+        """label → (width,) weights and the bias for its logit."""
         heads = [
             (label, n, head) for of, head in zip(self.labels, self.heads, strict=True) for n, label in enumerate(of)
         ]
@@ -176,9 +178,9 @@ class Towers(nn.Module):
         return result
 
     def forward_sides(self, sides: Sequence[Tensor], widths: Sequence[int]) -> dict[str, Tensor]:
-        """`forward` of concatenated sides; with kernels, without the copy of a concatenation.
+        """`forward` for concatenated sides; with kernels, without the concatenation copy.
 
-        sides: (C, width) each, or wider by columns that do not count. widths: those that do.
+        sides: (C, width) each, or wider with padding columns. widths: widths without padding.
         """
         plain = self.shallow and type(self) is Towers and not any(map(is_hooked, (self, *self.hidden)))
         plain = plain and all(padded_linear.is_plain(head) for head in self.heads)
@@ -195,7 +197,7 @@ class Towers(nn.Module):
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """(C, labels) fp32, or wider: x, or its first columns, by the weights of a few labels."""
+    """(C, labels) in fp32 or wider: x (unpadded columns) times the weights for a few labels."""
     if len(weight) == 1:
         return row_dot(x, weight[0]).unsqueeze(1)
     found = F.linear(x, padded_linear.widen(weight, x.shape[1]))

@@ -1,6 +1,6 @@
-"""Ranking by prompts: a language model reads a request once, and answers questions about each candidate.
+"""Prompt rankers: a language model reads a request once, and answers questions about each candidate.
 
-`__init__.pyi` declares the public names. They need what the extra `rank` brings.
+Public names are declared in `__init__.pyi` and need the extra `rank`.
 """
 
 from tigon.lazy import attach

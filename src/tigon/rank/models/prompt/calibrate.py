@@ -1,4 +1,4 @@
-"""Fit calibrations of a ranker by prompts on requests that it was not trained on.
+"""Fit a prompt ranker's calibrations on held-out requests.
 
 Sources: Platt 1999; Zadrozny & Elkan 2002, https://doi.org/10.1145/775047.775151; pool-adjacent-violators, Ayer et al.
 1955.
@@ -19,14 +19,14 @@ from tigon.rank.models.prompt.task import NAME
 def calibrate(
     ranker: PromptRanker, requests: Any, kind: Kind = "platt", *, tokens: int = 16384
 ) -> dict[str, Calibration]:
-    """Fit the calibration of each task, and keep it as `ranker.calibration`.
+    """Fit each task's calibration, and store them as `ranker.calibration`.
 
     Args:
         ranker: a `PromptRanker`.
-        requests: with labels, not those of training.
-        kind: "platt" or "isotonic". Platt's is for probabilities: tasks with answers other than 0 and 1 get none.
-        tokens: in a pass of the model.
-    Raises: ValueError for a task whose rows are all of one class.
+        requests: with labels, not from training.
+        kind: "platt" or "isotonic". Platt needs probabilities: tasks with answers other than 0 and 1 are skipped.
+        tokens: per forward pass.
+    Raises: ValueError for a task whose rows all have the same class.
     """
     listed = list(ranker.iterate_requests(requests))
     scores, values = ranker.score(listed, tokens=tokens, calibrated=False), ranker.labels(listed)
@@ -42,14 +42,13 @@ def calibrate(
 
 
 def fit_calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Calibration:
-    """Fit a calibration on rows that were not trained on.
+    """Fit a calibration on held-out rows.
 
     Args:
         scores: (n,) probabilities.
-        labels: (n,) what happened, 0 and 1; for isotonic any numbers.
+        labels: (n,) outcomes, 0 and 1; for isotonic any numbers.
         kind: "platt" or "isotonic".
-    Raises: ValueError for an unknown kind, for rows of one class, of which nothing can be learned, and for labels that
-        Platt's curve cannot be fitted on.
+    Raises: ValueError for an unknown kind, for rows with a single class, and for labels unsuitable for Platt scaling.
     """
     if kind not in KINDS:
         raise ValueError(f"{NAME}: calibration must be one of {', '.join(KINDS)}, got {kind!r}.")
@@ -65,10 +64,10 @@ def fit_calibration(scores: Tensor, labels: Tensor, kind: Kind = "platt") -> Cal
 
 def _platt(s: Tensor, y: Tensor) -> Calibration:
     z = torch.logit(s, EDGE)
-    # Platt's targets: of few rows without an overlap the slope would grow without end.
+    # Platt's smoothed targets: on few separable rows the slope would diverge.
     n1, n0 = y.sum(), (1 - y).sum()
     target = torch.where(y > 0, (n1 + 1) / (n1 + 2), 1 / (n0 + 2))
-    # The cross entropy is convex in (a, b): Newton steps, halved where they are too long.
+    # The cross entropy is convex in (a, b): Newton steps with step halving.
     rows = torch.stack((z, torch.ones_like(z)), 1)
     at = rows.new_tensor([1.0, 0.0])
     for _ in range(100):
@@ -81,7 +80,7 @@ def _platt(s: Tensor, y: Tensor) -> Calibration:
         while float(_log_loss(rows @ (at - step), target)) > float(before) and float(step.abs().max()) > 1e-9:
             step = step / 2
         at = at - step
-    # Scores that say the opposite are worth nothing; their order stays all the same.
+    # Anti-correlated scores get a slope near 0, which keeps their order.
     return Calibration("platt", (max(float(at[0]), EDGE), float(at[1])))
 
 
@@ -90,7 +89,7 @@ def _log_loss(z: Tensor, target: Tensor) -> Tensor:
 
 
 def _isotonic(s: Tensor, y: Tensor) -> Calibration:
-    """Pool adjacent violators over the scores, equal scores first."""
+    """Pool adjacent violators over the scores; equal scores are merged first."""
     scores, place, count = s.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros_like(scores).index_add_(0, place, y) / count
     blocks: list[list[float]] = []  # mean, weight, first score, last score

@@ -1,7 +1,7 @@
-"""Calibration: a rising function from scores to probabilities.
+"""Calibration: increasing functions from scores to probabilities.
 
-    platt      p = σ(a · logit(score) + b), a > 0: two numbers, and the order of scores stays
-    isotonic   the rising step function of least squares, linear between its steps: any shape, with ties
+    platt      p = σ(a · logit(score) + b), a > 0: two parameters, strictly increasing, so the order is unchanged
+    isotonic   least-squares increasing step function, interpolated linearly: any shape, with ties
 
 Sources: Platt 1999; Zadrozny & Elkan 2002, https://doi.org/10.1145/775047.775151; pool-adjacent-violators, Ayer et al.
 1955.
@@ -18,18 +18,18 @@ from torch import Tensor
 
 Kind = Literal["platt", "isotonic"]
 KINDS = ("platt", "isotonic")
-# Scores are probabilities, kept this far from 0 and 1 before their logit is taken.
+# Clamp probabilities to this distance from 0 and 1 before taking the logit.
 EDGE = 1e-6
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A rising, piecewise linear function from scores, or from their logits through σ.
+    """An increasing function: piecewise linear in the scores, or a sigmoid that is linear in their logits.
 
     Args:
         kind: "platt" or "isotonic".
-        x: isotonic: rising scores. platt: (a, b).
-        y: isotonic: the value at each score of x; flat before the first and after the last. platt: empty.
+        x: isotonic: increasing scores. platt: (a, b).
+        y: isotonic: the value at each score in x; constant beyond both ends. platt: empty.
     """
 
     kind: Kind
@@ -54,7 +54,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Calibration:
-        """Raises: ValueError, TypeError or KeyError for what `to_json` has not made."""
+        """Raises: ValueError, TypeError or KeyError for input not from `to_json`."""
         made = cls(told["kind"], tuple(map(float, told["x"])), tuple(map(float, told["y"])))
         rises = all(a < b for a, b in pairwise(made.x))
         is_whole = len(made.x) == 2 and not made.y if made.kind == "platt" else len(made.x) == len(made.y) > 0 and rises

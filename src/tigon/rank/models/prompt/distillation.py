@@ -1,9 +1,9 @@
-"""Distillation: a teacher's probabilities of the answers become part of the target.
+"""Distillation: a teacher's answer probabilities become part of the target.
 
     target = (1 − share) · label + share · teacher;   loss = −Σ_k target_k log p_k
 
-This is the label's cross entropy and the teacher's divergence, mixed, but for a constant. Where a row has no label the
-teacher stands alone, and where it has no teacher the label does.
+Up to a constant, this mixes cross entropy with the label and KL divergence from the teacher. Rows without a label use
+only the teacher, rows without a teacher only the label.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tigon.rank.models.prompt.task import NAME
 
 
 def add_teacher_scores(requests: Sequence[Request], teacher: PromptRanker, *, tokens: int = 16384) -> list[Request]:
-    """The requests with a teacher's probabilities of the answers.
+    """Add a teacher's answer probabilities to requests.
 
     Args:
         requests: as the student will read them.
-        teacher: a `PromptRanker` whose prompt asks tasks of the same names with the same answers. Its model, its
-            templates and its tokenizer may be others.
-        tokens: in a pass of the teacher.
+        teacher: a `PromptRanker` whose prompt has tasks with the same names and answers. Its model, templates and
+            tokenizer may differ.
+        tokens: per teacher forward pass.
     Raises: ValueError for a teacher that shares no task with its requests' labels.
     """
     found = teacher.probabilities(requests, tokens=tokens)

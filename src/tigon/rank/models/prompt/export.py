@@ -1,9 +1,9 @@
-"""A folder for SGLang's multi-item scoring: one request of /v1/score holds a prefix and all suffixes.
+"""Export a folder for SGLang's multi-item scoring: one /v1/score request holds a prefix and all suffixes.
 
-SGLang lays a request out as query, delimiter, item, delimiter, item, …, delimiter. With FlashInfer's mask a token of an
-item reads the query and its own item, but no delimiter and no other item; positions of every item go on from the query;
-and the logits of an item are those of its last token. These are the rows, positions and reads of
-`tigon.SharedPrefixBatch`, so that the served numbers are those that were trained.
+SGLang lays a request out as query, delimiter, item, delimiter, item, …, delimiter. With FlashInfer's mask, an item's
+tokens attend to the query and the same item, but not to delimiters or other items; each item's positions continue from
+the query; an item's logits are taken at its last token. This matches the rows, positions and attention in
+`tigon.SharedPrefixBatch`, so that served and trained numbers agree.
 
 Source: SGLang, python/sglang/srt/managers/tokenizer_manager_score_mixin.py and layers/attention/flashinfer_backend.py;
 https://github.com/sgl-project/sglang/pull/10979, https://github.com/flashinfer-ai/flashinfer/pull/1015
@@ -20,23 +20,23 @@ from tigon.rank.models.prompt.model import PromptRanker
 from tigon.rank.models.prompt.task import NAME
 
 REQUESTS, SERVE = "requests.jsonl", "sglang.json"
-# Requests whose ids are written as examples.
+# Maximum example requests.
 EXAMPLES = 100
 
 
 def export_sglang(ranker: PromptRanker, requests: Any, folder: str | os.PathLike[str]) -> list[Path]:
-    """Write weights, tokenizer, how to serve them, and example requests.
+    """Write weights, tokenizer, serving instructions, and example requests.
 
     Args:
         ranker: a `PromptRanker`. Adapters are merged into a copy of the weights.
-        requests: a list of `Request`, or `rank.Impressions`, of which the first 100 become examples: a line of
-            requests.jsonl for each request and task, the body of POST /v1/score.
-        folder: is made if it is not there.
-    Returns: the files that it wrote beside the model's.
-    Raises: ValueError if the tokenizer has no token left for the delimiter.
+        requests: a list of `Request`, or `rank.Impressions`; the first 100 become examples: a line in requests.jsonl
+            per request and task, the body for POST /v1/score.
+        folder: created if missing.
+    Returns: the files written beside the model's.
+    Raises: ValueError if the tokenizer has no unused token for the delimiter.
 
-    sglang.json holds the delimiter's id, the ids and values of each task's answers, and the calibration. A score is
-    Σ_k value_k p_k of the probabilities that the server returns, through the calibration.
+    sglang.json contains the delimiter's id, each task's answer ids and values, and the calibration. A score is Σ_k
+    value_k p_k over the server's probabilities, then calibrated.
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def export_sglang(ranker: PromptRanker, requests: Any, folder: str | os.PathLike
 
 
 def _delimiter(ranker: PromptRanker, used: set[int]) -> int:
-    """A token that no prompt can have: special, so that no text becomes it, and not of the chat template."""
+    """A special token that no prompt can contain: never produced from text, and not in the chat template."""
     tokenizer = ranker.tokenizer
     taken = used | {token for own in ranker.encoder.answers.values() for token in own}
     taken |= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -95,7 +95,7 @@ def _delimiter(ranker: PromptRanker, used: set[int]) -> int:
 
 
 def _whole(model: Any) -> Any:
-    """The model with its adapters merged, a copy where there are any."""
+    """The model with adapters merged; a copy if there are adapters."""
     if hasattr(model, "merge_and_unload"):
         import copy
 

@@ -1,4 +1,4 @@
-"""A language model that ranks: it reads a request once, and answers questions about each candidate.
+"""Prompt ranker: a language model reads a request once, and answers questions about each candidate.
 
 Source: Firooz et al. 2025, 360Brew, https://arxiv.org/abs/2501.16450
 """
@@ -30,24 +30,24 @@ SETTINGS = "ranker.json"
 
 
 class PromptRanker(nn.Module):
-    """Ranks by the probabilities of answers to questions about each candidate, with the prefix computed once.
+    """Ranks by answer probabilities for questions about each candidate, with the prefix computed once.
 
     Args:
-        model: a causal language model of transformers, also under PEFT. It is fused with shared_prefix=True when it is
-            first run, unless it is already.
+        model: a transformers causal language model, optionally with PEFT. Fused with shared_prefix=True on the first
+            run, unless already fused.
         tokenizer: the model's.
-        prompt: a `Prompt`, the dict of its arguments, or the path of a prompt.yaml.
-        prefix_len: most tokens of a prefix; the oldest events are left out first. None: 1024, or three quarters of the
-            model's positions where these are fewer.
-        distil: the teacher's part of the target, where requests have a teacher, from 0 to 1.
-        vocabulary_weight: μ, how much of the right answer's cross entropy over the whole vocabulary the loss has beside
-            that among the answers: of the token that the answer begins with. 0: none, and no product over all words.
+        prompt: a `Prompt`, a dict with its arguments, or the path to a prompt.yaml.
+        prefix_len: maximum prefix tokens; the oldest events are dropped first. None: 1024, or three quarters of the
+            model's positions if fewer.
+        distil: the teacher's weight in the target, 0 to 1, for requests with a teacher.
+        vocabulary_weight: μ, weight for the right answer's first-token cross entropy over the whole vocabulary, added
+            to the loss among the answers. 0: disabled, without a product over the vocabulary.
 
     Attributes:
-        calibration: task → the function that its scores go through; empty before `calibrate(ranker, …)`.
+        calibration: task → calibration function; empty before `calibrate(ranker, …)`.
 
-    Raises: ValueError as `Prompt`, for answers that begin with the same token, and for a prefix_len that the model has
-        no positions for.
+    Raises: ValueError as `Prompt`, for answers with the same first token, and for a prefix_len beyond the model's
+        positions.
 
         ranker = PromptRanker(model, tokenizer, "prompt.yaml")
         request = Request(candidates=[{"title": "Heat"}, {"title": "Fargo"}], profile={"age": 30})
@@ -75,7 +75,7 @@ class PromptRanker(nn.Module):
         self.prefix_len = default_prefix_len(positions) if prefix_len is None else prefix_len
         self.encoder = Encoder(prompt, tokenizer, self.prefix_len, positions)
         self.calibration: dict[str, Calibration] = {}
-        # All answers of all tasks at once, each token once: one product, and one gradient of the head.
+        # Deduplicated answer tokens for all tasks: a single product, and a single gradient for the head.
         tokens = sorted({token for own in self.encoder.answers.values() for token in own})
         width = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         if tokens[-1] >= width:
@@ -88,12 +88,12 @@ class PromptRanker(nn.Module):
     def batches(
         self, requests: Iterable[Request], *, tokens: int = 16384, labelled: bool = False
     ) -> Iterable[PromptBatch]:
-        """The requests in their order, in batches of at most about `tokens` tokens.
+        """Batch requests in order, with at most about `tokens` tokens each.
 
         Args:
-            requests: each with at least one candidate. A request larger than a batch is cut between candidates.
-            tokens: of prefixes and suffixes together.
-            labelled: whether their labels are read.
+            requests: each with at least one candidate. Larger requests are split between candidates.
+            tokens: prefixes and suffixes together.
+            labelled: whether labels are read.
         """
         waiting: list[Encoded] = []
         room = tokens
@@ -108,21 +108,21 @@ class PromptRanker(nn.Module):
             yield collate(waiting)
 
     def logits(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
-        """Logits of all answers after each suffix, (C, U) in fp32; columns as in `columns` of each task.
+        """Logits for all answers after each suffix, (C, U) in fp32; columns as in each task's `columns`.
 
         Args:
-            batch: of `batches`.
-            model: in place of the ranker's, such as a wrapper around it.
+            batch: from `batches`.
+            model: replaces the ranker's model, such as a wrapper around it.
         """
         self.fuse_shared_prefix()
         return batch.shared.next_logits(self.model if model is None else model, self.tokens)
 
     def read_answers(self, batch: PromptBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor | None]:
-        """`logits`, and (C,) the right answers' cross entropy over the whole vocabulary; None for a weight of 0.
+        """`logits`, and (C,) the right answers' cross entropy over the whole vocabulary; None for weight 0.
 
         Args:
-            batch: of `batches`, with labels.
-            model: in place of the ranker's, such as a wrapper around it.
+            batch: from `batches`, with labels.
+            model: replaces the ranker's model, such as a wrapper around it.
         """
         if not self.vocabulary_weight:
             return self.logits(batch, model), None
@@ -134,30 +134,30 @@ class PromptRanker(nn.Module):
         return batch.shared.next_token(self.model if model is None else model, self.tokens, target)
 
     def loss(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
-        """Cross entropy of the answers, 0-d: the mean over the rows of each task, then over tasks by their weights.
+        """Answer cross entropy, 0-d: mean over each task's rows, then weighted mean over tasks.
 
-        With a `vocabulary_weight` that over the whole vocabulary is added to each task's.
+        With a `vocabulary_weight`, the whole-vocabulary cross entropy is added to each task's loss.
 
         Args:
-            batch: of `batches`, with labels.
-            model: in place of the ranker's, such as a wrapper around it.
+            batch: from `batches`, with labels.
+            model: replaces the ranker's model, such as a wrapper around it.
         """
         z, whole = self.read_answers(batch, model)
         return self.loss_from_logits(z, batch, whole)
 
     def loss_from_logits(self, z: Tensor, batch: PromptBatch, whole: Tensor | None = None) -> Tensor:
-        """`loss`, from the result of `read_answers`.
+        """`loss`, from the output of `read_answers`.
 
         Args:
-            z: of `read_answers`, or of `logits`.
+            z: from `read_answers` or `logits`.
             batch: the same batch.
-            whole: of `read_answers`.
+            whole: from `read_answers`.
         """
         task, labels = batch.task.to(z.device), batch.labels.to(z.device)
         total = z.new_zeros(())
         weights = sum(task.weight for task in self.prompt.tasks.values())
         for t, one in enumerate(self.prompt.tasks.values()):
-            # Rows of other tasks count for nothing; a selection by their number would wait for the GPU.
+            # Mask other tasks' rows with weight 0; boolean selection would synchronise with the GPU.
             mine = task == t
             columns = torch.tensor(self.columns[t]).to(z.device, non_blocking=True)
             own = z.index_select(1, columns)
@@ -179,12 +179,12 @@ class PromptRanker(nn.Module):
 
     @torch.no_grad()
     def probabilities(self, requests: Any, *, tokens: int = 16384) -> dict[str, Tensor]:
-        """Probabilities of the answers, by task: (C, K) fp32 on the CPU, candidates in the order of the requests.
+        """Answer probabilities by task: (C, K) fp32 on the CPU, candidates in request order.
 
         Args:
             requests: a list of `Request`, or `rank.Impressions`.
-            tokens: in a pass of the model.
-        Raises: ValueError for requests that the prompt cannot be written for.
+            tokens: per forward pass.
+        Raises: ValueError for requests that do not fit the prompt.
         """
         was = self.model.training
         self.model.eval()
@@ -203,15 +203,15 @@ class PromptRanker(nn.Module):
         }
 
     def score(self, requests: Any, *, tokens: int = 16384, calibrated: bool = True) -> dict[str, Tensor]:
-        """Scores by task, Σ_k value_k p_k: (C,) fp32 on the CPU, candidates in the order of the requests.
+        """Scores by task, Σ_k value_k p_k: (C,) fp32 on the CPU, candidates in request order.
 
-        Of a task with the answers 1 and 0 this is the probability of 1.
+        For a task with answers 1 and 0 this is the probability of 1.
 
         Args:
             requests: a list of `Request`, or `rank.Impressions`.
-            tokens: in a pass of the model.
-            calibrated: whether scores go through `calibration`, where there is one.
-        Raises: ValueError for requests that the prompt cannot be written for.
+            tokens: per forward pass.
+            calibrated: whether to apply `calibration`, if available.
+        Raises: ValueError for requests that do not fit the prompt.
         """
         scores = {}
         for name, p in self.probabilities(requests, tokens=tokens).items():
@@ -220,7 +220,7 @@ class PromptRanker(nn.Module):
         return scores
 
     def labels(self, requests: Any) -> dict[str, Tensor]:
-        """The values of the right answers, by task: (C,) fp32, NaN where one is not known.
+        """Right answers' values by task: (C,) fp32, NaN if unknown.
 
         Args:
             requests: a list of `Request`, or `rank.Impressions`.
@@ -233,7 +233,7 @@ class PromptRanker(nn.Module):
         return {name: torch.tensor(values) for name, values in found.items()}
 
     def iterate_requests(self, requests: Any) -> Iterable[Request]:
-        """The requests of a list of `Request`, or of `rank.Impressions`."""
+        """Requests from a list of `Request`, or from `rank.Impressions`."""
         if isinstance(requests, Request):
             raise ValueError(f"{NAME}: requests must be a list of Request, got one.")
         if hasattr(requests, "batches"):
@@ -244,7 +244,7 @@ class PromptRanker(nn.Module):
     # --------------------------------------------------------------------------------------------------------- files
 
     def fuse_shared_prefix(self) -> None:
-        """Fuse the model with shared_prefix=True, unless it is."""
+        """Fuse the model with shared_prefix=True, unless already fused."""
         try:
             find_fusion(self.model)
         except ValueError:
@@ -256,7 +256,7 @@ class PromptRanker(nn.Module):
         """Write model, tokenizer, prompt.yaml, ranker.json, and a manifest.json with checksums.
 
         Args:
-            folder: is made if it is not there.
+            folder: created if missing.
         """
         self.model.save_pretrained(folder)  # type: ignore[operator]
         self.tokenizer.save_pretrained(folder)
@@ -264,10 +264,10 @@ class PromptRanker(nn.Module):
         write_manifest(Path(folder), sorted(file.name for file in Path(folder).iterdir() if file.name != MANIFEST))
 
     def save_settings(self, folder: str | os.PathLike[str]) -> None:
-        """Write prompt.yaml and ranker.json beside a model that is saved already.
+        """Write prompt.yaml and ranker.json beside a saved model.
 
         Args:
-            folder: of the model.
+            folder: the model's folder.
         """
         told = {
             "kind": "prompt", "prefix_len": self.prefix_len,
@@ -282,13 +282,13 @@ class PromptRanker(nn.Module):
     def from_pretrained(
         cls, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> PromptRanker:
-        """The ranker of a folder that `save_pretrained` or `tigon train --task rank` wrote.
+        """Load a ranker written by `save_pretrained` or `tigon train --task rank`.
 
         Args:
-            folder: with a model, or PEFT adapters whose model is found by their configuration.
-            dtype: of the weights; by default bf16 on a GPU that has it, else fp32.
-            device: where the model goes.
-        Raises: ValueError for a folder without prompt.yaml, and for files that are damaged.
+            folder: with a model, or PEFT adapters whose configuration names the model.
+            dtype: weight dtype; by default bf16 on GPUs that support it, else fp32.
+            device: the model's device.
+        Raises: ValueError for a folder without prompt.yaml, and for damaged files.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -314,7 +314,7 @@ class PromptRanker(nn.Module):
             tokenizer = AutoTokenizer.from_pretrained(str(place))
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # transformers raises what its readers of damaged files raise
+        except Exception as error:  # whatever transformers raises for damaged files
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DamagedFileError(f"{place} holds no model that can be loaded: {said}") from error
         ranker = cls(model, tokenizer, prompt, prefix_len=told["prefix_len"])
@@ -323,12 +323,12 @@ class PromptRanker(nn.Module):
 
 
 def soft_target(labels: Tensor, teacher: Tensor, has_teacher: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The mixed target (n, K), and (n,) how much each row counts: 0 where it has neither label nor teacher.
+    """Mixed target (n, K), and (n,) row weights: 0 for rows with neither label nor teacher.
 
     Args:
-        labels: (n,) places of answers, −100 for none.
-        teacher: (n, K) probabilities. has_teacher: (n,) bool, where there are any.
-        share: the teacher's part, from 0 to 1.
+        labels: (n,) answer indices, −100 if unknown.
+        teacher: (n, K) probabilities. has_teacher: (n,) bool mask.
+        share: the teacher's weight, 0 to 1.
     """
     known = labels != IGNORED
     hard = F.one_hot(labels.where(known, 0), teacher.shape[1]).to(teacher.dtype)
@@ -338,18 +338,18 @@ def soft_target(labels: Tensor, teacher: Tensor, has_teacher: Tensor, share: flo
 
 
 def _cross_entropy(z: Tensor, target: Tensor) -> Tensor:
-    """The mean over the rows that count, 0 where none does."""
+    """Mean over the rows that count, 0 if there are none."""
     total = torch.nn.functional.cross_entropy(z, target, reduction="sum")
     return total / (target != IGNORED).sum().clamp(min=1)
 
 
 def default_prefix_len(positions: int | None) -> int:
-    """1024 tokens, or three quarters of the positions where these are fewer."""
+    """1024 tokens, or three quarters of the positions if fewer."""
     return 1024 if positions is None else max(1, min(1024, positions * 3 // 4))
 
 
 def max_positions(model: Any) -> int | None:
-    """How many positions a model has."""
+    """The model's number of positions."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(text, "max_position_embeddings", None)

@@ -1,11 +1,11 @@
-"""Requests as token ids: one prefix, and for each candidate a suffix a task; and batches of them by a budget of tokens.
+"""Tokenise requests into a prefix and a suffix per candidate and task, and batch them by token budget.
 
     prefix    [chat template | BOS] instruction ⏎ profile ⏎ event ⏎ event ⏎ …
     suffix    candidate ⏎ question [chat template | ⏎]
 
-Every line is tokenised by itself, with the line break that ends it. So a prefix without its oldest events is exactly
-the lines that are left, a suffix is the same whatever it follows, and training, scoring and a server that gets token
-ids read the same numbers.
+Every line is tokenised separately, including its line break. Therefore dropping the oldest events leaves the other
+lines' tokens unchanged, a suffix does not depend on its prefix, and training, scoring and a server that receives token
+ids use identical ids.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tigon.losses.choices import IGNORED
 from tigon.rank.models.prompt.task import NAME
 from tigon.rank.models.prompt.templates import Prompt
 
-# Stands for the user's turn in a chat template.
+# Placeholder for the user's turn in a chat template.
 MARK = "\u2402content\u2403"
-# Lines whose tokens are remembered: events and candidates come again and again.
+# Number of lines with cached tokens: events and candidates repeat often.
 REMEMBERED = 1 << 18
 
 
 @dataclass(frozen=True)
 class Request:
-    """The candidates of one request, its profile and its history.
+    """A request's candidates, profile and history.
 
     Args:
-        candidates: a row of columns for each candidate.
-        profile: the columns of the request.
-        events: rows of columns, oldest first; `ago` says how long before the request an event was.
-        labels: task → for each candidate the place of the right answer, −1 where it is not known. None: read from the
-            candidates' columns, as the tasks say.
-        teacher: task → for each candidate a teacher's probability of each answer, or None.
+        candidates: a row of columns per candidate.
+        profile: the request's columns.
+        events: rows of columns, oldest first; `ago` is the time before the request.
+        labels: task → the right answer's index per candidate, −1 if unknown. None: read from the candidates' columns,
+            as the tasks define.
+        teacher: task → a teacher's answer probabilities per candidate, or None.
     """
 
     candidates: Sequence[Mapping[str, Any]]
@@ -53,9 +53,9 @@ class Encoded(NamedTuple):
 
     Attributes:
         prefix: ids. suffixes: [candidate][task], ids.
-        labels: [candidate][task], the place of the right answer, −100 where it is not known.
+        labels: [candidate][task], the right answer's index, −100 if unknown.
         teacher: [candidate][task], probabilities or None.
-        dropped: how many events did not fit.
+        dropped: number of events that did not fit.
     """
 
     prefix: list[int]
@@ -69,20 +69,20 @@ class Encoded(NamedTuple):
         return len(self.prefix) + sum(len(suffix) for own in self.suffixes for suffix in own)
 
     def take(self, start: int, stop: int) -> Encoded:
-        """Some of the candidates."""
+        """Select a range of candidates."""
         part = slice(start, stop)
         return self._replace(suffixes=self.suffixes[part], labels=self.labels[part], teacher=self.teacher[part])
 
 
 class PromptBatch(NamedTuple):
-    """Requests packed for one pass of the model. C suffixes in all, a candidate's tasks side by side.
+    """Requests packed for a single forward pass. C suffixes in total; a candidate's tasks are adjacent.
 
     Attributes:
         shared: the prefixes and suffixes.
-        task: (C,) int64, which task each suffix asks.
-        labels: (C,) int64, the place of the right answer, −100 where it is not known.
-        teacher: (C, K) float32, a teacher's probabilities of the answers, zeros beyond a task's own; None without one.
-        has_teacher: (C,) bool, where there are any.
+        task: (C,) int64, each suffix's task.
+        labels: (C,) int64, the right answer's index, −100 if unknown.
+        teacher: (C, K) float32, a teacher's answer probabilities, padded with zeros; None without a teacher.
+        has_teacher: (C,) bool mask.
     """
 
     shared: SharedPrefixBatch
@@ -93,18 +93,18 @@ class PromptBatch(NamedTuple):
 
 
 class Encoder:
-    """Turns requests into token ids, the same way for training, scoring and export.
+    """Tokenises requests, identically for training, scoring and export.
 
     Args:
         prompt: the `Prompt`.
-        tokenizer: of the model. Its chat template, if it has one, puts prefix and suffix into a turn of the user.
-        prefix_len: most tokens of a prefix; the oldest events are left out first.
-        positions: how many positions the model has; None for any number.
+        tokenizer: the model's. Its chat template, if any, wraps prefix and suffix as a user turn.
+        prefix_len: maximum prefix tokens; the oldest events are dropped first.
+        positions: the model's number of positions; None for unlimited.
 
     Attributes:
-        answers: task → the token that each answer begins with.
+        answers: task → each answer's first token.
 
-    Raises: ValueError for answers that begin with the same token.
+    Raises: ValueError for answers with the same first token.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Any, prefix_len: int, positions: int | None = None) -> None:
@@ -122,7 +122,10 @@ class Encoder:
         self.answers = {task.name: self._answers(task.name, list(task.answers)) for task in prompt.tasks.values()}
 
     def line(self, text: str) -> list[int]:
-        """The ids of a line, with its line break. Special tokens in it are text: data cannot end the user's turn."""
+        """Token ids for a line and its line break.
+
+        Special tokens in the text are encoded as plain text: data cannot end the user's turn.
+        """
         result = self._lines.get(text)
         if result is None:
             result = self._ids(text + "\n")
@@ -131,13 +134,13 @@ class Encoder:
         return result
 
     def encode(self, request: Request, *, labelled: bool = True) -> Encoded:
-        """A request as token ids.
+        """Tokenise a request.
 
         Args:
             request: with at least one candidate.
-            labelled: whether labels are read; without them all are unknown.
-        Raises: ValueError for a request without candidates, columns that templates name and rows lack, an instruction
-            and profile that do not fit `prefix_len`, and a suffix that does not fit the model.
+            labelled: whether labels are read; otherwise all are unknown.
+        Raises: ValueError for a request without candidates, columns used in templates but missing from rows, an
+            instruction and profile longer than `prefix_len`, and a suffix too long for the model.
         """
         if not request.candidates:
             raise ValueError(f"{NAME}: a request must have candidates, got none.")
@@ -154,7 +157,7 @@ class Encoder:
         room = self.prefix_len - len(prefix)
         for row in reversed(request.events if prompt.event is not None else ()):
             event = self.line(prompt.render("event", row))
-            if len(event) > room:  # older ones go too, so that no history has a hole
+            if len(event) > room:  # drop older events too, so that histories have no gaps
                 break
             kept.append(event)
             room -= len(event)
@@ -177,7 +180,7 @@ class Encoder:
     def _suffix(self, row: Mapping[str, Any], task: str) -> list[int]:
         prompt = self.prompt
         ids = self.line(prompt.render("candidate", row))
-        # The question's line break belongs to the tail: a chat template ends the turn in its place.
+        # The question's line break belongs to the tail: a chat template ends the turn instead.
         return ids + self._encode_cached(prompt.render(task, row)) + self.tail
 
     def _targets(self, request: Request, labelled: bool) -> tuple[list[list[int]], list[list[Sequence[float] | None]]]:
@@ -206,7 +209,7 @@ class Encoder:
         return labels, teacher
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """The ids before the instruction, and those after the question."""
+        """Ids before the instruction, and after the question."""
         tokenizer = self.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             first = list(tokenizer("").input_ids)
@@ -220,7 +223,7 @@ class Encoder:
         return self._ids(before, special=True), self._ids(after, special=True)
 
     def _encode_cached(self, text: str) -> list[int]:
-        key = "\0" + text  # apart from lines, which end in a line break
+        key = "\0" + text  # distinct from lines, which end in a line break
         result = self._lines.get(key)
         if result is None:
             result = self._ids(text)
@@ -246,7 +249,7 @@ class Encoder:
 
 
 def group_by_budget(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Places of consecutive sizes in groups of at most `budget`, or of one where that is larger by itself."""
+    """Group consecutive sizes into groups with total at most `budget`; larger sizes form their own group."""
     groups: list[list[int]] = []
     room = 0
     for place, size in enumerate(sizes):
@@ -259,9 +262,9 @@ def group_by_budget(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def split_request(encoded: Encoded, budget: int) -> Iterable[Encoded]:
-    """A request cut between candidates into pieces of at most `budget` tokens, each with the whole prefix.
+    """Split a request between candidates into pieces with at most `budget` tokens, each with the whole prefix.
 
-    A suffix reads nothing of the other suffixes, so that the pieces say what the request does.
+    Suffixes do not attend to each other, so splitting does not change the results.
     """
     if encoded.tokens <= budget:
         yield encoded
@@ -272,7 +275,7 @@ def split_request(encoded: Encoded, budget: int) -> Iterable[Encoded]:
 
 
 def collate(requests: Sequence[Encoded]) -> PromptBatch:
-    """One batch of some requests, on the CPU."""
+    """Collate requests into a batch, on the CPU."""
     suffixes = [[suffix for own in request.suffixes for suffix in own] for request in requests]
     shared = SharedPrefixBatch([request.prefix for request in requests], suffixes)
     labels = [label for request in requests for own in request.labels for label in own]

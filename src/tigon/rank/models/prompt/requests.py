@@ -1,4 +1,4 @@
-"""Impressions as requests of a prompt: the columns that its templates name, with the values that the tables have."""
+"""Convert impressions to prompt requests with the columns named in the templates."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from tigon.rank.models.prompt.packing import Request
 from tigon.rank.models.prompt.task import NAME
 from tigon.rank.models.prompt.templates import AGO, Prompt, format_age
 
-# A column of this name with a task's behind it holds a teacher's score of each row.
+# Column prefix, followed by a task name: a teacher's score per row.
 TEACHER = "teacher_"
-# Most events of a request that are written; few prefixes hold more.
+# Maximum events per request; few prefixes hold more.
 HISTORY = 512
-# Requests that are drawn from the tables at once.
+# Requests gathered from the tables at once.
 CHUNK = 256
 
 
 def read_impressions(
     prompt: Prompt, data: Any, *, history: Any = None, items: Any = None, users: Any = None, labelled: bool = True
 ) -> Impressions:
-    """Impressions with the columns that a prompt names.
+    """Read impressions with the columns that a prompt names.
 
     Args:
-        prompt: whose `columns` name roles where the tables have unusual names.
+        prompt: its `columns` give roles to columns with unusual names.
         data, history, items, users, labelled: as in `rank.Impressions.read`.
-    Raises: ValueError for a column that a template or a label names and no table has, with the nearest name, and as
-        `rank.Impressions.read`.
+    Raises: ValueError for a column named in a template or label but missing from all tables, with the nearest name, and
+        as `rank.Impressions.read`.
     """
     rows = load_columns(data)
     events = load_history(history)
-    near = find_side_tables(data)  # RecBole's items and users lie beside its impressions
+    near = find_side_tables(data)  # RecBole's items and users are beside its impressions
     items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
     items, users = (None if side is None else load_columns(side) for side in (items, users))
     labels = _labels(prompt)
@@ -61,13 +61,13 @@ def read_impressions(
         raise ValueError(f"{error} Name it in the prompt's columns.") from None
     tables = gather_tables(rows, events, items, users, roles)
     schema = _schema(prompt, tables, roles, labelled)
-    # The words of a history of the impressions themselves are passed on, so that a split can check the history.
+    # Keep history keywords, so that a split can check the history.
     past = history if isinstance(events, OwnHistory) else events
     return Impressions.read(rows, history=past, items=items, users=users, schema=schema, labelled=labelled)
 
 
 def _labels(prompt: Prompt) -> list[str]:
-    """The tasks of two answers as labels of impressions; others are read from their column."""
+    """Two-answer tasks as impression labels; other tasks are read from their column."""
     result = []
     for task in prompt.tasks.values():
         if task.read.compares:
@@ -78,7 +78,7 @@ def _labels(prompt: Prompt) -> list[str]:
 
 
 def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Schema:
-    """Roles and fields for the columns that the templates name, each read as it stands."""
+    """Roles and fields for the columns in the templates, read unchanged."""
     questions = list(prompt.tasks)
     prompt.check_columns("profile", {*tables.rows, *tables.columns("users")})
     for part in ("candidate", *questions):
@@ -110,7 +110,7 @@ def _schema(prompt: Prompt, tables: Tables, roles: Roles, labelled: bool) -> Sch
             actions.append(name)
             fields[name] = _field(tables, name, ("history",), "action")
         else:
-            # An item's feature that candidates have, but do not say.
+            # An item feature that candidates have, but the candidate template does not use.
             fields[name] = _field(tables, name, ("items",), "item", history=True)
     told = {**{one: getattr(roles, one) for one in ("item", "request", "user", "time", "labels", "weight")}}
     return Schema(Roles(**told, action=tuple(actions)), fields)
@@ -143,7 +143,7 @@ def _field(tables: Tables, name: str, where: tuple[str, ...], side: Any, history
 
 
 def _is_large(column: Any) -> bool:
-    """Whether a column has whole numbers alone, some of which fp32 would round."""
+    """Whether a column is integer-valued with values beyond fp32's exact range."""
     try:
         x = numbers(column)
     except BadValue:
@@ -153,7 +153,7 @@ def _is_large(column: Any) -> bool:
 
 
 def _with_vocabulary(tables: Tables, name: str, field: Field, where: tuple[str, ...]) -> Field:
-    """A field with the vocabulary of all tables, whatever part is trained on: it only leads back to the words."""
+    """A field with a vocabulary over all tables, independent of the training split: it only maps codes back to text."""
     found = []
     for table in where:
         if name in tables.columns(table):
@@ -165,12 +165,12 @@ def _with_vocabulary(tables: Tables, name: str, field: Field, where: tuple[str, 
 
 
 class Requests(Sequence[Request]):
-    """Impressions as the requests that a prompt writes, made when they are asked for.
+    """Impressions as prompt requests, created lazily.
 
     Args:
-        data: of `read`, with the same prompt.
+        data: from `read_impressions`, with the same prompt.
         prompt: the `Prompt`.
-        history_max: most events of a request, the latest.
+        history_max: maximum events per request, newest first.
     """
 
     def __init__(self, data: Impressions, prompt: Prompt, *, history_max: int = HISTORY) -> None:
@@ -203,7 +203,7 @@ class Requests(Sequence[Request]):
         return self.__getitems__([index % len(self)])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Request]:
-        """Requests by their places, in one gather."""
+        """Requests by index, in one gather."""
         batch = self.data.batch(torch.tensor(indices, dtype=torch.int64), history_max=self.history_max, device="cpu")
         schema, prompt = self.data.schema, self.prompt
         context = _values(batch.context, schema.context, prompt.columns_in("profile"))
@@ -228,14 +228,14 @@ class Requests(Sequence[Request]):
             yield from self.__getitems__(list(range(start, min(start + CHUNK, len(self)))))
 
     def counts(self) -> dict[str, list[int]]:
-        """How often each answer of a task is right, the rows of all requests."""
+        """Right-answer counts by task, over all requests' rows."""
         return {
             name: [at.count(k) for k in range(len(self.prompt.tasks[name].answers))] for name, at in self.labels.items()
         }
 
     @property
     def digest(self) -> str:
-        """A digest of the requests for a run's record: of their number and of some texts."""
+        """Digest for a run's record: over the request count and some texts."""
         step = max(1, len(self) // CHUNK)
         told = repr((len(self), self.data.rows, self.__getitems__(list(range(0, len(self), step))[:CHUNK])))
         return hashlib.sha256(told.encode()).hexdigest()[:16]
@@ -244,12 +244,12 @@ class Requests(Sequence[Request]):
 def _find_column(data: Impressions, name: str) -> list[Any] | None:
     try:
         return data.column(name)
-    except ValueError:  # there is none
+    except ValueError:  # no such column
         return None
 
 
 def _teacher_probabilities(task: str, values: list[float], p: float | None) -> list[float] | None:
-    """The probabilities of all answers from a teacher's probability of the answer 1."""
+    """All answers' probabilities from a teacher's probability for answer 1."""
     if set(values) != {0.0, 1.0}:
         raise ValueError(
             f"{NAME}: column {TEACHER + task!r} is a teacher's probability, and task {task} has other answers."
@@ -264,7 +264,7 @@ def _rows(columns: dict[str, list[Any]], start: int, stop: int) -> list[dict[str
 
 
 def _values(found: dict[str, Any], fields: dict[str, Field], named: set[str]) -> dict[str, list[Any]]:
-    """The values of the named fields as the tables had them."""
+    """The named fields' values as in the tables."""
     return {name: _decode(values, fields[name]) for name, values in found.items() if name in named}
 
 

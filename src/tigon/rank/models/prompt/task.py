@@ -1,6 +1,6 @@
-"""Questions that a prompt asks about each candidate, with their answers and the label that says which is right.
+"""Prompt tasks: a question about each candidate, its answers, and the label for the right answer.
 
-z_k = h · w_k of the first token of answer k;   p = softmax(z);   score = Σ_k value_k p_k
+z_k = h · w_k for answer k's first token;   p = softmax(z);   score = Σ_k value_k p_k
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ class Task:
     """A question about a candidate.
 
     Args:
-        name: of the task, and of the label that it predicts.
+        name: the task's name, and the name of the predicted label.
         question: a template over the candidate's columns.
-        answers: text of each answer → its value. They begin with different tokens.
-        label: what says which answer is right: a comparison of a column with a number or a text, such as
-            "rating >= 4", whose answers have the values 1 and 0; or a column of the answers' values. None: the column
-            of the task's name.
-        weight: how much its loss counts beside other tasks'.
+        answers: answer text → value. Answers must have different first tokens.
+        label: determines the right answer: a comparison between a column and a number or text, such as "rating >= 4",
+            for answers with values 1 and 0; or a column with answer values. None: the column with the task's name.
+        weight: loss weight relative to other tasks.
 
-    Raises: ValueError for a name that is no word, fewer than two answers, values that are no different numbers, a label
-        that is neither, and a weight that is not positive.
+    Raises: ValueError for a name that is not an identifier, fewer than two answers, values that are not distinct
+        numbers, an invalid label, and a non-positive weight.
     """
 
     name: str
@@ -72,9 +71,9 @@ class Task:
         return [float(value) for value in self.answers.values()]
 
     def find_answer(self, row: Mapping[str, Any]) -> int | None:
-        """Which answer is right for a candidate, by its place; None where its label is missing.
+        """The right answer's index for a candidate; None if its label is missing.
 
-        Raises: ValueError for a candidate without the label's column, and for a value that no answer has.
+        Raises: ValueError for a candidate without the label's column, and for a value without an answer.
         """
         value = self.read(row)
         if value is None:
@@ -88,7 +87,7 @@ class Task:
 
 
 class Label:
-    """A column, or a comparison of one with a number or a text. Nothing else is ever evaluated."""
+    """A column, or its comparison with a number or a text. No other expression is ever evaluated."""
 
     def __init__(self, where: str, text: str, column: str, compare: type | None = None, other: Any = None) -> None:
         self.where, self.text, self.column, self.other = where, text, column, other
@@ -117,7 +116,7 @@ class Label:
         )
 
     def __call__(self, row: Mapping[str, Any]) -> float | None:
-        """The label of a row, None where it is missing."""
+        """A row's label, None if missing."""
         if self.column not in row:
             raise ValueError(f"{self.where}: label {self.text!r}: a candidate has no column {self.column!r}.")
         value = row[self.column]
@@ -125,7 +124,7 @@ class Label:
             return None
         other = self.other
         if isinstance(other, str):
-            # As `rank.Impressions` does: among numbers "4" is one, and 4.0 is the same.
+            # As in `rank.Impressions`: in numeric columns "4" is a number and equals 4.0.
             with contextlib.suppress(ValueError):
                 other = float(other) if isinstance(value, (int, float)) else other
             value = str(value) if isinstance(other, str) else value

@@ -1,4 +1,4 @@
-"""prompt.yaml: templates that turn the columns of a request into text.
+"""prompt.yaml: templates that turn request columns into text.
 
     instruction: "You are given a member's profile and the films they rated."
     profile: "Age {{ age }}, {{ occupation }}."
@@ -7,8 +7,8 @@
     tasks:
       like: {question: "Will the member rate it 4 or more?", answers: {"yes": 1, "no": 0}, label: "rating >= 4"}
 
-Templates are Jinja2 in a sandbox: columns, filters of a short list, and conditions. They cannot call, loop, or reach
-attributes, so that a file from somewhere else can do no more than write text.
+Templates are sandboxed Jinja2: columns, conditions, and a short list of filters. Templates cannot call, loop, or access
+attributes, so that an untrusted file can only produce text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tigon.rank.models.prompt.task import NAME, Task, is_missing
 
 FILE = "prompt.yaml"
 PARTS = ("instruction", "profile", "event", "candidate")
-# What an event knows beside its columns: how long before the request it was.
+# Extra event variable besides its columns: the time before the request.
 AGO = "ago"
 FILTERS = (
     "abs", "capitalize", "default", "first", "float", "int", "join", "last", "length", "lower", "replace", "round",
@@ -37,19 +37,19 @@ FILTERS = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a request becomes as text: its templates and its tasks.
+    """Converts requests to text: templates and tasks.
 
     Args:
-        instruction: the first lines of every prefix, without columns.
-        candidate: the first lines of every suffix, over the candidate's columns.
-        tasks: name → `Task`, or the dict of its arguments. Their questions end the suffixes, one suffix a task.
-        profile: over the columns of the request, such as those of its user; None for none.
-        event: a line of the history, over the event's columns and `ago`; None for no history.
-        columns: which columns have a role, as in `rank.Roles`: request, item, user, time.
-        chat: keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}.
+        instruction: first lines in every prefix, without columns.
+        candidate: first lines in every suffix, over the candidate's columns.
+        tasks: name → `Task`, or a dict with its arguments. Their questions end the suffixes, one suffix per task.
+        profile: over the request's columns, such as user columns; None for none.
+        event: a history line, over the event's columns and `ago`; None for no history.
+        columns: columns by role, as in `rank.Roles`: request, item, user, time.
+        chat: keyword arguments for the tokenizer's chat template, such as {"enable_thinking": False}.
 
-    Raises: ValueError for what is missing or unknown, a template that does not parse, loops, calls or reaches
-        attributes, a candidate or an event without columns, and a candidate that tells its label.
+    Raises: ValueError for missing or unknown keys, a template with syntax errors, loops, calls or attribute access, a
+        candidate or event without columns, and a candidate that reveals its label.
     """
 
     instruction: str
@@ -91,7 +91,7 @@ class Prompt:
 
     @cached_property
     def templates(self) -> dict[str, Template]:
-        """The templates by part, and the questions by task."""
+        """Templates by part, and questions by task."""
         result = {part: Template(part, text) for part in PARTS if (text := getattr(self, part)) is not None}
         for task in self.tasks.values():
             if task.name in PARTS:
@@ -100,11 +100,11 @@ class Prompt:
         return result
 
     def columns_in(self, *parts: str) -> set[str]:
-        """The columns that some parts, or questions of tasks, name."""
+        """Columns named in some parts or task questions."""
         return {column for part in parts if part in self.templates for column in self.templates[part].columns}
 
     def check_columns(self, part: str, known: Iterable[str]) -> None:
-        """Raise a ValueError if a template names a column that is not among those known, with the nearest name."""
+        """Raise a ValueError if a template names an unknown column, with the nearest name."""
         known = set(known) | ({AGO} if part == "event" else set())
         for column in sorted(self.columns_in(part) - known):
             raise ValueError(
@@ -112,11 +112,11 @@ class Prompt:
             )
 
     def render(self, part: str, row: Mapping[str, Any]) -> str:
-        """A part, or the question of a task, for a row."""
+        """Render a part or a task's question for a row."""
         return self.templates[part](row)
 
     def to_dict(self) -> dict[str, Any]:
-        """What prompt.yaml holds."""
+        """The contents of prompt.yaml."""
         told: dict[str, Any] = {part: getattr(self, part) for part in PARTS if getattr(self, part) is not None}
         told["tasks"] = {
             task.name: {
@@ -135,7 +135,7 @@ class Prompt:
         """Write prompt.yaml.
 
         Args:
-            path: of the file.
+            path: the file.
         """
         import yaml
 
@@ -144,18 +144,18 @@ class Prompt:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Prompt:
-        """The prompt of a file.
+        """Load a prompt from a file.
 
         Args:
-            path: of prompt.yaml.
+            path: the prompt.yaml.
 
-        Raises: ValueError for a file that cannot be read or is no YAML, and as `Prompt`.
+        Raises: ValueError for an unreadable file or invalid YAML, and as `Prompt`.
         """
         return cls.from_dict(read_yaml(Path(path)))
 
     @classmethod
     def from_dict(cls, told: Any) -> Prompt:
-        """The prompt that a dict describes, as prompt.yaml does.
+        """Build a prompt from a dict, as in prompt.yaml.
 
         Args:
             told: {"instruction": …, "candidate": …, "tasks": {…}, …}.
@@ -189,7 +189,7 @@ def _check_keys(what: str, told: Mapping[str, Any], known: tuple[str, ...]) -> N
 
 
 class Template:
-    """A Jinja2 template that can do no more than write text."""
+    """A Jinja2 template restricted to producing text."""
 
     def __init__(self, part: str, text: str) -> None:
         if not isinstance(text, str):
@@ -237,7 +237,7 @@ class Template:
                 f"{NAME}: {self.part} names {missing[0] if missing else '?'!r}, and there is no such column; "
                 f"{nearest(missing[0], sorted(row)) if missing else ''}"
             ) from None
-        except Exception as error:  # a filter that does not take the value
+        except Exception as error:  # a filter may reject the value
             raise ValueError(f"{NAME}: {self.part} cannot be written ({error}): {self.text!r}.") from None
         return str(text).strip()
 
@@ -245,8 +245,8 @@ class Template:
 def _check_filter(part: str, node: Any) -> None:
     if node.name not in FILTERS:
         raise ValueError(f"{NAME}: {part} has no filter {node.name!r}; {nearest(node.name, FILTERS)}")
-    # attribute= of `join` reaches into values, as do filters that are given by name. Only join takes a second argument
-    # by position that does so.
+    # `join`'s attribute= accesses attributes, as do filters given by name. Only join accepts this as its second
+    # positional argument.
     reaches = node.name == "join" and (len(node.args) > 1 or any(one.key == "attribute" for one in node.kwargs))
     if reaches or node.dyn_args is not None or node.dyn_kwargs is not None:
         raise ValueError(f"{NAME}: {part} must not reach attributes, as {node.name} does here.")
@@ -261,7 +261,7 @@ def _environment() -> Any:
         intercepted_binops = frozenset({"*", "%"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            # A text times a number, or a text as a format, may be of any length.
+            # A text times a number, or a format string, can have any length.
             if not all(isinstance(side, (int, float)) for side in (left, right)):
                 raise SecurityError(f"{operator} wants numbers, got {left!r} and {right!r}")
             return super().call_binop(context, operator, left, right)
@@ -270,22 +270,22 @@ def _environment() -> Any:
 
 
 def to_text(value: Any) -> Any:
-    """A value as text: on one line, whole numbers without a point, "unknown" for a missing value."""
+    """Format a value: on one line, integers without a decimal point, "unknown" for a missing value."""
     if is_missing(value) or value == "":
         return "unknown"
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else f"{value:.6g}"
     if isinstance(value, str):
-        return " ".join(value.split())  # a line break in a title would begin an event of its own
+        return " ".join(value.split())  # a line break in a title would start a new event
     if isinstance(value, (list, tuple)):
-        return " ".join(str(to_text(one)) for one in value) or "none"  # the words of a title too are a list in RecBole
+        return " ".join(str(to_text(one)) for one in value) or "none"  # RecBole stores title words as a list
     if isinstance(value, datetime.datetime):
         return value.strftime("%Y-%m-%d")
     return value
 
 
 def format_age(seconds: float) -> str:
-    """How long before the request an event was, in words.
+    """Format an event's age before the request in words.
 
     Args:
         seconds: from the event to the request.
