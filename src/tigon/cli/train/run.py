@@ -37,6 +37,10 @@ PRETRAINED = (
 )  # fmt: skip
 
 
+# Tasks that a system brings: the module of each holds a function `make_trainer`.
+SYSTEM_TASKS = {"rank": "tigon.rank.cli.train_task"}
+
+
 def run(options: TrainOptions) -> None:
     """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended it."""
     output = Path(options.trainer.output_dir).expanduser().resolve()
@@ -47,8 +51,8 @@ def run(options: TrainOptions) -> None:
             claim.take(output)
         if options.trainer.world_size == 1:
             options.trainer._n_gpu = min(options.trainer.n_gpu, 1)  # else the Trainer would use DataParallel
-        if options.task == "rank":
-            from tigon.cli.train.rank import make_trainer
+        if options.task in SYSTEM_TASKS:
+            make_trainer = importlib.import_module(SYSTEM_TASKS[options.task]).make_trainer
         else:
             make_trainer = make_trl_trainer
         trainer, fusion = make_trainer(options)
