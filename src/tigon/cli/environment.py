@@ -1,4 +1,4 @@
-"""The machine and the versions of a run: `tigon doctor` prints them, and every benchmark records them."""
+"""A run's hardware and versions: `tigon doctor` prints them, and every benchmark records them."""
 
 from __future__ import annotations
 
