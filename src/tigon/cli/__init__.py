@@ -46,7 +46,7 @@ def _explain(error: Any) -> int:
     """Print one sentence for a usage error, an interruption, a wrong environment, a damaged file, too little memory, a
     file that cannot be opened or a full disk; raise anything else as a bug.
     """
-    if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
+    if hasattr(error, "format_message"):  # typer's usage errors; the exception classes move between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "tigon"
         _say(f"{error.format_message().strip().rstrip('.')} (see `{command} --help`)")
@@ -54,7 +54,7 @@ def _explain(error: Any) -> int:
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
         _say("interrupted")
         return 130
-    # The library's errors about its environment variables already address the user.
+    # The library's errors about environment variables already address the user.
     if isinstance(error, (ValueError, RuntimeError)) and str(error).startswith(("TIGON_", "tigon: the triton backend")):
         _say(str(error).removeprefix("tigon: "))
         return 2
@@ -79,6 +79,6 @@ def _explain(error: Any) -> int:
 
 
 def _say(sentence: str) -> None:
-    # Under torchrun every process has the same sentence, so only the first prints it.
+    # Under torchrun every process has the same sentence, so only the first prints.
     if os.environ.get("RANK", "0") == "0":
         print(f"tigon: {' '.join(sentence.split())}", file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ class Adapters:
 
 
 def find_adapted(model: str, adapters: str | None, *, any_head: bool = False) -> tuple[Source, Adapters | None]:
-    """Find a command's model and its adapters: from --adapters, or from `model` itself.
+    """Find a command's model and adapters: from --adapters, or from `model` itself.
 
     Raises: Problem as find_model does, and for adapters that cannot be read or whose model is missing.
     """

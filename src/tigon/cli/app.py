@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-# Each command's name and the module with the function by that name. A system brings its own module.
+# Each command's name and the module with the function by that name. A system has a separate module.
 COMMANDS = {
     "demo": "tigon.cli.demo",
     "train": "tigon.cli.train",

@@ -1,4 +1,4 @@
-"""`tigon doctor --check`: every operator and its gradients on this machine, against the PyTorch reference in fp64."""
+"""`tigon doctor --check`: every operator and gradient on this machine, against the PyTorch reference in fp64."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ def demo(
 ) -> None:
     """Train the same small Llama twice from one seed, plain and fused, and compare loss, speed and memory.
 
-    The text is this Python's standard library, source and documentation; the tokenizer is trained on it. On a CPU in
-    fp32 the losses must be equal to 1e-3 at every step, or the exit code is 1. On a GPU, in bf16, a second plain run
-    shows the difference between two equal runs.
+    The text is this Python's standard library, source and documentation; the tokenizer is trained on the same text. On
+    a CPU in fp32 the losses must be equal to 1e-3 at every step, or the exit code is 1. On a GPU, in bf16, a second
+    plain run shows the difference between two equal runs.
     """
     needs("tigon demo", "train", "torch", "numpy", "transformers", "tokenizers")
     import torch
@@ -64,7 +64,7 @@ def demo(
     sides: dict[str, dict[str, Any]] = {}
     for name in ("plain", "plain again", "fused") if on_gpu else ("plain", "fused"):
         print(f"training: {name}", flush=True)
-        # A process per side, so that each has its own memory peak.
+        # A process per side, for separate memory peaks.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             try:
                 sides[name] = pool.submit(train_side, {**spec, "fused": name == "fused"}, blocks).result()

@@ -60,7 +60,7 @@ def check_room(command: str, output: Path, overwrite: bool) -> None:
 def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: bool) -> None:
     """Prepare a folder for a run. Files that no run wrote are never deleted or overwritten.
 
-    written: names of files that a run writes beside its checkpoints and its record.
+    written: names of files that a run writes beside checkpoints and record.
     """
     check_room(command, output, overwrite)
     for path in [*output.glob("checkpoint-*"), *(output / name for name in (*written, STAGING, RECORD))]:
@@ -71,7 +71,7 @@ def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: b
 def save(
     output: Path, modules: dict[str, dict[str, Any]], optimizer: dict[str, Any], facts: dict[str, Any], *, keep: int = 1
 ) -> None:
-    """Write a checkpoint and delete older checkpoints once it is complete.
+    """Write a checkpoint, then delete older checkpoints.
 
     modules: state dicts by name; a name has no dot. optimizer: a state dict, whose numbers are tensors. facts: JSON.
     """

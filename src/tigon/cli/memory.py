@@ -65,7 +65,7 @@ class Setup:
 
 
 class Sides:
-    """A model on the meta device, and its step's memory: plain first, then fused."""
+    """A model on the meta device, and a step's memory: plain first, then fused."""
 
     def __init__(self, source: Source, setup: Setup) -> None:
         import torch
@@ -119,7 +119,7 @@ class Sides:
         return found if not setup.quantize else self._subtract_quantized(found)
 
     def _subtract_quantized(self, found: StepMemory) -> StepMemory:
-        """The memory with quantised weights, the largest of which is dequantised during its product."""
+        """The memory with quantised weights, the largest of which is dequantised during the product."""
 
         def moment(there: Any, dense: int) -> Any:
             parts = {**there.parts, "weights": there.parts["weights"] - self.saved}

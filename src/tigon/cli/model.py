@@ -48,7 +48,7 @@ def quiet_transformers() -> None:
 
 
 def find_model(name: str, *, any_head: bool = False) -> Source:
-    """Resolve `--model`, loading only its configuration.
+    """Resolve `--model`, loading only the configuration.
 
     any_head: accept encoder-decoders too, which have a head; by default only causal language models.
 
@@ -117,7 +117,7 @@ def _from_hub(name: str) -> Source:
 
 
 def check_hub(seconds: float = 3) -> None:
-    """Restrict huggingface_hub to its cache if the hub is unreachable, instead of retrying for half a minute."""
+    """Restrict huggingface_hub to the cache if the hub is unreachable, instead of retrying for half a minute."""
     import socket
     from threading import Thread
     from urllib.parse import urlsplit

@@ -40,7 +40,7 @@ def check_output_file(
 def check_output_folder(
     option: str, folder: Path, *, overwrite: bool, is_own: Callable[[Path], bool], inputs: Iterable[str | Path] = ()
 ) -> None:
-    """Raise a Problem unless a command may write its files into a folder. Writes nothing.
+    """Raise a Problem unless a command may write files into a folder. Writes nothing.
 
     Args:
         option: the command and its option.

@@ -1,4 +1,4 @@
-"""A `Problem` explains an error to the user in one sentence; it is printed as `tigon: …`, without a traceback."""
+"""A `Problem` explains an error to the user in one sentence; printed as `tigon: …`, without a traceback."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The terminal that the commands print to, and tables that fit the terminal.
 
 rich truncates columns in a table that is wider than the terminal, and numbers lose their exponents. Here cells fold at
-the points where words and identifiers can break, and where a cell would have no room for its longest piece, each row is
+the points where words and identifiers can break, and where a cell would have no room for the longest piece, each row is
 printed as separate lines.
 """
 

@@ -1,7 +1,7 @@
 """SIGTERM ends a command by an exception, even where Python drops that exception.
 
 An exception raised in a signal handler is dropped inside a callback, such as an import lock's or a destructor. So the
-handler also records the signal: a loop checks the record at its start, and the command at its end.
+handler also records the signal: a loop checks the record at the start, and the command at the end.
 """
 
 from __future__ import annotations

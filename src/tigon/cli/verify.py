@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 # A fused result may be this many times as far from the reference as the plain result …
 FACTOR = 2.0
-# … or this far, relative to its size: a plain result may be right by chance. In units of the dtype's epsilon.
+# … or this far, relatively: a plain result may be right by chance. In units of the dtype's epsilon.
 FLOOR = {"float32": 32.0, "bfloat16": 1.0, "float16": 2.0}
 # Sizes for a model without weights. 128 columns show the same errors as 4096.
 TINY = {
@@ -59,8 +59,8 @@ def verify(
 ) -> None:
     """Compare a model's loss and gradients, plain against fused; the exit code is 1 when they differ.
 
-    The measure is the plain model's own rounding: its distance from itself in fp64. A model without weights gets random
-    weights and small widths; so do adapters without weights. With adapters their own gradients are compared.
+    The measure is the plain model's own rounding: the distance to the same model in fp64. A model without weights gets
+    random weights and small widths; so do adapters without weights. With adapters their own gradients are compared.
     """
     needs("tigon verify", "train", "torch", "transformers")
     if dtype not in DTYPES:
@@ -159,7 +159,7 @@ def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> An
         try:
             model = random_model(narrow)
         except Problem:
-            model = random_model(config)  # its widths depend on one another, so shrinking fails
+            model = random_model(config)  # the widths depend on each other, so shrinking fails
     else:
         model = random_model(config)
     with torch.no_grad():
@@ -236,7 +236,7 @@ def _loss_and_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
 def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any], floor: float) -> list[dict[str, Any]]:
     """A row for the loss and a row per parameter group: the same parameter in all layers.
 
-    error: the distance to the fp64 result in the Euclidean norm, relative to that result; a row shows its worst tensor.
+    error: the distance to the fp64 result in the Euclidean norm, relative to that result; a row shows the worst tensor.
     """
     groups: dict[str, list[str]] = {}
     for name in exact:

@@ -4,8 +4,8 @@
       - tigon.integrations.axolotl.TigonPlugin
 
 The plugin fuses the model in `post_model_load`, after Axolotl has applied its patches and adapters, so that fuse sees
-them. It changes nothing else of Axolotl, but for one default: Axolotl's kernels for LoRA replace the same layers, and
-with `adapter: lora` or `qlora` Axolotl switches them on where the configuration says nothing of them.
+them. Otherwise the plugin changes a single default: Axolotl's LoRA kernels replace the same layers, and with
+`adapter: lora` or `qlora` Axolotl enables them unless the configuration sets them.
 
 Source: Axolotl 0.19, `axolotl.integrations.base.BasePlugin`, https://docs.axolotl.ai/docs/custom_integrations.html
 """

@@ -20,7 +20,7 @@ from tigon.cli.signals import received
 class RunCallback(TrainerCallback):
     """Seals the trainer's checkpoints, and ends the run on a signal or on a loss that is not finite.
 
-    A checkpoint gets its manifest when all its files are on disk: a checkpoint that a kill, a crash or a full disk
+    A checkpoint gets a manifest when all its files are on disk: a checkpoint that a kill, a crash or a full disk
     truncated has none, and no resume uses it. Only then are older checkpoints deleted, so the callback replaces the
     trainer's `save_total_limit`.
 

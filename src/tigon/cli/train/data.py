@@ -13,7 +13,7 @@ import datasets
 from tigon.cli.problem import Problem, one_line
 from tigon.cli.train.options import TASKS, DataArguments, TrainOptions
 
-# How `datasets` reads a file, by its suffix.
+# How `datasets` reads a file, by suffix.
 READERS = {
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text", ".json": "json", ".jsonl": "json", ".ndjson": "json",
     ".csv": "csv", ".parquet": "parquet",
@@ -25,7 +25,7 @@ TOKENIZER_ROWS = 100_000
 def read_data(options: TrainOptions) -> tuple[Any, Any]:
     """Training rows and evaluation rows, or None. Raises Problem for data that is missing or in another format."""
     data, trainer = options.data, options.trainer
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become Problems
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors become Problems
     if trainer.disable_tqdm:
         datasets.disable_progress_bars()
     if data.dataset_streaming and data.test_split_size:
@@ -115,7 +115,7 @@ def _load(data: DataArguments) -> Any:
     except Problem:
         raise
     except Exception as error:
-        # datasets only reports that it failed; the first cause names the file and the line.
+        # datasets only reports a failure; the first cause names the file and the line.
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -25,7 +25,7 @@ import transformers
 from tigon.cli.problem import Problem, one_line
 from tigon.files import DamagedFileError, read_yaml
 
-trl: Any = importlib.import_module("trl")  # its lazy module exports nothing that mypy sees
+trl: Any = importlib.import_module("trl")  # a lazy module, which exports nothing that mypy sees
 USAGE = "tigon train [--task TASK] --model_name_or_path MODEL --dataset_name DATA [options]"
 # Where the trainers' defaults do not suit a command. bf16 is their default only on a GPU with bf16.
 DEFAULTS = {"output_dir": "tigon-run", "logging_nan_inf_filter": False}
@@ -216,7 +216,7 @@ def make_parser(name: str, *, on_cpu: bool = False) -> Any:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Each option under one name, with its default where it has one."""
+    """Each option under one name, with the default if there is one."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=40, width=max(80, min(140, shutil.get_terminal_size().columns)))

@@ -278,7 +278,7 @@ def load_base(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
         loading["attn_implementation"] = config.attn_implementation
     if (quantization := trl.get_quantization_config(config)) is not None:
         device = PartialState().device
-        # The index, not the device: accelerate compares it with its own device, which may have none.
+        # The index, not the device: accelerate compares with its own device, which may have none.
         place = (device.index or 0) if device.type == "cuda" else "cpu"
         loading |= {"quantization_config": quantization, "device_map": {"": place}}
     model: Any = load_model(source, config.dtype, **loading)
@@ -294,7 +294,7 @@ def load_base(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
 
 
 def fuse_ranker(model: Any, options: TrainOptions) -> Any:
-    """Fuse the model. --no_fuse disables Tigon, except for shared-prefix batches, which need it."""
+    """Fuse the model. --no_fuse disables Tigon, except for shared-prefix batches."""
     from tigon.fusion.engine.model import fuse
 
     own = options.fuse

@@ -38,7 +38,7 @@ PRETRAINED = (
 
 
 def run(options: TrainOptions) -> None:
-    """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended it."""
+    """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended the run."""
     output = Path(options.trainer.output_dir).expanduser().resolve()
     options.trainer.output_dir = str(output)
     with Claim() as claim:
@@ -97,7 +97,7 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
     train_rows, test_rows = read_data(options)
     tokenizer = find_tokenizer(options, source, iterate_texts(train_rows))
     if options.task == "sft" and is_plain_text(options.data.dataset_name) and "packing" not in options.given:
-        # A text is far longer than a sequence: cut it into sequences, where TRL would keep only its beginning.
+        # A text is far longer than a sequence: cut it into sequences, where TRL would keep only the beginning.
         arguments.packing, arguments.packing_strategy = True, "wrapped"
     own: dict[str, Any] = {}
     if options.task in ("grpo", "rloo"):
@@ -151,7 +151,7 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
 
 
 def find_source(options: TrainOptions) -> Source:
-    """Find the model and check its files. Raises Problem for a model that the options do not fit."""
+    """Find the model and check the files. Raises Problem for a model that the options do not fit."""
     name, model = str(options.model.model_name_or_path), options.model
     if model.load_in_4bit or model.load_in_8bit:
         needs("--load_in_4bit", "quantize", "bitsandbytes")
@@ -247,7 +247,7 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
 
 
 def save(trainer: Any, output: Path) -> None:
-    """Write the trained model and its tokenizer, with a manifest by which other commands detect damaged files."""
+    """Write the trained model and the tokenizer, with a manifest by which other commands detect damaged files."""
     trainer.model.config.use_cache = True
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():

@@ -4,8 +4,8 @@ This directory is laid out as a `kernels` repository, with a variant per backend
 loads the repository from the installed Tigon, and fetches nothing.
 
 `kernels` swaps layers by a name that their classes carry, and several formulas share one name: "RMSNorm" is Llama's
-formula in 129 transformers classes. In 13 others it is OLMo's and Nemotron's, which round elsewhere. So Tigon chooses
-the layer for a name per model, by the numbers that the model's modules compute.
+formula in 129 transformers classes. In 13 others the formula is OLMo's and Nemotron's, which round elsewhere. So Tigon
+chooses the layer for a name per model, by the numbers that the model's modules compute.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
     """Choose this repository's replacement for each layer name that `kernels` knows in a model.
 
     Args:
-        model: any module, with classes marked by `use_kernel_forward_from_hub`; transformers marks its classes if
+        model: any module, with classes marked by `use_kernel_forward_from_hub`; transformers marks classes if
             `kernels` was installed before transformers was imported.
         rotary: also rotary functions. `kernels` holds these once for all models in a family: they are then replaced in
             all

@@ -208,7 +208,7 @@ def liger_fused_linear_jsd(
     """weight_hard_loss · cross entropy + weight_soft_loss · JSD: `tigon.losses.distill` with loss_type="jsd".
 
     Args:
-        student_input, teacher_input: (M, H), each as wide as its model. student_weight, teacher_weight: (V, H).
+        student_input, teacher_input: (M, H), each model's own width. student_weight, teacher_weight: (V, H).
         true_labels: (M,) class indices.
         compiled, chunk_size: have no effect.
     Returns: the loss, or with return_soft_hard_loss the loss, the soft and the hard loss: means over counted targets.
@@ -229,7 +229,7 @@ def liger_fused_linear_cosine(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """weight_hard_loss · cross entropy + weight_soft_loss · beta · (1 − cosine): loss_type="cosine" of `distill`.
 
-    Arguments and results are those of `liger_fused_linear_jsd`. temperature has no effect: no cosine depends on it.
+    Arguments and results are those of `liger_fused_linear_jsd`. temperature has no effect: cosines are scale-invariant.
     """
     without_effect("liger_fused_linear_cosine", chunk_size=(chunk_size, 1024))
     return _distill(

@@ -79,8 +79,8 @@ def liger_fused_linear_cross_entropy(
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """`tigon.linear_cross_entropy` by Liger's arguments.
 
-    `tigon.linear_cross_entropy` has no argument for ce_weight, use_token_scaling and return_…. With one of these the
-    loss goes through chunks of logits that the backward pass computes again: as little memory, a fourth matrix product.
+    `tigon.linear_cross_entropy` has no argument for ce_weight, use_token_scaling and return_…. With any of these the
+    loss goes through logit chunks that are recomputed in the backward pass: as little memory, a fourth matrix product.
 
     Args:
         input: (M, H). weight: (V, H). target: (M,) class indices. bias: (V,).

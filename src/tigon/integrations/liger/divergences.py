@@ -90,7 +90,7 @@ def liger_fused_linear_jsd(
     """`tigon.losses.distill` with loss_type="jsd", of fp32 logits, which Liger has from 0.8.5 on.
 
     Args:
-        student_input, teacher_input: (M, H), each as wide as its model. student_weight, teacher_weight: (V, H).
+        student_input, teacher_input: (M, H), each model's own width. student_weight, teacher_weight: (V, H).
         shift_labels: (M,); rows with ignore_index do not count.
         jsd_beta: beta in `liger_jsd`.
         temperature: divides the logits of both.
