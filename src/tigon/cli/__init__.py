@@ -70,9 +70,7 @@ def _explain(error: Any) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")
         return 2
-    if isinstance(error, RuntimeError) and str(error).startswith(
-        "Symlink loop"
-    ):  # raised by pathlib before Python 3.13
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # pathlib before Python 3.13
         _say(str(error))
         return 2
     raise error

@@ -104,8 +104,7 @@ else:
 
         The class is a ChunkedLossWrapper, because torchtitan passes the hidden states and the head to such a loss.
         torchtitan's own chunks still run if the head's weight is split over a tensor-parallel group, or if the inner
-        loss
-        takes further inputs.
+        loss takes further inputs.
         """
 
         @dataclass(kw_only=True, slots=True)

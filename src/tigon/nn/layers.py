@@ -242,8 +242,7 @@ class GEGLU(torch.nn.Module):
 
 class ReGLU(torch.nn.Module):
     """relu(gate) · up, or relu(gate)² · up where squared: forward(gate, up), or forward(gate_up) with both halves
-    packed.
-    See `tigon.reglu`.
+    packed. See `tigon.reglu`.
     """
 
     def __init__(self, squared: bool = False, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:

@@ -38,8 +38,7 @@ class Batcher(Forkable):
     A call waits until `max_batch` queries are pending, or for `wait` seconds, or until as many queries are pending as
     the
     last search had: then no other call is expected. Calls that arrive during a search join the next search. Index
-    updates
-    continue, and become visible between two searches.
+    updates continue, and become visible between two searches.
 
     Args:
         index: the index to search. Call its `warmup` for the expected batches to save the first callers seconds.

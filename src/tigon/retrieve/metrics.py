@@ -89,8 +89,7 @@ def evaluate(
         right: (P, 2) integers, pairs with a query's row and an item's row, or id for an `Index`. Duplicate pairs count
             once; queries without any are not searched, and are excluded from the means.
         exclude: (E, 2), pairs that are not ranked, such as a query's training items. The search skips them, so the rest
-            is
-            ranked exactly, however many there are.
+            is ranked exactly, however many there are.
         k: cut-offs, up to 2048.
         batch_size: queries per search; each needs a bit for each item.
     Returns: as `ranking`.
@@ -144,8 +143,8 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
     Returns: for each cut-off the means over queries with a relevant item: `recall@k` (the share of **all** relevant
     items
         that was found, which cannot reach 1 where there are more than k), `ndcg@k`, `mrr@k` and `hit_rate@k` (whether
-        any
-        was found), and `coverage@k`, the share of all items that some query found. NaN if no query has a relevant item.
+        any was found), and `coverage@k`, the share of all items that some query found. NaN if no query has a relevant
+        item.
     Raises: ValueError for shapes and cut-offs that do not fit.
     """
     name = "metrics.ranking"

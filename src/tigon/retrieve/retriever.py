@@ -101,17 +101,13 @@ class Retriever(nn.Module):
             k, where: as in `Index.search`.
             combine: for several vectors per query: "max", the k items with the largest score over the query's vectors,
                 exactly; "union", the k best for each vector, up to M · k items. An item's score is then the best among
-                the
-                vectors that found the item.
+                the vectors that found the item.
             rerank: maps the encoder's vectors on the index's device and item vectors (B, C, dim) in the index's dtype
-                to scores
-                (B, C). The k highest items are returned, ties by row. `Hits.exact` then refers to the scan.
+                to scores (B, C). The k highest items are returned, ties by row. `Hits.exact` then refers to the scan.
             candidates: with rerank, how many items per vector are reranked, from k to 2048; None: four times k, at
-                least 100
-                and at most 2048. Without rerank, as in `Index.search`.
+                least 100 and at most 2048. Without rerank, as in `Index.search`.
             options: strict, links and alpha for `Index.search`. With several vectors or rerank, hits keep scores that
-                include
-                links, but not the edges.
+                include links, but not the edges.
 
         Returns: `Hits`, (B, k), or (B, M · k) for "union" without rerank.
         Raises: ValueError as `encode` and `Index.search`, for another combine, for scores with another shape, and for
@@ -216,8 +212,7 @@ class Retriever(nn.Module):
         Args:
             folder: written by `save_pretrained`.
             encoder: of the same kind as the saved encoder; a module is filled with the saved weights. Required, since
-                the
-                folder holds no code.
+                the folder holds no code.
             device: for index and encoder; None: the CPU for the index, and the encoder stays where it is.
 
         Returns: the Retriever.

@@ -29,12 +29,10 @@ class MicroBatchSAM(Optimizer):
     Args:
         optimizer: any torch optimizer, already constructed. Groups, state and checkpoints are shared with it.
         model: the model as the loss calls it: wrapped in DistributedDataParallel, or sharded by `fully_shard`. The
-            wrapper
-            determines a rank's shard (see below), and running statistics are updated by the first pass alone. None: the
-            model has neither wrappers nor statistics.
+            wrapper determines a rank's shard (see below), and running statistics are updated by the first pass alone.
+            None: the model has neither wrappers nor statistics.
         rho: the perturbation's length, in units of the weights; dimensionless if adaptive. At least 0. Stored per group
-            as
-            "sam_rho", which may differ between groups: 0 leaves a group's parameters in place.
+            as "sam_rho", which may differ between groups: 0 leaves a group's parameters in place.
         adaptive: measure steps in units of each weight's size.
         eta: added to that size.
         backward: called with the loss in place of `loss.backward()`: `accelerator.backward`, or
@@ -51,19 +49,16 @@ class MicroBatchSAM(Optimizer):
         sam.zero_grad()
 
     **A shard** is, on one device, the batch in one `accumulate` call. Under DistributedDataParallel each rank has its
-    own
-    shard, so that m is the rank count times the calls per rank, and gradients are reduced once, in the second pass.
+    own shard, so that m is the rank count times the calls per rank, and gradients are reduced once, in the second pass.
     Under
     `fully_shard` a shard is the data seen by the ranks that hold one copy of the weights: all ranks on a 1-d mesh, a
     replica group on a 2-d mesh.
 
     **Both passes use the same** random numbers from torch, on the host and on the parameters' devices. Numbers from
-    other
-    sources (numpy, a Generator) are drawn twice.
+    other sources (numpy, a Generator) are drawn twice.
 
     **Exact**: after `accumulate` the weights have their previous bits, also where it raised. They are kept in the
-    memory
-    of the first pass's gradient; that is one buffer of the parameters' size more than the optimizer takes.
+    memory of the first pass's gradient; that is one buffer of the parameters' size more than the optimizer takes.
 
     Where a gradient overflows, nothing is perturbed, the second pass overflows as well, and GradScaler skips the step.
     In
@@ -87,8 +82,7 @@ class MicroBatchSAM(Optimizer):
         for group in optimizer.param_groups:
             group.setdefault("sam_rho", self.rho)
         # Optimizer.__init__ would create its own groups and state. __setstate__, which unpickling calls, creates only
-        # the
-        # hooks.
+        # the hooks.
         self.__setstate__({})
 
     def accumulate(self, closure: Closure, *, weight: float | Tensor = 1.0) -> Tensor:

@@ -209,8 +209,7 @@ def _no_all_reduce(module: Any) -> Iterator[None]:
     """A context in which a replicated module is sharded over its own replica's ranks alone.
 
     `set_requires_all_reduce(False)` does not suffice: FSDP2 then keeps the reduced gradients to itself, to add them to
-    the
-    next backward pass's.
+    the next backward pass's.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 

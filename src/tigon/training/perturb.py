@@ -126,8 +126,7 @@ def _room(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     places = [s.data_ptr() for s in storages]
     owners = Counter(places)
     # Same dtype, or the old bits would not fit; same strides, since kernels copy in memory order; an unshared storage,
-    # or
-    # the write would reach a neighbour's gradient.
+    # or the write would reach a neighbour's gradient.
     return [
         g
         if g.dtype == p.dtype and g.stride() == p.stride() and owners[place] == 1 and s.nbytes() == g.nbytes
@@ -284,8 +283,7 @@ def _in_one_piece(t: Tensor) -> bool:
         return True
     dense = 1
     # By ascending stride: memory is filled if each stride is the product of the smaller sizes. Dimensions with size 1
-    # may
-    # have any stride.
+    # may have any stride.
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1):
         if stride != dense:
             return False
@@ -332,8 +330,7 @@ def _launches(
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         if counts[i]:
             # 16 bytes for all tensors in an entry, or none: views into flat buffers may start anywhere. Each alignment
-            # is a
-            # separate kernel.
+            # is a separate kernel.
             aligned = not any(of[i] & 15 for of in places)
             align = 16 if aligned else min(p.element_size(), g.element_size())
             groups.setdefault((p.dtype, g.dtype, align), []).append(i)

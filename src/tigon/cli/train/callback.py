@@ -25,8 +25,7 @@ class RunCallback(TrainerCallback):
     trainer's `save_total_limit`.
 
     `with callback:` around the training: Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A
-    second
-    Ctrl-C ends the run at once.
+    second Ctrl-C ends the run at once.
 
     Args:
         fusion: the result of `tigon.fuse`, whose report is printed after the first step; None for a plain model.

@@ -47,8 +47,7 @@ def read_data(options: TrainOptions) -> tuple[Any, Any]:
 
 def find_files(name: str) -> list[Path]:
     """The files that --dataset_name names: a file, a folder's files, or a pattern's matches; none for a data set on the
-    hub
-    or from save_to_disk.
+    hub or from save_to_disk.
 
     Raises: Problem for a missing path, a folder or pattern without a file in READERS, and files of two kinds.
     """

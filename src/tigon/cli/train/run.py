@@ -65,8 +65,7 @@ def run(options: TrainOptions) -> None:
 
 def find_checkpoint(output: Path, wanted: str | None) -> str | None:
     """Find the checkpoint for --resume_from_checkpoint: a folder, true for the newest complete checkpoint in
-    --output_dir,
-    auto for the same if there is any.
+    --output_dir, auto for the same if there is any.
 
     Raises: Problem for a damaged checkpoint, for none, and for an --output_dir with files where none is expected.
     """

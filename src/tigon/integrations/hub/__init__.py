@@ -47,8 +47,7 @@ def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
         model: any module, with classes marked by `use_kernel_forward_from_hub`; transformers marks classes if
             `kernels` was installed before transformers was imported.
         rotary: also rotary functions. `kernels` holds these once for all models in a family: they are then replaced in
-            all
-            of them, permanently.
+            all of them, permanently.
     Returns: {"RMSNorm": "RMSNorm", …}; without names whose formula Tigon has no layer for. A name with two formulas in
     one
         model is left out, with a warning.

@@ -26,7 +26,7 @@ from tigon.ops.logprob import logprob
 
 @dataclass
 class CrossEntropyOutput:
-    """A loss with the results requested by return_…; others are None."""
+    """A loss with the results that return_… asked for; what was not asked for is None."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -201,7 +201,7 @@ LigerFusedLinearCrossEntropyLoss = make_loss_module(
 
 
 def unpack_cross_entropy_result(result: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss, z-loss, accuracy and predicted classes from a loss, a `CrossEntropyOutput` or a tuple."""
+    """Loss, z-loss, accuracy and predicted classes of a loss, of a `CrossEntropyOutput` or of a tuple of some."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     found = tuple(result) if isinstance(result, tuple) else (result,)

@@ -62,7 +62,7 @@ def is_transformers_available() -> bool:
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> Fusion:
-    """Raise: Liger patches all models of this type, and there is no model to fuse."""
+    """Raise: Liger patches all models of this type, and here there is none to fuse."""
     return _fuse_by_flags("_apply_liger_kernel", None, {}, ())
 
 
@@ -72,8 +72,7 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Fusion:
     Args:
         model: a transformers model.
         kwargs: Liger's flags, as in `TrainingArguments.liger_kernel_config`. Flags that the function for this model
-            type
-            does not take are ignored, as in Liger; names that no function takes are ignored with a warning.
+            type does not take are ignored, as in Liger; names that no function takes are ignored with a warning.
     """
     for flag in kwargs.keys() - FLAGS.keys():
         warnings.warn(

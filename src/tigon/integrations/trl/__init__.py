@@ -51,16 +51,13 @@ def fuse(
         losses: False keeps TRL's loss.
         keep_bytes: logits kept from the forward to the backward pass; as in `tigon.linear_logprob`.
         shared_prefix: True computes a prompt once for all its completions (GRPO, RLOO) or answers (DPO) in a
-            micro-batch,
-            with the same losses and gradients; a GRPO micro-batch then has whole groups. "auto" does so where at least
-            a
-            quarter of the tokens are prompt tokens, and the model and the trainer support it.
+            micro-batch, with the same losses and gradients; a GRPO micro-batch then has whole groups. "auto" does so
+            where at least a quarter of the tokens are prompt tokens, and the model and the trainer support it.
         options: for `tigon.fuse`, on each model that the trainer holds (parts=…, recompute=…).
     Returns: a TrainerFusion. `report()` lists the replacements, how often each ran in the last training step, and the
     calls
         left to TRL with reasons; `remove()` restores everything. Also a context manager. If the trainer is
-        already
-        fused, its TrainerFusion is returned unchanged.
+        already fused, its TrainerFusion is returned unchanged.
     Raises: TypeError if trainer is not a trainer; ValueError with shared_prefix=True for a model or trainer that does
     not
         support it.
@@ -208,9 +205,8 @@ class TrainerReport:
         role and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each model's
         `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and the rows that
         separate sequences would take ("separate"). unshared: calls that ran as separate sequences, by reason.
-        whole_logits:
-        why TRL computes the loss itself, from whole logits; otherwise empty.
-        str(report) fits on one screen; to_dict() is JSON.
+        whole_logits: why TRL computes the loss itself, from whole logits; otherwise empty. str(report) fits on one
+        screen; to_dict() is JSON.
     """
 
     trainer: str

@@ -49,8 +49,7 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
             # Leave rows without a label out on a CPU too, as TRL does on a GPU.
             instead["_use_triton"] = lambda device, on_gpu=on_gpu: device.type == "cpu" or on_gpu(device)
         # Mixed precision has wrapped the reference's forward by now. The clone bypasses that wrapper, and so needs
-        # autocast
-        # itself.
+        # autocast itself.
         context = contextlib.nullcontext if direct else trainer.accelerator.autocast
         new = _forward(forward, clone(function, **instead), context, role, swaps)
         swaps.put(module, "forward", types.MethodType(new, module))

@@ -25,8 +25,7 @@ class Described(NamedTuple):
 
 def describe(found: Source, names: list[str]) -> Described:
     """Infer schema columns from file columns. Strings become categories, lists of strings become tags; numbers and
-    times
-    keep their order. There is room to double the number of values.
+    times keep their order. There is room to double the number of values.
     """
     columns: dict[str, Any] = {}
     left_out: dict[str, str] = {}

@@ -29,8 +29,7 @@ class Settings:
     """Options of a fit. metric: monitored by early stopping.
 
     negatives: per step, for the loss `sampled`. hard_negatives: per user, for the loss `hard`, mined at the start of
-    each
-    epoch after `hard_after`; hard_skip: how many top items are left out.
+    each epoch after `hard_after`; hard_skip: how many top items are left out.
     """
 
     loss: str = "item_softmax"
@@ -66,8 +65,7 @@ def choose(pairs: int, given: dict[str, Any]) -> dict[str, Any]:
     Batches hold a sixteenth of the pairs, 32 to 8,192, rounded down to a power of two. Vectors are 32 wide below 1,000
     pairs, 64 below 100,000 and 128 from there; the learning rate is 3e-3 below 100,000 pairs and 1e-3 from there. The
     longest fit has 100 epochs, or as many as 600 steps take, with at least 16 steps and two epochs between evaluations.
-    A
-    tenth of the pairs is held out; below 2,000 pairs, 200 or a quarter.
+    A tenth of the pairs is held out; below 2,000 pairs, 200 or a quarter.
 
     Source: from 100,000 pairs on docs/retrieve/study.md, below benchmarks/learn_defaults.py.
 

@@ -38,8 +38,7 @@ def read_pairs(data: Path, test: Path | None, user: str | None, item: str | None
 
     Args:
         data: a table with pairs; a .txt file with lines "user item item …"; a scipy .npz file with the user–item
-            adjacency
-            matrix; or a folder with train.txt, or s_adj_mat.npz, and test.txt beside it.
+            adjacency matrix; or a folder with train.txt, or s_adj_mat.npz, and test.txt beside it.
         test: the same forms except .npz; None for test.txt in the folder.
         user, item: column names; None for the usual names.
     Raises: Problem for files that are missing, malformed or empty, and for test pairs with unknown users and items.

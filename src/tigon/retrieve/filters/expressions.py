@@ -93,8 +93,7 @@ class ColumnReference:
     """Reference an index column by name. Comparing it gives an expression.
 
     Comparisons are `==`, `!=`, `<`, `<=`, `>` and `>=` with a value, and the methods below. The column's kind decides
-    which
-    are supported.
+    which are supported.
     """
 
     def __init__(self, name: str) -> None:

@@ -35,8 +35,7 @@ class ValueCounts:
         self.missing = dict.fromkeys(schema, 0)
         self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
         # Shares estimated since items were last added or removed, by clause identity: the clauses, the share, and the
-        # range
-        # count.
+        # range count.
         self._shares: dict[int, tuple[Clauses, float, int]] = {}
 
     def subtract_when_copied(self, words: Tensor, event: torch.cuda.Event) -> None:

@@ -34,8 +34,7 @@ class Hits:
 
     Attributes:
         scores: (B, k) fp32, on the index's device; −inf where fewer than k items pass. For metric "l2" the negative
-            squared
-            distance, for "cosine" the cosine.
+            squared distance, for "cosine" the cosine.
         ids: (B, k), item ids: for integer ids int64 on the index's device, −1 where there is no item; for string ids a
             numpy array with None there.
         exact: (B,) bool, whether no passing item has a higher score than the returned items.

@@ -87,8 +87,7 @@ class BaseIndex:
 
         Args:
             size: in bytes; a filter takes an eighth of a byte per row. 0: no filter is cached. None: the default, one
-                attribute
-                word per row, and at most 1 GiB.
+                attribute word per row, and at most 1 GiB.
 
         Raises: ValueError if the size is negative.
         """
@@ -112,8 +111,7 @@ class BaseIndex:
                 times k,
                 and at least 256. 0: all items.
             links: the query links, as `Links.weigh` returns. An item's score is then alpha times its vector score plus
-                the
-                weights of the links to its attributes. Codes are not read; all passing items are scored.
+                the weights of the links to its attributes. Codes are not read; all passing items are scored.
             alpha: the weight of vectors beside links; 0 ranks by links alone. Values other than 1 make the query fp32.
 
         Returns: `Hits`, with −inf and id −1 where fewer than k items pass.
@@ -134,8 +132,7 @@ class BaseIndex:
         Args:
             request: from `parse`.
             finish: maps scores and rows (B, k) to those of the hits, before an update can change a row; `Hits.explain`
-                then
-                reports no links.
+                then reports no links.
 
         Returns: `Hits`.
         """
@@ -150,8 +147,7 @@ class Index(BaseIndex, nn.Module):
     """Items with vectors, attributes and ids; a search returns the best items that pass a filter, exactly.
 
     There is no build step: an item is searchable as soon as it is written. Vectors, attribute words, live bits and ids
-    are
-    buffers, so that `state_dict` and `.to` work.
+    are buffers, so that `state_dict` and `.to` work.
 
     Args:
         dim: the vector width.
@@ -201,8 +197,7 @@ class Index(BaseIndex, nn.Module):
         """Build an index over a parameter's rows, such as a trained embedding: no copy, never stale.
 
         A search reads the present weights. Run optimizer steps and searches on one stream. Between a step and `refresh`
-        a
-        search reads the weights alone, not their codes.
+        a search reads the weights alone, not their codes.
 
         Args:
             parameter: (items, dim), or a torch.nn.Embedding, whose weight is used.
@@ -240,8 +235,7 @@ class Index(BaseIndex, nn.Module):
             ids: int64 or strings, all of the same type. The last among equal ids wins.
             embeddings: (items, dim) floats, finite. None for an index over a parameter.
             table: the items' attributes: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays. None if
-                there is
-                no schema.
+                there is no schema.
 
         Raises: ValueError, naming the first offending id, if anything does not fit; nothing is written then.
         """
@@ -322,10 +316,8 @@ class Index(BaseIndex, nn.Module):
         """Compile search kernels in advance, by running such searches.
 
         A GPU compiles kernels at the first search with a new configuration, which then takes seconds. Kernels depend on
-        k, on
-        the query count in classes up to 16, 32, 64, 128 and beyond, on the query dtype, on the item count, and on
-        whether there
-        is a filter; another filter with about the same share needs no other kernel.
+        k, on the query count in classes up to 16, 32, 64, 128 and beyond, on the query dtype, on the item count, and on
+        whether there is a filter; another filter with about the same share needs no other kernel.
 
         Args:
             k, queries: the search sizes; or lists, of which all combinations are run.
@@ -425,8 +417,7 @@ class Index(BaseIndex, nn.Module):
         `close`.
 
         With a journal each update is on disk before it is applied: after a kill or a full disk the index recovers to
-        the last
-        complete update. `save` to the same folder starts a new journal.
+        the last complete update. `save` to the same folder starts a new journal.
 
         Args:
             path: the folder that `save` wrote.

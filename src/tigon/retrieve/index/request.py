@@ -33,8 +33,7 @@ class SearchRequest:
         query: (B, dim) as the operator takes it, on the index's device; scaled by alpha.
         k: the largest hit count over the queries. ks: each query's count, None if all have k.
         filters: one filter for all queries, or a filter per query. share: the estimated share of items that pass a
-            common
-            filter.
+            common filter.
         norms: (B, 1), subtracted from the scores; None for metrics other than "l2".
         candidates: items scored exactly where signs are read; None: the default. 0: signs are not read.
         links: weights that are added to the scores; vectors then count alpha.

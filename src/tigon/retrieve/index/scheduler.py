@@ -51,8 +51,7 @@ class UpdateScheduler(Forkable):
 
     Attributes:
         update_lock: held by the running update. launch_lock: held while a search is launched, and while an update
-            publishes
-            rows.
+            publishes rows.
     """
 
     def __init__(self) -> None:
@@ -114,8 +113,7 @@ class UpdateScheduler(Forkable):
         """Let searches go first between two steps of an update that holds `update_lock` and no other lock.
 
         Python hands the interpreter over on release, if the waiting thread has woken up by then. With short releases
-        only, an
-        update would keep the interpreter for milliseconds.
+        only, an update would keep the interpreter for milliseconds.
         """
         now = time.monotonic()
         if now - self._last_yield < STEP or now - self.last_search > RECENT:

@@ -2,8 +2,7 @@
 
 Global row r is row r // ranks on rank r % ranks: items are balanced over the ranks, and local row order follows global
 order. Every rank knows all ids and rows, allocates rows as a single-device index does, and keeps vectors, attributes
-and
-codes for its own rows only. So an update needs no communication, and ties are broken as on one device.
+and codes for its own rows only. So an update needs no communication, and ties are broken as on one device.
 
 A search scans the rank's rows for the whole batch. One all-gather exchanges k scores, rows and ids per query.
 """
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
 
 class ShardedIndex(BaseIndex):
     """An `Index` whose items are sharded over the GPUs in a mesh. Ids and scores equal those from one index with all
-    items;
-    on CPUs the last bits of scores may differ.
+    items; on CPUs the last bits of scores may differ.
 
     All ranks make the same calls with the same arguments, in the same order, from one thread: each keeps its share of
     the items, and each returns the complete search result. Invalid arguments are refused on all ranks before any

@@ -110,8 +110,7 @@ def _collect_items(shard: Shard) -> dict[str, Any]:
 
 def load_shards(path: Path, device: Any, mesh: Any) -> Shard:
     """Load shards from a folder and redistribute the items over the ranks. If the snapshot is replaced while it is
-    read,
-    all ranks read the newer snapshot.
+    read, all ranks read the newer snapshot.
     """
     name = "Index.load"
     ranks = Ranks(name, mesh, device)

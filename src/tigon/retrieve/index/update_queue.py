@@ -138,8 +138,7 @@ def _merge(updates: list[PendingUpdate]) -> tuple[Any, Any, Any] | None:
 
 def _concatenate(columns: Any) -> Any:
     """Concatenate lists or arrays; None unless all values have the same type: a column with integers and floats is
-    parsed
-    differently from an integer column.
+    parsed differently from an integer column.
     """
     if all(type(column) is list for column in columns):
         values = [value for column in columns for value in column]

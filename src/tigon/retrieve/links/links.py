@@ -133,13 +133,11 @@ class Links:
         """Learn edges from confirmed pairs: a logistic regression with an L1 penalty.
 
         Each pair (query attribute, item attribute) that occurs is a feature. Negatives are the same queries with
-        uniformly
-        drawn items, without confirmed pairs.
+        uniformly drawn items, without confirmed pairs.
 
         Args:
             queries, items: tables with the schemas' columns: pyarrow, pandas, polars, or a dict of arrays. Other
-                columns are
-                ignored.
+                columns are ignored.
             pairs: the confirmed pairs, (query, item): an array (P, 2), a list of pairs, or a table with two columns.
             query_schema: the query side's Category and Tags columns.
             item_schema: the index's schema or another, whose Category and Tags columns are used.

@@ -35,8 +35,7 @@ class FitResult(NamedTuple):
 
 class Examples:
     """Each example's features, for sums over an example's features and over a feature's examples. Both sums have a
-    fixed
-    order, so that a fit has the same bits on every run.
+    fixed order, so that a fit has the same bits on every run.
     """
 
     def __init__(self, features: Tensor, starts: Tensor, count: int) -> None:

@@ -33,8 +33,7 @@ class AdmittedSearch(PendingSearch):
 
     def convert(self, scores: Array, keys: Array, exact: Array, ids: Ids | None) -> Any:
         """Convert the search's hits to the future's result. Runs in the search thread: a hundred thousand string ids
-        would
-        block the event loop.
+        would block the event loop.
         """
         return SearchResult(scores, ids.to_ids(keys) if isinstance(ids, StringIds) else keys, exact)
 

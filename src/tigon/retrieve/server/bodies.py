@@ -56,8 +56,7 @@ class Body(BaseModel):
 
 class SearchBody(Body):
     """Queries: vectors, or the input for the server's encoder: texts or features. One k and filter for all queries, or
-    a
-    list with one per query.
+    a list with one per query.
     """
 
     tensors: ClassVar[tuple[str, ...]] = ("vectors", "features")

@@ -50,8 +50,7 @@ def serve(
             balancer polling /health notices.
         started: called with the port when requests are answered.
         grace: seconds from then on in which requests are still answered; slower clients are disconnected. A second
-            signal
-            stops the server at once.
+            signal stops the server at once.
         workers: processes that handle HTTP in front of this process; 0 or 1: this process does.
 
     Raises: OSError if the address cannot be bound; `worker_pool.WorkerError` if workers exit as soon as they are

@@ -61,8 +61,7 @@ def truncate(file: BinaryIO, size: int) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a complete or partial snapshot as far as possible: the files that `save` writes, and then the folder if it
-    is
-    empty.
+    is empty.
 
     The folder is renamed first, so that a reader finds either a complete snapshot or none.
     """

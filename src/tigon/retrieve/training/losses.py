@@ -33,11 +33,9 @@ class Negatives(NamedTuple):
 
     Args:
         shared: (K,) integers, negatives for all queries: item rows, or for `in_batch_softmax` the batch ids. None:
-            there
-            are none.
+            there are none.
         own: (B, J) integers, item rows that are negatives for a single query each, such as from `negatives.mine`; −1
-            for
-            none. Not for `in_batch_softmax`.
+            for none. Not for `in_batch_softmax`.
         allowed: (B, K) bool, or (K,) for all queries: the shared items that a query could have been shown, such as from
             `negatives.find_allowed`. The others are ignored for that query. None: all are used.
     """
@@ -58,16 +56,12 @@ def in_batch_softmax(
         ids: (B,) integers, the items' ids. Another row with the query's own item is not a negative. `Negatives(ids,
             allowed=…)` also restricts which batch items are negatives for which query.
         log_q: (B,), the log of each item's probability to be in a batch, such as log of its share of the training
-            pairs, or
-            from a `FrequencyEstimator`. Subtracted from the scores, so that popular items, which are negatives more
-            often,
-            are not pushed down. No gradient.
+            pairs, or from a `FrequencyEstimator`. Subtracted from the scores, so that popular items, which are
+            negatives more often, are not pushed down. No gradient.
         scale: multiplies the products: the inverse temperature.
         group: a process group whose ranks' items are negatives as well, the same number from each. Each rank has the
-            loss
-            for its own queries; gradients flow back to the rank that an item came from. `allowed` then covers all
-            ranks'
-            items, (B, ranks · B), in rank order.
+            loss for its own queries; gradients flow back to the rank that an item came from. `allowed` then covers all
+            ranks' items, (B, ranks · B), in rank order.
     Returns: 0-d, in fp32 (fp64 for fp64 inputs).
     Raises: ValueError for shapes and dtypes that do not fit.
     """
@@ -153,8 +147,7 @@ def similarity_softmax(
 
     Args:
         similarity: a module or function that takes the query and items (B, C, …), or (1, C, …) for items that all
-            queries
-            share, and returns scores (B, C). A function for `Retriever.search(rerank=…)` qualifies.
+            queries share, and returns scores (B, C). A function for `Retriever.search(rerank=…)` qualifies.
         query: (B, …), the similarity's input.
         items: (N, …), the table with all items, or its Embedding.
         target: (B,), each query's item row; −100 for queries that do not count.
@@ -188,10 +181,8 @@ class FrequencyEstimator(nn.Module):
     """Estimate item frequencies from a stream of batches: the mean number of batches between two occurrences.
 
     Two arrays with `buckets` numbers, for several hashes of the id: the last batch, and a moving mean B of the
-    distance,
-    B ← (1 − rate) · B + rate · (now − last). An item is in a batch with probability 1 / B. The largest B over the
-    hashes
-    counts, since a collision makes distances shorter.
+    distance, B ← (1 − rate) · B + rate · (now − last). An item is in a batch with probability 1 / B. The largest B over
+    the hashes counts, since a collision makes distances shorter.
 
     Args:
         buckets: per hash; more than there are frequent items.

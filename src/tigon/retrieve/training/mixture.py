@@ -74,8 +74,7 @@ class MixtureOfLogits(nn.Module):
         Args:
             query: (B, P · dim), or the output of `vectors`.
             items: (B, C, P' · dim), or (1, C, P' · dim) for items that all queries share; the item vectors
-                concatenated, in
-                any float dtype.
+                concatenated, in any float dtype.
         Returns: (B, C) in query's dtype.
         Raises: ValueError for other shapes, also from the gating.
         """

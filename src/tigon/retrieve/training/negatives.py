@@ -61,8 +61,7 @@ def mine(
         query: (B, dim) floats.
         positives: ids to exclude as relevant to a query: (B,), or (B, P) with −1 (None among strings) where a query has
             fewer; or a tuple with two vectors, a query number and an item id for each pair, such as `pairs.unbind(1)`.
-            Ids
-            that the index does not have are ignored.
+            Ids that the index does not have are ignored.
         k: negatives per query, from 1.
         skip_first: how many of the best remaining items are dropped as well: the likeliest to be relevant after all.
         where: an expression or its text, or one per query: only passing items, which could have been shown.
@@ -75,8 +74,7 @@ def mine(
     The host never waits where positives are an integer tensor (B,) or (B, P) on the index's device and k + skip_first +
     P
     is at most 2048. In an index with updates, rows may later hold other items: use ids there. With codes "sign" the
-    items
-    are as close to the best as search results are.
+    items are as close to the best as search results are.
     """
     name = "negatives.mine"
     if not isinstance(index, Index):

@@ -30,11 +30,9 @@ class TwoTowers(nn.Module):
         pairs: (P, 2) integers, training pairs with a user's and an item's row, the history that hops pool.
         hops: how far pooling reaches; 0 for own embeddings alone.
         own: the weight of own embeddings beside pooled embeddings. 0 gives the smoothest vectors, and a zero vector to
-            a
-            user or item without a pair.
+            a user or item without a pair.
         bias: whether each item has a learned bias that is added to its products, initially 0. The bias takes the last
-            of
-            the `dim` numbers in the item's vector, where users have a 1.
+            of the `dim` numbers in the item's vector, where users have a 1.
 
     Raises: ValueError for numbers that make no table, and for pairs outside the tables.
     """
@@ -112,8 +110,7 @@ class TwoTowers(nn.Module):
 
         Args:
             leave_out: (B, 2) integers, pairs that hops skip this time, such as those in the step's loss: a pair to be
-                predicted
-                then does not predict itself.
+                predicted then does not predict itself.
 
         Returns: vectors with length 1, so that their products are cosines; with a bias, the part before the bias has
         length 1.

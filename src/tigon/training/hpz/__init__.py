@@ -46,11 +46,9 @@ def apply_hpz(
     units and policies are kept. Losses, gradients and weights are FSDP2's, bit for bit.
 
     Each unit detects changed weights by steps of any `torch.optim.Optimizer`, and by PyTorch's version counters:
-    writing
-    into a parameter, or loading a state dict. `check` catches changes that neither shows (`p.data`, `torch._foreach_*`
-    outside an optimizer). All ranks must change their weights together, as FSDP2's own collectives require: a single
-    rank
-    that gathers over all ranks would wait for the others.
+    writing into a parameter, or loading a state dict. `check` catches changes that neither shows (`p.data`,
+    `torch._foreach_*` outside an optimizer). All ranks must change their weights together, as FSDP2's own collectives
+    require: a single rank that gathers over all ranks would wait for the others.
 
     Args:
         model: as for FSDP2, or already sharded by FSDP2.
