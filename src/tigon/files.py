@@ -118,8 +118,7 @@ def read_array(path: str | os.PathLike[str], *, mapped: bool = False) -> npt.NDA
         path: the file.
         mapped: memory-map the file, so that numbers are read on access.
     Raises: DamagedFileError if the file is missing, is not a .npy file with numbers, bools or texts, or needs more
-    memory
-        than there is.
+        memory than there is.
     """
     import numpy as np
 

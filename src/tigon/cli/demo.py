@@ -87,9 +87,7 @@ def read_library() -> Iterator[str]:
 
 
 def tokenize_library(size: dict[str, int], limit: int) -> tuple[Any, int]:
-    """Tokenize at most `limit` characters from the library, as (n, seq_len) token ids; also returns the vocabulary
-    size.
-    """
+    """Tokenize at most `limit` characters of the library as (n, seq_len) ids; also returns the vocabulary size."""
     import torch
 
     from tigon.cli.tokens import train_tokenizer

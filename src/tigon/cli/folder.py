@@ -44,9 +44,7 @@ class Claim:
             self.file = None
 
     def take(self, output: Path) -> None:
-        """Lock an existing folder; locking again is no error. Raises Problem if another process has locked the
-        folder.
-        """
+        """Lock an existing folder; locking again is no error. Raises Problem if another process holds the lock."""
         try:
             import fcntl
         except ImportError:  # Windows

@@ -156,9 +156,7 @@ def stored_bytes(layer: Any, word: str | None) -> int:
 
 
 def four_bit_bytes(numbers: int) -> int:
-    """A weight's bytes in nf4 or fp4: codes, a byte per 64 weights for the maximum, a scale per 256 maxima, and
-    tables.
-    """
+    """A weight's bytes in nf4 or fp4: codes, a byte per 64 weights, a scale per 256 of these bytes, and tables."""
     maxima = -(-numbers // 64)
     tables = 4 * (16 + 256 + 1)  # for the codes and the maxima, and their mean
     return -(-numbers // 2) + maxima + 4 * -(-maxima // 256) + tables

@@ -53,7 +53,7 @@ def find_model(name: str, *, any_head: bool = False) -> Source:
     any_head: accept encoder-decoders too, which have a head; by default only causal language models.
 
     Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not
-    answer and a model without a language-model head.
+        answer and a model without a language-model head.
     """
     if name in PRESETS:
         return Source(name, "preset", preset_config(name), weights=False)

@@ -16,9 +16,7 @@ class Forkable:
         """Called in the thread that forks."""
 
     def after_fork(self, is_child: bool) -> None:
-        """Called in the thread that forked, in both processes. In the child: recreate locks, and forget other
-        threads.
-        """
+        """Called in the forking thread, in both processes. In the child: recreate locks, and forget other threads."""
 
 
 _objects: weakref.WeakSet[Forkable] = weakref.WeakSet()

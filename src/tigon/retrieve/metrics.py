@@ -141,10 +141,9 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
         k: cut-offs, up to K.
         items: the item count, for the coverage.
     Returns: for each cut-off the means over queries with a relevant item: `recall@k` (the share of **all** relevant
-    items
-        that was found, which cannot reach 1 where there are more than k), `ndcg@k`, `mrr@k` and `hit_rate@k` (whether
-        any was found), and `coverage@k`, the share of all items that some query found. NaN if no query has a relevant
-        item.
+        items that was found, which cannot reach 1 where there are more than k), `ndcg@k`, `mrr@k` and `hit_rate@k`
+        (whether any was found), and `coverage@k`, the share of all items that some query found. NaN if no query has a
+        relevant item.
     Raises: ValueError for shapes and cut-offs that do not fit.
     """
     name = "metrics.ranking"
@@ -226,9 +225,7 @@ def _find_rows(name: str, index: Index, pairs: Tensor) -> Tensor:
 
 
 def pack_passing_bits(out: Tensor, bounds: Tensor, items: int) -> RowBits | None:
-    """A bit for each query and item: whether the item is ranked. bounds: (2, B), each query's range of pairs in
-    `out`.
-    """
+    """A bit for each query and item: whether the item is ranked. bounds: (2, B), each query's pair range in `out`."""
     counts = bounds[1] - bounds[0]
     if not int(counts.sum()):
         return None

@@ -161,8 +161,7 @@ class Retriever(nn.Module):
             folder: created if missing.
 
         Raises: ValueError if the path is a file, for an index over a parameter, for a ShardedIndex, and if another
-        process
-            has opened the index or saves to the folder.
+            process has opened the index or saves to the folder.
         """
         if isinstance(self.index, ShardedIndex):
             raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: use its save.")

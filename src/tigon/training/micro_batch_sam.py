@@ -38,8 +38,7 @@ class MicroBatchSAM(Optimizer):
         backward: called with the loss in place of `loss.backward()`: `accelerator.backward`, or
             `lambda loss: scaler.scale(loss).backward()`. A factor on the loss does not change the perturbation.
     Raises: TypeError if optimizer is not an Optimizer, for LBFGS, or for a model sharded by FSDP1; ValueError for a rho
-    or
-        an eta that is negative or not finite.
+        or an eta that is negative or not finite.
 
         sam = MicroBatchSAM(torch.optim.AdamW(model.parameters(), lr=1e-3), model, rho=0.05)
         for shard in batch.chunk(4):
@@ -95,7 +94,7 @@ class MicroBatchSAM(Optimizer):
                 divides.
         Returns: (), the loss before the perturbation, detached, without weight.
         Raises: ValueError if closure returns no scalar with a graph, or if two parameters share memory; RuntimeError if
-        none of the optimizer's parameters gets a gradient; TypeError for sparse gradients.
+            none of the optimizer's parameters gets a gradient; TypeError for sparse gradients.
         """
 
         def run() -> Tensor:

@@ -44,7 +44,7 @@ def two_passes(
         adaptive, eta: as in `perturb`.
     Returns: run's result at the unperturbed weights.
     Raises: RuntimeError if the first pass leaves no gradient, TypeError for a sparse gradient, ValueError for
-    parameters that share memory. Weights are unchanged then, and if the first pass raises, gradients too.
+        parameters that share memory. Weights are unchanged then, and if the first pass raises, gradients too.
     """
     # Computed once: traversing a model takes the host as long as some kernels take.
     modules = [] if model is None else list(model.modules())

@@ -62,8 +62,7 @@ def perturb(
         rho: the step length, for each parameter.
         adaptive, eta: as in `squared_norm`.
     Returns: the old parameters, for `restore`: in the gradient's memory where the gradient is a whole, unshared storage
-    in
-        the parameter's dtype, else in new memory.
+        in the parameter's dtype, else in new memory.
     """
     # Allocated before anything moves: an out-of-memory error here leaves every parameter unchanged.
     kept = _room(params, grads)
@@ -270,9 +269,7 @@ def _perturb_kernel(
 
 
 def _block() -> tuple[int, int]:
-    """Elements and warps per program: a thread takes 16 elements from each tensor, two 16-byte loads in bf16, four in
-    fp32.
-    """
+    """Elements and warps per program: 16 elements per thread and tensor, two 16-byte loads in bf16, four in fp32."""
     return 4096, 8
 
 

@@ -49,8 +49,7 @@ def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
         rotary: also rotary functions. `kernels` holds these once for all models in a family: they are then replaced in
             all of them, permanently.
     Returns: {"RMSNorm": "RMSNorm", …}; without names whose formula Tigon has no layer for. A name with two formulas in
-    one
-        model is left out, with a warning.
+        one model is left out, with a warning.
     Raises: TypeError if model is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -82,8 +81,7 @@ def mapping(model: nn.Module, *, rotary: bool = False) -> dict[str, dict[str, An
     """The argument for `kernels.use_kernel_mapping`, for a model.
 
     Args: as in `layers_for`. Returns: {name: {device type: repository}}, for the model's device, in training, inference
-    and
-        under torch.compile.
+        and under torch.compile.
     Raises: ImportError without `kernels`; ValueError for a model without replaceable layers.
 
     ::

@@ -68,7 +68,7 @@ def liger_fused_linear_dpo(
         compute_nll_loss: add alpha · NLL(chosen).
         compiled, chunk_size: have no effect.
     Returns: the loss, and a tuple: chosen_logps (B,), rejected_logps (B,), the mean logits of the chosen and of the
-    rejected, the chosen's NLL, chosen_rewards (B,), rejected_rewards (B,).
+        rejected, the chosen's NLL, chosen_rewards (B,), rejected_rewards (B,).
     """
     name = "liger_fused_linear_dpo"
     without_effect(name, chunk_size=(chunk_size, 1))
@@ -243,9 +243,7 @@ def _distill(
     target: Tensor, bias: Tensor | None, teacher_bias: Tensor | None, hard: float, soft: float, of_soft: float,
     parts: bool, ignore_index: int, **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """hard · cross entropy + soft · of_soft · soft loss in one walk, since the weights may be normalised to sum to
-    one.
-    """
+    """hard · cross entropy + soft · of_soft · soft loss, in one walk: the weights may be normalised to sum to one."""
     soft *= of_soft
     total = hard + soft
     head, teacher = Head(weight, bias), Hidden(teacher_x, Head(teacher_weight, teacher_bias))

@@ -51,8 +51,8 @@ def liger_cross_entropy(
         lse_square_scale: z_loss in `tigon.cross_entropy`.
         size_average, reduce: must be None; use `reduction`.
     Returns: the loss, () or (M,) with reduction="none"; or a `CrossEntropyOutput` if any return_… is set.
-    token_accuracy is the share of counted rows that are right, a number per row with reduction="none"; predicted_tokens
-    (M,) are −1 where the target is ignored.
+        token_accuracy is the share of counted rows that are right, a number per row with reduction="none";
+        predicted_tokens (M,) are −1 where the target is ignored.
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
         if value is not None:

@@ -37,9 +37,7 @@ def without_effect(name: str, **options: tuple[Any, Any]) -> None:
 
 
 def accumulate(name: str, accum_dtype: torch.dtype | None, weight: Tensor) -> Literal["fp32", "weight"]:
-    """Tigon's name for the dtype in which the weight's gradient is summed: fp32 unless the weight's dtype is
-    requested.
-    """
+    """Tigon's name for the dtype of the weight gradient's sum: fp32 unless the weight's dtype is requested."""
     if accum_dtype is None or accum_dtype == torch.float32:
         return "fp32"
     if accum_dtype == weight.dtype:

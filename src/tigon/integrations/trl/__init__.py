@@ -55,12 +55,10 @@ def fuse(
             where at least a quarter of the tokens are prompt tokens, and the model and the trainer support it.
         options: for `tigon.fuse`, on each model that the trainer holds (parts=…, recompute=…).
     Returns: a TrainerFusion. `report()` lists the replacements, how often each ran in the last training step, and the
-    calls
-        left to TRL with reasons; `remove()` restores everything. Also a context manager. If the trainer is
+        calls left to TRL with reasons; `remove()` restores everything. Also a context manager. If the trainer is
         already fused, its TrainerFusion is returned unchanged.
     Raises: TypeError if trainer is not a trainer; ValueError with shared_prefix=True for a model or trainer that does
-    not
-        support it.
+        not support it.
 
         trainer = DPOTrainer(model, args=config, train_dataset=pairs, processing_class=tokenizer)
         fusion = tigon.integrations.trl.fuse(trainer)
@@ -201,12 +199,12 @@ class TrainerReport:
     """The replacements in a trainer, and how often each ran in the last training step.
 
     rows: the losses, replaced or left. calls: calls to Tigon's losses in the last step (a forward and backward pass),
-    by
-        role and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each model's
-        `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and the rows that
-        separate sequences would take ("separate"). unshared: calls that ran as separate sequences, by reason.
-        whole_logits: why TRL computes the loss itself, from whole logits; otherwise empty. str(report) fits on one
-        screen; to_dict() is JSON.
+        by role and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each
+        model's `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and the
+        rows that separate sequences would take ("separate"). unshared: calls that ran as separate sequences, by reason.
+        whole_logits: why TRL computes the loss itself, from whole logits; otherwise empty.
+
+    str(report) fits on one screen; to_dict() is JSON.
     """
 
     trainer: str

@@ -86,9 +86,7 @@ def choose(pairs: int, given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Fitted:
-    """towers: as trained. history: a row per evaluation. best: the best evaluation's epoch; without any, the last
-    epoch.
-    """
+    """towers: as trained. history: a row per evaluation. best: the best epoch; without evaluations, the last."""
 
     towers: TwoTowers
     history: list[dict[str, float]]

@@ -60,7 +60,7 @@ class VectorCodes(nn.Module):
         return {name: buffer for name in BUFFERS if (buffer := getattr(self, name)) is not None}
 
     def write(self, rows: Any, vectors: Tensor) -> None:
-        """Encode vectors into rows that no search reads. `error` only grows, so that the bound for earlier rows stays
+        """Encode vectors into rows that no search reads. `error` only grows, so that earlier rows' bound stays
         valid.
         """
         if self.projection is not None:

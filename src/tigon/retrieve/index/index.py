@@ -108,8 +108,7 @@ class BaseIndex:
             where: an expression or its text, None for all items; or a list with a filter per query.
             strict: whether a filter value that no item has is an error. Otherwise the value matches no item.
             candidates: with codes "sign": how many items are scored exactly, those with the best codes; None for five
-                times k,
-                and at least 256. 0: all items.
+                times k, and at least 256. 0: all items.
             links: the query links, as `Links.weigh` returns. An item's score is then alpha times its vector score plus
                 the weights of the links to its attributes. Codes are not read; all passing items are scored.
             alpha: the weight of vectors beside links; 0 ranks by links alone. Values other than 1 make the query fp32.
@@ -159,8 +158,7 @@ class Index(BaseIndex, nn.Module):
         device: where the buffers are.
         codes: "int8" also keeps the vectors in 8 bits per number, which a search on a GPU reads first. Results are the
             same. "sign" keeps the signs of random projections, which a search with few queries reads first where that
-            is
-            faster: it may then miss some of the best items, as `Hits.exact` reports. `calibrate` measures how many.
+            is faster: it may then miss some of the best items, as `Hits.exact` reports. `calibrate` measures how many.
         bits: signs per item: 64, 128, 256, 512 or 1024.
 
     Raises: ValueError for numbers that are not positive, or an unknown dtype, metric, code kind or bit count.
@@ -388,8 +386,7 @@ class Index(BaseIndex, nn.Module):
             path: the folder, created if missing. An index in the folder is replaced; other files stay.
 
         Raises: ValueError if the path is a file, if another index or process has opened the folder or saves to it, or
-        for an
-            index over a parameter; OSError if the disk is full.
+            for an index over a parameter; OSError if the disk is full.
         """
         if self.table.is_over_parameter:
             raise ValueError("Index.save: an index over a parameter is saved with the model: use its state_dict.")

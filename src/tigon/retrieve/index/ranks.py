@@ -65,9 +65,7 @@ class Ranks:
         return own
 
     def run_together(self, kind: type[Exception], said: str, step: Callable[[], T]) -> T:
-        """Run a step that succeeds or fails on all ranks together. Ranks without an error of their own raise
-        kind(said).
-        """
+        """Run a step that succeeds or fails on all ranks together. Ranks that did not fail raise kind(said)."""
         error: Exception | None = None
         try:
             result = step()

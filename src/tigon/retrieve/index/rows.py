@@ -69,9 +69,7 @@ class RowAllocator:
         return rows
 
     def mark(self, shown: Ints, hidden: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Set the live bits of some rows and clear those of others. Returns the changed words: their numbers and
-        values.
-        """
+        """Set the live bits of some rows and clear those of others. Returns the changed words' numbers and values."""
         one = np.uint32(1)
         np.bitwise_or.at(self.live, shown >> 5, one << (shown & 31).astype(np.uint32))
         np.bitwise_and.at(self.live, hidden >> 5, ~(one << (hidden & 31).astype(np.uint32)))

@@ -226,8 +226,7 @@ class ShardedIndex(BaseIndex):
             path: the folder, created if missing. An index in the folder is replaced; other files stay.
 
         Raises: ValueError if the path is a file, or if another index or process has opened the folder or saves to it;
-        OSError
-            if a rank cannot write. All ranks raise then, and the previous content is unchanged.
+            OSError if a rank cannot write. All ranks raise then, and the previous content is unchanged.
         """
         self.ranks.check_alike("save", str(path))
         with self.table.scheduler.update_lock:

@@ -31,9 +31,7 @@ class EncodedAttributes(NamedTuple):
 
 
 class AttributeEncoder:
-    """The Category and Tags columns on the query or item side, and each column's values in order of first
-    occurrence.
-    """
+    """A side's Category and Tags columns, and each column's values in order of first occurrence."""
 
     def __init__(self, who: str, kinds: Mapping[str, str], attributes: Iterable[Attribute] = ()) -> None:
         self.who, self.kinds = who, dict(kinds)

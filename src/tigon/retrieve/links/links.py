@@ -147,8 +147,7 @@ class Links:
 
         Returns: the Links.
         Raises: ValueError for columns that are missing or of another kind, ids that are not in the tables, no pairs,
-        and
-            options that do not fit.
+            and options that do not fit.
         """
         name = "Links.fit"
         options = LinkOptions() if options is None else options
@@ -199,8 +198,7 @@ class Links:
             min_weight: the least weight. None: all edges, including negative weights.
 
         Returns: a pyarrow.Table: query_column, query_value, item_column, item_value and weight. A value column that is
-        neither
-            all text nor all integers is converted to text.
+            neither all text nor all integers is converted to text.
         """
         import pyarrow
 

@@ -54,7 +54,7 @@ def serve(
         workers: processes that handle HTTP in front of this process; 0 or 1: this process does.
 
     Raises: OSError if the address cannot be bound; `worker_pool.WorkerError` if workers exit as soon as they are
-    started.
+        started.
     """
     sockets: list[socket.socket] = []
     interval = sys.getswitchinterval()

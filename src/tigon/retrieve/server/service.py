@@ -36,8 +36,7 @@ class Service(Application):
         path: where /snapshot saves the index; None: there is no /snapshot.
         key: that a request must carry; None: none.
         encode: from a list of texts, a tensor with features on the index's device, or a dict of these, to vectors (n,
-            dim);
-            runs in a thread. None: queries are vectors.
+            dim); runs in a thread. None: queries are vectors.
         limits: on requests.
         hosts: without a key, names allowed as a request's Host beside IP addresses and localhost, so that no web page
             reaches the service by a foreign name; None: any, where another server checks them.

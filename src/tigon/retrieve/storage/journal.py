@@ -61,8 +61,7 @@ class Journal:
         """Write a record, and wait until the record is on disk.
 
         Raises: OSError if the disk is full or the journal was removed; the journal is unchanged then. ValueError in a
-        fork of
-            the process that opened the journal.
+            fork of the process that opened the journal.
         """
         if self.broken:
             raise OSError(

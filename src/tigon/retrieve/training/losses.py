@@ -104,8 +104,7 @@ def sampled_softmax(
         negatives: (K,), item rows, drawn from any distribution, repeated as drawn; (B, K), per-query negatives, −1 for
             none; or `Negatives`. A negative equal to a query's own target is ignored for that query.
         log_q: (N,), the log of how often each item is expected among the K; subtracted from the negatives' scores, so
-            that
-            the loss approaches the softmax over all items as K grows. None: uniform draws, K / N each, for shared
+            that the loss approaches the softmax over all items as K grows. None: uniform draws, K / N each, for shared
             negatives; per-query negatives are not corrected. Per-query negatives beside shared negatives never are. No
             gradient.
         scale: multiplies the products: the inverse temperature.

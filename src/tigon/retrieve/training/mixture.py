@@ -28,10 +28,8 @@ class MixtureOfLogits(nn.Module):
         components: (P, P'), the vector counts of a query and an item; an integer for the same count on both sides.
         dim: each vector's width.
         gating: a module that takes the query (B, P · dim) and items (B or 1, C, P' · dim) and returns (B, C, P · P'),
-            such
-            as a `HadamardMLP` with as many outputs. None: an MLP on the query times an MLP on the item. An MLP on the
-                inner
-            products is added in both cases, and the softmax of the sum gives the weights.
+            such as a `HadamardMLP` with as many outputs. None: an MLP on the query times an MLP on the item. An MLP on
+            the inner products is added in both cases, and the softmax of the sum gives the weights.
         hidden: the MLPs' hidden width.
         scale: multiplies the score, not the MLP inputs: the inverse temperature, for vectors with length 1.
     Raises: ValueError for numbers that are not positive.

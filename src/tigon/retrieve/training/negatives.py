@@ -67,8 +67,7 @@ def mine(
         where: an expression or its text, or one per query: only passing items, which could have been shown.
         ids: whether ids are returned in place of rows.
     Returns: (B, k) int64, index rows, which under `Index.over` are the parameter's, best first; −1 where fewer pass.
-    With
-        ids as `Hits.ids`.
+        With ids as `Hits.ids`.
     Raises: ValueError for shapes, numbers, ids and filters that do not fit.
 
     The host never waits where positives are an integer tensor (B,) or (B, P) on the index's device and k + skip_first +
@@ -229,8 +228,7 @@ def find_allowed(index: Index, where: Where | Sequence[Where], rows: Tensor) -> 
         where: an expression or its text, None for all items; or a list for B queries.
         rows: (K,) or (B, K) integers, index rows, such as the batch's or drawn negatives; −1 for none.
     Returns: bool on the index's device: (B, K) for a filter per query, in rows' shape for a single filter. False for −1
-    and
-        for rows without an item.
+        and for rows without an item.
     Raises: ValueError for shapes and for filters that do not fit.
 
     Only these rows' attributes are read. With the same `where` in `mine`, its negatives need no mask.

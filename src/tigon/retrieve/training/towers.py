@@ -113,7 +113,7 @@ class TwoTowers(nn.Module):
                 predicted then does not predict itself.
 
         Returns: vectors with length 1, so that their products are cosines; with a bias, the part before the bias has
-        length 1.
+            length 1.
         """
         user, item = self.user.weight, self.item.weight
         if self.hops:

@@ -2,7 +2,7 @@
 
     the first calls with a shape   run eagerly: real steps, with all one-time compilation, loading and allocation
     the next                       is captured: the step's Python runs, and the device records instead of running
-    that call and all later ones   inputs are copied to where the graph reads, the graph runs, results are copied
+    that call and all later calls  inputs are copied to where the graph reads, the graph runs, results are copied
 
 Python does not run in a replay. Host state that a replay would miss is part of the signature under which a graph is
 cached (shapes, dtypes, numbers, modes), or is compared before a replay (learning rates that are not tensors, memory
@@ -61,11 +61,11 @@ def graph_step(
         warmup: how many calls with new shapes run eagerly before the capture. These are regular training steps.
         max_graphs: how many graphs are kept. With further shapes the step runs eagerly.
     Returns: a `GraphStep`, which takes step's arguments and returns step's results, with the same numbers as an eager
-    step.
+        step.
     Raises: TypeError for an optimizer that is not an Optimizer, for other arguments and results, and for
-    `MicroBatchSAM`; ValueError for warmup or max_graphs below 1, optimizers that are not capturable or not named,
-    inputs on two devices, inputs that require grad, autocast around the call, and an optimizer number that changed
-    after the capture; RuntimeError for a step that cannot be captured.
+        `MicroBatchSAM`; ValueError for warmup or max_graphs below 1, optimizers that are not capturable or not named,
+        inputs on two devices, inputs that require grad, autocast around the call, and an optimizer number that changed
+        after the capture; RuntimeError for a step that cannot be captured.
 
     On a CPU every call is eager. Python does not run in a replay: prints, counts and decisions stay those of the
     capture, and the parameters' gradients are None afterwards. `docs/how-to/cuda-graphs.md` lists the limits.
