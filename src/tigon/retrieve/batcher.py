@@ -36,8 +36,7 @@ class Batcher(Forkable):
     """Batch searches from many threads, each with its own k and filter.
 
     A call waits until `max_batch` queries are pending, or for `wait` seconds, or until as many queries are pending as
-    the
-    last search had: then no other call is expected. Calls that arrive during a search join the next search. Index
+    the last search had: then no other call is expected. Calls that arrive during a search join the next search. Index
     updates continue, and become visible between two searches.
 
     Args:

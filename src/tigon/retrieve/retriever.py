@@ -187,8 +187,7 @@ class Retriever(nn.Module):
 
     def _save_encoder(self, folder: Path) -> dict[str, str]:
         """Write the encoder's state to a file named by its checksum, so that no file named in `config.json` is
-        overwritten.
-        Returns the file's entry for `config.json`.
+        overwritten. Returns the file's entry for `config.json`.
         """
         from safetensors.torch import save_file
 

@@ -49,9 +49,8 @@ class MicroBatchSAM(Optimizer):
 
     **A shard** is, on one device, the batch in one `accumulate` call. Under DistributedDataParallel each rank has its
     own shard, so that m is the rank count times the calls per rank, and gradients are reduced once, in the second pass.
-    Under
-    `fully_shard` a shard is the data seen by the ranks that hold one copy of the weights: all ranks on a 1-d mesh, a
-    replica group on a 2-d mesh.
+    Under `fully_shard` a shard is the data seen by the ranks that hold one copy of the weights: all ranks on a 1-d
+    mesh, a replica group on a 2-d mesh.
 
     **Both passes use the same** random numbers from torch, on the host and on the parameters' devices. Numbers from
     other sources (numpy, a Generator) are drawn twice.
@@ -60,9 +59,8 @@ class MicroBatchSAM(Optimizer):
     memory of the first pass's gradient; that is one buffer of the parameters' size more than the optimizer takes.
 
     Where a gradient overflows, nothing is perturbed, the second pass overflows as well, and GradScaler skips the step.
-    In
-    bf16 or fp16 parameters a perturbation below half a unit in the last place is rounded away: keep fp32 weights, with
-    autocast or FSDP2's mixed precision.
+    In bf16 or fp16 parameters a perturbation below half a unit in the last place is rounded away: keep fp32 weights,
+    with autocast or FSDP2's mixed precision.
     """
 
     def __init__(

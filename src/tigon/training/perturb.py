@@ -376,9 +376,8 @@ def _perturb(
             tensors = (*tables, lengths, squares)
             _run(_perturb_kernel, tensors, len(members), tables[2].numel(), options, adaptive, eta)
             # Kernels write without autograd's knowledge. A graph that has saved any of these tensors then raises
-            # instead of using
-            # new numbers. After each launch: if memory runs out before the next, versions tell which weights have
-            # moved.
+            # instead of using new numbers. After each launch: if memory runs out before the next, versions tell which
+            # weights have moved.
             torch.autograd.graph.increment_version([of[i] for of in (params, kept) for i in members])
 
 

@@ -47,8 +47,7 @@ class RowAdagrad(Optimizer):
 
     **Rounding**: a step is computed in fp32 (fp64 for fp64), including the state, and rounded once to the parameter's
     dtype, to the nearest. A step below half a unit in the last place of a weight is lost, in bf16 1/512 of the weight
-    or
-    less: keep tables in fp32 where learning rates are small.
+    or less: keep tables in fp32 where learning rates are small.
 
     A step is one launch for all tables in a group with the same dtypes and width, and waits for no device. The state is
     `state[p]["sum"]`, (V,) fp32 (fp64 for fp64), in state_dict as in torch's optimizers.

@@ -71,8 +71,7 @@ def mine(
     Raises: ValueError for shapes, numbers, ids and filters that do not fit.
 
     The host never waits where positives are an integer tensor (B,) or (B, P) on the index's device and k + skip_first +
-    P
-    is at most 2048. In an index with updates, rows may later hold other items: use ids there. With codes "sign" the
+    P is at most 2048. In an index with updates, rows may later hold other items: use ids there. With codes "sign" the
     items are as close to the best as search results are.
     """
     name = "negatives.mine"

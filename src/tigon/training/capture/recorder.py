@@ -57,8 +57,7 @@ class Recorder:
         torch.cuda.empty_cache()
         failure: BaseException | None = None
         # Not `with torch.cuda.graph`: if the end of the capture raises, that hides the step's error, and stays on the
-        # stream.
-        # thread_local: a thread that pins memory for a loader would break a "global" capture.
+        # stream. thread_local: a thread that pins memory for a loader would break a "global" capture.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
