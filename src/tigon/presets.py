@@ -166,7 +166,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def close_names(name: str) -> list[str]:
-    """The presets that a mistyped name may have meant, best first."""
+    """The presets closest to a mistyped name, best first."""
     return difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.6)
 
 

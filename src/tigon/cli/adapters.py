@@ -56,7 +56,7 @@ def find_adapted(model: str, adapters: str | None, *, any_head: bool = False) ->
                 raise
             try:
                 found = find_adapters(model, "model")
-            except Problem:  # the hub has neither a model nor adapters of this name
+            except Problem:  # the hub has neither a model nor adapters by this name
                 raise problem from None
     if not found.base:
         raise Problem(f"model {model}: its {CONFIG} names no model; name the model, and --adapters {model}")

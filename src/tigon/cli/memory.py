@@ -132,7 +132,7 @@ class Sides:
     def fuse(self) -> Any:
         from tigon import fuse
 
-        level: Any = self.setup.recompute  # the command has checked the word
+        level: Any = self.setup.recompute  # the command has validated the value
         self.fusion = fuse(self.model, recompute=level, offload=self.setup.offload)
         return self.fusion
 

@@ -40,7 +40,7 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
 
 
 def count_processes() -> int:
-    """How many processes the launcher has started for this command."""
+    """The number of processes that the launcher has started for this command."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -119,7 +119,7 @@ _NO_ROOM = (
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether too little memory, on the host or a GPU, caused this error, directly or through the error's causes."""
     while error is not None:
-        # NumPy's and Arrow's errors derive from MemoryError. torch has a class for GPUs alone.
+        # NumPy's and Arrow's errors derive from MemoryError. torch has a class only for GPUs.
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return True
         if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):

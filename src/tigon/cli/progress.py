@@ -34,7 +34,7 @@ def _lines(console: Any, line: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def working(console: Any, doing: str) -> Iterator[None]:
-    """`with working(console, "reading train.parquet")`, around work whose length is not known."""
+    """`with working(console, "reading train.parquet")`, around work with unknown length."""
     began = time.monotonic()
     with console.status(doing) if console.is_terminal else _lines(
         console, lambda: f"{doing}, {time.monotonic() - began:,.0f} s"

@@ -55,7 +55,7 @@ def fit_columns(console: Console, table: Table) -> list[int] | None:
     if room < 0:
         return None
     for wanted in (bodies, natural):
-        # Columns that lack least are completed first, so that as few as possible fold.
+        # Columns that lack the least width are completed first, so that as few as possible fold.
         for i in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
             more = min(room, max(0, wanted[i] - widths[i]))
             widths[i], room = widths[i] + more, room - more

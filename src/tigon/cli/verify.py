@@ -212,7 +212,7 @@ def _in_fp64(model: Any) -> Any:
     wide = copy.deepcopy(model).double()
     inner = wide.get_base_model() if hasattr(wide, "get_base_model") else wide
     if getattr(type(inner), "_can_set_experts_implementation", lambda: False)():
-        inner.set_experts_implementation("eager")  # grouped products take no fp64
+        inner.set_experts_implementation("eager")  # grouped matrix products do not support fp64
     return wide
 
 

@@ -27,9 +27,9 @@ def as_int(value: Any) -> int | None:
 
 
 def read_int(name: str, argument: str, value: Any, least: int = 1) -> int:
-    """An integer argument.
+    """Parse an integer argument.
 
-    Raises: ValueError if the value is no integer within 64 bits, or below the least.
+    Raises: ValueError if the value is not an integer within 64 bits, or is below the least.
     """
     number = as_int(value)
     if number is None or number < least:

@@ -110,7 +110,7 @@ class Batcher(Forkable):
         try:
             return future.result(timeout)
         except (FutureTimeout, TimeoutError):
-            if not future.cancel() and future.done():  # just now
+            if not future.cancel() and future.done():  # finished at this moment
                 return future.result()
             raise TimeoutError(f"Batcher.search: no answer within {timeout} s; {len(self):,} queries wait.") from None
         except CancelledError:
@@ -144,7 +144,7 @@ class Batcher(Forkable):
                 )
             was_empty, now = not self._queue, time.monotonic()
             self._queue.add(search, now)
-            # Calls that come while others are gathered need not wake the thread.
+            # Calls that arrive while others are gathered need not wake the thread.
             if was_empty or not self._queue.delay(now):
                 self._changed.notify_all()
         return future

@@ -99,7 +99,7 @@ def restore(params: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into the target of the same shape."""
-    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # PyTorch fuses copies of one dtype only
+    pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # PyTorch only fuses copies within one dtype
     for target, source in zip(targets, sources, strict=True):
         mine, theirs = pairs.setdefault((target.device, target.dtype, source.dtype), ([], []))
         mine.append(target)
@@ -142,7 +142,7 @@ def squared_norm_reference(
 ) -> Tensor:
     squares = []
     for p, g in zip(params, grads, strict=True):
-        # fp32 for half precision: fp16's squares would underflow, and a sum in 8 or 11 bits would stop growing.
+        # fp32 for half precision: fp16 squares would underflow, and a sum in 8 or 11 bits would stop growing.
         acc = torch.promote_types(p.dtype, torch.float32)
         squares.append((_size(p, eta) * g.to(acc) if adaptive else g.to(acc)).square().sum())
     dtype = functools.reduce(torch.promote_types, [s.dtype for s in squares])

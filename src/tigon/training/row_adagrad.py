@@ -157,7 +157,7 @@ def row_adagrad(
         groups.setdefault((p.device, p.dtype, g.dtype, p.shape[1], rows[i] is None, aligned), []).append(i)
     for (_, _, _, width, dense, aligned), members in groups.items():
         tables, states, given = ([of[i] for i in members] for of in (params, sums, grads))
-        # A dense gradient has no list of rows; the kernel does not read the stand-in.
+        # A dense gradient has no row list; the kernel does not read this placeholder.
         at = [g if rows[i] is None else rows[i] for i, g in zip(members, given, strict=True)]
         _row_adagrad(tables, states, given, at, width, dense, aligned, lr, eps, weight_decay)  # type: ignore[arg-type]
 

@@ -91,7 +91,7 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -
     plan: dict[str, ParallelStyle] = {}
     for name, style in known.items():
         if style in EMBEDDING:
-            continue  # below, for all models
+            continue  # handled below, for all models
         for module in _matching(model, prefix, name):
             plan[module] = _style(type(model).__name__, name, style, sequence_parallel)
     outside = Shard(1) if sequence_parallel else Replicate()
@@ -113,7 +113,7 @@ def _style(model: str, name: str, style: str, sequence: bool) -> ParallelStyle:
     if style in HEAD:
         return ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), output_layouts=Replicate())
     if style in HEAD_NORM:
-        return SequenceParallel(sequence_dim=2, use_local_output=True)  # of (B, T, H, head_dim) the heads are split
+        return SequenceParallel(sequence_dim=2, use_local_output=True)  # in (B, T, H, head_dim) the heads are split
     raise ValueError(
         f"tensor_parallel_plan: {model} wants the style {style!r} for {name}, which has no counterpart here."
     )

@@ -191,7 +191,7 @@ def parse_options(arguments: list[str]) -> TrainOptions:
 
 
 def make_parser(name: str, *, on_cpu: bool = False) -> Any:
-    """The parser of a task's options. on_cpu: whether the run leaves a GPU alone."""
+    """Build the parser for a task's options. on_cpu: whether the run uses no GPU."""
     task = TASKS[name]
     types = [DataArguments, trl.ModelConfig, FuseArguments, task.config_class, *([task.extra] if task.extra else [])]
     parser: Any = trl.TrlParser(types, prog="tigon train", usage=USAGE, allow_abbrev=False, formatter_class=_Formatter)

@@ -76,7 +76,7 @@ class PromptRows(torch.utils.data.Dataset[Encoded]):
         return self, None
 
     def add_teacher(self, teacher: PromptRanker) -> None:
-        """Ask a teacher once, about all requests."""
+        """Add a teacher's scores to all requests, computed once."""
         sizes = [len(request.candidates) for request in self.requests]
         self.teacher = {name: list(p.split(sizes)) for name, p in teacher.probabilities(self.requests).items()}
 

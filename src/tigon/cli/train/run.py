@@ -53,7 +53,7 @@ def run(options: TrainOptions) -> None:
             make_trainer = make_trl_trainer
         trainer, fusion = make_trainer(options)
         if trainer.is_world_process_zero():
-            claim.take(output)  # again: the trainer has made the folder
+            claim.take(output)  # repeated: the trainer has created the folder
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()
@@ -138,7 +138,7 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
     from tigon.integrations.trl import fuse
 
     share: Any = {"true": True, "false": False}.get(options.fuse.shared_prefix, "auto")
-    level: Any = options.fuse.recompute  # the parser has checked the word
+    level: Any = options.fuse.recompute  # the parser has validated the value
     if options.task not in SHARING:
         share = False
     try:

@@ -200,7 +200,7 @@ def _describe(found: Any, names: list[str], asked: bool) -> dict[str, Any]:
 def _parts(
     found: Any, from_column: str | None, stored: Any, ids: str | None, filtered: list[str], size: int
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Ids, vectors and attributes, a piece at a time."""
+    """Yield ids, vectors and attributes in pieces."""
     import numpy as np
 
     from tigon.retrieve.cli.files import vectors_of

@@ -104,7 +104,7 @@ def _show(rows: list[dict[str, Any]], queries: int) -> None:
 
     from tigon.cli.screen import screen, show
 
-    # A pipe has no width, and rich would fold the table to 80 columns.
+    # A pipe has no width, for which rich would fold the table to 80 columns.
     console = screen(width=None if sys.stdout.isatty() else 10_000)
     if not rows:
         console.print("no item passes")

@@ -39,15 +39,16 @@ class Grid(Coded):
 
 
 class Number(Grid):
-    """A number. A number without low and high is kept as a float32; with them, as the nearest of evenly spaced values.
+    """A number. Without low and high it is stored as float32; with them, as the nearest of evenly spaced values.
 
-    A value is rounded to the nearest float32 or the nearest step when it is written, and filters compare the rounded
-    values. A bound in a filter is rounded to float32 as values are. Between two steps it is refused, or rounded inward
-    with `approximate=True`: nothing passes that the bound excludes.
+    Values are rounded to the nearest float32 or the nearest step when they are written, and filters compare the rounded
+    values. A filter bound is rounded to float32 in the same way. A bound between two steps is an error, or rounded
+    inward
+    with `approximate=True`: no value outside the bound passes.
 
     Args:
         low, high: the least and the greatest value.
-        step: the distance of neighbours, by default the finest that `bits` allow.
+        step: the spacing, by default the finest that `bits` allow.
         bits: 8 to 32. By default 32, or as many as the steps need.
         approximate: whether bounds between two steps are rounded inward.
     """
@@ -80,7 +81,7 @@ class Number(Grid):
             if step <= 0:
                 raise ValueError(f"Number: step must be above 0, got {step!r}.")
             steps = (high - low) / step
-            if not steps < 2**64:  # infinity and NaN too
+            if not steps < 2**64:  # also rejects infinity and NaN
                 raise ValueError(f"Number: values from {low!r} to {high!r} by {step!r} need more than 32 bits.")
             self.points = math.floor(steps + 1e-6) + 1
             self.bits = bits or self.points.bit_length()
@@ -143,7 +144,7 @@ class Number(Grid):
             return super().ranges(operation, value, strict)
         bound, exact = self._float(value)
         code = int(float_codes(np.array([bound], dtype=np.float32))[0])
-        if not exact:  # an integer between two floats: bound is the one below
+        if not exact:  # an integer between two floats: bound is the lower float
             operation = {"<": "<=", ">=": ">"}.get(operation, operation)
             if operation in ("==", "!="):
                 return () if operation == "==" else ((1, self.top),)

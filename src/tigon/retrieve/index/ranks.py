@@ -58,7 +58,7 @@ class Ranks:
         return gathered
 
     def sum(self, own: Tensor) -> Tensor:
-        """Replace a tensor by its sum over the ranks."""
+        """Sum a tensor over the ranks, in place."""
         import torch.distributed as dist
 
         dist.all_reduce(own, group=self.group)

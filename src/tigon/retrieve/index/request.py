@@ -69,7 +69,7 @@ class SearchRequest:
 
 
 def parse_query(query: Any, dim: int) -> Tensor:
-    """(B, dim) floats, on the device where they were.
+    """Parse a query as (B, dim) floats, without moving it to another device.
 
     Raises: ValueError for anything else.
     """

@@ -106,7 +106,7 @@ class UpdateScheduler(Forkable):
             self._running.pop(search, None)
             if self._waits:
                 self._waits = False
-                with suppress(RuntimeError):  # another search has released it just now
+                with suppress(RuntimeError):  # another search has released the lock at this moment
                     self._go.release()
 
     def yield_to_searches(self) -> None:
@@ -129,7 +129,7 @@ class UpdateScheduler(Forkable):
 
     @contextmanager
     def search_turn(self, device: torch.device) -> Iterator[None]:
-        """A search on the caller's stream, after the updates that were published."""
+        """A search on the caller's stream, ordered after the published updates."""
         with self.launch_lock:
             ordered = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
             if not ordered:

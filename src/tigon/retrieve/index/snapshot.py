@@ -381,7 +381,7 @@ def _open(path: Path) -> Any:
         raise ImportError(f"Index.load: needs safetensors: {install('retrieve')}.") from None
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, RuntimeError):  # torch's own for a file that cannot be opened
+    except (SafetensorError, OSError, RuntimeError):  # torch's error for a file that cannot be opened
         raise _UnfitError("it is not a whole safetensors file") from None
 
 

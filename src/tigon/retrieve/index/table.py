@@ -23,7 +23,7 @@ from tigon.retrieve.index.scheduler import UpdateScheduler
 from tigon.retrieve.scan import CodedItems
 from tigon.retrieve.transfer import array_to_device, batch_to_device, is_run, row_index, scatter_rows_
 
-# Bytes of vectors that are pinned at once.
+# Vector bytes that are pinned at once.
 PIECE = 1 << 26
 BUFFERS = ("vectors", "words", "live", "item_ids", "bias")
 

@@ -115,7 +115,7 @@ class Application:
                 status = message["status"]
             await send(message)
 
-        scope["app"] = self  # the router raises its 404 and 405, then
+        scope["app"] = self  # the router then raises its 404 and 405
         try:
             try:
                 self._check_access(scope, path)
@@ -205,7 +205,7 @@ class Application:
         headers = dict(scope["headers"])
         size = scope.get("tigon.received", 0)
         if (headers.get(b"expect") and not size) or int((headers.get(b"content-length") or b"0")[:20]) > limit:
-            return  # the client waits, or would send for too long
+            return  # the client waits for the response, or would send for too long
         while size <= limit and scope.get("tigon.more_body", True):
             message = await receive()
             if message["type"] == "http.disconnect" or not message.get("more_body", False):

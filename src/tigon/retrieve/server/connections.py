@@ -59,7 +59,8 @@ class Protocol(HttpToolsProtocol):
         self.active_cycle: Any = None  # being answered by the application
         self.head_bytes, self.is_head_split = 0, False  # in an incomplete head
         self.heads_in_piece = 0  # heads that started in the last piece of data
-        # The request that was incomplete at the last check, since when, and since when responses are not read.
+        # The incomplete request at the last check, since when it has been incomplete, and since when responses are not
+        # read.
         self.incomplete: Any = None
         self.incomplete_since = self.loop.time()
         self.unread_since: float | None = None
@@ -151,7 +152,7 @@ class Protocol(HttpToolsProtocol):
             return
         if self.incomplete is not self.scope:
             self.incomplete, self.incomplete_since = self.scope, now
-        # While the application does not read, the client is not to blame.
+        # While the application does not read, the delay is not the client's.
         if not self.is_waiting() or self.flow.read_paused:
             self.incomplete_since = now
         elif self.incomplete_since < limit:

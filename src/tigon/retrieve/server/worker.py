@@ -109,7 +109,7 @@ class RemoteBackend(FrameProtocol):
         self._last_frame = self.loop.time()
         groups: dict[Any, list[HeldSearch]] = {}
         for search in self._held:
-            # Filters that take long to compile delay no other search.
+            # Slow-to-compile filters are sent separately, so that they delay no other search.
             alone = search.number if is_long(search.where) else 0
             groups.setdefault((search.query.dtype, search.strict, alone), []).append(search)
         self._held.clear()
@@ -198,7 +198,7 @@ class RemoteBackend(FrameProtocol):
             if self.number == 0:
                 detail = "the process that holds the index has ended, and so do its workers"
                 print(f"tigon: retrieve serve: {detail}", file=sys.stderr, flush=True)
-            os._exit(1)  # nothing can be answered
+            os._exit(1)  # no request can be answered
 
 
 def _decode_strings(lengths: Array, names: bytes) -> Array:

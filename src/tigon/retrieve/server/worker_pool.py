@@ -35,7 +35,7 @@ CALLS = ("encode", "upsert", "delete", "snapshot", "health", "metrics")  # backe
 
 
 class WorkerError(RuntimeError):
-    """Workers do not run."""
+    """The workers do not run."""
 
 
 class MergedSearch(AdmittedSearch):
@@ -57,11 +57,11 @@ class MergedSearch(AdmittedSearch):
         return (*map(encode_arrays, (scores, keys, exact)), names)
 
     def expand(self, requests: Sequence[bool]) -> list[bool]:
-        """For each query whether its request is True."""
+        """Expand a flag per request to a flag per query."""
         return [keep for keep, count in zip(requests, self.counts, strict=True) for _ in range(count)]
 
     def select_requests(self, requests: Sequence[bool]) -> MergedSearch:
-        """The requests that are True, as another search."""
+        """Select the requests whose flag is True, as another search."""
         rows = self.expand(requests)
         return MergedSearch(
             list(compress(self.numbers, requests)), list(compress(self.counts, requests)), self.query[rows],
@@ -295,7 +295,7 @@ class WorkerPool:
             self.failed.set_result(f"worker {place} cannot be started again: {error.strerror}")
 
     async def _drain(self) -> None:
-        """Let requests in flight be answered within the grace time, unless there is a second signal."""
+        """Let requests in flight finish within the grace time, unless there is a second signal."""
         self.service.draining = True
         for connection in self.connections.values():
             if connection.ready.done():

@@ -43,7 +43,7 @@ def flush(file: BinaryIO) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until a folder's entries are on the disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -116,9 +116,9 @@ class GraphStep(Generic[P, R]):
         return len(self._graphs)
 
     def reset(self) -> None:
-        """Drop all graphs with their memory; the next calls run eagerly, and are then captured again.
+        """Drop all graphs and free their memory; the next calls run eagerly, and are then captured again.
 
-        Call this after a change that a replay does not see, such as `model.eval()` or `Fusion.remove()`.
+        Call this after a change that a replay would miss, such as `model.eval()` or `Fusion.remove()`.
         """
         self._graphs: dict[Any, _Graph] = {}
         self._rehearsed: dict[Any, int] = {}

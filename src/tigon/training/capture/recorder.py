@@ -13,7 +13,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Torch's warning where a step waits for the device.
+# torch's warning where a step waits for the device.
 _WAITS = "called a synchronizing CUDA operation"
 # Irrelevant warnings: about a capturable optimizer's eager step, and about the mode that reports waits.
 _NOISE = "running without CUDA graph capture", "Synchronization debug mode is a prototype"
