@@ -110,5 +110,5 @@ def _integers(ends: dict[str, Any]) -> Any:
 
 
 def _room(distinct: int, least: int) -> int:
-    """The most values whose codes fit the bits needed for twice the present number."""
+    """The most values whose codes fit the bits needed for twice the present number; no fewer than `least`."""
     return max(least, (1 << (2 * distinct).bit_length()) - 1)

@@ -195,7 +195,7 @@ def unite_clauses(*clauses: Clause) -> Clause | None:
     tags: dict[tuple[str, int, bool], int] = {}
     kept: set[TagTest] = set()
     for tag in map(_any_of_one, (tag for clause in clauses for tag in clause.tags)):
-        # Any tag in either set; or not all tags in both sets.
+        # "Any" tests unite to any tag in the union, negated "all" tests to not all tags in the union.
         if (tag.test == "any") != tag.negated:
             key = (tag.column, tag.place, tag.negated)
             tags[key] = tags.get(key, 0) | tag.bits
@@ -205,7 +205,7 @@ def unite_clauses(*clauses: Clause) -> Clause | None:
         kept.add(TagTest(name, place, bits, "all" if negated else "any", negated))
     for (name, place, negated), bits in tags.items():
         if not negated and any(t.negated and t[:2] == (name, place) and not t.bits & ~bits for t in kept):
-            return None  # any tag, or a negated "all" over other tags
+            return None  # any tag in a set, or not all tags in a subset: always true
     return Clause(tuple(sorted(codes.items())), tuple(sorted(kept)))
 
 
@@ -249,7 +249,7 @@ def simplify(clauses: Iterable[Clause]) -> Clauses:
 
 
 def _all_of_one(tag: TagTest) -> TagTest | None:
-    """Make a test unite with others where all must hold: all tags in a set, or none."""
+    """The test, if it unites with others where all must hold: all tags in a set, or none. None otherwise."""
     if not tag.bits & (tag.bits - 1):
         return tag
     return tag if (tag.test == "all") != tag.negated else None
