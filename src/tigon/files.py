@@ -1,6 +1,6 @@
 """Read JSON, YAML, safetensors and NumPy files that may be missing, damaged or hostile.
 
-Every reader raises `DamagedFileError`, a ValueError whose message is one sentence that names the file.
+Every reader raises `DamagedFileError`, a ValueError whose message is a sentence that names the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PIECE = 1 << 24
 
 
 class DamagedFileError(ValueError):
-    """A file is missing, unreadable, or holds something else than what its reader expects."""
+    """A file is missing, unreadable, or does not hold the content that the reader expects."""
 
 
 def read_json(
@@ -40,7 +40,7 @@ def read_json(
         path: the file, in UTF-8.
         kind: the type that the outermost value must have.
         required: keys that an outermost object must have.
-        largest: size of the largest file that is read, in bytes.
+        largest: the most bytes to read.
     Raises: DamagedFileError if the file is missing or too large, is not JSON, nests too deeply, holds text that UTF-8
         cannot encode, has another type, or lacks a key.
     """
@@ -50,7 +50,7 @@ def read_json(
 def parse_json(
     text: str | bytes, name: str, *, kind: type | tuple[type, ...] = dict, required: Iterable[str] = ()
 ) -> Any:
-    """Parse JSON text, which the messages call `name`. Arguments and errors are those of `read_json`."""
+    """Parse JSON text, which the messages call `name`. Arguments and errors as in `read_json`."""
     value = _parse(json.loads, text, name, "JSON")
     return _check(value, name, kind, required)
 
@@ -62,7 +62,7 @@ def read_yaml(
     required: Iterable[str] = (),
     largest: int = 1 << 22,
 ) -> Any:
-    """Read a YAML file by PyYAML's safe loader. Arguments and errors are those of `read_json`."""
+    """Read a YAML file by PyYAML's safe loader. Arguments and errors as in `read_json`."""
     try:
         import yaml
     except ImportError as error:
@@ -81,12 +81,12 @@ def read_yaml(
 def read_tensors(
     path: str | os.PathLike[str], *, required: Iterable[str] = (), sha256: str | None = None
 ) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file, on the CPU.
+    """Read all tensors from a safetensors file, on the CPU.
 
     Args:
         path: the file.
-        required: names of tensors that must be in the file; others may be, too.
-        sha256: checksum that the file must have, in hexadecimal; None checks none.
+        required: tensor names that must be in the file; others are allowed.
+        sha256: the required checksum, in hexadecimal; None skips the check.
     Raises: DamagedFileError if the file is missing, is not a safetensors file, is shorter or longer than its header
         says, has another checksum, or lacks a tensor.
     """
@@ -101,8 +101,8 @@ def read_tensors(
         raise DamagedFileError(f"{path} is missing.") from error
     except OSError as error:
         raise DamagedFileError(f"{path} cannot be read ({error.strerror or 'input/output error'}).") from error
-    # safetensors raises its own error for a bad header, and KeyError, ValueError or RuntimeError for dtypes and shapes
-    # that torch does not have.
+    # safetensors raises SafetensorError for a bad header, and KeyError, ValueError or RuntimeError for dtypes and
+    # shapes that torch does not have.
     except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
         raise DamagedFileError(f"{path} is damaged: it is not a whole safetensors file.") from error
     missing = sorted(set(required) - tensors.keys())
@@ -112,13 +112,13 @@ def read_tensors(
 
 
 def read_array(path: str | os.PathLike[str], *, mapped: bool = False) -> npt.NDArray[Any]:
-    """Read the array of a .npy file.
+    """Read the array in a .npy file.
 
     Args:
         path: the file.
-        mapped: leave the numbers on the disk until they are looked at.
-    Raises: DamagedFileError if the file is missing, is not a .npy file of numbers, bools or texts, or needs more memory
-        than there is.
+        mapped: memory-map the file, so that numbers are read on access.
+    Raises: DamagedFileError if the file is missing, is not a .npy file with numbers, bools or texts, or needs more
+        memory than there is.
     """
     import numpy as np
 
@@ -130,18 +130,18 @@ def read_array(path: str | os.PathLike[str], *, mapped: bool = False) -> npt.NDA
         raise _unreadable(path, error) from error
     except (DamagedFileError, MemoryError):
         raise
-    except Exception as error:  # NumPy raises what its parts raise: EOFError, SyntaxError, tokenize's own, …
+    except Exception as error:  # NumPy lets its parsers' errors through: EOFError, SyntaxError, tokenize's own, …
         raise DamagedFileError(f"{path} is not a whole .npy file.") from error
     return found
 
 
 def read_arrays(path: str | os.PathLike[str], *, required: Iterable[str] = ()) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of a .npz file, by their names.
+    """Read the arrays in a .npz file, by name.
 
     Args:
         path: the file.
-        required: names of arrays that must be in the file; others may be, too.
-    Raises: DamagedFileError if the file is missing, is not a .npz file of numbers, bools or texts, lacks an array, or
+        required: array names that must be in the file; others are allowed.
+    Raises: DamagedFileError if the file is missing, is not a .npz file with numbers, bools or texts, lacks an array, or
         needs more memory than there is.
     """
     import numpy as np
@@ -159,7 +159,7 @@ def read_arrays(path: str | os.PathLike[str], *, required: Iterable[str] = ()) -
         raise _unreadable(path, error) from error
     except (DamagedFileError, MemoryError):
         raise
-    except Exception as error:  # as of `read_array`, and those of zipfile and zlib
+    except Exception as error:  # as in `read_array`, plus errors from zipfile and zlib
         raise DamagedFileError(f"{path} is not a whole .npz file.") from error
     missing = sorted(set(required) - arrays.keys())
     if missing:
@@ -168,7 +168,7 @@ def read_arrays(path: str | os.PathLike[str], *, required: Iterable[str] = ()) -
 
 
 def check_memory(path: str | os.PathLike[str], needed: int) -> None:
-    """Raise DamagedFileError if what a file holds needs more memory, in bytes, than there is."""
+    """Raise DamagedFileError if a file's content needs more memory, in bytes, than there is."""
     available = available_memory()
     if available is not None and needed > available:
         raise DamagedFileError(
@@ -177,14 +177,14 @@ def check_memory(path: str | os.PathLike[str], needed: int) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that this process can still get; None where the system does not say."""
+    """Bytes that this process can still allocate; None where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError, IndexError):
         return None
     group = Path("/sys/fs/cgroup")
-    try:  # a container may get less than the machine has
+    try:  # a container may get less memory than the machine has
         most = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
         cache = next(
@@ -198,7 +198,7 @@ def available_memory() -> int | None:
 
 
 def _check_header(file: Any, name: str, mapped: bool) -> int:
-    """The bytes that the array of an open .npy file takes; they must be free, unless mapped."""
+    """The byte size of the array in an open .npy file; must be free memory, unless mapped."""
     from numpy.lib import format as npy
 
     version = npy.read_magic(file)
@@ -224,8 +224,8 @@ def load_state(
     Args:
         module: a torch.nn.Module.
         tensors: a state dict.
-        path: the file that the tensors are from, for the messages.
-        ignore: says of a name in either whether it may be missing or unknown.
+        path: the tensors' file, for the messages.
+        ignore: whether a name may be missing or unknown.
     Raises: DamagedFileError if a name is missing or unknown, or a shape differs; the module is unchanged then.
     """
     check_state(module, tensors, path, ignore=ignore)
@@ -239,9 +239,7 @@ def check_state(
     *,
     ignore: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Check that tensors fit a module, which may be on the device "meta". Arguments and errors are those of
-    `load_state`.
-    """
+    """Check that tensors fit a module, which may be on the device "meta". Arguments and errors as in `load_state`."""
     state = module.state_dict()
     missing = sorted(name for name in state.keys() - tensors.keys() if not ignore(name))
     unknown = sorted(name for name in tensors.keys() - state.keys() if not ignore(name))
@@ -263,7 +261,7 @@ def check_sha256(path: str | os.PathLike[str], expected: str) -> None:
 
 
 def compute_sha256(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file, in hexadecimal.
+    """Compute a file's SHA-256, in hexadecimal.
 
     Raises: DamagedFileError if the file is missing or cannot be read.
     """
@@ -278,7 +276,7 @@ def compute_sha256(path: str | os.PathLike[str]) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether UTF-8 can encode a text; it cannot encode a lone surrogate, which Python's JSON reader lets pass."""
+    """Whether UTF-8 can encode a text; not so for a lone surrogate, which Python's JSON reader lets pass."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -306,7 +304,7 @@ def _parse(parse: Callable[[str], Any], text: str | bytes, name: str, language: 
     try:
         decoded = text.decode() if isinstance(text, bytes) else text
         value = parse(decoded)
-        # \ud800 is an escape that json takes and that no file or answer can be written with.
+        # json accepts the escape \ud800, which no file or response can be written with.
         if "\\u" in decoded or "\\U" in decoded:
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
     except UnicodeError as error:
@@ -317,7 +315,7 @@ def _parse(parse: Callable[[str], Any], text: str | bytes, name: str, language: 
         raise DamagedFileError(
             f"{name} is not {language}: {error.msg}, line {error.lineno}, column {error.colno}."
         ) from error
-    except ValueError as error:  # an integer of more digits than Python reads
+    except ValueError as error:  # an integer with more digits than Python reads
         raise DamagedFileError(f"{name} is not {language}: {str(error).split(';')[0]}.") from error
     return value
 

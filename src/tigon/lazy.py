@@ -1,7 +1,6 @@
-"""Packages whose public names are imported on first use, and declared in one place: the package's `__init__.pyi`.
+"""Lazy packages: public names are imported on first use, and declared only in the package's `__init__.pyi`.
 
-Type checkers and editors read the stub. `attach` reads it too, so that no name can stand in one place and be missing in
-another.
+Type checkers and editors read the stub. `attach` reads it too, so that the declarations cannot diverge.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     """`__getattr__`, `__dir__` and `__all__` for a package, from the imports in the stub beside its `__init__.py`.
 
     Args:
-        package: the package's `__name__`. Its stub holds lines `from MODULE import name as name`, absolute; a module of
-            the package's own is `from PACKAGE import module as module`.
+        package: the package's `__name__`. The stub holds absolute lines `from MODULE import name as name`; the
+            package's own modules are `from PACKAGE import module as module`.
     """
     module = sys.modules[package]
     homes = homes_of(package)
@@ -39,7 +38,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
 
 def homes_of(package: str) -> dict[str, str]:
-    """The public names of a package that uses `attach`, each with the module that it is imported from."""
+    """A lazy package's public names, each with the module that defines the name."""
     stub = Path(str(importlib.import_module(package).__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = (node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom))
     return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -1,8 +1,8 @@
-"""`manifest.json`: the size and the checksum of files in a folder, by which a reader knows that they are whole.
+"""`manifest.json`: the sizes and checksums of a folder's files, by which a reader detects incomplete files.
 
     {"files": {"model.safetensors": {"bytes": 1024, "crc32": 305419896}}}
 
-A file without a checksum is compared by its size alone.
+A file without a checksum is compared by size alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Fingerprint = dict[str, int]
 
 
 def compute_fingerprint(file: Path, *, with_checksum: bool = True) -> Fingerprint:
-    """The size of a file and, with_checksum, its CRC-32."""
+    """A file's size and, with_checksum, its CRC-32."""
     size = file.stat().st_size
     if not with_checksum:
         return {"bytes": size}
@@ -35,7 +35,7 @@ def compute_fingerprint(file: Path, *, with_checksum: bool = True) -> Fingerprin
 
 
 def read_manifest(folder: Path) -> dict[str, Fingerprint]:
-    """The fingerprints that a folder's manifest has, by the name of the file.
+    """Read the fingerprints in a folder's manifest, by file name.
 
     Raises: DamagedFileError if the manifest is missing or malformed.
     """
@@ -49,7 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Fingerprint]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder has a manifest of Tigon's; other programs write files of that name, too."""
+    """Whether a folder's manifest is Tigon's; other programs use the same file name."""
     if not (folder / MANIFEST).exists():
         return False
     content = read_json(folder / MANIFEST, kind=(dict, list))
@@ -57,9 +57,9 @@ def _is_ours(folder: Path) -> bool:
 
 
 def write_manifest(folder: str | Path, names: Iterable[str], *, largest: int | None = None) -> None:
-    """Record files of a folder in its manifest; the other entries stay. A file that is not there loses its entry.
+    """Record files in a folder's manifest; the other entries stay. A missing file loses its entry.
 
-    largest: bytes of the largest file that gets a checksum; None: every file does.
+    largest: files above this byte size get no checksum; None: every file gets a checksum.
     """
     folder = Path(folder)
     if (folder / MANIFEST).is_file() and not _is_ours(folder):
@@ -76,10 +76,10 @@ def write_manifest(folder: str | Path, names: Iterable[str], *, largest: int | N
 
 
 def check_manifest(folder: str | Path, names: Iterable[str] | None = None) -> None:
-    """Compare the files that a folder has with its manifest, if there is one.
+    """Compare a folder's files with its manifest, if there is a manifest.
 
-    names: of the files that are about to be read; None: all that the manifest has.
-    Raises: DamagedFileError for the first file that is not what was written. A missing file is left to its reader.
+    names: the files about to be read; None: all files in the manifest.
+    Raises: DamagedFileError for the first file that differs. A missing file is left to the reader.
     """
     folder = Path(folder)
     if not _is_ours(folder):

@@ -1,7 +1,7 @@
-"""Shapes of real models, and of tiny ones that train on a laptop, by name: one row per model.
+"""Shapes of real models, and of tiny models that train on a laptop, by name: one row per model.
 
-The rows are the arguments of the `transformers` configuration class, as the publishers' own config.json gives them.
-A preset is only a shape: weights are random, and the tokenizer is yours, or one trained on your data.
+The rows are the arguments of the `transformers` configuration class, as in the publishers' own config.json.
+A preset is only a shape: weights are random, and the tokenizer is yours, or trained on your data.
 """
 
 # ruff: noqa: C408 (the rows are keyword arguments, and read as such)
@@ -28,7 +28,7 @@ _LLAMA_3_SCALING = {
 
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
-    # Small enough for a CPU. `tigon train` replaces the vocabulary by the vocabulary that it trains on your data.
+    # Small enough for a CPU. `tigon train` replaces the vocabulary by the one trained on your data.
     "llama-tiny": dict(
         model_type="llama", vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, rms_norm_eps=1e-5,
@@ -166,18 +166,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def close_names(name: str) -> list[str]:
-    """The presets that a mistyped name may have meant, best first."""
+    """The presets closest to a mistyped name, best first."""
     return difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.6)
 
 
 def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
-    """The configuration of a preset, with some of its fields replaced.
+    """A preset's configuration, with some fields replaced.
 
     Args:
         name: a key of PRESETS.
-        overrides: fields of the configuration class, such as num_hidden_layers=2 or vocab_size=4096; of the text model,
-            where there is a vision model beside it. Token ids beyond an overridden vocabulary are dropped, unless they
-            are overridden too.
+        overrides: configuration fields, such as num_hidden_layers=2 or vocab_size=4096; the text model's, where there
+            is also a vision model. Token ids beyond an overridden vocabulary are dropped, unless they are overridden
+            too.
     Raises: ValueError for an unknown name.
     """
     if name not in PRESETS:
@@ -192,14 +192,14 @@ def preset_config(name: str, **overrides: Any) -> PretrainedConfig:
     else:
         text = fields = {**fields, **overrides}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        # The configuration classes' default token ids are made for the original vocabularies.
+        # The configuration classes' default token ids belong to the original vocabularies.
         if key not in overrides and (text.get(key) is None or text[key] >= text["vocab_size"]):
             text[key] = None
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of transformers that builds a model with a language head for this configuration, or None."""
+    """The transformers class that builds a model with a language head for this configuration, or None."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 

@@ -29,13 +29,13 @@ def _run(arguments: list[str] | None) -> int:
     catch_sigterm()
     try:
         status = int(app(arguments, prog_name="tigon", standalone_mode=False) or 0)
-        if status == 130:  # some versions of typer turn Ctrl-C into a status
+        if status == 130:  # some versions of typer turn Ctrl-C into an exit status
             _say("interrupted")
         return 128 + received() if received() and not status else status
     except (Problem, SystemExit):
         raise
     except BrokenPipeError:
-        # The reader of the pipe (`tigon … | head`) has ended; the interpreter must not complain at exit.
+        # The pipe's reader (`tigon … | head`) has exited; the interpreter must not complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except BaseException as error:
@@ -44,9 +44,9 @@ def _run(arguments: list[str] | None) -> int:
 
 def _explain(error: Any) -> int:
     """Print one sentence for a usage error, an interruption, a wrong environment, a damaged file, too little memory, a
-    file that cannot be opened or a full disk; else raise: a bug.
+    file that cannot be opened or a full disk; raise anything else as a bug.
     """
-    if hasattr(error, "format_message"):  # typer's usage errors; its exception classes move between versions
+    if hasattr(error, "format_message"):  # typer's usage errors; the exception classes move between versions
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "tigon"
         _say(f"{error.format_message().strip().rstrip('.')} (see `{command} --help`)")
@@ -54,7 +54,7 @@ def _explain(error: Any) -> int:
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
         _say("interrupted")
         return 130
-    # The library's errors about its environment variables are sentences for the user already.
+    # The library's errors about environment variables already address the user.
     if isinstance(error, (ValueError, RuntimeError)) and str(error).startswith(("TIGON_", "tigon: the triton backend")):
         _say(str(error).removeprefix("tigon: "))
         return 2
@@ -70,13 +70,13 @@ def _explain(error: Any) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         _say(f"{error.filename}: {error.strerror}")
         return 2
-    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of pathlib, before Python 3.13
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # pathlib before Python 3.13
         _say(str(error))
         return 2
     raise error
 
 
 def _say(sentence: str) -> None:
-    # Under torchrun every process has the same sentence, so only the first prints it.
+    # Under torchrun every process has the same sentence, so only the first prints.
     if os.environ.get("RANK", "0") == "0":
         print(f"tigon: {' '.join(sentence.split())}", file=sys.stderr, flush=True)

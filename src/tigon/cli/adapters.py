@@ -1,4 +1,4 @@
-"""Adapters on the model that `tigon inspect` and `tigon verify` look at: new ones, or those that PEFT has saved."""
+"""Adapters for the model in `tigon inspect` and `tigon verify`: new, or saved by PEFT."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 @dataclass(frozen=True)
 class Adapters:
-    """A PEFT configuration. name: as the user knows it. place: the folder or hub name of its weights, where it has any.
+    """A PEFT configuration. name: as the user knows it. place: the folder or hub name with the weights, if there are
+    any.
 
-    base: the model that the adapters were trained on, as their configuration has it.
+    base: the model that the adapters were trained on, according to their configuration.
     """
 
     name: str
@@ -36,9 +37,9 @@ class Adapters:
 
 
 def find_adapted(model: str, adapters: str | None, *, any_head: bool = False) -> tuple[Source, Adapters | None]:
-    """The model that a command is given, and the adapters for it: in --adapters, or in `model` itself.
+    """Find a command's model and adapters: from --adapters, or from `model` itself.
 
-    Raises: Problem as find_model does, and for adapters that cannot be read or whose model is not there.
+    Raises: Problem as find_model does, and for adapters that cannot be read or whose model is missing.
     """
     if adapters is not None:
         source = find_model(model, any_head=any_head)
@@ -55,7 +56,7 @@ def find_adapted(model: str, adapters: str | None, *, any_head: bool = False) ->
                 raise
             try:
                 found = find_adapters(model, "model")
-            except Problem:  # the hub has neither a model nor adapters of this name
+            except Problem:  # the hub has neither a model nor adapters by this name
                 raise problem from None
     if not found.base:
         raise Problem(f"model {model}: its {CONFIG} names no model; name the model, and --adapters {model}")
@@ -69,7 +70,7 @@ def find_adapted(model: str, adapters: str | None, *, any_head: bool = False) ->
 
 
 def find_adapters(name: str, option: str) -> Adapters:
-    """The adapters of a folder, an adapter_config.json, or a name on the hub. Only the configuration is read."""
+    """Find adapters in a folder, an adapter_config.json, or on the hub. Only the configuration is read."""
     needs("adapters", "train", "peft")
     from peft import PeftConfig
 
@@ -100,9 +101,9 @@ def new_adapters(rank: int, targets: str, dropout: float) -> Adapters:
 
 
 def add_adapters(model: Any, adapters: Adapters, *, saved: bool = False) -> Any:
-    """The model with these adapters to train. saved: with the weights of their folder, else with random ones.
+    """Add trainable adapters to the model. saved: with the weights from their folder, else with random weights.
 
-    Random adapters do something: a B of zeros, as training begins with, would leave A without a gradient.
+    Random adapters are not zero: with B = 0, as at the start of training, A would have no gradient.
 
     Raises: Problem for layers that the model does not have, and for weights that do not fit.
     """
@@ -114,12 +115,12 @@ def add_adapters(model: Any, adapters: Adapters, *, saved: bool = False) -> Any:
         config.init_lora_weights = False
     try:
         with warnings.catch_warnings():
-            # PEFT warns of what a user would meet who saves or merges these adapters; the commands do neither.
+            # PEFT's warnings concern saving or merging these adapters; the commands do neither.
             warnings.simplefilter("ignore")
             if saved:
                 return PeftModel.from_pretrained(model, str(adapters.place), is_trainable=True)
             return get_peft_model(model, config)
     except Exception as error:
-        # torch's first line says only that there are errors in loading.
+        # torch's first line only says that there are errors in loading.
         first = RuntimeError(str(error).partition("\n")[2]) if "Error(s) in loading" in str(error) else error
         raise Problem(f"{adapters.name}: {one_line(first)}") from error

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-# Each command's name and the module that holds a function of that name. A system brings its own module.
+# Each command's name and the module with the function by that name. A system has a separate module.
 COMMANDS = {
     "demo": "tigon.cli.demo",
     "train": "tigon.cli.train",
@@ -16,7 +16,7 @@ COMMANDS = {
     "compress": "tigon.compress.cli.command",
     "doctor": "tigon.cli.doctor",
 }
-# Groups of commands: each module holds a typer application under the group's name.
+# Command groups: each module holds a typer application under the group's name.
 GROUPS = {"retrieve": "tigon.retrieve.cli", "rank": "tigon.rank.cli", "graph": "tigon.graph.cli"}
 
 app = typer.Typer(
@@ -47,7 +47,7 @@ def _tigon(
         typer.echo(context.get_help())
 
 
-# TRL's parser reads the arguments of `tigon train`, --help among them: its options are those of the task's trainer.
+# TRL's parser reads the arguments of `tigon train`, including --help: its options depend on the task's trainer.
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 for _name, _module in COMMANDS.items():

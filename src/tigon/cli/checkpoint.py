@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints that are complete or absent.
 
 A checkpoint is written to a temporary folder, sealed with a manifest of its files, flushed to the disk and then
-renamed: a kill at any moment leaves either the whole checkpoint or nothing that a resume would take. A resume first
+renamed: a kill at any moment leaves either the complete checkpoint or nothing that a resume would use. A resume first
 compares the manifest with the files.
 """
 
@@ -22,7 +22,7 @@ from tigon.manifest import compute_fingerprint, read_manifest
 STAGING = ".incomplete"
 RECORD = "run.json"
 NAME = re.compile(r"checkpoint-\d+")
-BROKEN = ".broken"  # suffix of a damaged checkpoint's name, after another has taken its place
+BROKEN = ".broken"  # suffix for a damaged checkpoint, after another has taken its place
 # Only the length of larger files is checked: reading 100 GB of optimizer state takes minutes.
 CRC_LIMIT = 64 << 20
 
@@ -32,15 +32,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The checkpoints of a run, newest first."""
+    """A run's checkpoints, newest first."""
     found = [p for p in output.glob("checkpoint-*") if p.is_dir() and NAME.fullmatch(p.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def seal(folder: Path, largest: int | None = CRC_LIMIT) -> None:
-    """Write the manifest of a finished folder, and flush everything to the disk.
+    """Write the manifest of a finished folder, and flush everything to disk.
 
-    largest: bytes of the largest file that gets a checksum; None: every file does.
+    largest: files above this byte size get no checksum; None: every file gets a checksum.
     """
     files = {}
     for file in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST):
@@ -52,7 +52,7 @@ def seal(folder: Path, largest: int | None = CRC_LIMIT) -> None:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Rename a sealed folder into place. A folder that has the name already is kept as `….broken`."""
+    """Rename a sealed folder into place. An existing folder by that name is kept as `….broken`."""
     if final.exists():
         aside = final.with_name(final.name + BROKEN)
         if aside.exists():
@@ -63,7 +63,7 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def manifest(folder: Path) -> dict[str, dict[str, int]] | None:
-    """The size and checksum of each file that a checkpoint must have; None if its manifest is missing or malformed."""
+    """Each required file's size and checksum; None if the manifest is missing or malformed."""
     try:
         return read_manifest(folder) or None
     except DamagedFileError:
@@ -71,7 +71,7 @@ def manifest(folder: Path) -> dict[str, dict[str, int]] | None:
 
 
 def defect(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None if the checkpoint is whole."""
+    """Describe a checkpoint's defect; None if the checkpoint is complete."""
     if not (folder / MANIFEST).exists():
         return f"it has no {MANIFEST}, so it was not written to its end, or not by tigon"
     files = manifest(folder)
@@ -93,9 +93,9 @@ def defect(folder: Path) -> str | None:
 
 
 def newest_whole(output: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint that is whole, and a sentence for each newer one that is not.
+    """The newest complete checkpoint, and a sentence for each newer, damaged checkpoint.
 
-    Raises: Problem if no checkpoint is whole, saying what is wrong with each.
+    Raises: Problem if no checkpoint is complete, naming each defect.
     """
     notes: list[str] = []
     for folder in checkpoints(output):

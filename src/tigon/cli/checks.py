@@ -1,4 +1,4 @@
-"""`tigon doctor --check`: every operator and its gradients on this machine, beside the PyTorch reference in fp64."""
+"""`tigon doctor --check`: every operator and gradient on this machine, against the PyTorch reference in fp64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tigon.ops.prefix_attention import PrefixLayout
 ROWS, WEIGHT, LOGITS, CLASSES = (256, 1024), (1024,), (256, 1000), 1000
 SEQUENCES = (4, 32, 64)
 HEAD = (CLASSES, SEQUENCES[-1])
-# A result counts as wrong above this ‖out − ref‖ / ‖ref‖, or above twice the error of the reference in its dtype.
+# A result is wrong above this ‖out − ref‖ / ‖ref‖, or above twice the reference's error in the same dtype.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}
 
 
@@ -53,7 +53,7 @@ def _grpo(x: Tensor, head: Tensor, old: Tensor, reference: Tensor) -> Tensor:
     return grpo(x, head, _ids(x, 4, 32), rollout, config=GRPO(beta=0.04))[0]
 
 
-# Shapes of the tensors, and the operator as a function of them.
+# Tensor shapes, and the operator as a function of the tensors.
 CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "rms_norm": ((ROWS, WEIGHT), tigon.rms_norm),
     "add_rms_norm": ((ROWS, ROWS, WEIGHT), tigon.add_rms_norm),
@@ -104,7 +104,7 @@ def check_operator(name: str, device: torch.device, dtype: torch.dtype) -> dict[
     """A row with "status" (ok, wrong or failed), "error" and the "reason" of a failure."""
     row: dict[str, Any] = {"op": name, "device": str(device), "status": "ok", "reason": "", "error": None}
     shapes, call = CALLS[name]
-    # Multiples of 3/32: exact in every dtype, and no sum of them is 1, where the gradient of sparsemax jumps.
+    # Multiples of 3/32: exact in every dtype, and no sum equals 1, where sparsemax's gradient jumps.
     draw = torch.Generator().manual_seed(0)
     values = [(torch.randn(shape, generator=draw) * 16 / 3).round() * 3 / 32 for shape in shapes]
     try:
@@ -114,7 +114,7 @@ def check_operator(name: str, device: torch.device, dtype: torch.dtype) -> dict[
         bound = max(TOLERANCE[dtype], 2 * _compare(_run(call, values, cpu, dtype), expected))
         if not row["error"] <= min(bound, 0.5):  # NaN is not <=
             row["status"], row["reason"] = "wrong", f"error {row['error']:.1e} above {bound:.1e}"
-    except Exception as error:  # whatever an operator fails with is what the row says
+    except Exception as error:  # the row reports any error
         row["status"], row["reason"] = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     return row
 
@@ -124,7 +124,7 @@ def _run(call: Callable[..., Any], values: list[Tensor], device: torch.device, d
     inputs = [value.to(device, dtype).requires_grad_() for value in values]
     result = call(*inputs)
     outputs = result if isinstance(result, tuple) else (result,)
-    # Along the output in part: a gradient that sums over all of it would else be a small difference of large sums.
+    # Partly along the output: a gradient that sums over the whole output would be a small difference of large sums.
     roots = [out for out in outputs if out.requires_grad]
     upstream = [out.detach() / out.detach().abs().mean() + 1 for out in roots]
     grads = torch.autograd.grad(roots, inputs, upstream, allow_unused=True) if roots else ()

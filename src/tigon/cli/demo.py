@@ -1,4 +1,4 @@
-"""`tigon demo`: the same small Llama trained twice from one seed, plain and fused, on Python's own library."""
+"""`tigon demo`: train the same small Llama twice from one seed, plain and fused, on Python's own library."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tigon.cli.problem import Problem, device_of, needs
 
 # On a CPU both sides compute in fp32, so that the losses may differ only by rounding.
 CPU_TOLERANCE = 1e-3
-# On a CPU the plain side ends after this many seconds, and the fused side after as many steps.
+# On a CPU the plain side stops after this many seconds, and the fused side after as many steps.
 CPU_SECONDS = 50.0
 LEAST_STEPS = 5
-WARMUP = 3  # steps that are not timed: allocations, kernel choice, compilation
-# The first row that fits the free memory of the GPU, in GiB; the last is the CPU's.
+WARMUP = 3  # untimed steps: allocations, kernel choice, compilation
+# The first row that fits the GPU's free memory, in GiB; the last row is for the CPU.
 _NAMES = ("batch_size", "seq_len", "vocab_size", "steps", "hidden_size", "intermediate_size", "num_hidden_layers",
           "num_attention_heads", "num_key_value_heads")  # fmt: skip
 # fmt: off
@@ -45,9 +45,9 @@ def demo(
 ) -> None:
     """Train the same small Llama twice from one seed, plain and fused, and compare loss, speed and memory.
 
-    The text is the source and documentation of this Python's standard library; the tokenizer is trained on it. On a CPU
-    in fp32 the losses must be equal to 1e-3 at every step, or the exit code is 1. On a GPU, in bf16, a second plain run
-    shows how far two equal runs are apart.
+    The text is this Python's standard library, source and documentation; the tokenizer is trained on the same text. On
+    a CPU in fp32 the losses must be equal to 1e-3 at every step, or the exit code is 1. On a GPU, in bf16, a second
+    plain run shows the difference between two equal runs.
     """
     needs("tigon demo", "train", "torch", "numpy", "transformers", "tokenizers")
     import torch
@@ -64,7 +64,7 @@ def demo(
     sides: dict[str, dict[str, Any]] = {}
     for name in ("plain", "plain again", "fused") if on_gpu else ("plain", "fused"):
         print(f"training: {name}", flush=True)
-        # A process for each side, which has its own peak of memory.
+        # A process per side, for separate memory peaks.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             try:
                 sides[name] = pool.submit(train_side, {**spec, "fused": name == "fused"}, blocks).result()
@@ -78,7 +78,7 @@ def demo(
 
 
 def read_library() -> Iterator[str]:
-    """The sources of Python's standard library. The topics of help() come first, since they are prose."""
+    """Read the sources of Python's standard library. The topics of help() come first, since they are prose."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib"}
     for file in dict.fromkeys([root / "pydoc_data" / "topics.py", *sorted(root.rglob("*.py"))]):
@@ -87,7 +87,7 @@ def read_library() -> Iterator[str]:
 
 
 def tokenize_library(size: dict[str, int], limit: int) -> tuple[Any, int]:
-    """At most `limit` characters of the library as (n, seq_len) token ids, and the size of the vocabulary."""
+    """Tokenize at most `limit` characters of the library as (n, seq_len) ids; also returns the vocabulary size."""
     import torch
 
     from tigon.cli.tokens import train_tokenizer
@@ -142,7 +142,7 @@ def train_side(spec: dict[str, Any], blocks: Any) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # which waits for the step's work
+        losses.append(loss.item())  # waits for the step's work
         seconds.append(time.perf_counter() - start)
     return {
         "losses": losses,
@@ -156,19 +156,19 @@ def train_side(spec: dict[str, Any], blocks: Any) -> dict[str, Any]:
 
 
 def read_status(field: str) -> int:
-    """A size of this process, in bytes, that Linux reports; 0 on other systems."""
+    """A byte size that Linux reports for this process; 0 on other systems."""
     status = Path("/proc/self/status")
     found = re.search(rf"{field}:\s+(\d+)", status.read_text()) if status.exists() else None
     return 1024 * int(found[1]) if found else 0
 
 
 def compute_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """The largest difference of the losses of two sides, at any step."""
+    """The largest loss difference between two sides, at any step."""
     return max(abs(float(x - y)) for x, y in zip(a["losses"], b["losses"], strict=True))
 
 
 def show_table(sides: dict[str, dict[str, Any]], spec: dict[str, Any]) -> None:
-    """Print loss, speed and memory of each side, and the fused side against the plain one."""
+    """Print each side's loss, speed and memory, and compare the fused side with the plain side."""
     from rich.table import Table
 
     from tigon.cli.screen import screen, show

@@ -1,4 +1,4 @@
-"""`tigon doctor`: what is installed, what the machine has, and whether operators run their kernels here, and why."""
+"""`tigon doctor`: installed versions, the hardware, and whether operators run their kernels here, and why."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def doctor(
 
 
 def examine(check: bool = False) -> dict[str, Any]:
-    """Everything that the command prints. A part that fails holds {"error": sentence} instead."""
+    """Collect everything that the command prints. A part that fails holds {"error": sentence} instead."""
     found = {
         "versions": _part(_versions),
         "devices": _part(_devices),
@@ -59,7 +59,7 @@ def examine(check: bool = False) -> dict[str, Any]:
 def _part(fn: Callable[[], Any]) -> Any:
     try:
         return fn()
-    except Exception as error:  # you call the doctor when something is broken, so no failure may stop it
+    except Exception as error:  # the doctor is called when something is broken, so no failure may stop it
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
@@ -87,7 +87,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _compiler() -> dict[str, Any]:
-    """The C compiler with which Triton builds its launchers: CC, else gcc or clang."""
+    """The C compiler that Triton uses to build launchers: CC, else gcc or clang."""
     wanted = os.environ.get("CC")
     names = [wanted] if wanted else ["gcc", "clang", "cc"]
     path = next((p for p in map(shutil.which, names) if p), None)

@@ -1,4 +1,4 @@
-"""The machine and the versions of a run: `tigon doctor` prints them, and every benchmark records them."""
+"""A run's hardware and versions: `tigon doctor` prints them, and every benchmark records them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read_package_version(name: str) -> str | None:
 
 
 def read_driver_version() -> str | None:
-    """The NVIDIA driver's version, as the kernel module reports it."""
+    """The NVIDIA driver's version, as reported by the kernel module."""
     try:
         line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""The folder of a run: which process may write there, and whether a path lies in it."""
+"""A run's folder: which process may write there, and whether a path is inside."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ METRICS = "metrics.jsonl"
 
 
 def is_within(inner: Path, outer: Path) -> bool:
-    """Whether `inner` is `outer` or lies in it, also through links."""
+    """Whether `inner` is `outer` or inside `outer`, also through links."""
     inner = inner.resolve()
     for place in (inner, *inner.parents):
-        with contextlib.suppress(OSError):  # one of the two does not exist
+        with contextlib.suppress(OSError):  # one of the paths does not exist
             if os.path.samefile(place, outer):
                 return True
     return False
 
 
 class Claim:
-    """A lock of a run's folder for one process: `with Claim() as claim: claim.take(output)`.
+    """A process's lock on a run's folder: `with Claim() as claim: claim.take(output)`.
 
     The system releases the lock when the process ends, however it ends, so a killed run never blocks the next. On a
     system or file system without such locks, nothing is locked.
@@ -39,12 +39,12 @@ class Claim:
 
     def __exit__(self, *_: object) -> None:
         if self.file is not None:
-            self.file.unlink(missing_ok=True)  # while locked: who waits then sees the file gone
+            self.file.unlink(missing_ok=True)  # while locked: a waiting process then sees that the file is gone
             os.close(self.handle)
             self.file = None
 
     def take(self, output: Path) -> None:
-        """Lock an existing folder; taking it again is no error. Raises Problem if another process has locked it."""
+        """Lock an existing folder; locking again is no error. Raises Problem if another process holds the lock."""
         try:
             import fcntl
         except ImportError:  # Windows
@@ -52,7 +52,7 @@ class Claim:
         while self.file is None:
             try:
                 handle = os.open(output / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-            except OSError:  # there is no folder yet, or it is not writable, which other checks report
+            except OSError:  # the folder is missing or not writable, which other checks report
                 return
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +65,7 @@ class Claim:
             except OSError:
                 os.close(handle)
                 return
-            # The previous holder may have deleted the file when it ended: then this lock guards nothing.
+            # The previous holder may have deleted the file on exit: then this lock guards nothing.
             if not _same(handle, output / LOCK):
                 os.close(handle)
                 continue

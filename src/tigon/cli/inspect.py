@@ -1,4 +1,4 @@
-"""`tigon inspect`: what `tigon.fuse` would replace in a model, and the memory of a training step, plain and fused.
+"""`tigon inspect`: what `tigon.fuse` would replace in a model, and a training step's memory, plain and fused.
 
 The command reads only the configuration: model and step are on the meta device, where tensors have no memory.
 """
@@ -75,7 +75,7 @@ def inspect(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What would be replaced in a model and why, and the memory of a training step. Needs no weights and no GPU."""
+    """Show which layers would be replaced and why, and a training step's memory. Needs no weights and no GPU."""
     needs("tigon inspect", "train", "torch", "transformers")
     for name, value, known in (
         ("precision", precision, PRECISIONS), ("optimizer", optimizer, OPTIMIZERS), ("recompute", recompute, RECOMPUTE),

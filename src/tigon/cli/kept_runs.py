@@ -1,6 +1,6 @@
-"""Runs of Tigon's own loops: their folder, their record, checkpoints that are whole or absent, and Ctrl-C.
+"""Runs of Tigon's own training loops: their folder, record, atomic checkpoints, and Ctrl-C.
 
-`tigon retrieve train` and `tigon rank fit` share it; runs of the Hugging Face `Trainer` have `tigon.cli.folder`.
+Shared by `tigon retrieve train` and `tigon rank fit`; runs with the Hugging Face `Trainer` use `tigon.cli.folder`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tigon.cli.problem import Problem, check_writable
 from tigon.cli.signals import received
 from tigon.files import read_json, read_tensors
 
-# Of a checkpoint.
+# File names in a checkpoint.
 TENSORS, FACTS = "state.safetensors", "state.json"
 
 
 def read_record(command: str, output: Path) -> dict[str, Any]:
-    """The record of the run of this command in a folder.
+    """Read this command's run record in a folder.
 
-    Raises: Problem if there is none, or that of another command.
+    Raises: Problem if there is none, or if the record is from another command.
     """
     if not (output / RECORD).exists():
         raise Problem(f"{command}: there is no run in {output} to resume: it has no {RECORD}")
@@ -45,7 +45,7 @@ def read_record(command: str, output: Path) -> dict[str, Any]:
 
 
 def check_room(command: str, output: Path, overwrite: bool) -> None:
-    """Raise a Problem if there is no room for a run in a folder, and write nothing."""
+    """Raise a Problem unless a folder is free for a run, without writing anything."""
     check_writable(output, "--output")
     if output.exists() and any(path.name != LOCK for path in output.iterdir()):
         if not (output / RECORD).exists():
@@ -58,9 +58,9 @@ def check_room(command: str, output: Path, overwrite: bool) -> None:
 
 
 def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: bool) -> None:
-    """A folder without a run. What no run wrote is never deleted, nor written over.
+    """Prepare a folder for a run. Files that no run wrote are never deleted or overwritten.
 
-    written: names of what a run writes beside its checkpoints and its record.
+    written: names of files that a run writes beside checkpoints and record.
     """
     check_room(command, output, overwrite)
     for path in [*output.glob("checkpoint-*"), *(output / name for name in (*written, STAGING, RECORD))]:
@@ -71,7 +71,7 @@ def make_room(command: str, output: Path, written: tuple[str, ...], overwrite: b
 def save(
     output: Path, modules: dict[str, dict[str, Any]], optimizer: dict[str, Any], facts: dict[str, Any], *, keep: int = 1
 ) -> None:
-    """Write a checkpoint in place of older ones, which go once it is whole.
+    """Write a checkpoint, then delete older checkpoints.
 
     modules: state dicts by name; a name has no dot. optimizer: a state dict, whose numbers are tensors. facts: JSON.
     """
@@ -92,9 +92,9 @@ def save(
 
 
 def load(output: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any]] | None:
-    """What was given to `save`, of the newest whole checkpoint: (modules, optimizer, facts); None if there is none.
+    """Load the newest complete checkpoint as passed to `save`: (modules, optimizer, facts); None if there is none.
 
-    Raises: Problem if there are checkpoints, and none is whole.
+    Raises: Problem if there are checkpoints, but none is complete.
     """
     if not checkpoints(output):
         return None
@@ -113,9 +113,9 @@ def load(output: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[
 
 
 class Interrupts:
-    """`with Interrupts() as interrupts`: the first Ctrl-C or SIGTERM is kept in `.signal`, for the loop to look at.
+    """`with Interrupts() as interrupts`: the first Ctrl-C or SIGTERM is stored in `.signal`, for the loop to check.
 
-    The second one raises KeyboardInterrupt.
+    The second raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Interrupts:
 
 
 def circumstances(device: Any) -> dict[str, Any]:
-    """The hardware and the versions that results were made with."""
+    """The hardware and versions that produced the results."""
     import torch
 
     from tigon import __version__

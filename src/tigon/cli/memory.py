@@ -1,4 +1,4 @@
-"""The memory of a training step for `tigon inspect`, plain and fused, and whether a GPU has enough."""
+"""A training step's memory for `tigon inspect`, plain and fused, and whether a GPU has enough."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from tigon.fusion.memory.estimate import StepMemory
 
 GIB = 2**30
-# GiB that the drivers report, by the makers' names of the cards, in the order in which messages list them.
+# GiB that the drivers report, by the vendors' card names, in the order in which messages list them.
 GPUS = {
     "a10": 22.0, "a100 40gb": 39.4, "a100 80gb": 79.2, "b200": 178.0, "gh200 96gb": 94.5, "h100 80gb": 79.1,
     "h100 nvl": 93.1, "h200": 139.8, "l4": 22.0, "l40s": 44.4, "mi210": 63.9, "mi250x": 63.9, "mi300x": 191.5,
     "mi325x": 255.5, "mi355x": 287.5, "rtx 3090": 23.5, "rtx 4090": 23.5, "rtx 5090": 31.3, "rtx a6000": 47.4,
     "t4": 14.6, "v100 16gb": 15.8, "v100 32gb": 31.7,
 }  # fmt: skip
-# The CUDA context, the loaded kernels and NCCL's buffers, which belong to no tensor.
+# The CUDA context, the loaded kernels and NCCL's buffers, which no tensor accounts for.
 CONTEXT = 1.0 * GIB
-# Above this share of the remaining memory, blocks of fitting sizes run out before the bytes do.
+# Above this share of the remaining memory, suitable blocks run out before bytes do.
 TIGHT = 0.95
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model would be trained: the options of `tigon inspect`. gpus: how many share the shards."""
+    """A training setup: the options of `tigon inspect`. gpus: how many share the shards."""
 
     batch_size: int = 1
     seq_len: int = 2048
@@ -46,7 +46,7 @@ class Setup:
     attention: str | None = None
     gpus: int = 1
     lora_dropout: float = 0.0
-    adapters: Adapters | None = None  # saved ones, in place of lora
+    adapters: Adapters | None = None  # saved adapters, in place of lora
 
     def words(self) -> str:
         weights = {"bf16": "fp32 weights under bf16 autocast", "fp16": "fp32 weights under fp16 autocast",
@@ -65,7 +65,7 @@ class Setup:
 
 
 class Sides:
-    """A model on the meta device, and the memory of its step: plain first, then fused."""
+    """A model on the meta device, and a step's memory: plain first, then fused."""
 
     def __init__(self, source: Source, setup: Setup) -> None:
         import torch
@@ -80,7 +80,7 @@ class Sides:
             weights = torch.float32
         if setup.quantize:
             half = {"bf16": torch.bfloat16, "bf16-pure": torch.bfloat16, "fp16": torch.float16}
-            weights = half.get(setup.precision, torch.float32)  # of what stays whole
+            weights = half.get(setup.precision, torch.float32)  # for weights that stay whole
         options = {"attn_implementation": setup.attention} if setup.attention else {}
         with torch.device("meta"):
             self.model = random_model(copy.deepcopy(source.config), any_head=True, dtype=weights, **options).train()
@@ -102,7 +102,7 @@ class Sides:
         self.fusion: Any = None
 
     def memory(self) -> StepMemory:
-        """The memory of a step of the model as it is now. Raises tigon.fusion.memory.estimate.CannotEstimate."""
+        """The memory for a step with the current model. Raises tigon.fusion.memory.estimate.CannotEstimate."""
         import torch
 
         from tigon.fusion.memory.estimate import step_memory
@@ -119,7 +119,7 @@ class Sides:
         return found if not setup.quantize else self._subtract_quantized(found)
 
     def _subtract_quantized(self, found: StepMemory) -> StepMemory:
-        """The memory with quantised weights, of which the largest is made dense while it is multiplied."""
+        """The memory with quantised weights, the largest of which is dequantised during the product."""
 
         def moment(there: Any, dense: int) -> Any:
             parts = {**there.parts, "weights": there.parts["weights"] - self.saved}
@@ -132,13 +132,13 @@ class Sides:
     def fuse(self) -> Any:
         from tigon import fuse
 
-        level: Any = self.setup.recompute  # the command has checked the word
+        level: Any = self.setup.recompute  # the command has validated the value
         self.fusion = fuse(self.model, recompute=level, offload=self.setup.offload)
         return self.fusion
 
 
 def _linear_layers(model: Any) -> list[Any]:
-    """The layers whose weights --quantize stores in 4 or 8 bits: all linear ones but the head."""
+    """The layers whose weights --quantize stores in 4 or 8 bits: all linear layers except the head."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -147,23 +147,23 @@ def _linear_layers(model: Any) -> list[Any]:
 
 
 def stored_bytes(layer: Any, word: str | None) -> int:
-    """Bytes of a linear layer's weight as --quantize stores it."""
+    """A linear layer's weight bytes as --quantize stores it."""
     numbers: int = layer.weight.numel()
     if word != "int8":
         return four_bit_bytes(numbers)
     rows = layer.nf if hasattr(layer, "nf") else layer.out_features
-    return numbers + 4 * int(rows)  # codes, and a maximum for each output
+    return numbers + 4 * int(rows)  # codes, and a maximum per output
 
 
 def four_bit_bytes(numbers: int) -> int:
-    """Bytes of a weight in nf4 or fp4: codes, a byte for the maximum of 64, a scale for 256 maxima, and tables."""
+    """A weight's bytes in nf4 or fp4: codes, a byte per 64 weights, a scale per 256 of these bytes, and tables."""
     maxima = -(-numbers // 64)
-    tables = 4 * (16 + 256 + 1)  # of the codes and of the maxima, and their mean
+    tables = 4 * (16 + 256 + 1)  # for the codes and the maxima, and their mean
     return -(-numbers // 2) + maxima + 4 * -(-maxima // 256) + tables
 
 
 def find_capacity(text: str | None) -> tuple[str, float] | None:
-    """The name and the bytes of the GPU that --gpu gives, by name or in GiB; by default this machine's first GPU.
+    """The name and bytes of the GPU in --gpu, by name or in GiB; by default this machine's first GPU.
 
     Raises: Problem for a name that matches none of GPUS, or several.
     """

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line for each step of a run."""
+"""metrics.jsonl: a line for each training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def append(file: Path, *rows: dict[str, Any]) -> None:
 
 
 def repair(file: Path) -> None:
-    """End the last line of metrics.jsonl where a kill cut it off, so that the next one stands on its own."""
+    """End the last line in metrics.jsonl where a kill truncated it, so that the next line stands alone."""
     if file.exists():
         with open(file, "rb+") as handle:
             size = handle.seek(0, os.SEEK_END)
@@ -24,9 +24,9 @@ def repair(file: Path) -> None:
 
 
 def read_metrics(file: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """The training and evaluation losses by step; of a step that stands twice, the last.
+    """The training and evaluation losses by step; where a step is repeated, the last counts.
 
-    A malformed line, such as one that a kill cut off, is skipped.
+    A malformed line, such as one truncated by a kill, is skipped.
     """
     train: dict[int, float] = {}
     evaluation: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""`--model`: a directory, a preset or a model on the Hugging Face hub; and the model built from it."""
+"""`--model`: a directory, a preset or a model on the Hugging Face hub; and the model built from there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
 
 @dataclass
 class Source:
-    """Where a model comes from. kind: "preset", "path" or "hub". weights: whether there are trained weights."""
+    """A model's source. kind: "preset", "path" or "hub". weights: whether there are trained weights."""
 
     name: str
     kind: str
@@ -35,7 +35,7 @@ class Source:
 
 
 def quiet_transformers() -> None:
-    """Silence the loading reports and progress bars of transformers: the commands have their own."""
+    """Silence transformers' loading reports and progress bars: the commands have their own."""
     import transformers
 
     log: Any = transformers.logging
@@ -48,12 +48,12 @@ def quiet_transformers() -> None:
 
 
 def find_model(name: str, *, any_head: bool = False) -> Source:
-    """Resolve `--model`, loading only its configuration.
+    """Resolve `--model`, loading only the configuration.
 
     any_head: accept encoder-decoders too, which have a head; by default only causal language models.
 
     Raises: Problem for an unknown name, a directory or file without a readable configuration, a hub that does not
-        answer and a model that has no language-model head.
+        answer and a model without a language-model head.
     """
     if name in PRESETS:
         return Source(name, "preset", preset_config(name), weights=False)
@@ -93,7 +93,7 @@ def _from_path(path: Path) -> Source:
 
 
 def is_adapters_folder(path: Path) -> bool:
-    """Whether a folder has adapters and no model. Some trainers save the model's configuration beside them."""
+    """Whether a folder has adapters and no model. Some trainers also save the model's configuration there."""
     weights = (file for pattern in WEIGHTS for file in path.glob(pattern))
     return (path / "adapter_config.json").is_file() and all(f.name.startswith("adapter_model.") for f in weights)
 
@@ -117,7 +117,7 @@ def _from_hub(name: str) -> Source:
 
 
 def check_hub(seconds: float = 3) -> None:
-    """Let huggingface_hub read its cache alone if the hub cannot be reached: it would try again for half a minute."""
+    """Restrict huggingface_hub to the cache if the hub is unreachable, instead of retrying for half a minute."""
     import socket
     from threading import Thread
     from urllib.parse import urlsplit
@@ -125,7 +125,7 @@ def check_hub(seconds: float = 3) -> None:
 
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or getproxies():  # only the proxy knows what can be reached through it
+    if constants.HF_HUB_OFFLINE or getproxies():  # only the proxy knows which hosts are reachable
         return
     place = urlsplit(constants.ENDPOINT)
     reached = []
@@ -139,7 +139,7 @@ def check_hub(seconds: float = 3) -> None:
         ):
             reached.append(True)
 
-    attempt = Thread(target=connect, daemon=True)  # a name that nobody resolves takes longer than a timeout says
+    attempt = Thread(target=connect, daemon=True)  # an unresolvable name can exceed the timeout
     attempt.start()
     attempt.join(seconds)
     if not reached:
@@ -168,7 +168,7 @@ def _find_class(config: PretrainedConfig, any_head: bool) -> Any:
 
 
 def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = None, dropout: float = 0.0) -> Any:
-    """PEFT's configuration of LoRA. alpha: twice the rank where it is not given."""
+    """PEFT's LoRA configuration. alpha: twice the rank by default."""
     from peft import LoraConfig
 
     names: Any = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
@@ -177,7 +177,7 @@ def lora_config(rank: int, targets: str = "all-linear", alpha: float | None = No
 
 
 def quantized_to(config: Any) -> str | None:
-    """The word of --quantize for what bitsandbytes has made of the model of this configuration; else None."""
+    """The --quantize word for a configuration that bitsandbytes has quantised; else None."""
     fields = _quantization(config)
     if not (fields.get("load_in_4bit") or fields.get("load_in_8bit")):
         return None
@@ -185,7 +185,7 @@ def quantized_to(config: Any) -> str | None:
 
 
 def stored_form(config: Any) -> str | None:
-    """What the frozen weights of a model of this configuration are stored as, in a word; None where they are whole."""
+    """The storage form of a model's frozen weights, in a word; None for full-precision weights."""
     method = _quantization(config).get("quant_method")
     return quantized_to(config) or (None if method is None else str(getattr(method, "value", method)))
 
@@ -204,7 +204,7 @@ def random_model(config: PretrainedConfig, *, any_head: bool = False, **options:
 
 
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
-    """The model with its trained weights. Raises Problem where they are missing or unreadable."""
+    """The model with its trained weights. Raises Problem if they are missing or unreadable."""
     if stored_form(source.config) == "tigon":
         from tigon.compress.saving import hosted
 
@@ -220,7 +220,7 @@ def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
 
 
 def load_tokenizer(name: str, option: str) -> Any:
-    """The tokenizer of a directory or a hub model."""
+    """Load the tokenizer from a directory or the hub."""
     from transformers import AutoTokenizer
 
     try:

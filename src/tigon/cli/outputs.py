@@ -1,4 +1,4 @@
-"""What the commands may write over: nothing that is there without --overwrite, and never what they read."""
+"""Which files commands may overwrite: none without --overwrite, and never their inputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def check_output_file(
 
     Args:
         option: the command and its option, such as "rank score: --output".
-        file: the file to write, which need not be there.
-        suffixes: what its name may end in.
-        overwrite: whether a file that is there may be replaced.
-        inputs: files and folders that the command reads. None of them is replaced, whatever `overwrite` says.
+        file: the file to write, which may be missing.
+        suffixes: the allowed name endings.
+        overwrite: whether an existing file may be replaced.
+        inputs: files and folders that the command reads. They are never replaced, whatever `overwrite` says.
     """
     if file.is_dir():
         raise Problem(f"{option} must be a file, got the folder {file}")
@@ -40,14 +40,14 @@ def check_output_file(
 def check_output_folder(
     option: str, folder: Path, *, overwrite: bool, is_own: Callable[[Path], bool], inputs: Iterable[str | Path] = ()
 ) -> None:
-    """Raise a Problem unless a command may write its files into a folder. Writes nothing.
+    """Raise a Problem unless a command may write files into a folder. Writes nothing.
 
     Args:
         option: the command and its option.
-        folder: the folder, which need not be there.
-        overwrite: whether what the command has written there before may be replaced.
-        is_own: says of a folder that is not empty whether the command has written it.
-        inputs: files and folders that the command reads; none of them may be in the folder.
+        folder: the folder, which may be missing.
+        overwrite: whether the command's earlier files may be replaced.
+        is_own: whether the command has written a folder that is not empty.
+        inputs: files and folders that the command reads; they must not be in the folder.
     """
     check_writable(folder, option)
     for path in map(Path, inputs):

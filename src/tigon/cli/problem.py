@@ -1,4 +1,4 @@
-"""A `Problem` says in one sentence what went wrong for the user; it is printed as `tigon: …`, without a traceback."""
+"""A `Problem` explains an error to the user in one sentence; printed as `tigon: …`, without a traceback."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tigon.install import install
 
 
 class Problem(Exception):
-    """A command cannot go on, for a reason that the user can do something about.
+    """A command cannot continue, for a reason that the user can fix.
 
     Args:
-        sentence: what is wrong, and what would be right.
+        sentence: what is wrong, and what is expected.
         code: the exit status; 2 for a wrong input, 1 for a wrong result.
     """
 
@@ -30,7 +30,7 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
 
     Args:
         command: the command that needs the packages, as the user wrote it.
-        extra: the extra of tigon that installs the packages, or None if no extra does.
+        extra: tigon's extra that installs the packages, or None if no extra does.
         modules: the packages' import names.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -40,7 +40,7 @@ def needs(command: str, extra: str | None, *modules: str) -> None:
 
 
 def count_processes() -> int:
-    """How many processes the launcher has started for this command."""
+    """The number of processes that the launcher has started for this command."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -59,7 +59,7 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def device_of(name: str, command: str | None = None) -> Any:
-    """The torch.device that --device names: a GPU for auto, where there is one.
+    """The torch.device for --device: a GPU for auto, where there is a GPU.
 
     Raises: Problem for another word, or for cuda without a GPU.
     """
@@ -74,7 +74,7 @@ def device_of(name: str, command: str | None = None) -> Any:
 
 
 def integers(command: str, option: str, text: str, most: int | None = None) -> list[int]:
-    """The numbers of an option such as "1,16,256", from 1 to most.
+    """Parse numbers in an option such as "1,16,256", from 1 to most.
 
     Raises: Problem for anything else.
     """
@@ -89,7 +89,7 @@ def integers(command: str, option: str, text: str, most: int | None = None) -> l
 
 
 def seeds_of(command: str, text: str) -> list[int]:
-    """The seeds of an option such as "0,1,2", each once.
+    """Parse the distinct seeds in an option such as "0,1,2".
 
     Raises: Problem for anything else.
     """
@@ -103,13 +103,13 @@ def seeds_of(command: str, text: str) -> list[int]:
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """The first line of an error's message that is not empty, for use inside a sentence."""
+    """The first non-empty line in an error's message, for use inside a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return (text if len(text) <= limit else text[:limit] + "…").rstrip(".")
 
 
-# torch's and safetensors' messages for a file that takes no more bytes; these errors are no OSError.
+# torch's and safetensors' messages for a file that cannot grow; these errors are not OSErrors.
 _NO_ROOM = (
     "No space left", "File too large", "quota exceeded", "PytorchStreamWriter failed", "unexpected pos",
     "basic_ios::clear", "iostream error",
@@ -117,9 +117,9 @@ _NO_ROOM = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether too little memory, of the host or of a GPU, caused this error, directly or through the error's causes."""
+    """Whether too little memory, on the host or a GPU, caused this error, directly or through the error's causes."""
     while error is not None:
-        # NumPy's and Arrow's errors derive from MemoryError. torch has a class for GPUs alone.
+        # NumPy's and Arrow's errors derive from MemoryError. torch has a class only for GPUs.
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             return True
         if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):

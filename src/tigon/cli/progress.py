@@ -1,4 +1,4 @@
-"""What a command says while it works: a bar or a spinner on a terminal, elsewhere a line every ten seconds."""
+"""A command's progress: a bar or a spinner on a terminal, elsewhere a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERY = 10.0
 
 @contextmanager
 def _lines(console: Any, line: Callable[[], str]) -> Iterator[None]:
-    """Print what `line` returns every ten seconds, from another thread: also while one step takes longer."""
+    """Print `line`'s result every ten seconds, from another thread: also during a long step."""
     done = threading.Event()
 
     def tell() -> None:
@@ -34,7 +34,7 @@ def _lines(console: Any, line: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def working(console: Any, doing: str) -> Iterator[None]:
-    """`with working(console, "reading train.parquet")`, around work whose length is not known."""
+    """`with working(console, "reading train.parquet")`, around work with unknown length."""
     began = time.monotonic()
     with console.status(doing) if console.is_terminal else _lines(
         console, lambda: f"{doing}, {time.monotonic() - began:,.0f} s"
@@ -43,10 +43,10 @@ def working(console: Any, doing: str) -> Iterator[None]:
 
 
 class Steps:
-    """`with Steps(console, "steps", total) as steps`: steps of a known number, and how many there are a second.
+    """`with Steps(console, "steps", total) as steps`: a known number of steps, with the rate per second.
 
     Args:
-        unit: what is counted, in the plural. total: how many there will be at most. done: how many there are already.
+        unit: what is counted, in the plural. total: the most steps. done: steps already finished.
     """
 
     def __init__(self, console: Any, unit: str, total: int, done: int = 0) -> None:
@@ -65,7 +65,7 @@ class Steps:
         self.shown.__exit__(*error)
 
     def show(self, done: int, said: str = "") -> None:
-        """So many are done. said: to stand beside them, such as a loss."""
+        """Show the finished steps. said: text to show beside them, such as a loss."""
         self.done, self.said = done, said
         self.bar.update(self.task, completed=done, description=self._speed())
 

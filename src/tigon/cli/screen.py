@@ -1,8 +1,8 @@
-"""The terminal that the commands print to, and tables that fit it.
+"""The terminal that the commands print to, and tables that fit the terminal.
 
-rich cuts the columns of a table that is wider than the terminal, and numbers lose their exponents. Here cells fold at
-the points where words and identifiers can break, and where a cell would have no room for its longest piece, each row is
-printed as lines of its own.
+rich truncates columns in a table that is wider than the terminal, and numbers lose their exponents. Here cells fold at
+the points where words and identifiers can break, and where a cell would have no room for the longest piece, each row is
+printed as separate lines.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-# A cell that folds to more lines than these is read more easily in lines of its own.
+# A cell that folds to more lines than these is easier to read on separate lines.
 MAX_LINES = 6
-# Between a separator and a letter: of "layers.*.post_attention_layernorm", but not of "1.6e-09" or "4,096".
+# Between a separator and a letter: in "layers.*.post_attention_layernorm", but not in "1.6e-09" or "4,096".
 BREAK = re.compile(r"(?<=[._/:-])(?=[A-Za-z*])")
 
 
@@ -42,7 +42,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def fit_columns(console: Console, table: Table) -> list[int] | None:
-    """The widths at which the table fits the console and no piece of a cell is cut, or None if there are none."""
+    """The widths at which the table fits the console without cutting a cell's pieces, or None if there are none."""
     texts = [[_plain(cell) for cell in (column.header, *column.cells)] for column in table.columns]
     minimal = [max(cell_len(piece) for text in column for piece in [*split_pieces(text), ""]) for column in texts]
     # Headers fold before cells do.
@@ -55,7 +55,7 @@ def fit_columns(console: Console, table: Table) -> list[int] | None:
     if room < 0:
         return None
     for wanted in (bodies, natural):
-        # Columns that lack least are completed first, so that as few as possible fold.
+        # Columns that lack the least width are completed first, so that as few as possible fold.
         for i in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
             more = min(room, max(0, wanted[i] - widths[i]))
             widths[i], room = widths[i] + more, room - more
@@ -64,12 +64,12 @@ def fit_columns(console: Console, table: Table) -> list[int] | None:
 
 
 def split_pieces(text: str) -> list[str]:
-    """The parts of a text between which a line may end, without spaces."""
+    """A text's pieces, without spaces, between which a line may end."""
     return [piece for word in text.split() for piece in BREAK.split(word)]
 
 
 def fold(text: str, width: int) -> str:
-    """The text in lines of at most this width, broken at spaces, or else within identifiers."""
+    """Fold the text to this width, broken at spaces, or else within identifiers."""
     return "\n".join(line for paragraph in text.split("\n") for line in _fold_line(paragraph, width))
 
 

@@ -1,7 +1,7 @@
-"""SIGTERM ends a command by an exception, and is not forgotten where Python drops that exception.
+"""SIGTERM ends a command by an exception, even where Python drops that exception.
 
-An exception that a handler raises is dropped where it meets a callback, such as that of an import lock or a destructor.
-So the handler notes the signal as well: a loop looks at the note when it begins, and so does the command at its end.
+An exception raised in a signal handler is dropped inside a callback, such as an import lock's or a destructor. So the
+handler also records the signal: a loop checks the record at the start, and the command at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def catch_sigterm() -> None:
 
 
 def received() -> int:
-    """The number of the signal that was to end the command; 0 if there was none."""
+    """The number of the termination signal; 0 if there was none."""
     return _received[0] if _received else 0
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer trained on the user's texts, for a model that has none, and a chat template for one without."""
+"""A tokenizer trained on the user's texts, for a model without a tokenizer, and a default chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most vocab_size tokens. It encodes any text, and decodes it exactly."""
+    """Train a byte-level BPE tokenizer with at most vocab_size tokens. Any text is encoded and decoded exactly."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

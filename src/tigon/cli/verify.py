@@ -1,4 +1,4 @@
-"""`tigon verify`: loss and gradients of a model, plain against fused, measured by the plain model's rounding."""
+"""`tigon verify`: a model's loss and gradients, plain against fused, relative to the plain model's rounding."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-# A fused result may be this many times as far from the reference as the plain result is …
+# A fused result may be this many times as far from the reference as the plain result …
 FACTOR = 2.0
-# … or this far, relative to its size: a plain result may be right by chance. In units of the dtype's epsilon.
+# … or this far, relatively: a plain result may be right by chance. In units of the dtype's epsilon.
 FLOOR = {"float32": 32.0, "bfloat16": 1.0, "float16": 2.0}
-# The sizes that a model without weights is shrunk to. 128 columns show the same errors as 4096.
+# Sizes for a model without weights. 128 columns show the same errors as 4096.
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -57,10 +57,10 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of tokens and of random weights.", min=0, max=2**32 - 1)] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Loss and gradients of a model, plain against fused; the exit code is 1 when they differ.
+    """Compare a model's loss and gradients, plain against fused; the exit code is 1 when they differ.
 
-    The measure is the plain model's own rounding: its distance from itself in fp64. A model without weights gets random
-    ones and small widths; so do adapters without weights. With adapters the gradients are those that they train.
+    The measure is the plain model's own rounding: the distance to the same model in fp64. A model without weights gets
+    random weights and small widths; so do adapters without weights. With adapters their own gradients are compared.
     """
     needs("tigon verify", "train", "torch", "transformers")
     if dtype not in DTYPES:
@@ -93,7 +93,7 @@ def verify(
     vocab = built.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocab, (batch_size, seq_len), device=place)
     labels = ids.clone()
-    labels[:, : seq_len // 8] = -100  # a prompt that carries no loss
+    labels[:, : seq_len // 8] = -100  # a prompt, excluded from the loss
     with console.status("running it in fp64, plain and fused"):
         exact = _loss_and_gradients(_in_fp64(built), ids, labels)
         plain = _loss_and_gradients(built, ids, labels)
@@ -131,7 +131,7 @@ def verify(
 
 
 def _no_kernels(ids: Any, dtype: torch.dtype) -> str | None:
-    """Why no Triton kernel ran on the device of ids; None where they did."""
+    """The reason why no Triton kernel ran on the device of ids; None if some did."""
     import torch
 
     from tigon.kernels import use_triton, why_not_triton
@@ -159,12 +159,12 @@ def _build(source: Any, layers: int, full_width: bool, dtype: torch.dtype) -> An
         try:
             model = random_model(narrow)
         except Problem:
-            model = random_model(config)  # its widths depend on one another, so shrinking fails
+            model = random_model(config)  # the widths depend on each other, so shrinking fails
     else:
         model = random_model(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            # Scales of one and biases of zero, as initialized, would hide a wrong use of scales and biases.
+            # Unit scales and zero biases, as initialized, would hide errors in their use.
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.to(dtype).train()
@@ -181,7 +181,7 @@ def _fewer_layers(config: PretrainedConfig, layers: int) -> None:
 
 
 def _cut_layout(source: Any) -> None:
-    """Leave out of a compressed model's layout the layers that the model is built without."""
+    """Drop the layers that are not built from a compressed model's layout."""
     import torch
 
     from tigon.presets import auto_class
@@ -212,14 +212,14 @@ def _in_fp64(model: Any) -> Any:
     wide = copy.deepcopy(model).double()
     inner = wide.get_base_model() if hasattr(wide, "get_base_model") else wide
     if getattr(type(inner), "_can_set_experts_implementation", lambda: False)():
-        inner.set_experts_implementation("eager")  # grouped products take no fp64
+        inner.set_experts_implementation("eager")  # grouped matrix products do not support fp64
     return wide
 
 
 def _loss_and_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
     """The loss and every parameter's gradient, in fp64."""
     model.zero_grad(set_to_none=True)
-    # Dropout would differ between any two runs.
+    # Dropout would differ between two runs.
     for module in model.modules():
         if type(module).__name__ == "Dropout":
             module.p = 0.0
@@ -234,9 +234,9 @@ def _loss_and_gradients(model: Any, ids: Any, labels: Any) -> dict[str, Any]:
 
 
 def compare(exact: dict[str, Any], plain: dict[str, Any], fused: dict[str, Any], floor: float) -> list[dict[str, Any]]:
-    """A row for the loss and one for each group of parameters: the same parameter of all layers.
+    """A row for the loss and a row per parameter group: the same parameter in all layers.
 
-    error: the distance to the fp64 result in the Euclidean norm, relative to that result; a row shows its worst tensor.
+    error: the distance to the fp64 result in the Euclidean norm, relative to that result; a row shows the worst tensor.
     """
     groups: dict[str, list[str]] = {}
     for name in exact:
@@ -286,7 +286,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Any:
     for column in ("tensors", "|fused − plain|", "error, plain", "error, fused", "bound", ""):
         table.add_column(column, justify="right")
     for row in rows:
-        # The ends of names tell them apart; without the common beginnings the table fits most terminals.
+        # Names differ in their ends; without the common prefixes the table fits most terminals.
         name = row["name"].removeprefix("base_model.model.").removeprefix("model.").removesuffix(".weight")
         name = name.replace("layers.*.", "*.").replace(".default", "")
         if "missing" in row:

@@ -1,4 +1,4 @@
-"""Tigon inside other trainers: one module for each host, imported by the host's name on first use."""
+"""Tigon inside other trainers: one module per host, imported by the host's name on first use."""
 
 from tigon.lazy import attach
 

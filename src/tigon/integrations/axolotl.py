@@ -4,8 +4,8 @@
       - tigon.integrations.axolotl.TigonPlugin
 
 The plugin fuses the model in `post_model_load`, after Axolotl has applied its patches and adapters, so that fuse sees
-them. It changes nothing else of Axolotl, but for one default: Axolotl's kernels for LoRA replace the same layers, and
-with `adapter: lora` or `qlora` Axolotl switches them on where the configuration says nothing of them.
+them. Otherwise the plugin changes a single default: Axolotl's LoRA kernels replace the same layers, and with
+`adapter: lora` or `qlora` Axolotl enables them unless the configuration sets them.
 
 Source: Axolotl 0.19, `axolotl.integrations.base.BasePlugin`, https://docs.axolotl.ai/docs/custom_integrations.html
 """
@@ -24,7 +24,7 @@ except ImportError as error:
 from tigon.fusion.engine.model import Fusion, fuse
 
 OPTIONS = ("parts", "recompute", "offload")
-# Axolotl's switches of kernels that replace attention's and the MLP's forward. lora_embedding_kernel is of a layer
+# Axolotl's switches for kernels that replace attention's and the MLP's forward. lora_embedding_kernel concerns a layer
 # that Tigon leaves to PEFT.
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 LOG = get_logger(__name__)
@@ -37,7 +37,7 @@ def is_part_on(cfg: Any, kind: str) -> bool:
 
 
 class TigonArgs(BaseModel):
-    """The plugin's fields of Axolotl's configuration: the arguments of tigon.fuse."""
+    """The plugin's fields in Axolotl's configuration: the arguments of tigon.fuse."""
 
     tigon_parts: list[str] | None = None
     tigon_recompute: Literal["auto", "none", "product", "cheap", "mlp"] | None = None
@@ -63,14 +63,14 @@ class TigonArgs(BaseModel):
 
 
 class TigonPlugin(BasePlugin):  # type: ignore[misc]
-    """tigon.fuse on each model that Axolotl loads; its report in the log when training has ended."""
+    """Calls tigon.fuse on each model that Axolotl loads; logs the report after training."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fusions: list[Fusion] = []
 
     def register(self, cfg: Any) -> None:
-        """Switch off Axolotl's own kernels for LoRA where the configuration, not validated yet, leaves them open."""
+        """Disable Axolotl's own LoRA kernels where the configuration, not validated yet, leaves them unset."""
         if cfg.get("adapter") in ("lora", "qlora") and is_part_on(cfg, "adapters"):
             for name in LORA_KERNELS:
                 if cfg.get(name) is None:

@@ -26,12 +26,13 @@ class TigonCallback(Callback):  # type: ignore[misc]
     """Fuses the LightningModule in `setup`, before its strategy wraps it.
 
     Args:
-        remove: put the model back as it was when the run ends. What was fused before it stays fused.
-        report: print, on the main process, what was fused when the run begins, and what ran in the last step.
-        options: of `tigon.fuse` (parts=…, recompute=…).
+        remove: restore the model when the run ends. Earlier fusions stay.
+        report: print, on the main process, the fused parts when the run begins, and the parts that ran in the last
+            step.
+        options: for `tigon.fuse` (parts=…, recompute=…).
 
-    A model that `configure_model` makes is not there yet in `setup`: it is fused in `on_fit_start`. `fusion` is the
-    `tigon.Fusion` from then on, None before; `report()` is its report of the last training step.
+    A model created in `configure_model` does not exist in `setup`: fusion happens in `on_fit_start`. `fusion` is the
+    `tigon.Fusion` from then on, None before; `report()` covers the last training step.
     """
 
     def __init__(self, *, remove: bool = False, report: bool = True, **options: Any) -> None:
@@ -39,8 +40,8 @@ class TigonCallback(Callback):  # type: ignore[misc]
         self.fusion: Fusion | None = None
         self._remove, self._print, self._options = remove, report, options
         self._ours = False
-        self._checked = 0  # steps of the check before training
-        self._trained: Report | None = None  # of the last training step, where a validation has run since
+        self._checked = 0  # steps in the sanity check before training
+        self._trained: Report | None = None  # for the last training step, where a validation has run since
 
     def report(self) -> Report:
         """The fused parts, and how often they ran in the last training step, or else in the last step of any kind.

@@ -3,8 +3,8 @@
     trainer = Trainer(model, args, train_dataset=data)
     trainer.add_callback(MicroBatchSAMCallback(trainer, rho=0.05))
 
-Each micro-batch of each rank is a shard: m is gradient_accumulation_steps times the number of ranks. Optimizer,
-clipping, mixed precision, checkpoints and resuming are the Trainer's; the callback keeps no state of its own.
+Each rank's micro-batches are the shards: m is gradient_accumulation_steps times the rank count. Optimizer, clipping,
+mixed precision, checkpoints and resuming are the Trainer's; the callback is stateless.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ except ImportError as error:
 
 
 class MicroBatchSAMCallback(TrainerCallback):
-    """Runs each training step of one trainer twice: along the gradient, and back with the gradient found there.
+    """Runs each training step twice: along the gradient, and back with the gradient found there.
 
     Args:
-        trainer: whose `training_step` is put in two passes from the beginning of training to its end, on this instance.
-        rho, adaptive, eta: of `tigon.training.MicroBatchSAM`.
-    Raises: TypeError for what is no trainer, one that generates its own batches in training_step (GRPO, RLOO), and a
-        model under DeepSpeed or FSDP1; ValueError for a rho or an eta that is negative or not finite.
+        trainer: its `training_step` is replaced by two passes for the duration of training, on this instance.
+        rho, adaptive, eta: as in `tigon.training.MicroBatchSAM`.
+    Raises: TypeError if trainer is not a trainer, for a trainer that generates batches in training_step (GRPO,
+        RLOO), and for a model under DeepSpeed or FSDP1; ValueError for a rho or an eta that is negative or not finite.
 
-    The loss that the trainer logs is that of the first pass, at its weights; what a trainer of TRL logs besides is the
-    mean of both. Where training ends with an error, the steps stay in two passes until it ends again.
+    The logged training loss is the first pass's, at the unperturbed weights; a TRL trainer's other metrics are the mean
+    over both passes. If training ends with an error, `training_step` stays replaced until the next training ends.
     """
 
     def __init__(self, trainer: Any, rho: float = 0.05, *, adaptive: bool = False, eta: float = 0.0) -> None:
@@ -61,7 +61,7 @@ class MicroBatchSAMCallback(TrainerCallback):
 
         def training_step(trainer: Any, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
             params = [p for p in model.parameters() if p.requires_grad]
-            # Each pass gets its own dictionary: a loss may pop the labels from it.
+            # Each pass gets a separate dictionary: a loss may pop the labels.
             return two_passes(
                 lambda: once(model, copy.copy(inputs), *more, **options), params, [self.rho] * len(params), model,
                 adaptive=self.adaptive, eta=self.eta,

@@ -1,4 +1,4 @@
-"""torchtitan: a converter fuses norms and MLPs of its models, and a loss component computes its loss without logits.
+"""torchtitan: a converter fuses norms and MLPs, and a loss component computes the loss without logits.
 
 torchtitan 0.3, in a function of its config registry::
 
@@ -7,7 +7,7 @@ torchtitan 0.3, in a function of its config registry::
     config.model_spec = model_registry("8B", converters=[FuseConverter.Config()])
     config.loss = LinearCrossEntropyLoss.Config()
 
-torchtitan 0.2, in its TOML file, where the loss stays torchtitan's::
+torchtitan 0.2, in the TOML file, where the loss stays torchtitan's::
 
     [model]
     converters = ["tigon"]
@@ -15,7 +15,7 @@ torchtitan 0.2, in its TOML file, where the loss stays torchtitan's::
     [experimental]
     custom_import = "tigon.integrations.torchtitan"
 
-Either way one model is fused, on the meta device, before it is parallelised, checkpointed and compiled.
+Either way a single model is fused, on the meta device, before it is parallelised, checkpointed and compiled.
 
 Source: torchtitan 0.3 `ModelConfigConverter` and `ChunkedLossWrapper`, torchtitan 0.2 `ModelConverter`,
 https://github.com/pytorch/torchtitan
@@ -34,7 +34,7 @@ from tigon.losses.head.head import Head
 from tigon.losses.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.cross_entropy import CrossEntropy
 
-LAYERS = PARTS - {"head"}  # no labels reach the model of torchtitan
+LAYERS = PARTS - {"head"}  # no labels reach torchtitan's model
 
 try:
     import torchtitan  # noqa: F401
@@ -54,7 +54,7 @@ if ModelConfigConverter is None:
     from torchtitan.protocols.model_converter import register_model_converter
 
     class FuseConverter:
-        """tigon.fuse for a model's norms, MLPs and rotary embeddings; no labels reach the model, so its head stays."""
+        """tigon.fuse for a model's norms, MLPs and rotary embeddings; no labels reach the model, so the head stays."""
 
         def __init__(self, job_config: Any, parallel_dims: Any) -> None:
             pass
@@ -68,7 +68,7 @@ if ModelConfigConverter is None:
     register_model_converter(FuseConverter, "tigon")
 
 
-# ----------------------------------------------------------------------------------- 0.3: what the model is built from
+# ------------------------------------------------------------------------------------- 0.3: the model's configuration
 
 
 else:
@@ -102,7 +102,7 @@ else:
     class LinearCrossEntropyLoss(ChunkedLossWrapper):  # type: ignore[misc]
         """Cross entropy of the head's logits, which are never built: tigon.linear_cross_entropy.
 
-        The class is a ChunkedLossWrapper, because torchtitan hands such a loss the hidden states and the head.
+        The class is a ChunkedLossWrapper, because torchtitan passes the hidden states and the head to such a loss.
         torchtitan's own chunks still run if the head's weight is split over a tensor-parallel group, or if the inner
         loss takes further inputs.
         """
@@ -133,7 +133,7 @@ else:
                     hidden, Head(head.weight, head.bias), labels, config=CrossEntropy(reduction="sum")
                 )
 
-            # The loss runs as the head's forward, so that FSDP2 gathers the weight before it and reduces the gradient.
+            # The loss runs as the head's forward, so that FSDP2 gathers the weight and reduces the gradient.
             state = head.__dict__
             own = state.get("forward")
             state["forward"] = forward
@@ -148,7 +148,7 @@ else:
 
 
 def _whole_head(head: nn.Module) -> bool:
-    """Whether the head's forward is F.linear, and its weight has the whole vocabulary once FSDP has gathered it."""
+    """Whether the head's forward is F.linear, and the weight has the whole vocabulary once gathered by FSDP."""
     import spmd_types
     from torchtitan.distributed.spmd_types import spmd_mesh_size
 

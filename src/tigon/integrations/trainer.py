@@ -34,7 +34,7 @@ WHOLE_LOGITS = "the first step built the logits, which the loss of a model that 
 
 
 def _why_whole(args: Any) -> str:
-    """Why the Trainer reads logits, if its arguments say so."""
+    """Why the Trainer reads logits, if the arguments say so."""
     smoothing = getattr(args, "label_smoothing_factor", 0.0)
     if not smoothing:
         return ""
@@ -48,12 +48,12 @@ class TigonCallback(TrainerCallback):
     """Fuses the model when training begins.
 
     Args:
-        remove: put the model back as it was when training ends. What was fused before training stays fused.
-        report: print what was fused when training begins, and what ran in the last step when it ends.
-        options: of `tigon.fuse` (parts=…, recompute=…).
+        remove: restore the model when training ends. Earlier fusions stay.
+        report: print the fused parts when training begins, and the parts that ran in the last step when training ends.
+        options: for `tigon.fuse` (parts=…, recompute=…).
 
     `fusion` is the model's `tigon.Fusion` from then on, None before; `report()` is the same as `fusion.report()`. Warns
-    when the first step ran nothing of what was fused, and when it built the logits, which the loss in Tigon spares.
+    when no fused part ran in the first step, and when the first step built logits, which Tigon's loss avoids.
     """
 
     def __init__(self, *, remove: bool = False, report: bool = True, **options: Any) -> None:
@@ -77,7 +77,7 @@ class TigonCallback(TrainerCallback):
         self._trl = loss_is_left_to_trl(model)
         if self._trl:
             warnings.warn(TRL, stacklevel=2)
-        self.fusion._ledger.adviser = None  # this callback says it
+        self.fusion._ledger.adviser = None  # this callback warns instead
         if self._print and state.is_world_process_zero:
             print(self.fusion.report())
 

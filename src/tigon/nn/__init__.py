@@ -1,7 +1,7 @@
-"""Modules over the operators and losses. Where torch.nn has a module of the name, shared arguments mean the same.
+"""Modules for the operators and losses. Arguments shared with a torch.nn module of the same name mean the same.
 
-Parameters start as the counterpart's do. There are no modules for `rope`, `qk_norm_rope`, `add_rms_norm` and
-`gated_linear`: a model calls those with parameters that its own modules hold.
+Parameters are initialised like the counterpart's. There are no modules for `rope`, `qk_norm_rope`, `add_rms_norm` and
+`gated_linear`: a model calls those with its own modules' parameters.
 """
 
 from tigon.nn.layers import (

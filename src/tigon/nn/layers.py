@@ -28,7 +28,7 @@ def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
 
 
 class RMSNorm(torch.nn.Module):
-    """`tigon.rms_norm` with a weight of its own.
+    """`tigon.rms_norm` with a learned weight.
 
     Args:
         normalized_shape: width N of the last dimension, as N or (N,).
@@ -85,7 +85,7 @@ class _Affine(torch.nn.Module):
 
 
 class LayerNorm(_Affine):
-    """`tigon.layer_norm` with parameters of its own, in place of `torch.nn.LayerNorm` over the last dimension.
+    """`tigon.layer_norm` with learned parameters, in place of `torch.nn.LayerNorm` over the last dimension.
 
     Args:
         normalized_shape: width N of the last dimension, as N or (N,).
@@ -117,7 +117,7 @@ class LayerNorm(_Affine):
 
 
 class GroupNorm(_Affine):
-    """`tigon.group_norm` with parameters of its own, in place of `torch.nn.GroupNorm`.
+    """`tigon.group_norm` with learned parameters, in place of `torch.nn.GroupNorm`.
 
     Args:
         num_groups, eps: as in `tigon.group_norm`.
@@ -149,7 +149,7 @@ class GroupNorm(_Affine):
 
 
 class DyT(torch.nn.Module):
-    """`tigon.dyt` with parameters of its own: weight · tanh(alpha · x) + bias, in a norm's place.
+    """`tigon.dyt` with learned parameters: weight · tanh(alpha · x) + bias, in a norm's place.
 
     Args:
         normalized_shape: width N of the last dimension, as N or (N,).
@@ -216,7 +216,7 @@ class PolyNorm(torch.nn.Module):
 
 
 class SwiGLU(torch.nn.Module):
-    """silu(gate) · up: forward(gate, up), or forward(gate_up) of its two halves. See `tigon.swiglu`."""
+    """silu(gate) · up: forward(gate, up), or forward(gate_up) with both halves packed. See `tigon.swiglu`."""
 
     def __init__(self, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class SwiGLU(torch.nn.Module):
 
 
 class GEGLU(torch.nn.Module):
-    """gelu(gate) · up: forward(gate, up), or forward(gate_up) of its two halves. See `tigon.geglu`."""
+    """gelu(gate) · up: forward(gate, up), or forward(gate_up) with both halves packed. See `tigon.geglu`."""
 
     def __init__(
         self, approximate: Literal["tanh", "none"] = "tanh", *, gate_multiplier: float = 1.0, multiplier: float = 1.0
@@ -241,8 +241,9 @@ class GEGLU(torch.nn.Module):
 
 
 class ReGLU(torch.nn.Module):
-    """relu(gate) · up, or relu(gate)² · up where squared: forward(gate, up), or forward(gate_up) of its two halves.
-    See `tigon.reglu`."""
+    """relu(gate) · up, or relu(gate)² · up where squared: forward(gate, up), or forward(gate_up) with both halves
+    packed. See `tigon.reglu`.
+    """
 
     def __init__(self, squared: bool = False, *, gate_multiplier: float = 1.0, multiplier: float = 1.0) -> None:
         super().__init__()
@@ -297,11 +298,11 @@ class Sparsemax(torch.nn.Module):
 
 
 class Embedding(torch.nn.Module):
-    """`tigon.embedding` with a weight of its own, in place of `torch.nn.Embedding`: forward(input).
+    """`tigon.embedding` with a learned weight, in place of `torch.nn.Embedding`: forward(input).
 
     Args:
         num_embeddings, embedding_dim: V and H. The weight (V, H) starts normally distributed, its padding row at zero.
-        padding_idx: this row gets no gradient; negative ones count from the end.
+        padding_idx: this row gets no gradient; negative indices count from the end.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Losses as modules with their options fixed; a call takes the tensors, and the numbers that belong to one batch.
+"""Losses as modules with fixed options; a call takes the tensors, and the numbers that belong to the batch.
 
-Losses of a head share `_HeadLoss`: a frozen object of options, and how the tokens are walked over.
+Losses of a head share `_HeadLoss`: a frozen options object, and how the tokens are walked over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Config = TypeVar("Config")
 
 
 class _Loss(torch.nn.Module):
-    """A loss with its options fixed, which it shows."""
+    """A loss with fixed options, shown in its repr."""
 
     def extra_repr(self) -> str:
         shown = {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "training"}
@@ -36,10 +36,10 @@ class _Loss(torch.nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """`tigon.cross_entropy` with its options fixed: forward(logits, target).
+    """`tigon.cross_entropy` with fixed options: forward(logits, target).
 
     Args:
-        weight: (V,) class weights or None; a buffer, as torch.nn.CrossEntropyLoss has it.
+        weight: (V,) class weights or None; a buffer, as in torch.nn.CrossEntropyLoss.
         config: a `tigon.CrossEntropy`; None for the defaults.
         inplace, details: as in `tigon.cross_entropy`.
     """
@@ -61,12 +61,12 @@ class CrossEntropyLoss(_Loss):
 
 
 class KLDivLoss(_Loss):
-    """`tigon.kl_div` with its options fixed: forward(input, target, mask).
+    """`tigon.kl_div` with fixed options: forward(input, target, mask).
 
     Args:
         reduction: "mean", "batchmean", "sum" or "rows".
-        log_target: True for a target of log-probabilities.
-        temperature: both sides are logits, divided by it and softmaxed here; None: they are not.
+        log_target: True if target holds log-probabilities.
+        temperature: both sides are logits, which are divided by temperature and softmaxed here; None: they are not.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class KLDivLoss(_Loss):
 
 
 class JSDLoss(_Loss):
-    """`tigon.jsd` with its options fixed: forward(input, target, mask).
+    """`tigon.jsd` with fixed options: forward(input, target, mask).
 
     Args:
-        beta: weight of the teacher in the mixture, in [0, 1].
+        beta: the teacher's weight in the mixture, in [0, 1].
         reduction: "batchmean", "mean", "sum" or "rows".
-        temperature: both sides are logits, divided by it and softmaxed here; None: they are not.
+        temperature: both sides are logits, which are divided by temperature and softmaxed here; None: they are not.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class JSDLoss(_Loss):
 
 
 class TVDLoss(_Loss):
-    """`tigon.tvd` with its options fixed: forward(input, target, mask).
+    """`tigon.tvd` with fixed options: forward(input, target, mask).
 
     Args:
         reduction: "batchmean", "mean", "sum" or "rows".
-        temperature: both sides are logits, divided by it and softmaxed here; None: they are not.
+        temperature: both sides are logits, which are divided by temperature and softmaxed here; None: they are not.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class TVDLoss(_Loss):
 
 
 class _HeadLoss(_Loss, Generic[Config]):
-    """A loss of a head with its options fixed: forward takes the tensors of `function`, in its order.
+    """A head's loss with fixed options: forward takes the tensors of `function`, in the same order.
 
     Args:
         config: the kind of loss and its numbers; None for the defaults.
-        chunks: what the walk over the tokens costs.
+        chunks: memory and recomputation options for the walk over the tokens.
 
-    forward also takes what belongs to one batch: `valid_tokens`, as in `tigon.losses.ChunkOptions`, and any field of
-    `config` by name, such as `divisor`; None leaves the field as it is.
+    forward also takes per-batch values: `valid_tokens`, as in `tigon.losses.ChunkOptions`, and any field of `config` by
+    name, such as `divisor`; None keeps the field.
     """
 
     function: ClassVar[Callable[..., Any]]
@@ -170,60 +170,60 @@ class _HeadLoss(_Loss, Generic[Config]):
 
 
 class LinearCrossEntropyLoss(_HeadLoss[CrossEntropy]):
-    """`tigon.linear_cross_entropy` with its options fixed: forward(x, head, target)."""
+    """`tigon.linear_cross_entropy` with fixed options: forward(x, head, target)."""
 
     function, options = staticmethod(linear_cross_entropy), CrossEntropy
 
 
 class GRPOLoss(_HeadLoss[GRPO]):
-    """`tigon.losses.grpo` with its options fixed: forward(x, head, target, rollout)."""
+    """`tigon.losses.grpo` with fixed options: forward(x, head, target, rollout)."""
 
     function, options = staticmethod(grpo), GRPO
 
 
 class RLOOLoss(_HeadLoss[RLOO]):
-    """`tigon.losses.rloo` with its options fixed: forward(x, head, target, rollout)."""
+    """`tigon.losses.rloo` with fixed options: forward(x, head, target, rollout)."""
 
     function, options = staticmethod(rloo), RLOO
 
 
 class DPOLoss(_HeadLoss[DPO]):
-    """`tigon.losses.dpo` with its options fixed: forward(x, head, target, ref)."""
+    """`tigon.losses.dpo` with fixed options: forward(x, head, target, ref)."""
 
     function, options = staticmethod(dpo), DPO
 
 
 class ORPOLoss(_HeadLoss[ORPO]):
-    """`tigon.losses.orpo` with its options fixed: forward(x, head, target, completion_mask)."""
+    """`tigon.losses.orpo` with fixed options: forward(x, head, target, completion_mask)."""
 
     function, options = staticmethod(orpo), ORPO
 
 
 class CPOLoss(_HeadLoss[CPO]):
-    """`tigon.losses.cpo` with its options fixed: forward(x, head, target)."""
+    """`tigon.losses.cpo` with fixed options: forward(x, head, target)."""
 
     function, options = staticmethod(cpo), CPO
 
 
 class SimPOLoss(_HeadLoss[SimPO]):
-    """`tigon.losses.simpo` with its options fixed: forward(x, head, target)."""
+    """`tigon.losses.simpo` with fixed options: forward(x, head, target)."""
 
     function, options = staticmethod(simpo), SimPO
 
 
 class KTOLoss(_HeadLoss[KTO]):
-    """`tigon.losses.kto` with its options fixed: forward(x, head, target, unpaired)."""
+    """`tigon.losses.kto` with fixed options: forward(x, head, target, unpaired)."""
 
     function, options = staticmethod(kto), KTO
 
 
 class DistillationLoss(_HeadLoss[Distill]):
-    """`tigon.losses.distill` with its options fixed: forward(x, head, teacher, target)."""
+    """`tigon.losses.distill` with fixed options: forward(x, head, teacher, target)."""
 
     function, options = staticmethod(distill), Distill
 
 
 class TopKDistillationLoss(_HeadLoss[DistillTopK]):
-    """`tigon.losses.distill_topk` with its options fixed: forward(x, head, teacher, target)."""
+    """`tigon.losses.distill_topk` with fixed options: forward(x, head, teacher, target)."""
 
     function, options = staticmethod(distill_topk), DistillTopK

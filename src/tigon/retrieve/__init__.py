@@ -1,7 +1,7 @@
-"""Retrieval: exact search over items in memory, with filters on their attributes.
+"""Retrieval: exact search over items in memory, with filters on item attributes.
 
-`__init__.pyi` declares the public names. The package is an extra of its own, `tigon[retrieve]`, and is imported by its
-name: `import tigon` loads none of it.
+`__init__.pyi` declares the public names. The package is the separate extra `tigon[retrieve]`, which plain
+`import tigon` does not load.
 """
 
 from tigon.lazy import attach

@@ -1,4 +1,4 @@
-"""Integers among arguments, of Python, numpy or torch."""
+"""Integer arguments from Python, numpy or torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tigon.kernels import check_tensors
 
 
 def as_int(value: Any) -> int | None:
-    """An integer of any type, within 64 bits, as Python's; None for everything else, among it True and False."""
+    """Convert any integer within 64 bits to Python's int; None for everything else, including True and False."""
     if isinstance(value, (bool, np.bool_)) or getattr(value, "ndim", 0) != 0:
         return None
     try:
@@ -27,9 +27,9 @@ def as_int(value: Any) -> int | None:
 
 
 def read_int(name: str, argument: str, value: Any, least: int = 1) -> int:
-    """An integer argument.
+    """Parse an integer argument.
 
-    Raises: ValueError if the value is no integer within 64 bits, or below the least.
+    Raises: ValueError if the value is not an integer within 64 bits, or is below the least.
     """
     number = as_int(value)
     if number is None or number < least:
@@ -39,7 +39,7 @@ def read_int(name: str, argument: str, value: Any, least: int = 1) -> int:
 
 
 def as_number(value: Any) -> float | None:
-    """A number of any type as Python's float; None for everything else, among it True, False and NaN."""
+    """Convert any number to Python's float; None for everything else, including True, False and NaN."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     try:
         number = float(value) if is_number else math.nan
@@ -49,7 +49,7 @@ def as_number(value: Any) -> float | None:
 
 
 def as_list(values: Any) -> list[Any] | None:
-    """A list, an array or another collection as a list; None for text, a mapping, and values without elements."""
+    """Convert a list, an array or another collection to a list; None for text, mappings and scalars."""
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__iter__"):
         return None
     try:
@@ -59,7 +59,7 @@ def as_list(values: Any) -> list[Any] | None:
 
 
 def require_tensors(name: str, **arguments: Any) -> None:
-    """Raise a ValueError for an argument that is no tensor, None among them."""
+    """Raise a ValueError for an argument that is not a tensor, including None."""
     check_tensors(name, **arguments)
     missing = next((argument for argument, value in arguments.items() if value is None), None)
     if missing is not None:
@@ -67,9 +67,9 @@ def require_tensors(name: str, **arguments: Any) -> None:
 
 
 def read_path(name: str, argument: str, path: Any) -> Path:
-    """A path argument.
+    """Parse a path argument.
 
-    Raises: ValueError for a value that is no path.
+    Raises: ValueError for a value that is not a path.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{name}: {argument} must be a path, got {describe(path)}.")
@@ -77,7 +77,7 @@ def read_path(name: str, argument: str, path: Any) -> Path:
 
 
 def read_ints(name: str, argument: str, values: Any) -> list[int]:
-    """An argument that is a positive integer or a list of such.
+    """Parse a positive integer or a list of positive integers.
 
     Raises: ValueError for anything else.
     """

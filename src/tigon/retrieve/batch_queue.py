@@ -1,6 +1,6 @@
-"""Which searches that wait become one batch, and when it begins.
+"""Batching policy: which pending searches form a batch, and when the batch starts.
 
-`BatchQueue` is the policy alone: it has no thread, no event loop and no clock. `Batcher` drives a queue from a thread,
+`BatchQueue` is the policy alone, without a thread, an event loop or a clock. `Batcher` drives a queue from a thread,
 the HTTP server from its event loop.
 """
 
@@ -13,23 +13,23 @@ from typing import Any
 
 
 class Overloaded(RuntimeError):
-    """More queries wait than the queue may hold. Nothing was searched: try again later, or tell the client to.
+    """More queries are pending than the queue may hold. Nothing was searched: retry later, or tell the client to.
 
     Attributes:
-        status: 429, of the answer of an HTTP server.
+        status: 429, the HTTP status of the response.
     """
 
     status = 429
 
 
 class PendingSearch:
-    """A search that waits.
+    """A pending search.
 
     Attributes:
-        query: (queries, dim) on the host, of numpy or torch.
-        k, where: the number of results and the filter of each query.
-        future: of the result; a search whose future is cancelled is not made.
-        start: when the search began to wait, in seconds of the driver's clock.
+        query: (queries, dim) on the host, in numpy or torch.
+        k, where: the number of results and the filter for each query.
+        future: receives the result; a search whose future is cancelled is skipped.
+        start: when the search was queued, in seconds on the driver's clock.
     """
 
     __slots__ = ("future", "k", "query", "start", "where")
@@ -46,20 +46,20 @@ class PendingSearch:
 
 
 class BatchQueue:
-    """Searches that wait, in their order.
+    """Pending searches, first come first served.
 
-    A batch begins when `max_batch` queries wait, when the first search has waited for `wait` seconds, or when as many
-    queries wait as the last batch had: then no other search is to be expected.
+    A batch starts when `max_batch` queries are pending, when the first search has waited for `wait` seconds, or when as
+    many queries are pending as the last batch had: then no other search is expected.
 
     Args:
-        max_batch: queries of a batch. wait: seconds. max_queue: queries that may wait.
+        max_batch: queries per batch. wait: seconds. max_queue: the most queries that may be pending.
     """
 
     def __init__(self, max_batch: int, wait: float, max_queue: int) -> None:
         self.max_batch, self.wait, self.max_queue = max_batch, wait, max_queue
-        self.queries = 0  # that wait
+        self.queries = 0  # pending
         self._searches: deque[PendingSearch] = deque()
-        self._last = 1  # queries of the last batch
+        self._last = 1  # queries in the last batch
 
     def __bool__(self) -> bool:
         return bool(self._searches)
@@ -76,7 +76,7 @@ class BatchQueue:
         self.queries += count
 
     def select(self, search: PendingSearch, rows: Sequence[bool]) -> bool:
-        """Keep the queries of a search whose row is True, if the search still waits. Returns whether it does."""
+        """Keep the queries in a pending search whose row is True. Returns whether the search is still pending."""
         if search not in self._searches:
             return False
         self.queries -= len(search.query)
@@ -87,7 +87,7 @@ class BatchQueue:
         return True
 
     def delay(self, now: float) -> float | None:
-        """Seconds until the next batch begins, 0 if it is due; None if no search waits."""
+        """Seconds until the next batch starts, 0 if due now; None if no search is pending."""
         if not self._searches:
             return None
         if self.queries >= min(self._last, self.max_batch):
@@ -95,9 +95,9 @@ class BatchQueue:
         return max(0.0, self._searches[0].start + self.wait - now)
 
     def take(self) -> list[list[PendingSearch]]:
-        """The searches of the next batch, without those that were cancelled.
+        """Take the searches for the next batch, without cancelled searches.
 
-        Returns: a list for each dtype of queries, since products of other dtypes have other bits.
+        Returns: a list per query dtype, since products in other dtypes have other bits.
         """
         alike: dict[Any, list[PendingSearch]] = {}
         queries = 0
@@ -112,7 +112,7 @@ class BatchQueue:
         return list(alike.values())
 
     def clear(self) -> list[PendingSearch]:
-        """Empty the queue, and return the searches that waited."""
+        """Empty the queue, and return the pending searches."""
         searches = list(self._searches)
         self._searches.clear()
         self.queries = 0

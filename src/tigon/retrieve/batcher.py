@@ -1,7 +1,7 @@
-"""One search of an index for the calls of many threads.
+"""Batch the calls from many threads into one index search.
 
-Sixteen queries cost a search little more than one query does: the items are read once for all of them. A thread
-gathers calls, makes one search of them with a k and a filter for each query, and hands out the parts.
+Sixteen queries cost little more than a single query: the items are read once for all. A thread gathers calls, runs one
+search with a k and a filter per query, and distributes the results.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = ["Batcher", "Overloaded", "run_batch"]
 
 
 class Batcher(Forkable):
-    """One search for the calls of many threads, each with its k and its filter.
+    """Batch searches from many threads, each with its own k and filter.
 
-    A call waits until `max_batch` queries are there, or for `wait` seconds, or until as many queries wait as the last
-    search had: then no other call is to be expected. Calls that come while a search runs are in the next search.
-    Updates of the index go on, and become visible between two searches.
+    A call waits until `max_batch` queries are pending, or for `wait` seconds, or until as many queries are pending as
+    the last search had: then no other call is expected. Calls that arrive during a search join the next search. Index
+    updates continue, and become visible between two searches.
 
     Args:
-        index: that is searched. Its `warmup` for the batches to come saves the first callers seconds.
-        max_batch: queries of one search.
-        wait: seconds that a call waits for others at most.
-        max_queue: queries that may wait; beyond, a call raises `Overloaded`.
+        index: the index to search. Call its `warmup` for the expected batches to save the first callers seconds.
+        max_batch: queries per search.
+        wait: the longest time in seconds that a call waits for others.
+        max_queue: the most pending queries; beyond, a call raises `Overloaded`.
 
-    Raises: ValueError for numbers that are not positive, or a queue that holds less than one search.
+    Raises: ValueError for numbers that are not positive, or a queue smaller than a single search.
 
         with Batcher(index) as batcher:
             hits = batcher.search(query, k=10, where="country == 'us'")     # from any thread
@@ -72,7 +72,7 @@ class Batcher(Forkable):
         self.survive_forks()
 
     def after_fork(self, is_child: bool) -> None:
-        if is_child:  # where the thread is not
+        if is_child:  # the thread does not exist here
             self._closed = True
             self._queue.clear()
             self._changed = threading.Condition()
@@ -84,7 +84,7 @@ class Batcher(Forkable):
         self.close()
 
     def __len__(self) -> int:
-        """How many queries wait."""
+        """The number of pending queries."""
         return self._queue.queries
 
     def search(
@@ -96,21 +96,21 @@ class Batcher(Forkable):
         strict: bool = False,
         timeout: float | None = None,
     ) -> Hits:
-        """The hits of `Index.search`, found as one part of a larger search.
+        """Search as `Index.search` does, as part of a larger batch.
 
         Args:
-            query, k, where, strict: as of `Index.search`.
-            timeout: seconds; None: as long as the search takes. A call that has not begun by then is cancelled.
+            query, k, where, strict: as in `Index.search`.
+            timeout: seconds; None: no limit. A call that has not started by then is cancelled.
 
         Returns: `Hits` on the host.
-        Raises: TimeoutError if there is no answer in time; ValueError as `Index.search`; Overloaded as `submit`;
+        Raises: TimeoutError if there is no result in time; ValueError as `Index.search`; Overloaded as `submit`;
             RuntimeError as `submit`.
         """
         future = self.submit(query, k, where, strict=strict)
         try:
             return future.result(timeout)
         except (FutureTimeout, TimeoutError):
-            if not future.cancel() and future.done():  # just now
+            if not future.cancel() and future.done():  # finished at this moment
                 return future.result()
             raise TimeoutError(f"Batcher.search: no answer within {timeout} s; {len(self):,} queries wait.") from None
         except CancelledError:
@@ -124,17 +124,17 @@ class Batcher(Forkable):
         *,
         strict: bool = False,
     ) -> Future[Hits]:
-        """Begin a call, and do not wait for its answer.
+        """Start a call without waiting for the result.
 
         Args:
-            query, k, where, strict: as of `Index.search`; at most `max_batch` queries.
+            query, k, where, strict: as in `Index.search`; at most `max_batch` queries.
 
-        Returns: the Future of the `Hits`. A call that is cancelled before its search begins is not searched for.
-        Raises: ValueError as `Index.search`; Overloaded if too many queries wait; RuntimeError after `close`.
+        Returns: a Future with the `Hits`. A call that is cancelled before its search starts is skipped.
+        Raises: ValueError as `Index.search`; Overloaded if too many queries are pending; RuntimeError after `close`.
         """
         search = _parse_search(self.index, query, k, where, strict, self._queue.max_batch)
         future: Future[Hits] = search.future
-        if not len(search.query):  # no query, no k of a query
+        if not len(search.query):  # no query, so no k
             future.set_result(_copy_to_host(self.index.search(query, k, where)))
             return future
         with self._changed:
@@ -144,16 +144,16 @@ class Batcher(Forkable):
                 )
             was_empty, now = not self._queue, time.monotonic()
             self._queue.add(search, now)
-            # Calls that come while others are gathered need not wake the thread.
+            # Calls that arrive while others are gathered need not wake the thread.
             if was_empty or not self._queue.delay(now):
                 self._changed.notify_all()
         return future
 
     def close(self, drain: bool = True) -> None:
-        """Take no more calls, and stop.
+        """Refuse new calls, and stop.
 
         Args:
-            drain: whether calls that wait are answered first. Otherwise they are cancelled.
+            drain: whether pending calls are answered first. Otherwise they are cancelled.
         """
         with self._changed:
             self._closed = True
@@ -161,7 +161,7 @@ class Batcher(Forkable):
                 for search in self._queue.clear():
                     search.future.cancel()
             self._changed.notify_all()
-        if threading.current_thread() is not self._worker:  # a callback of a future may close
+        if threading.current_thread() is not self._worker:  # a future's callback may close
             self._worker.join()
 
     # -------------------------------------------------------------------------------------------------------- worker
@@ -183,7 +183,7 @@ class Batcher(Forkable):
                                 search.future.set_result(Hits(*parts, hits._ids))
 
     def _next_batch(self) -> list[list[PendingSearch]] | None:
-        """Wait until a batch is due. None: it is time to stop."""
+        """Wait until a batch is due; None when the thread must stop."""
         with self._changed:
             while True:
                 delay = self._queue.delay(time.monotonic())
@@ -195,7 +195,7 @@ class Batcher(Forkable):
 
 
 def _parse_search(index: Index, query: Any, k: Any, where: Any, strict: bool, max_batch: int) -> PendingSearch:
-    """Check the arguments of a search, and compile its filters.
+    """Check a call's arguments, and compile its filters.
 
     Raises: ValueError as `Index.search`.
     """
@@ -212,12 +212,12 @@ def _parse_search(index: Index, query: Any, k: Any, where: Any, strict: bool, ma
 
 
 def run_batch(index: Index, searches: list[S]) -> list[tuple[list[S], Hits | Exception]]:
-    """Make one search of several; if that fails, search for each by itself, so that no search fails by another.
+    """Run searches as one batch; if that fails, run each separately, so that no search fails because of another.
 
     Args:
-        searches: that were checked, with queries of one dtype.
+        searches: checked, with queries in one dtype.
 
-    Returns: the searches with their hits together, on the host, or each search with its own hits or error.
+    Returns: the searches with their joint hits on the host, or each search with its own hits or error.
     """
     try:
         return [(searches, _search_together(index, searches))]
@@ -228,7 +228,7 @@ def run_batch(index: Index, searches: list[S]) -> list[tuple[list[S], Hits | Exc
 
 
 def split_rows(searches: Sequence[PendingSearch]) -> Iterator[tuple[slice, int]]:
-    """For each search its rows of the hits, and its largest k."""
+    """Each search's rows in the joint hits, and its largest k."""
     start = 0
     for search in searches:
         yield slice(start, start + len(search.query)), max(search.k)

@@ -1,4 +1,4 @@
-"""Objects with locks in forked children, which lack the other threads of their parent."""
+"""Objects with locks in forked children, which lack the parent's other threads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import weakref
 
 
 class Forkable:
-    """An object with locks. It calls `survive_forks` once."""
+    """An object with locks that calls `survive_forks` once."""
 
     def survive_forks(self) -> None:
         _objects.add(self)
 
     def before_fork(self) -> None:
-        """In the thread that forks."""
+        """Called in the thread that forks."""
 
     def after_fork(self, is_child: bool) -> None:
-        """In the thread that forked, in both processes. In the child: make locks anew, and forget other threads."""
+        """Called in the forking thread, in both processes. In the child: recreate locks, and forget other threads."""
 
 
 _objects: weakref.WeakSet[Forkable] = weakref.WeakSet()

@@ -1,7 +1,7 @@
-"""From ids to rows, on the host: int64 as they are, strings by a number each.
+"""Map ids to rows on the host: int64 ids directly, string ids by a number each.
 
-The items' numbers stand in a buffer beside their vectors: the id itself, or the number of a string, which is never
-given to another string. So the answer of a search names its items whatever is written after it.
+The item keys are in a buffer beside the vectors: the id itself, or the number of a string, which is never reused for
+another string. So a search result identifies its items regardless of later writes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tigon.retrieve.arguments import as_int
 
 EMPTY, GONE = -2, -1
 LEAST = 64
-# Slots that are looked at in one step, while at most so many keys are looked for. Most keys end in the first step, and
-# a step costs few keys its calls rather than its memory.
+# Slots probed per step, while at most FEW keys are looked up. Most keys end in the first step, and for few keys a step
+# costs call overhead rather than memory traffic.
 WINDOW, FEW = np.arange(8), 4096
-# Rows, and numbers of strings, are int32.
+# Rows and string numbers are int32.
 MOST = 2**31
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# Its hash says whether another process hashes texts as this one does.
+# Its hash shows whether another process hashes texts as this process does.
 PROBE = "tigon"
 
 
 class IntTable:
-    """Numbers by int64 keys: open addressing in two arrays, whole arrays of keys at once.
+    """Numbers by int64 key: open addressing in two arrays, with whole key arrays processed at once.
 
-    A slot takes 12 bytes, and three to seven in ten are used: 0.4 GiB for 15.5 million keys, where a dict takes 1.7.
+    A slot takes 12 bytes at a load factor of 0.3 to 0.7: 0.4 GiB for 15.5 million keys, where a dict takes 1.7.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class IntTable:
         self.keys = np.zeros(slots, dtype=np.int64)
         self.values = np.full(slots, EMPTY, dtype=np.int32)
         self.used = 0
-        self._last: tuple[Ints, Ints] | None = None  # keys that were asked for last, and their slots
+        self._last: tuple[Ints, Ints] | None = None  # keys of the last lookup, and their slots
 
     def get(self, keys: Ints) -> Ints:
-        """The number of each key, −1 where there is none."""
+        """Each key's number, −1 where there is none."""
         slots = self._find(keys)
         self._last = keys, slots
         result: Ints = np.where(slots >= 0, self.values[slots], GONE).astype(np.int64)
         return result
 
     def set(self, keys: Ints, values: Ints) -> None:
-        """Give keys, each of which stands there once, their numbers. −1 takes a key out."""
+        """Assign numbers to distinct keys. −1 removes a key."""
         last = self._last
         slots = last[1] if last is not None and last[0] is keys else self._find(keys)
         there = slots >= 0
@@ -76,7 +76,7 @@ class IntTable:
         return slots
 
     def _find(self, keys: Ints) -> Ints:
-        """The slot of each key, −1 where it has none."""
+        """Each key's slot, −1 where there is none."""
         result = np.full(len(keys), -1, dtype=np.int64)
         slots, left = self._start(keys), np.arange(len(keys))
         while len(left):
@@ -102,7 +102,7 @@ class IntTable:
         while len(left):
             here = slots[left]
             free = self.values[here] == EMPTY
-            # Several keys may want one slot: the last of them has it, in both arrays.
+            # Several keys may want one slot: the last key gets the slot, in both arrays.
             self.keys[here[free]] = keys[left[free]]
             self.values[here[free]] = values[left[free]]
             left = left[~(free & (self.keys[here] == keys[left]))]
@@ -110,7 +110,7 @@ class IntTable:
 
 
 def slots_for(keys: int) -> int:
-    """Slots of a table that is made for as many keys."""
+    """The slot count for a table with this many keys."""
     slots = LEAST
     while 10 * slots < 16 * keys:
         slots *= 2
@@ -118,7 +118,7 @@ def slots_for(keys: int) -> int:
 
 
 class IntIds:
-    """Ids that are int64."""
+    """int64 ids."""
 
     kind = "int64"
 
@@ -126,20 +126,20 @@ class IntIds:
         self.table = IntTable()
 
     def keys(self, ids: Any) -> Ints:
-        """The number of each id, as the buffer holds it."""
+        """Each id's number, as in the buffer."""
         return np.asarray(ids, dtype=np.int64)
 
     def find(self, ids: Any) -> tuple[Ints, Ints]:
-        """Keys and rows of ids, −1 where an id is not there."""
+        """Keys and rows of ids, −1 where an id is absent."""
         keys = self.keys(ids)
         return keys, self.table.get(keys)
 
     def place(self, keys: Ints, rows: Ints) -> None:
-        """Let items be found at rows; −1 takes them out."""
+        """Assign rows to items; −1 removes them."""
         self.table.set(keys, rows)
 
     def to_ids(self, keys: Ints) -> npt.NDArray[Any]:
-        """The ids of keys."""
+        """Convert keys to ids."""
         return keys
 
     def texts(self) -> None:
@@ -147,10 +147,9 @@ class IntIds:
 
 
 class StringIds:
-    """Ids that are strings: all texts one after another, and a table of their 64-bit hashes.
+    """String ids: all texts concatenated, and a table of their 64-bit hashes.
 
-    Texts whose hashes are equal are told apart by comparing them. An id that was deleted keeps its number until the
-    index is saved.
+    Texts with equal hashes are compared. A deleted id keeps its number until the index is saved.
     """
 
     kind = "str"
@@ -169,7 +168,7 @@ class StringIds:
         return {**self.__dict__, "hash_of_probe": self._hash(PROBE)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy. Each process hashes texts in its own way, so that a table from another process is made anew."""
+        """Restore a copy. String hashes differ between processes, so a table from another process is rebuilt."""
         hash_of_probe = state.pop("hash_of_probe")
         self.__dict__.update(state)
         if hash_of_probe != self._hash(PROBE):
@@ -182,7 +181,7 @@ class StringIds:
         return self.blob[start : self.ends[key]].decode()
 
     def _look_up(self, ids: list[str]) -> tuple[Ints, Ints]:
-        """Numbers of strings, −1 where they have none, and their hashes."""
+        """String numbers, −1 where there are none, and hashes."""
         hashes = np.fromiter(map(self._hash, ids), dtype=np.int64, count=len(ids))
         keys = self.by_hash.get(hashes)
         for i in np.flatnonzero(keys >= 0):
@@ -195,7 +194,7 @@ class StringIds:
         return hash(text)
 
     def keys(self, ids: Any) -> Ints:
-        """The number of each id, all different; new ones for those that have none."""
+        """Each id's number, all different; ids without a number get a new number."""
         keys, hashes = self._look_up(ids)
         new = np.flatnonzero(keys < 0)
         encoded = [ids[i].encode() for i in new]
@@ -241,7 +240,7 @@ class StringIds:
         return result
 
     def cut(self, keys: Ints) -> tuple[Ints, bytes]:
-        """The lengths of the texts of keys, −1 where there is none, and the texts one after another."""
+        """The keys' text lengths, −1 where there is none, and the concatenated texts."""
         there = keys >= 0
         known = keys[there]
         ends = self.ends[known]
@@ -260,16 +259,16 @@ KINDS: dict[str, type[IntIds] | type[StringIds]] = {"int64": IntIds, "str": Stri
 
 
 def join_texts(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts one after another as bytes, (n,) uint8, and where each text ends, int64."""
+    """Concatenate texts as bytes, (n,) uint8, with each text's end, int64."""
     encoded = [text.encode() for text in texts]
     blob, ends = b"".join(encoded), np.cumsum([len(text) for text in encoded], dtype=np.int64)
     return torch.frombuffer(bytearray(blob) or bytearray(1), dtype=torch.uint8)[: len(blob)], torch.from_numpy(ends)
 
 
 def split_texts(blob: bytes, ends: Ints) -> list[str]:
-    """The texts that lie one after another in bytes, by where each ends.
+    """Split concatenated bytes into texts by their ends.
 
-    Raises: ValueError if these are no such ends, or a part is not text.
+    Raises: ValueError for invalid ends, or a part that is not text.
     """
     starts = np.append(np.zeros(1, dtype=np.int64), ends)
     if (np.diff(starts) < 0).any() or starts[-1] != len(blob):
@@ -281,7 +280,7 @@ def split_texts(blob: bytes, ends: Ints) -> list[str]:
 
 
 def find_row(ids: Ids | None, id: Any) -> int:
-    """The row of an id; −1 where it is not there, of whatever type the id is."""
+    """An id's row; −1 where absent, for an id of any type."""
     known: Any = None
     if isinstance(ids, StringIds):
         known = id if isinstance(id, str) else None
@@ -291,9 +290,9 @@ def find_row(ids: Ids | None, id: Any) -> int:
 
 
 def read_ids(name: str, ids: Any) -> Ints | list[str]:
-    """Ids of any kind of column as int64, or as a list of strings.
+    """Convert an id column to int64, or to a list of strings.
 
-    Raises: ValueError if they are neither, or text that UTF-8 cannot encode.
+    Raises: ValueError for any other type, or text that UTF-8 cannot encode.
     """
     if isinstance(ids, torch.Tensor):
         ids = ids.detach().cpu()
@@ -339,7 +338,7 @@ def read_ids(name: str, ids: Any) -> Ints | list[str]:
 
 
 def last_of_each(ids: Ints | list[str]) -> Ints:
-    """The positions of the last of equal ids, ascending."""
+    """The positions of the last among equal ids, ascending."""
     if isinstance(ids, list):
         return np.sort(np.fromiter({text: i for i, text in enumerate(ids)}.values(), dtype=np.int64))
     ordered = np.sort(ids)

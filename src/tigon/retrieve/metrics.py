@@ -1,10 +1,10 @@
-"""How good answers are: recall, NDCG and MRR of ranked ids against the ids that are right.
+"""Retrieval metrics: recall, NDCG and MRR of ranked ids against relevant ids.
 
-`recall`, `ndcg`, `mrr` and `overlap` take `ids`, (queries, k), the best first; −1 and None stand for no item. `right`
-holds a set of ids for each query; queries without any are left out of the mean.
+`recall`, `ndcg`, `mrr` and `overlap` take `ids`, (queries, k), best first; −1 and None mean no item. `right` holds a
+set of relevant ids per query; queries without any are excluded from the mean.
 
-`evaluate` ranks all items for vectors of queries on their device, without the items that each query has had already, as
-recommenders are compared: never against sampled items. `ranking` is the same for rows that were ranked before.
+`evaluate` ranks all items for query vectors on their device, excluding the items that each query has already had, as
+recommenders are compared: never against sampled items. `ranking` computes the same for rows that were ranked before.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Ranked = npt.NDArray[Any]
 
 
 def recall(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
-    """The share of the right items that were found: the mean over queries of |found ∩ right| / min(k, |right|).
+    """The share of relevant items that were found: the mean over queries of |found ∩ right| / min(k, |right|).
 
     Args:
-        ids: (queries, k). right: of each query.
-    Returns: 0 to 1; NaN if no query has a right item.
+        ids: (queries, k). right: per query.
+    Returns: 0 to 1; NaN if no query has a relevant item.
     Raises: ValueError if right has another length.
     """
     hit, many = _match(ids, right)
@@ -39,11 +39,11 @@ def recall(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
 
 
 def ndcg(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
-    """Normalised discounted cumulative gain with gains of 0 and 1: a hit at rank r, from 1, counts 1 / log₂(r + 1).
+    """Normalised discounted cumulative gain with binary gains: a hit at rank r, from 1, counts 1 / log₂(r + 1).
 
     Args:
-        ids: (queries, k). right: of each query.
-    Returns: 0 to 1; NaN if no query has a right item.
+        ids: (queries, k). right: per query.
+    Returns: 0 to 1; NaN if no query has a relevant item.
     Raises: ValueError if right has another length.
     """
     hit, many = _match(ids, right)
@@ -53,11 +53,11 @@ def ndcg(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
 
 
 def mrr(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
-    """Mean reciprocal rank: 1 / rank of the first right item, 0 where none was found.
+    """Mean reciprocal rank: 1 / rank for the first relevant item, 0 where none was found.
 
     Args:
-        ids: (queries, k). right: of each query.
-    Returns: 0 to 1; NaN if no query has a right item.
+        ids: (queries, k). right: per query.
+    Returns: 0 to 1; NaN if no query has a relevant item.
     Raises: ValueError if right has another length.
     """
     hit, many = _match(ids, right)
@@ -66,12 +66,12 @@ def mrr(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
 
 
 def overlap(ids: Ranked, others: Ranked) -> float:
-    """The share of other answers' items that are in these: the recall of one search against another.
+    """The share of the other results' items that are in these results: a search's recall against another search.
 
     Args:
         ids, others: (queries, k).
-    Returns: 0 to 1; NaN if the other answers are empty.
-    Raises: ValueError if they have different numbers of queries.
+    Returns: 0 to 1; NaN if the other results are empty.
+    Raises: ValueError if they have different query counts.
     """
     rows = _read_ranked("others", others).tolist()
     return recall(ids, [[name for name in row if name is not None and name != -1] for row in rows])
@@ -81,17 +81,17 @@ def evaluate(
     query: Tensor, items: Tensor | Index, right: Tensor, exclude: Tensor | None = None, k: int | Sequence[int] = 20, *,
     batch_size: int = 1024,
 ) -> dict[str, float]:  # fmt: skip
-    """Rank all items for each query, without those that are excluded, and compare with those that are right.
+    """Rank all items for each query, without the excluded items, and compare with the relevant items.
 
     Args:
         query: (Q, D) floats, on the items' device.
-        items: (N, D), or an `Index` whose ids are integers.
-        right: (P, 2) integers, pairs of a query's row and an item's row, or id for an `Index`. Pairs that come again
-            count once; queries without any are not searched, and are in no mean.
-        exclude: (E, 2), pairs that are not ranked for a query, such as its training items. The search passes over
-            them, so the rest is ranked exactly, however many they are.
+        items: (N, D), or an `Index` with integer ids.
+        right: (P, 2) integers, pairs with a query's row and an item's row, or id for an `Index`. Duplicate pairs count
+            once; queries without any are not searched, and are excluded from the means.
+        exclude: (E, 2), pairs that are not ranked, such as a query's training items. The search skips them, so the rest
+            is ranked exactly, however many there are.
         k: cut-offs, up to 2048.
-        batch_size: queries of one search; a bit is needed for each of them and each item.
+        batch_size: queries per search; each needs a bit for each item.
     Returns: as `ranking`.
     Raises: ValueError for shapes, dtypes, devices and rows that do not fit.
     """
@@ -127,23 +127,23 @@ def evaluate(
         bits = pack_passing_bits(out, bounds[:, part], len(table))
         pieces.append(_rank(query[asked[part]].detach(), items, max(cuts), bits))
     rows = torch.cat(pieces) if pieces else torch.zeros(0, max(cuts), dtype=torch.int64, device=query.device)
-    # The queries that are asked are numbered anew, as `rows` has them.
+    # The searched queries are renumbered to match `rows`.
     place = torch.stack((torch.searchsorted(asked, right[:, 0].contiguous()), right[:, 1]), 1)
     return ranking(rows, place, cuts, len(table) if isinstance(items, Tensor) else len(items))
 
 
 def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> dict[str, float]:
-    """Metrics of ranked rows at cut-offs, on their device.
+    """Metrics for ranked rows at several cut-offs, on their device.
 
     Args:
-        rows: (Q, K) int64, the best first; −1 where there is none.
-        right: (P, 2) integers, pairs of a query's number and the row of an item that is right for it.
+        rows: (Q, K) int64, best first; −1 where there is none.
+        right: (P, 2) integers, pairs with a query's number and a relevant item's row.
         k: cut-offs, up to K.
-        items: how many there are, for the coverage.
-    Returns: for each cut-off, of the queries that have a right item, the means of `recall@k` (the share of **all** its
-        right items that was found, which cannot reach 1 where there are more than k), `ndcg@k`, `mrr@k` and
-        `hit_rate@k` (whether any was found), and `coverage@k`, the share of the items that some query found. NaN if no
-        query has a right item.
+        items: the item count, for the coverage.
+    Returns: for each cut-off the means over queries with a relevant item: `recall@k` (the share of **all** relevant
+        items that was found, which cannot reach 1 where there are more than k), `ndcg@k`, `mrr@k` and `hit_rate@k`
+        (whether any was found), and `coverage@k`, the share of all items that some query found. NaN if no query has a
+        relevant item.
     Raises: ValueError for shapes and cut-offs that do not fit.
     """
     name = "metrics.ranking"
@@ -155,8 +155,8 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
     right = _pairs(name, "right", right, len(rows), rows.device)
     many = torch.bincount(right[:, 0], minlength=len(rows))
     counted = many > 0
-    # Pairs as one number each: whether a found row is right is a search in a sorted list.
-    # One more than there are rows: −1 is equal to none.
+    # Each pair becomes a single number: whether a found row is relevant is a search in a sorted list.
+    # Width is the row count plus one, so that −1 matches no row.
     width = int(torch.cat((rows.reshape(-1), right[:, 1])).max()) + 2 if len(rows) else 1
     keys = (right[:, 0] * width + right[:, 1]).contiguous()
     asked = torch.arange(len(rows), device=rows.device)[:, None] * width + rows
@@ -189,7 +189,7 @@ def _cuts(name: str, k: int | Sequence[int], most: int = 2048) -> list[int]:
 
 
 def _pairs(name: str, argument: str, pairs: Tensor, queries: int, device: torch.device) -> Tensor:
-    """Distinct pairs in order."""
+    """Distinct pairs, sorted."""
     floats = pairs.dtype.is_floating_point or pairs.dtype == torch.bool
     if pairs.dim() != 2 or pairs.shape[1] != 2 or floats or pairs.device != device:
         raise ValueError(
@@ -213,7 +213,7 @@ def _check_rows(name: str, argument: str, pairs: Tensor, items: int) -> None:
 
 
 def _find_rows(name: str, index: Index, pairs: Tensor) -> Tensor:
-    """Pairs with rows in place of ids; for ids that are not there numbers beyond all rows, each another."""
+    """Replace ids by rows in pairs; absent ids become distinct numbers beyond all rows."""
     ids = index.table.directory.ids
     if ids is not None and ids.kind != "int64":
         raise ValueError(f"{name}: the index must have integers for ids, got strings: pass index.embeddings.")
@@ -225,7 +225,7 @@ def _find_rows(name: str, index: Index, pairs: Tensor) -> Tensor:
 
 
 def pack_passing_bits(out: Tensor, bounds: Tensor, items: int) -> RowBits | None:
-    """A bit for each query and item: whether it is ranked. bounds: (2, B), where a query's pairs are in `out`."""
+    """A bit for each query and item: whether the item is ranked. bounds: (2, B), each query's pair range in `out`."""
     counts = bounds[1] - bounds[0]
     if not int(counts.sum()):
         return None
@@ -233,7 +233,7 @@ def pack_passing_bits(out: Tensor, bounds: Tensor, items: int) -> RowBits | None
     query = torch.repeat_interleave(torch.arange(B, device=out.device), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts - bounds[0], counts)
     item = out[torch.arange(len(query), device=out.device) - before, 1]
-    # No pair comes twice: the sum of a word's bits is the word.
+    # Pairs are distinct, so that the sum of a word's bits is the word.
     hidden = torch.zeros(B * words, dtype=torch.int64, device=out.device)
     hidden.index_add_(0, query * words + (item >> 5), torch.ones_like(item) << (item & 31))
     return RowBits((~hidden).to(torch.int32).view(B, words), torch.arange(B, dtype=torch.int32, device=out.device))
@@ -247,7 +247,7 @@ def _rank(query: Tensor, items: Tensor | Index, k: int, bits: RowBits | None) ->
 
 
 def _match(ids: Ranked, right: Sequence[Collection[Any]]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Whether each item is right, (queries, k), and how many right ones each query has."""
+    """Whether each item is relevant, (queries, k), and each query's number of relevant items."""
     ids, rights = _read_ranked("ids", ids), as_list(right)
     if rights is None or any(isinstance(one, (str, bytes)) or not hasattr(one, "__iter__") for one in rights):
         raise ValueError(f"metrics: right must be a list with a set of ids for each query, got {describe(right)}.")

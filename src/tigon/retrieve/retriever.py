@@ -1,4 +1,4 @@
-"""An encoder of queries and an index of items as one module: from texts or features to hits."""
+"""A query encoder and an item index as one module: from texts or features to hits."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tigon.retrieve.transfer import gather_rows
 FORMAT = 2
 CONFIG, INDEX = "config.json", "index"
 ENCODER = re.compile(r"encoder-[0-9a-f]{16}\.safetensors")
-MOST = 2048  # rows of one search
+MOST = 2048  # rows per search
 
 Combine = Literal["max", "union"]
 Rerank = Callable[[Tensor, Tensor], Tensor]
 
 
 class Retriever(nn.Module):
-    """An encoder of queries and the index that its vectors search.
+    """A query encoder and the index that its vectors search.
 
     Args:
-        encoder: a module or function of queries, or an object with `encode`, such as a SentenceTransformer. It returns
-            (B, dim), or (B, M, dim) for several vectors a query.
-        index: an Index or a ShardedIndex of vectors of the encoder's width. One over a parameter finds by the weights
-            of the moment.
+        encoder: a module or function on queries, or an object with `encode`, such as a SentenceTransformer. Returns
+            (B, dim), or (B, M, dim) for several vectors per query.
+        index: an Index or a ShardedIndex with vectors as wide as the encoder's. An index over a parameter searches the
+            present weights.
 
     Raises: ValueError if the encoder cannot be called or index is neither.
     """
@@ -53,7 +53,7 @@ class Retriever(nn.Module):
         self.encoder, self.index = encoder, index
 
     def encode(self, queries: Any) -> Tensor:
-        """The vectors of queries, with gradients if the encoder gives them.
+        """Encode queries, with gradients if the encoder provides them.
 
         Args:
             queries: the encoder's input.
@@ -83,7 +83,7 @@ class Retriever(nn.Module):
         """`search`.
 
         Args:
-            queries, k, where: as in `search`. options: its others.
+            queries, k, where: as in `search`. options: its other arguments.
 
         Returns: `Hits`.
         """
@@ -94,25 +94,24 @@ class Retriever(nn.Module):
         self, queries: Any, k: Any = 100, where: Any = None, *, combine: Combine = "max",
         rerank: Rerank | None = None, candidates: int | None = None, **options: Any,
     ) -> Hits:  # fmt: skip
-        """The best items for each query.
+        """Find the best items for each query.
 
         Args:
             queries: the encoder's input.
             k, where: as in `Index.search`.
-            combine: for several vectors a query: "max", the k items with the largest score of any of its vectors,
-                exactly; "union", the k best of each vector, up to M · k items. An item's score is then the best of the
-                vectors that found it.
-            rerank: a function of the encoder's vectors on the index's device and of item vectors (B, C, dim) in the
-                index's dtype, returning scores (B, C). The k items with the highest are returned, equal ones by row.
-                `Hits.exact` then tells of the scan.
-            candidates: with rerank, how many items of each vector it scores, from k to 2048; None: four times k, at
-                least 100 and at most 2048. Without, as in `Index.search`.
-            options: strict, links and alpha of `Index.search`. Hits of several vectors or of rerank keep the scores
-                that links gave, but not the edges.
+            combine: for several vectors per query: "max", the k items with the largest score over the query's vectors,
+                exactly; "union", the k best for each vector, up to M · k items. An item's score is then the best among
+                the vectors that found the item.
+            rerank: maps the encoder's vectors on the index's device and item vectors (B, C, dim) in the index's dtype
+                to scores (B, C). The k highest items are returned, ties by row. `Hits.exact` then refers to the scan.
+            candidates: with rerank, how many items per vector are reranked, from k to 2048; None: four times k, at
+                least 100 and at most 2048. Without rerank, as in `Index.search`.
+            options: strict, links and alpha for `Index.search`. With several vectors or rerank, hits keep scores that
+                include links, but not the edges.
 
         Returns: `Hits`, (B, k), or (B, M · k) for "union" without rerank.
-        Raises: ValueError as `encode` and `Index.search`, for another combine, for scores of another shape, and for
-            several vectors or rerank beside a k for each query.
+        Raises: ValueError as `encode` and `Index.search`, for another combine, for scores with another shape, and for
+            several vectors or rerank together with a k per query.
         """
         if not isinstance(combine, str) or combine not in ("max", "union"):
             raise ValueError(f"Retriever.search: combine must be 'max' or 'union', got {shorten(combine)}.")
@@ -156,13 +155,13 @@ class Retriever(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the index, and the encoder's state if it is a module, to a folder. Nothing is pickled.
 
-        A kill leaves a folder that can be read. Between the two, it may be the new index beside the old encoder.
+        A kill leaves a readable folder, possibly with the new index beside the old encoder.
 
         Args:
-            folder: made if it is not there.
+            folder: created if missing.
 
-        Raises: ValueError if it is a file, for an index over a parameter, for a ShardedIndex, and if another process
-            has opened the index or saves to the folder.
+        Raises: ValueError if the path is a file, for an index over a parameter, for a ShardedIndex, and if another
+            process has opened the index or saves to the folder.
         """
         if isinstance(self.index, ShardedIndex):
             raise ValueError("Retriever.save_pretrained: index must be an Index, got a ShardedIndex: use its save.")
@@ -187,11 +186,12 @@ class Retriever(nn.Module):
             lock.release()
 
     def _save_encoder(self, folder: Path) -> dict[str, str]:
-        """Write the encoder's state to a file that is named by its checksum: none is overwritten that `config.json`
-        names. Returns the entry of `config.json` for the file."""
+        """Write the encoder's state to a file named by its checksum, so that no file named in `config.json` is
+        overwritten. Returns the file's entry for `config.json`.
+        """
         from safetensors.torch import save_file
 
-        # Clones: tied weights share storage, which the format has no word for.
+        # Cloned: tied weights share storage, which the format cannot express.
         state = {name: value.detach().cpu().clone().contiguous() for name, value in self.encoder.state_dict().items()}
         partial = folder / "encoder.partial"
         save_file(state, partial)
@@ -205,13 +205,13 @@ class Retriever(nn.Module):
     def from_pretrained(
         cls, folder: str | Path, encoder: Any = None, device: torch.device | str | None = None
     ) -> Retriever:
-        """The retriever of a folder that `save_pretrained` wrote.
+        """Load a retriever from a folder that `save_pretrained` wrote.
 
         Args:
-            folder: that it wrote.
-            encoder: of the same kind as the one that was saved; a module is filled with the weights that were saved.
-                The folder holds no code, so that it must be given.
-            device: where index and encoder will be; None: the CPU for the index, and the encoder stays where it is.
+            folder: written by `save_pretrained`.
+            encoder: of the same kind as the saved encoder; a module is filled with the saved weights. Required, since
+                the folder holds no code.
+            device: for index and encoder; None: the CPU for the index, and the encoder stays where it is.
 
         Returns: the Retriever.
         Raises: ValueError if the folder holds no retriever, if encoder is not given, or if the weights do not fit.
@@ -224,12 +224,12 @@ class Retriever(nn.Module):
 
 
 def is_retriever(folder: Path) -> bool:
-    """Whether `save_pretrained` wrote a folder."""
+    """Whether `save_pretrained` wrote the folder."""
     return (folder / CONFIG).is_file() and (folder / INDEX).is_dir()
 
 
 def load_encoder(folder: Path, encoder: Any) -> None:
-    """Give an encoder the weights of a folder that `save_pretrained` wrote, if it is a module.
+    """Load weights from a folder that `save_pretrained` wrote into an encoder, if the encoder is a module.
 
     Raises: ValueError as `Retriever.from_pretrained`.
     """
@@ -273,7 +273,7 @@ def _parse_candidates(k: int, candidates: Any) -> int:
 
 
 def _merge_rows(scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, n) each, rows ascending: of equal rows the best score, and −inf and −1 in the others' places."""
+    """(B, n) each, rows ascending: among equal rows the best score, and −inf and −1 in place of the others."""
     order = scores.argsort(dim=1, descending=True, stable=True)
     scores, rows = scores.gather(1, order), rows.gather(1, order)
     order = rows.argsort(dim=1, stable=True)

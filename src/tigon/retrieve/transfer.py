@@ -1,4 +1,4 @@
-"""Copies from the host to the device of an index, and writes of rows that were copied."""
+"""Copies from the host to an index's device, and writes into rows there."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tigon.data.values import Ints
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device. A copy from memory that is not pinned would wait for all work of the stream."""
+    """Copy a tensor to the device. A copy from memory that is not pinned would wait for all work on the stream."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def array_to_device(values: Any, device: torch.device) -> Tensor:
-    """A numpy array as a tensor on the device."""
+    """Copy a numpy array to the device."""
     return to_device(torch.from_numpy(np.ascontiguousarray(values)), device)
 
 
 def batch_to_device(arrays: Sequence[Ints], device: torch.device, vectors: Tensor | None = None) -> list[Tensor]:
-    """Arrays of int64, and vectors, on the device. A GPU gets all of them in one copy from memory pinned once."""
+    """Copy int64 arrays, and vectors, to the device. A GPU gets everything in one copy from a single pinned buffer."""
     if device.type != "cuda":
         parts = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         return parts if vectors is None else [*parts, vectors.to(device)]
-    # Each array begins at a multiple of 16 bytes, as kernels are compiled for.
+    # Each array starts at a multiple of 16 bytes, as kernels are compiled for.
     sizes = [array.size + array.size % 2 for array in arrays]
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     count = starts[-1]
@@ -61,14 +61,14 @@ def row_index(rows: Ints, device: torch.device) -> Any:
 
 
 def gather_rows(buffer: Tensor, rows: Tensor) -> Tensor:
-    """buffer[rows], of any dtype."""
-    if buffer.element_size() == 1:  # torch indexes no float8
+    """buffer[rows], in any dtype."""
+    if buffer.element_size() == 1:  # torch cannot index float8
         return buffer.view(torch.uint8)[rows].view(buffer.dtype)
     return buffer[rows]
 
 
 def scatter_rows_(buffer: Tensor, rows: Any, vectors: Tensor) -> None:
-    """buffer[rows] = vectors, of any dtype."""
-    if buffer.element_size() == 1:  # torch indexes no float8
+    """buffer[rows] = vectors, in any dtype."""
+    if buffer.element_size() == 1:  # torch cannot index float8
         buffer, vectors = buffer.view(torch.uint8), vectors.contiguous().view(torch.uint8)
     buffer[rows] = vectors

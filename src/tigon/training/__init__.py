@@ -1,4 +1,4 @@
-"""What a training loop adds: optimizers, captured steps, hpZ, tensor parallelism."""
+"""Training-loop extensions: optimizers, captured steps, hpZ, tensor parallelism."""
 
 from tigon.lazy import attach
 

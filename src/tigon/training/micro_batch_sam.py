@@ -24,21 +24,21 @@ Closure = Callable[[], Tensor]
 
 
 class MicroBatchSAM(Optimizer):
-    """Two passes over each shard of a batch, then the step of the optimizer that it wraps.
+    """Two passes over each shard of a batch, then a step of the wrapped optimizer.
 
     Args:
-        optimizer: any optimizer of torch, made. Its groups, state and checkpoints are this one's.
-        model: what the loss calls, as it is called: wrapped in DistributedDataParallel, or sharded by `fully_shard`. It
-            says what a rank's shard is (see below), and its running statistics are updated by the first pass alone.
+        optimizer: any torch optimizer, already constructed. Groups, state and checkpoints are shared with it.
+        model: the model as the loss calls it: wrapped in DistributedDataParallel, or sharded by `fully_shard`. The
+            wrapper determines a rank's shard (see below), and running statistics are updated by the first pass alone.
             None: the model has neither wrappers nor statistics.
-        rho: length of the step that perturbs the weights, in their units; without unit if adaptive. At least 0. A group
-            keeps it as "sam_rho", and may have another one: 0 leaves its parameters where they are.
+        rho: the perturbation's length, in units of the weights; dimensionless if adaptive. At least 0. Stored per group
+            as "sam_rho", which may differ between groups: 0 leaves a group's parameters in place.
         adaptive: measure steps in units of each weight's size.
         eta: added to that size.
         backward: called with the loss in place of `loss.backward()`: `accelerator.backward`, or
-            `lambda loss: scaler.scale(loss).backward()`. A factor on the loss changes no perturbation.
-    Raises: TypeError for an optimizer that is none, an LBFGS, or a model sharded by FSDP1; ValueError for a rho or an
-        eta that is negative or not finite.
+            `lambda loss: scaler.scale(loss).backward()`. A factor on the loss does not change the perturbation.
+    Raises: TypeError if optimizer is not an Optimizer, for LBFGS, or for a model sharded by FSDP1; ValueError for a rho
+        or an eta that is negative or not finite.
 
         sam = MicroBatchSAM(torch.optim.AdamW(model.parameters(), lr=1e-3), model, rho=0.05)
         for shard in batch.chunk(4):
@@ -47,20 +47,20 @@ class MicroBatchSAM(Optimizer):
         sam.step()
         sam.zero_grad()
 
-    **A shard** is, on one device, the batch of one call of `accumulate`. Under DistributedDataParallel each rank's
-    is its own, so that m is the number of ranks times the calls a rank, and gradients are reduced once, in the second
-    pass. Under `fully_shard` it is what the ranks that hold one copy of the weights see together: all of them on a 1-d
-    mesh, a replica group on a 2-d one.
+    **A shard** is, on one device, the batch in one `accumulate` call. Under DistributedDataParallel each rank has its
+    own shard, so that m is the rank count times the calls per rank, and gradients are reduced once, in the second pass.
+    Under `fully_shard` a shard is the data seen by the ranks that hold one copy of the weights: all ranks on a 1-d
+    mesh, a replica group on a 2-d mesh.
 
-    **The same in both passes**: the random numbers of torch, of the host and of the parameters' devices.
-    Numbers from elsewhere (numpy, a Generator) are drawn twice.
+    **Both passes use the same** random numbers from torch, on the host and on the parameters' devices. Numbers from
+    other sources (numpy, a Generator) are drawn twice.
 
-    **Exact**: after `accumulate` the weights have the bits from before, also where it raised. They are kept in
-    the memory of the first pass's gradient; that is one more buffer of the parameters' size than the optimizer takes.
+    **Exact**: after `accumulate` the weights have their previous bits, also where it raised. They are kept in the
+    memory of the first pass's gradient; that is one buffer of the parameters' size more than the optimizer takes.
 
     Where a gradient overflows, nothing is perturbed, the second pass overflows as well, and GradScaler skips the step.
-    In parameters of bf16 or fp16 a perturbation below half a unit in the last place is rounded away: keep fp32
-    weights, with autocast or FSDP2's mixed precision.
+    In bf16 or fp16 parameters a perturbation below half a unit in the last place is rounded away: keep fp32 weights,
+    with autocast or FSDP2's mixed precision.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class MicroBatchSAM(Optimizer):
         self.backward = backward or Tensor.backward
         for group in optimizer.param_groups:
             group.setdefault("sam_rho", self.rho)
-        # Optimizer.__init__ would make groups and state of its own. __setstate__, which unpickling calls, makes only
+        # Optimizer.__init__ would create its own groups and state. __setstate__, which unpickling calls, creates only
         # the hooks.
         self.__setstate__({})
 
     def accumulate(self, closure: Closure, *, weight: float | Tensor = 1.0) -> Tensor:
-        """Add the gradient of one shard, at its perturbed weights, to p.grad.
+        """Add a shard's gradient, at its perturbed weights, to p.grad.
 
         Args:
-            closure: () → the loss of the shard, a scalar with its graph; called twice. It does not call backward, nor
-                fetch other data the second time.
-            weight: the weight of this loss in the batch's loss: 1 / m, or the shard's share of the tokens. Leave it at
-                1 if your closure divides.
+            closure: () → the shard's loss, a scalar with its graph; called twice. Must not call backward, nor fetch
+                other data the second time.
+            weight: this loss's weight in the batch's loss: 1 / m, or the shard's token share. Keep 1 if your closure
+                divides.
         Returns: (), the loss before the perturbation, detached, without weight.
         Raises: ValueError if closure returns no scalar with a graph, or if two parameters share memory; RuntimeError if
-            no parameter of the optimizer gets a gradient; TypeError for sparse gradients.
+            none of the optimizer's parameters gets a gradient; TypeError for sparse gradients.
         """
 
         def run() -> Tensor:
@@ -113,8 +113,8 @@ class MicroBatchSAM(Optimizer):
         """Step along p.grad; with n closures, after accumulating each with weight 1 / n.
 
         Args:
-            closure: one closure for each shard, as in `accumulate`; a single closure is SAM. None: you have filled
-                p.grad already.
+            closure: a closure for each shard, as in `accumulate`; a single closure is SAM. None: you have filled p.grad
+                already.
         Returns: (), the mean of the closures' losses, or None without closures.
         """
         losses = []
@@ -140,10 +140,10 @@ class MicroBatchSAM(Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a checkpoint of this optimizer, or of the wrapped one alone.
+        """Load a checkpoint from this optimizer, or from the wrapped optimizer alone.
 
         Args:
-            state_dict: the result of `state_dict` of this optimizer or of the wrapped one.
+            state_dict: the result of `state_dict` on this optimizer or on the wrapped optimizer.
         """
         self.optimizer.load_state_dict(state_dict)
         for group in self.optimizer.param_groups:
@@ -165,7 +165,7 @@ class MicroBatchSAM(Optimizer):
         return self.optimizer.defaults
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[float]]:
-        """The parameters that are trained, each once, and each one's rho."""
+        """The trained parameters, without duplicates, and each parameter's rho."""
         weights = {
             id(p): (p, check_finite("sam_rho", group["sam_rho"]))
             for group in self.param_groups

@@ -1,4 +1,4 @@
-"""Two passes over one shard of a batch: the first finds the direction of a step, the second the gradient after it.
+"""Two passes over a batch shard: the first finds a step's direction, the second the gradient after the step.
 
     g  = ∇L(p)              not reduced over the ranks that hold other shards; dropout drawn, running statistics updated
     p' = p + rho · g / ‖g‖  (perturb.py)
@@ -36,27 +36,27 @@ def two_passes(
     """Add the gradient at the perturbed weights to p.grad.
 
     Args:
-        run: forward and backward pass of one shard; called twice.
+        run: forward and backward pass over a shard; called twice.
         params: the parameters to perturb, each listed once.
-        rho: the length of the step, for each parameter.
-        model: as it is called, wrappers included: their reductions are held back in the first pass, its statistics put
-            back after the second.
+        rho: the step length, for each parameter.
+        model: as called, including wrappers: their reductions are suppressed in the first pass, its statistics restored
+            after the second.
         adaptive, eta: as in `perturb`.
-    Returns: the result of run at the unperturbed weights.
-    Raises: RuntimeError if the first pass leaves no gradient, TypeError for a sparse one, ValueError for parameters
-        that share memory. Weights, and where the first pass raises gradients too, are as they were.
+    Returns: run's result at the unperturbed weights.
+    Raises: RuntimeError if the first pass leaves no gradient, TypeError for a sparse gradient, ValueError for
+        parameters that share memory. Weights are unchanged then, and if the first pass raises, gradients too.
     """
-    # Listed once: walking through a model takes the host as long as some kernels take.
+    # Computed once: traversing a model takes the host as long as some kernels take.
     modules = [] if model is None else list(model.modules())
     sharded = _find_sharded(modules)
-    # The model may have parameters of another optimizer: their gradients of the first pass are dropped too.
+    # The model may have parameters in another optimizer: their first-pass gradients are dropped too.
     in_model = (p for m in modules for p in m._parameters.values() if p is not None)
     touched = list({id(p): p for p in itertools.chain(params, in_model) if p.requires_grad}.values())
-    # Gradients of earlier shards are set aside: the first pass needs those of its own shard alone.
+    # Earlier shards' gradients are set aside: the first pass needs its own shard's alone.
     gathered = [p.grad for p in touched]
     draws = _draws(params)
     buffers = list({id(b): b for m in modules for b in m._buffers.values() if b is not None}.values())
-    # The second pass updates running statistics once more. Buffers that the first pass wrote are put back afterwards.
+    # The second pass updates running statistics again. Buffers that the first pass wrote are restored afterwards.
     versions = [b._version for b in buffers]
     for p in touched:
         p.grad = None
@@ -69,7 +69,7 @@ def two_passes(
         for p, g in zip(touched, gathered, strict=True):
             p.grad = g
     _check(own)
-    # The second pass repeats the first pass's dropout. Random numbers then go on from where the first pass ended.
+    # The second pass repeats the first pass's dropout. Random numbers then continue from the end of the first pass.
     after_first = _draws(params)
     tracked = _find_statistics(modules)
     written = [b for b, v in zip(buffers, versions, strict=True) if b._version != v or id(b) in tracked]
@@ -108,7 +108,7 @@ def _check_apart(params: Sequence[Tensor]) -> None:
     places = [p.untyped_storage().data_ptr() for p in params if p.numel() and p.device.type != "meta"]
     if len(set(places)) == len(places):
         return
-    # Parameters may share a storage (the flattened weights of nn.LSTM), but not elements of it.
+    # Parameters may share a storage (nn.LSTM's flattened weights), but not elements.
     spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in params if p.numel())
     if any(end > start for (_, end), (start, _) in itertools.pairwise(spans)):
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_apart(params: Sequence[Tensor]) -> None:
 # ------------------------------------------------------------------------------------------- shared by both passes
 
 
-# State of the host's random numbers, and of each kind of device its indices and their states.
+# The host's random state, and for each device type the indices and their states.
 Draws = tuple[Tensor, list[tuple[str, list[int], list[Tensor]]]]
 
 
@@ -140,13 +140,13 @@ def _set_draws(draws: Draws) -> None:
 
 
 def _find_statistics(modules: Iterable[nn.Module]) -> set[int]:
-    """Statistics of BatchNorm and its like, which fused kernels update without a trace on the tensor."""
+    """BatchNorm and similar statistics, which fused kernels update without advancing the version counter."""
     with_buffers = (m for m in modules if m._buffers and getattr(m, "track_running_stats", False))
     return {id(b) for m in with_buffers for b in m._buffers.values()}
 
 
 def _weights_changed(sharded: Iterable[Any]) -> None:
-    # Autocast caches casts of weights until it ends, and FSDP2 may keep gathered weights. Both would be stale.
+    # Autocast caches weight casts until it ends, and FSDP2 may keep gathered weights. Both would be stale.
     torch.clear_autocast_cache()
     for module in sharded:
         module.reshard()
@@ -170,7 +170,7 @@ def _find_sharded(modules: Iterable[nn.Module]) -> list[Any]:
 
 @contextlib.contextmanager
 def _first_pass(modules: Iterable[nn.Module], sharded: Sequence[Any]) -> Iterator[None]:
-    """Within, gradients are those of this rank's shard alone."""
+    """A context in which gradients belong to this rank's shard alone."""
     with contextlib.ExitStack() as held:
         for module in modules:
             if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -183,9 +183,9 @@ def _first_pass(modules: Iterable[nn.Module], sharded: Sequence[Any]) -> Iterato
 
 @contextlib.contextmanager
 def _reducing(modules: Sequence[Any]) -> Iterator[None]:
-    """Within, FSDP2 reduces gradients. Afterwards its settings for this micro-batch are as they were.
+    """A context in which FSDP2 reduces gradients. Afterwards its settings for this micro-batch are restored.
 
-    In both passes of every micro-batch: gradients that wait unsharded would mix with the next pass's.
+    In both passes of every micro-batch: unsharded pending gradients would mix with the next pass's.
     """
     names = ("reduce_grads", "all_reduce_grads")
     told = [(group, name, getattr(group, name)) for m in modules for group in _groups(m) for name in names]
@@ -199,17 +199,17 @@ def _reducing(modules: Sequence[Any]) -> Iterator[None]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """A module's groups of parameters that `fully_shard` gathers and reduces together."""
+    """A module's parameter groups that `fully_shard` gathers and reduces together."""
     state = module._get_fsdp_state()
     return [g for g in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if g is not None]
 
 
 @contextlib.contextmanager
 def _no_all_reduce(module: Any) -> Iterator[None]:
-    """Within, a module with replicas is sharded over its own replica's ranks alone.
+    """A context in which a replicated module is sharded over its own replica's ranks alone.
 
-    `set_requires_all_reduce(False)` does not do it: FSDP2 then keeps the reduced gradients to itself, to add them to
-    those of the next backward pass.
+    `set_requires_all_reduce(False)` does not suffice: FSDP2 then keeps the reduced gradients to itself, to add them to
+    the next backward pass's.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
@@ -239,7 +239,7 @@ def _local(t: Any) -> Tensor:
 def _squares_of_shard(
     params: Sequence[Any], local: Sequence[Tensor], grads: Sequence[Tensor], adaptive: bool, eta: float
 ) -> Tensor:
-    """Σ g² of a whole gradient: ranks add up their parts of split parameters; replicated ones need no sum."""
+    """Σ g² of a whole gradient: ranks sum their parts of split parameters; replicated parameters need no sum."""
     members: dict[tuple[Any, ...], list[int]] = {}
     for i, p in enumerate(params):
         members.setdefault(_split_over(p), []).append(i)

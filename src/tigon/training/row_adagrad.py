@@ -1,7 +1,7 @@
-"""Row-wise Adagrad for tables of embeddings: one fp32 number a row, and only rows that have a gradient are touched.
+"""Row-wise Adagrad for embedding tables: one fp32 number per row, and only rows with a gradient are touched.
 
     g ← g + weight_decay · w
-    s ← s + mean(g²)                          over the columns of the row
+    s ← s + mean(g²)                          over the row's columns
     w ← w − lr · g / (√s + eps)
 
 Source: Duchi et al. 2011, https://jmlr.org/papers/v12/duchi11a.html; by rows: Khudia et al. 2021, FBGEMM,
@@ -23,34 +23,34 @@ from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, next_power
 from tigon.ops.embedding_bag.rows import coalesced
 from tigon.training.perturb import upload
 
-WIDEST = 8192  # columns of a row that a program holds
+WIDEST = 8192  # the most columns per row that a program holds
 
 
 class RowAdagrad(Optimizer):
-    """Adagrad with one accumulator a row, for parameters of two dimensions.
+    """Adagrad with one accumulator per row, for two-dimensional parameters.
 
     Args:
-        params: tables (V, D) in any float dtype, or groups of them, each with options of its own.
+        params: tables (V, D) in any float dtype, or groups of tables, each with its own options.
         lr: the learning rate.
-        eps: added to the root of the accumulator.
-        weight_decay: times w, added to the gradient of the rows that are touched. Other rows do not decay.
-        initial_accumulator_value: of every row.
-    Raises: ValueError for a parameter that is no table, and for options that are negative or not finite.
+        eps: added to the accumulator's square root.
+        weight_decay: times w, added to the gradient in touched rows. Other rows do not decay.
+        initial_accumulator_value: for every row.
+    Raises: ValueError for a parameter that is not a table, and for options that are negative or not finite.
 
         optimizer = tigon.training.RowAdagrad([table], lr=0.05)
         tigon.embedding_bag(values, table, offsets, grad="rows").square().sum().backward()
         optimizer.step()
 
-    **Touched rows** are those whose gradient is not zero throughout. With a sparse gradient, as of
-    `embedding_bag(grad="rows")` or `nn.Embedding(sparse=True)`, only those rows of the table are read and written; rows
-    that occur several times are added up first, in fp32. A dense gradient is read whole. Both give the same bits.
+    **Touched rows** are rows with a nonzero gradient. With a sparse gradient, as from `embedding_bag(grad="rows")` or
+    `nn.Embedding(sparse=True)`, only those table rows are read and written; repeated rows are summed first, in fp32. A
+    dense gradient is read whole. Both give the same bits.
 
-    **Rounding**: a step is taken in fp32 (fp64 for fp64), state included, and rounded once to the dtype of the
-    parameter, to the nearest. A step below half a unit in the last place of a weight is lost, in bf16 1/512 of it or
-    less: keep tables in fp32 where learning rates are small.
+    **Rounding**: a step is computed in fp32 (fp64 for fp64), including the state, and rounded once to the parameter's
+    dtype, to the nearest. A step below half a unit in the last place of a weight is lost, in bf16 1/512 of the weight
+    or less: keep tables in fp32 where learning rates are small.
 
-    A step is one launch for all tables of a group that share dtypes and width, and waits for no device.
-    The state is `state[p]["sum"]`, (V,) fp32 (fp64 for fp64), in state_dict as that of torch's optimizers.
+    A step is one launch for all tables in a group with the same dtypes and width, and waits for no device. The state is
+    `state[p]["sum"]`, (V,) fp32 (fp64 for fp64), in state_dict as in torch's optimizers.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class RowAdagrad(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """A group more, with options of its own.
+        """Add a group with its own options.
 
         Args:
-            param_group: {"params": tables, "lr": …}, as torch's.
+            param_group: {"params": tables, "lr": …}, as in torch.
         Raises: ValueError as for the optimizer.
         """
         for name in ("lr", "eps", "weight_decay", "initial_accumulator_value"):
@@ -81,14 +81,14 @@ class RowAdagrad(Optimizer):
                 raise ValueError(f"RowAdagrad: params must be tables (V, D) of floats, got {tuple(p.shape)} {p.dtype}.")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """State and options of a saved optimizer; accumulators stay fp32 where tables are of 16 bits.
+        """Load a saved optimizer's state and options; accumulators stay fp32 for 16-bit tables.
 
         Args:
-            state_dict: of a `RowAdagrad` with as many tables in as many groups.
+            state_dict: from a `RowAdagrad` with the same numbers of groups and tables.
         """
         sums = {i: state["sum"] for i, state in state_dict["state"].items()}
         super().load_state_dict(state_dict)
-        # torch casts state to the dtype of its parameter.
+        # torch casts state to its parameter's dtype.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(saved, params, strict=True):
@@ -97,11 +97,11 @@ class RowAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient.
+        """Step all parameters that have a gradient.
 
         Args:
             closure: () → the loss, called with gradients enabled, before the step.
-        Returns: the loss of the closure, or None.
+        Returns: the closure's loss, or None.
         """
         loss = None
         if closure is not None:
@@ -127,7 +127,7 @@ def _state_dtype(p: Tensor) -> torch.dtype:
 
 
 def _rows_and_gradients(grad: Tensor) -> tuple[Tensor | None, Tensor]:
-    """(rows, their gradients), each row once; (None, the gradient) where it is dense."""
+    """(rows, their gradients), without duplicate rows; (None, the gradient) where the gradient is dense."""
     if not grad.is_sparse:
         return None, grad
     if grad.is_coalesced():
@@ -136,7 +136,7 @@ def _rows_and_gradients(grad: Tensor) -> tuple[Tensor | None, Tensor]:
     if not use_triton(values):
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32)).coalesce()
         return exact.indices()[0], exact.values().to(grad.dtype)
-    # The sums of `embedding_bag`: bags of one row each, in fp32, the same bits on every run.
+    # `embedding_bag`'s sums for bags with a single row: in fp32, the same bits on every run.
     return coalesced(indices, values, grad.shape[0])
 
 
@@ -144,7 +144,7 @@ def row_adagrad(
     params: list[Tensor], sums: list[Tensor], rows: list[Tensor | None], grads: list[Tensor], lr: float, eps: float,
     weight_decay: float,
 ) -> None:  # fmt: skip
-    """A step of each table: rows[i] (U,) int64 and grads[i] (U, D), or None and (V, D)."""
+    """Step each table: rows[i] (U,) int64 and grads[i] (U, D), or None and (V, D)."""
     groups: dict[Any, list[int]] = {}
     for i, (p, s, g) in enumerate(zip(params, sums, grads, strict=True)):
         if not g.numel():
@@ -157,7 +157,7 @@ def row_adagrad(
         groups.setdefault((p.device, p.dtype, g.dtype, p.shape[1], rows[i] is None, aligned), []).append(i)
     for (_, _, _, width, dense, aligned), members in groups.items():
         tables, states, given = ([of[i] for i in members] for of in (params, sums, grads))
-        # A dense gradient has no list of rows; the kernel does not read the stand-in.
+        # A dense gradient has no row list; the kernel does not read this placeholder.
         at = [g if rows[i] is None else rows[i] for i, g in zip(members, given, strict=True)]
         _row_adagrad(tables, states, given, at, width, dense, aligned, lr, eps, weight_decay)  # type: ignore[arg-type]
 
@@ -175,7 +175,7 @@ def row_adagrad_reference(
     g = g + weight_decay * w
     mean = torch.where(touched, g.square().mean(1), 0.0)
     total = (s if rows is None else s[rows]) + mean
-    # A select: of a row that has no gradient yet, 0 / (√0 + eps) is NaN where eps is 0.
+    # A select: for a row without a gradient so far, 0 / (√0 + eps) is NaN where eps is 0.
     new = torch.where(touched[:, None], (w - (lr / (total.sqrt() + eps))[:, None] * g).to(p.dtype), old)
     if rows is None:
         s.copy_(total)
@@ -187,14 +187,16 @@ def row_adagrad_reference(
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# One launch for many tables. A program owns BLOCK_R gradient rows of one table, and all D ≤ BLOCK_N columns: the last
+# table whose first block is not after this program. table_ptr holds T addresses each for weights, accumulators,
+# gradients and row lists, then T row counts, then T first blocks. DENSE: gradient row i belongs to table row i, and the
+# row list is not read. ALIGN: the common alignment of weights and gradients in bytes.
 @jit
 @do_not_specialize("T", "lr", "eps", "weight_decay")
 def _row_adagrad_kernel(
     table_ptr, T, lr, eps, weight_decay, D, P: tl.constexpr, G: tl.constexpr, ALIGN: tl.constexpr, DENSE: tl.constexpr,
     DECAYS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # One launch for many tables: T addresses each of weights, accumulators, gradients and rows, T counts of rows, and T
-    # first blocks. This program's table is the last whose first block is not behind it.
     tables = tl.arange(0, BLOCK_T)
     first = tl.load(table_ptr + 5 * T + tables, mask=tables < T, other=9223372036854775807)
     block = tl.program_id(0).to(tl.int64)
@@ -212,11 +214,11 @@ def _row_adagrad_kernel(
     columns = (cols < D)[None, :]
     # int64, as place and rows are: a table may have more than 2**31 numbers.
     g = tl.load(g_ptr + place[:, None] * D + cols[None, :], mask=inside[:, None] & columns, other=0.0).to(tl.float32)
-    # NaN is not 0: it reaches the weights, as it does in torch's optimizers.
+    # NaN is not 0, so that NaN reaches the weights, as in torch's optimizers.
     touched = inside & (tl.max((g != 0).to(tl.int32), 1) > 0)
     mask = touched[:, None] & columns
     w_ptr = p_ptr + rows[:, None] * D + cols[None, :]
-    # Rows that are not touched are not read: most rows of a dense gradient are zeros.
+    # Untouched rows are not read: most rows in a dense gradient are zeros.
     w = tl.load(w_ptr, mask=mask, other=0.0).to(tl.float32)
     if DECAYS:
         g += weight_decay * w
@@ -230,14 +232,14 @@ def _row_adagrad_kernel(
 
 
 def _tile(D: int) -> tuple[int, int, int]:
-    """Rows, columns and warps: eight numbers a thread where rows are narrow."""
+    """Rows, columns and warps: eight numbers per thread where rows are narrow."""
     block_n = next_power_of_2(D)
     return max(1, 1024 // block_n), block_n, 4 if block_n <= 2048 else 8
 
 
 @functools.lru_cache(maxsize=64)
 def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers on the device. Cached: dense gradients tend to keep their addresses from step to step."""
+    """Numbers on the device. Cached: dense gradients tend to keep their addresses between steps."""
     return upload(torch.tensor(values, dtype=torch.int64, device="cpu"), device)
 
 
@@ -256,11 +258,11 @@ def _row_adagrad(
     addresses = [t.data_ptr() for tensors in (params, sums, grads, rows) for t in tensors]
     T = len(params)
     options = dense, weight_decay != 0, next_power_of_2(T), block_r, block_n
-    # 16 bytes where every weight and gradient of the launch begins there, which a row of any other width undoes.
+    # 16 bytes if all weights and gradients in the launch are 16-byte aligned, including each row's start.
     align = 16 if aligned else min(p.element_size(), g.element_size())
 
     def plan() -> Plan:
-        # torch.bfloat16 → tl.bfloat16: addresses carry no dtype, so the kernel is compiled for it.
+        # torch.bfloat16 → tl.bfloat16: addresses carry no dtype, so the kernel is compiled for the dtype.
         dtypes = getattr(tl, str(p.dtype)[6:]), getattr(tl, str(g.dtype)[6:])
         return programs, (T, lr, eps, weight_decay, D, *dtypes, align, *options), {"num_warps": warps}
 
@@ -268,5 +270,5 @@ def _row_adagrad(
     with torch.cuda.device(p.device) if p.is_cuda else contextlib.nullcontext():
         key = (programs, T, lr, eps, weight_decay, D, p.dtype, g.dtype, align, options)
         launch(_row_adagrad_kernel, key, (_table((*addresses, *counts, *first), p.device),), plan)
-    # The kernel writes behind autograd's back: a graph that has saved a table then raises.
+    # The kernel writes without autograd's knowledge: a graph that has saved a table then raises.
     torch.autograd.graph.increment_version([*params, *sums])

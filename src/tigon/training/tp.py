@@ -4,12 +4,12 @@
     o, down               columns of the weight, the partial products are summed   all-reduce
     embedding, head       words on each rank                                       all-reduce; logits are gathered
 
-With sequence parallelism the operations between them (norms, residual sums) have a part of each sequence on each rank:
-the all-reduce becomes a reduce-scatter behind a product and an all-gather before the next, and activations are divided
+With sequence parallelism each rank runs the operations in between (norms, residual sums) on a part of each sequence:
+the all-reduce becomes a reduce-scatter after a product and an all-gather before the next, and activations are split
 too.
 
-Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; sequence parallelism, https://arxiv.org/abs/2205.05198. It is
-`torch.distributed.tensor.parallel.parallelize_module` that runs.
+Sources: Megatron-LM, https://arxiv.org/abs/1909.08053; sequence parallelism, https://arxiv.org/abs/2205.05198.
+Implemented by `torch.distributed.tensor.parallel.parallelize_module`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from torch.distributed.tensor.parallel import (
 
 __all__ = ["tensor_parallel", "tensor_parallel_plan"]
 
-# The names of the layers' styles in transformers.
+# transformers' names for the layer styles.
 COLUMNS, ROWS, HEAD = ("colwise",), ("rowwise",), ("colwise_gather_output", "colwise_rep")
-# A norm of single heads, each rank's own.
+# A per-head norm, local to each rank.
 HEAD_NORM = ("replicated_with_grad_allreduce",)
 EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> nn.Module:
-    """Spread a transformers model over the ranks of a mesh, in place, before or after `tigon.fuse`.
+    """Shard a transformers model over a mesh's ranks, in place, before or after `tigon.fuse`.
 
     Args:
         model: the same weights on every rank, on the mesh's device.
-        mesh: one dimension. With FSDP2 on top, the `mesh["tp"]` of two, and `fully_shard` afterwards.
-        sequence_parallel: norms and residual sums have a part of each sequence.
-    Returns: the model, whose split weights are DTensors. Every rank has to be given the same batch.
-    Raises: ValueError where the mesh has several dimensions, a number of heads is not divisible by its size, or
+        mesh: one-dimensional. With FSDP2 on top, `mesh["tp"]` from a 2-d mesh, and `fully_shard` afterwards.
+        sequence_parallel: norms and residual sums run on a part of each sequence.
+    Returns: the model, whose sharded weights are DTensors. Every rank must get the same batch.
+    Raises: ValueError where the mesh has several dimensions, a head count is not divisible by the mesh size, or
         `tensor_parallel_plan` has no plan.
     """
     if mesh.ndim != 1:
@@ -58,13 +58,13 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bo
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is embedding.weight
     parallelize_module(model, mesh, plan)
-    if tied:  # each of the two got a shard of its own, of the same words
+    if tied:  # each has its own shard for the same words
         head.weight = embedding.weight
     return model
 
 
 def check_heads(model: nn.Module, ranks: int) -> None:
-    """Raise a ValueError for a number of heads that the ranks cannot be given equal parts of."""
+    """Raise a ValueError if a head count is not divisible by the rank count."""
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None) or config.num_attention_heads
@@ -73,14 +73,14 @@ def check_heads(model: nn.Module, ranks: int) -> None:
 
 
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
-    """The plan for `parallelize_module`: transformers' own for the model's products, embedding and norms added.
+    """The plan for `parallelize_module`: transformers' own for the model's products, plus embedding and norms.
 
     Args:
-        model: a transformers model with a plan of its own.
-        sequence_parallel: spread the norms and residual sums between the products over the sequence.
-    Returns: a style for each module by its name.
+        model: a transformers model with its own plan.
+        sequence_parallel: shard the norms and residual sums between the products over the sequence.
+    Returns: a style for each module by name.
     Raises: ValueError for a model without a plan, or with a style that has no counterpart here (experts, latent
-        attention), and for sequence parallelism in a model whose layers are not built as Llama's.
+        attention), and for sequence parallelism in a model whose layers are not structured like Llama's.
     """
     known = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     known = {name.removeprefix("model."): style for name, style in (known or {}).items()}
@@ -91,11 +91,11 @@ def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = False) -
     plan: dict[str, ParallelStyle] = {}
     for name, style in known.items():
         if style in EMBEDDING:
-            continue  # below, for all models
+            continue  # handled below, for all models
         for module in _matching(model, prefix, name):
             plan[module] = _style(type(model).__name__, name, style, sequence_parallel)
     outside = Shard(1) if sequence_parallel else Replicate()
-    # Between the modules hidden states are DTensors of whole sequences, so that the model counts its positions right.
+    # Between modules hidden states are DTensors with whole sequences, so that the model counts its positions right.
     embedding = _find_name(model, model.get_input_embeddings())  # type: ignore[operator]
     plan[embedding] = RowwiseParallel(
         input_layouts=Replicate(), output_layouts=outside, use_local_output=not sequence_parallel
@@ -113,7 +113,7 @@ def _style(model: str, name: str, style: str, sequence: bool) -> ParallelStyle:
     if style in HEAD:
         return ColwiseParallel(input_layouts=Shard(1) if sequence else Replicate(), output_layouts=Replicate())
     if style in HEAD_NORM:
-        return SequenceParallel(sequence_dim=2, use_local_output=True)  # of (B, T, H, head_dim) the heads are split
+        return SequenceParallel(sequence_dim=2, use_local_output=True)  # in (B, T, H, head_dim) the heads are split
     raise ValueError(
         f"tensor_parallel_plan: {model} wants the style {style!r} for {name}, which has no counterpart here."
     )
@@ -141,7 +141,7 @@ def _add_sequence(model: Any, prefix: str, plan: dict[str, ParallelStyle]) -> No
 
 
 def _matching(model: nn.Module, prefix: str, pattern: str) -> list[str]:
-    """Names of modules; transformers' "*" stands for one part of a name."""
+    """Module names matching a pattern; transformers' "*" stands for one name component."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     names = (name for name, _ in model.named_modules())
     return [name for name in names if expression.fullmatch(name.removeprefix(prefix))]

@@ -1,4 +1,4 @@
-"""Which collectives a piece of code runs, over which ranks, in which pass, and how many bytes each brings to a rank.
+"""Count the collectives that a piece of code runs, by ranks and pass, and the bytes that each brings to a rank.
 
 with count_traffic() as traffic:
     loss = model(**batch).loss
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# By operator of torch.ops.c10d: the collective's name, and the position of the argument that holds all ranks' data.
+# By operator in torch.ops.c10d: the collective's name, and the position of the argument with all ranks' data.
 WHOLE = {"_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1)}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. received: bytes that a rank gets from other ranks, each byte once: all but its own part."""
+    """One call. received: bytes that a rank gets from other ranks, each byte once: all but the rank's own part."""
 
     name: str
     ranks: tuple[int, ...]
@@ -30,7 +30,7 @@ class Collective:
 
 
 class Traffic(TorchDispatchMode):
-    """Attributes: calls, the collectives that have been run, in their order."""
+    """Attributes: calls, the collectives that have run, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,11 +39,11 @@ class Traffic(TorchDispatchMode):
     def count_bytes(
         self, name: str | None = None, *, ranks: tuple[int, ...] | None = None, backward: bool | None = None
     ) -> int:
-        """Bytes that came to this rank, of all collectives or of some.
+        """Bytes that this rank received, in all collectives or in some.
 
         Args:
-            name: of a collective, such as "all_gather_into_tensor"; None for all.
-            ranks: of a process group; None for all groups.
+            name: a collective, such as "all_gather_into_tensor"; None for all.
+            ranks: a process group's ranks; None for all groups.
             backward: True for the backward pass, False for the rest, None for both.
         """
         return sum(
@@ -65,6 +65,6 @@ class Traffic(TorchDispatchMode):
 def count_traffic() -> Traffic:
     """A context that counts this rank's gathers and reduce-scatters of the kinds that FSDP2 runs, whoever runs them.
 
-    Returns: Traffic. Gathers of lists of tensors, all-reduces and broadcasts are not counted.
+    Returns: Traffic. Gathers into tensor lists, all-reduces and broadcasts are not counted.
     """
     return Traffic()

@@ -1,4 +1,4 @@
-"""`tigon train`: fine-tune a model, or train one from scratch, by the trainers of TRL with `tigon.fuse`."""
+"""`tigon train`: fine-tune a model, or train from scratch, with TRL's trainers and `tigon.fuse`."""
 
 from __future__ import annotations
 

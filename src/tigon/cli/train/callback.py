@@ -1,4 +1,4 @@
-"""What `tigon train` adds to a trainer: checkpoints that are whole or ignored, and a way to stop."""
+"""`tigon train`'s additions to a trainer: checkpoints that are complete or ignored, and a way to stop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tigon.cli.signals import received
 class RunCallback(TrainerCallback):
     """Seals the trainer's checkpoints, and ends the run on a signal or on a loss that is not finite.
 
-    A checkpoint gets its manifest when all of its files are on the disk: a checkpoint that a kill, a crash or a full
-    disk cut short has none, and no resume takes it. Older ones are deleted only then, which is why the callback has
-    `save_total_limit` in the trainer's place.
+    A checkpoint gets a manifest when all its files are on disk: a checkpoint that a kill, a crash or a full disk
+    truncated has none, and no resume uses it. Only then are older checkpoints deleted, so the callback replaces the
+    trainer's `save_total_limit`.
 
-    `with callback:` around the training: Ctrl-C and SIGTERM end it after the current step, with a checkpoint. A second
-    Ctrl-C ends it at once.
+    `with callback:` around the training: Ctrl-C and SIGTERM end the run after the current step, with a checkpoint. A
+    second Ctrl-C ends the run at once.
 
     Args:
-        fusion: what `tigon.fuse` has returned, whose report is printed after the first step; None for a plain model.
+        fusion: the result of `tigon.fuse`, whose report is printed after the first step; None for a plain model.
     """
 
     def __init__(self, fusion: Any = None) -> None:
@@ -47,7 +47,7 @@ class RunCallback(TrainerCallback):
             signal.signal(number, handler)
 
     def _receive(self, number: int, _: Any) -> None:
-        # The terminal and torchrun both send the signal of one Ctrl-C: a repetition within a second does not count.
+        # The terminal and torchrun both send the signal for one Ctrl-C: a repetition within a second does not count.
         if self.signal and number == signal.SIGINT and time.monotonic() - self._since > 1:
             raise KeyboardInterrupt
         if not self.signal:
@@ -63,7 +63,7 @@ class RunCallback(TrainerCallback):
             print(self.fusion.report(), flush=True)
         self.fusion = None
         if args.world_size > 1:
-            # All ranks must stop at the same step, which costs waiting for one number.
+            # All ranks must stop at the same step, which costs waiting for a single number.
             flag = torch.tensor([self.signal], device=args.device)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
             self.signal = int(flag)

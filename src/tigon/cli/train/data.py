@@ -1,4 +1,4 @@
-"""The data of `tigon train`: files and data sets of the hub, by `datasets`, and the forms of their rows."""
+"""The data for `tigon train`: files and hub data sets, by `datasets`, and their row formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import datasets
 from tigon.cli.problem import Problem, one_line
 from tigon.cli.train.options import TASKS, DataArguments, TrainOptions
 
-# How `datasets` reads a file, by its suffix.
+# How `datasets` reads a file, by suffix.
 READERS = {
     ".txt": "text", ".md": "text", ".rst": "text", ".py": "text", ".json": "json", ".jsonl": "json", ".ndjson": "json",
     ".csv": "csv", ".parquet": "parquet",
@@ -23,9 +23,9 @@ TOKENIZER_ROWS = 100_000
 
 
 def read_data(options: TrainOptions) -> tuple[Any, Any]:
-    """The rows to train on and to evaluate on, or None. Raises Problem for data that is missing or of another form."""
+    """Training rows and evaluation rows, or None. Raises Problem for data that is missing or in another format."""
     data, trainer = options.data, options.trainer
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become Problems
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors become Problems
     if trainer.disable_tqdm:
         datasets.disable_progress_bars()
     if data.dataset_streaming and data.test_split_size:
@@ -46,17 +46,17 @@ def read_data(options: TrainOptions) -> tuple[Any, Any]:
 
 
 def find_files(name: str) -> list[Path]:
-    """The files that --dataset_name names: one, those of a folder, or those that a pattern matches; none for a data set
-    of the hub or of save_to_disk.
+    """The files that --dataset_name names: a file, a folder's files, or a pattern's matches; none for a data set on the
+    hub or from save_to_disk.
 
-    Raises: Problem for a path that is not there, a folder or pattern without a file of READERS, and files of two kinds.
+    Raises: Problem for a missing path, a folder or pattern without a file in READERS, and files of two kinds.
     """
     path = Path(name).expanduser()
     if _is_saved(path):
         return []
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file())
-        files = [file for file in files if file.name != "README.md"] or files  # the card of a data set
+        files = [file for file in files if file.name != "README.md"] or files  # a data set's card
     elif path.is_file() or not any(c in name for c in "*?["):
         files = [path] if path.is_file() else []
         if not files and (path.suffix in READERS or name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -74,12 +74,12 @@ def find_files(name: str) -> list[Path]:
 
 
 def is_plain_text(name: str) -> bool:
-    """Whether --dataset_name names files of plain text, each of which is one row."""
+    """Whether --dataset_name names plain text files, each a single row."""
     return any(READERS.get(file.suffix.lower()) == "text" for file in find_files(name)[:1])
 
 
 def iterate_texts(rows: Any) -> Iterator[str]:
-    """All texts of the rows: what a tokenizer is trained on."""
+    """All texts in the rows, to train a tokenizer on."""
     for row in islice(rows, TOKENIZER_ROWS):
         yield from _iterate_strings(row)
 
@@ -114,7 +114,7 @@ def _load(data: DataArguments) -> Any:
     except Problem:
         raise
     except Exception as error:
-        # datasets says only that it failed; the first cause names the file and the line.
+        # datasets only reports a failure; the first cause names the file and the line.
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -122,7 +122,7 @@ def _load(data: DataArguments) -> Any:
 
 
 def _check_rows(rows: Any, options: TrainOptions) -> Any:
-    """The rows, if they have the columns of the task. Alpaca's rows become prompts and completions."""
+    """The rows, if they have the task's columns. Alpaca rows become prompts and completions."""
     name, wanted = options.data.dataset_name, TASKS[options.task].columns
     first = next(iter(rows), None)
     if first is None or first.get("text") == "":

@@ -2,10 +2,10 @@
 
     DataArguments          the data
     trl.ModelConfig        the model, its adapters and its quantisation
-    FuseArguments          what tigon.fuse does
+    FuseArguments          the arguments of tigon.fuse
     trl.SFTConfig, …       the trainer: TRL's, or transformers.TrainingArguments for `--task rank`
 
-Names and defaults are those of TRL's own commands. DEFAULTS lists the exceptions.
+Names and defaults follow TRL's own commands. DEFAULTS lists the exceptions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import transformers
 from tigon.cli.problem import Problem, one_line
 from tigon.files import DamagedFileError, read_yaml
 
-trl: Any = importlib.import_module("trl")  # its lazy module exports nothing that mypy sees
+trl: Any = importlib.import_module("trl")  # a lazy module, which exports nothing that mypy sees
 USAGE = "tigon train [--task TASK] --model_name_or_path MODEL --dataset_name DATA [options]"
-# Where the trainers' defaults do not suit a command. bf16 is theirs only on a GPU that has it.
+# Where the trainers' defaults do not suit a command. bf16 is their default only on a GPU with bf16.
 DEFAULTS = {"output_dir": "tigon-run", "logging_nan_inf_filter": False}
 
 
@@ -96,10 +96,10 @@ class RankArguments:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of `tigon train`.
+    """A `tigon train` task.
 
-    config, trainer: names of classes of TRL. columns: sets of columns, one of which the data must have. extra: a
-    dataclass of further options.
+    config, trainer: names of TRL classes. columns: sets of columns, one of which the data must have. extra: a dataclass
+    with further options.
     """
 
     config: str
@@ -132,7 +132,7 @@ SHARING = ("dpo", "grpo", "rloo")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """One run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave."""
+    """A run's options. model: a trl.ModelConfig. trainer: the trainer's own. given: names that the user gave."""
 
     task: str
     data: DataArguments
@@ -144,7 +144,7 @@ class TrainOptions:
 
 
 def parse_options(arguments: list[str]) -> TrainOptions:
-    """The options of a command line, and of the file that its --config names; the command line wins.
+    """Parse a command line, and the file in its --config; the command line wins.
 
     Raises: Problem for an unknown option, naming the nearest, and for a value that the option does not take.
     """
@@ -191,7 +191,7 @@ def parse_options(arguments: list[str]) -> TrainOptions:
 
 
 def make_parser(name: str, *, on_cpu: bool = False) -> Any:
-    """The parser of a task's options. on_cpu: whether the run leaves a GPU alone."""
+    """Build the parser for a task's options. on_cpu: whether the run uses no GPU."""
     task = TASKS[name]
     types = [DataArguments, trl.ModelConfig, FuseArguments, task.config_class, *([task.extra] if task.extra else [])]
     parser: Any = trl.TrlParser(types, prog="tigon train", usage=USAGE, allow_abbrev=False, formatter_class=_Formatter)
@@ -216,7 +216,7 @@ def make_parser(name: str, *, on_cpu: bool = False) -> Any:
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Each option under one name, with its default where it has one."""
+    """Each option under one name, with the default if there is one."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=40, width=max(80, min(140, shutil.get_terminal_size().columns)))
@@ -234,7 +234,7 @@ def _read_config(file: str) -> dict[str, Any]:
         found = read_yaml(Path(file).expanduser())
     except DamagedFileError as error:
         raise Problem(f"--config must be a file of options and values, such as 'max_steps: 100': {error}") from error
-    # argparse converts defaults that are texts, as it does what stands on the command line; YAML reads 1e-4 as a text.
+    # argparse converts text defaults like command-line values; YAML reads 1e-4 as a text.
     return {
         str(key).replace("-", "_"): value if isinstance(value, (list, dict)) else str(value)
         for key, value in found.items()

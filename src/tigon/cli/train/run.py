@@ -1,4 +1,4 @@
-"""One run of `tigon train`: model, data, trainer, `tigon.fuse`, training and saving."""
+"""A `tigon train` run: model, data, trainer, `tigon.fuse`, training and saving."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SYSTEM_TASKS = {"rank": "tigon.rank.cli.train_task"}
 
 
 def run(options: TrainOptions) -> None:
-    """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended it."""
+    """Train. Raises Problem if the run cannot go on, and with status 130 or 143 if a signal ended the run."""
     output = Path(options.trainer.output_dir).expanduser().resolve()
     options.trainer.output_dir = str(output)
     with Claim() as claim:
@@ -57,7 +57,7 @@ def run(options: TrainOptions) -> None:
             make_trainer = make_trl_trainer
         trainer, fusion = make_trainer(options)
         if trainer.is_world_process_zero():
-            claim.take(output)  # again: the trainer has made the folder
+            claim.take(output)  # repeated: the trainer has created the folder
         train(trainer, RunCallback(fusion), checkpoint)
         if fusion is not None:
             fusion.remove()
@@ -68,10 +68,10 @@ def run(options: TrainOptions) -> None:
 
 
 def find_checkpoint(output: Path, wanted: str | None) -> str | None:
-    """The checkpoint that --resume_from_checkpoint means: a folder, true for the newest whole one in --output_dir, auto
-    for that one if there is any.
+    """Find the checkpoint for --resume_from_checkpoint: a folder, true for the newest complete checkpoint in
+    --output_dir, auto for the same if there is any.
 
-    Raises: Problem for a damaged checkpoint, for none, and for an --output_dir that holds files where none is wanted.
+    Raises: Problem for a damaged checkpoint, for none, and for an --output_dir with files where none is expected.
     """
     check_writable(output, "--output_dir")
     word = (wanted or "").lower()
@@ -94,13 +94,13 @@ def find_checkpoint(output: Path, wanted: str | None) -> str | None:
 
 
 def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
-    """The trainer of a task of TRL, and what `fuse` has returned, or None."""
+    """A TRL task's trainer, and the result of `fuse`, or None."""
     arguments, model_config = options.trainer, options.model
     source = find_source(options)
     train_rows, test_rows = read_data(options)
     tokenizer = find_tokenizer(options, source, iterate_texts(train_rows))
     if options.task == "sft" and is_plain_text(options.data.dataset_name) and "packing" not in options.given:
-        # A text is far longer than a sequence: cut it into sequences, where TRL would keep its beginning alone.
+        # A text is far longer than a sequence: cut it into sequences, where TRL would keep only the beginning.
         arguments.packing, arguments.packing_strategy = True, "wrapped"
     own: dict[str, Any] = {}
     if options.task in ("grpo", "rloo"):
@@ -129,7 +129,7 @@ def make_trl_trainer(options: TrainOptions) -> tuple[Any, Any]:
         raise Problem(f"--task {options.task}: {type(error).__name__}: {one_line(error)}") from error
     trainer.create_model_card = lambda *_, **__: None  # each checkpoint would overwrite the user's own
     for parameter in trainer.model.parameters():
-        # TRL narrows the adapters of a quantised model to bf16, in which a step of 1e-6 changes nothing.
+        # TRL narrows a quantised model's adapters to bf16, in which a step of 1e-6 changes nothing.
         if parameter.requires_grad and stored_form(trainer.model.config):
             parameter.data = parameter.data.float()
     return trainer, fuse_trainer(trainer, options)
@@ -142,7 +142,7 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
     from tigon.integrations.trl import fuse
 
     share: Any = {"true": True, "false": False}.get(options.fuse.shared_prefix, "auto")
-    level: Any = options.fuse.recompute  # the parser has checked the word
+    level: Any = options.fuse.recompute  # the parser has validated the value
     if options.task not in SHARING:
         share = False
     try:
@@ -154,7 +154,7 @@ def fuse_trainer(trainer: Any, options: TrainOptions) -> Any:
 
 
 def find_source(options: TrainOptions) -> Source:
-    """The model, whose files are whole. Raises Problem for a model that the options do not fit."""
+    """Find the model and check the files. Raises Problem for a model that the options do not fit."""
     name, model = str(options.model.model_name_or_path), options.model
     if model.load_in_4bit or model.load_in_8bit:
         needs("--load_in_4bit", "quantize", "bitsandbytes")
@@ -178,7 +178,7 @@ def find_source(options: TrainOptions) -> Source:
 
 
 def find_tokenizer(options: TrainOptions, source: Source, texts: Any) -> Any:
-    """The named tokenizer; else the model's, or one trained on the texts for a model without weights."""
+    """The named tokenizer; else the model's, or a tokenizer trained on the texts for a model without weights."""
     if options.fuse.tokenizer_name_or_path:
         tokenizer = load_tokenizer(options.fuse.tokenizer_name_or_path, "--tokenizer_name_or_path")
     elif source.weights:
@@ -198,7 +198,7 @@ def find_tokenizer(options: TrainOptions, source: Source, texts: Any) -> Any:
 
 
 def find_rewards(options: RewardArguments) -> list[Callable[..., list[float]] | str]:
-    """The functions that --reward_funcs names, and the reward model. Raises Problem for a name that is no function."""
+    """The functions in --reward_funcs, and the reward model. Raises Problem for a name that is not a function."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a module beside the command, as `python -m` finds it
     found: list[Any] = [_import(name) for name in options.reward_funcs]
@@ -250,7 +250,7 @@ def train(trainer: Any, callback: RunCallback, checkpoint: str | None) -> None:
 
 
 def save(trainer: Any, output: Path) -> None:
-    """Write the trained model and its tokenizer, with a manifest by which other commands tell damaged files."""
+    """Write the trained model and the tokenizer, with a manifest by which other commands detect damaged files."""
     trainer.model.config.use_cache = True
     trainer.save_model(str(output))
     if trainer.is_world_process_zero():

@@ -1,11 +1,11 @@
-"""Tigon's layers for Hugging Face `kernels`: kernelize(), and model.set_use_kernels() of transformers, without the Hub.
+"""Tigon's layers for Hugging Face `kernels`: kernelize(), and transformers' model.set_use_kernels(), without the Hub.
 
-This directory is laid out as a kernel repository of `kernels`, with a variant for each backend beside the code
-(layers.py). `kernels` loads the repository from the installed Tigon, and fetches nothing.
+This directory is laid out as a `kernels` repository, with a variant per backend beside the code (layers.py). `kernels`
+loads the repository from the installed Tigon, and fetches nothing.
 
-`kernels` exchanges layers by a name that their classes carry, and several formulas share one name: "RMSNorm" is Llama's
-formula in 129 classes of transformers. In 13 more it is OLMo's and Nemotron's, which round elsewhere. So Tigon chooses
-the layer for a name per model, by the numbers that the model's modules compute.
+`kernels` swaps layers by a name that their classes carry, and several formulas share one name: "RMSNorm" is Llama's
+formula in 129 transformers classes. In 13 others the formula is OLMo's and Nemotron's, which round elsewhere. So Tigon
+chooses the layer for a name per model, by the numbers that the model's modules compute.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _ROTARY = {False: "RotaryPosEmb", True: "RotaryPosEmbKept"}
 
 
 def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
-    """Which layer of this repository replaces the layers of each name that `kernels` knows in a model.
+    """Choose this repository's replacement for each layer name that `kernels` knows in a model.
 
     Args:
-        model: any module, with classes that `use_kernel_forward_from_hub` has marked; in transformers they are marked
-            where `kernels` was installed before transformers was imported.
-        rotary: also rotary functions. `kernels` holds these once for all models of a family: they are then exchanged
-            in all of them, and stay so.
-    Returns: {"RMSNorm": "RMSNorm", …}; without the names whose modules compute what Tigon has no layer for. A name
-        that stands for two formulas in one model is left out, with a warning.
-    Raises: TypeError for what is not a module.
+        model: any module, with classes marked by `use_kernel_forward_from_hub`; transformers marks classes if
+            `kernels` was installed before transformers was imported.
+        rotary: also rotary functions. `kernels` holds these once for all models in a family: they are then replaced in
+            all of them, permanently.
+    Returns: {"RMSNorm": "RMSNorm", …}; without names whose formula Tigon has no layer for. A name with two formulas in
+        one model is left out, with a warning.
+    Raises: TypeError if model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"layers_for: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -78,11 +78,11 @@ def layers_for(model: nn.Module, *, rotary: bool = False) -> dict[str, str]:
 
 
 def mapping(model: nn.Module, *, rotary: bool = False) -> dict[str, dict[str, Any]]:
-    """What `kernels.use_kernel_mapping` takes, for a model.
+    """The argument for `kernels.use_kernel_mapping`, for a model.
 
-    Args: as of `layers_for`. Returns: {name: {device type: repository}}, for the device that the model is on, in
-        training, inference and under torch.compile.
-    Raises: ImportError without `kernels`; ValueError for a model without layers that it could exchange.
+    Args: as in `layers_for`. Returns: {name: {device type: repository}}, for the model's device, in training, inference
+        and under torch.compile.
+    Raises: ImportError without `kernels`; ValueError for a model without replaceable layers.
 
     ::
 
@@ -101,13 +101,13 @@ def mapping(model: nn.Module, *, rotary: bool = False) -> dict[str, dict[str, An
 
 
 def kernel_config(model: nn.Module, *, rotary: bool = False) -> Any:
-    """What `model.set_use_kernels(True, kernel_config=…)` of transformers takes, for a model on a GPU.
+    """The argument for transformers' `model.set_use_kernels(True, kernel_config=…)`, for a model on a GPU.
 
-    Args: as of `layers_for`. Returns: a transformers.KernelConfig.
-    Raises: ImportError without transformers; ValueError for a model without layers that `kernels` could exchange.
+    Args: as in `layers_for`. Returns: a transformers.KernelConfig.
+    Raises: ImportError without transformers; ValueError for a model without layers that `kernels` could replace.
 
-    transformers registers the layers for the mode that the model is in at that call. From training it finds them for
-    evaluation too, but not the other way round: call model.train() first.
+    transformers registers the layers for the model's mode at that call. Layers registered in training mode also work in
+    evaluation, but not the other way round: call model.train() first.
     """
     try:
         from transformers import KernelConfig
@@ -147,7 +147,7 @@ def _functions(module: nn.Module) -> Iterator[Any]:
 
 
 def _rotary_for(function: Any) -> str | None:
-    # The class's forward: the instance may have another one by now.
+    # The class's forward: the instance may have another forward by now.
     found = recognize_rotary(functools.partial(type(function).forward, function))
     if not isinstance(found, Rotary) or found.turn != Turn() or found.names != ("q", "k", "cos", "sin"):
         return None

@@ -1,8 +1,8 @@
 """Layers for the `kernels` package, which binds their forwards to a model's modules in place of the modules' own.
 
-`kernels` takes only the function `forward` of such a class: `self` is then the model's module, with its weights and
+`kernels` takes only the function `forward` from such a class: `self` is then the model's module, with its weights and
 settings. So the classes have no constructor, and no members besides the two flags that `kernels` reads. Where an
-operator does not apply (fp64, torch.func, another dtype of the weight), the forward of the module's class runs.
+operator does not apply (fp64, torch.func, another weight dtype), the class's own forward runs.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def _act_and_mul(act: Any, formula: str) -> type[nn.Module]:
 
 
 def _made_for(act: str) -> tuple[str, str]:
-    """Make the two layers of an activation, and return their names."""
+    """Create an activation's two layers, and return their names."""
     camel = "".join(word.capitalize() for word in act.split("_"))
-    # The names that other kernel repositories give the two usual MLPs.
+    # The names in other kernel repositories for the two usual MLPs.
     mlp, halves = {"silu": "SwiGLUMLP", "gelu_tanh": "GeGLUMLP"}.get(act, f"{camel}GatedMLP"), f"{camel}AndMul"
     for name, make in ((mlp, _gated_mlp), (halves, _act_and_mul)):
         layer = make(act, ACTS[act].formula)
@@ -110,11 +110,11 @@ def _made_for(act: str) -> tuple[str, str]:
     return mlp, halves
 
 
-LAYERS = {act: _made_for(act) for act in ACTS}  # activation → the names of its layers: MLP, packed halves
+LAYERS = {act: _made_for(act) for act in ACTS}  # activation → its layer names: MLP, packed halves
 
 
 class RotaryPosEmb(nn.Module):
-    """Llama's: halves of the head rotated, the result in the promoted dtype of each with cos."""
+    """Llama's: rotated halves per head, the result in the promoted dtype of each with cos."""
 
     can_torch_compile = True
     has_backward = True
@@ -127,7 +127,7 @@ class RotaryPosEmb(nn.Module):
 
 
 class RotaryPosEmbKept(nn.Module):
-    """OLMo's: the same, the results in the dtypes of q and k."""
+    """OLMo's: the same, with results in the dtypes of q and k."""
 
     can_torch_compile = True
     has_backward = True

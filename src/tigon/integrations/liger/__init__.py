@@ -1,10 +1,10 @@
 """Liger-Kernel's names: change `from liger_kernel.transformers import X` into `from tigon.integrations.liger import X`.
 
-The signatures are those of Liger 0.8.5, under them are Tigon's operators and losses, and a model is fused as an
-instance or not at all. `functional` and `chunked_loss` are the modules of these names; the names of
-`chunked_loss.functional` are in `chunked_loss`. What differs is in docs/how-to/from-liger.md.
+The signatures match Liger 0.8.5, implemented by Tigon's operators and losses; models are fused only as instances.
+`functional` and `chunked_loss` mirror Liger's modules; the names in `chunked_loss.functional` are in `chunked_loss`.
+docs/how-to/from-liger.md lists the differences.
 
-The names are imported on first use. Those without a counterpart raise an AttributeError that says what to use instead.
+The names are imported on first use. Names without a counterpart raise an AttributeError that names a replacement.
 """
 
 import importlib
@@ -39,7 +39,7 @@ _MODULES_OF_FAMILIES = """LigerBlockSparseTop2MLP LigerExperts LigerFalconH1MLP 
     LigerSwiGLUMLPForMuseGlimmer LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered
     liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_rotary_pos_emb_gpt_oss
     liger_rotary_pos_emb_vision"""
-# Names of Liger that Tigon lacks, with what you can use instead.
+# Liger names that Tigon lacks, with replacements.
 MISSING = {
     **dict.fromkeys(_MODULES_OF_FAMILIES.split(), "tigon.fuse(model) fuses the model's own module"),
     "liger_fused_linear_scaled_cross_entropy_tp": "tigon.linear_logprob takes a head that is split over ranks (group=)",
@@ -72,7 +72,7 @@ MISSING = {
     "log-probabilities of given logits",
 }
 
-# The functions apply_liger_kernel_to_* are in `models`, one for each of these families.
+# The functions apply_liger_kernel_to_* are in `models`, one per family.
 _FAMILIES = """deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4
     gemma4_text glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4
     llava ministral mistral mixtral mllama muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral qwen2
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
 
 
 def absent(name: str, module: str) -> str:
-    """The error's sentence about a name that Tigon lacks."""
+    """The error message for a name that Tigon lacks."""
     if name.startswith("Liger") and name.endswith("OutputWithPast"):
         return f"{module} has no {name}: a fused model returns what it returned before."
     if name in MISSING:

@@ -16,8 +16,8 @@ except ImportError:
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
     """transformers' AutoModelForCausalLM, whose models `tigon.fuse` has been called on.
 
-    Liger's flags (rope, rms_norm, …) among the keyword arguments are those of `apply_liger_kernel_to_*`; all others go
-    to transformers. Models of any type are fused.
+    Keyword arguments may include Liger's flags (rope, rms_norm, …), as in `apply_liger_kernel_to_*`; all others go to
+    transformers. Any model type is fused.
     """
 
     @classmethod

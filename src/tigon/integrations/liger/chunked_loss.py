@@ -1,7 +1,7 @@
 """Liger's losses of a head for preferences, policies and distillation, by the names of its chunked_loss.
 
-The functions are those of chunked_loss.functional; the modules fix their options. Tensors, results and their order are
-Liger's. Under them is the walk of `tigon.losses`: three matrix products a token, and one more for a reference's head.
+The functions match chunked_loss.functional; the modules fix their options. Tensors, results and their order match
+Liger's. They use the walk in `tigon.losses`: three matrix products per token, and a fourth for a reference's head.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def __getattr__(name: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------------ preferences
 #
-# The losses of pairs take x (2B, T, H), B chosen sequences and then the rejected ones, and target (2B, T). They return
-# the loss and chosen_logps (B,), rejected_logps (B,), the means of the chosen's and of the rejected's logits (over all
+# The pair losses take x (2B, T, H), B chosen sequences and then the rejected sequences, and target (2B, T). They return
+# the loss and chosen_logps (B,), rejected_logps (B,), the mean logits of the chosen and of the rejected (over all
 # positions), the chosen's negative log-likelihood, chosen_rewards (B,), rejected_rewards (B,).
 
 
@@ -63,12 +63,12 @@ def liger_fused_linear_dpo(
     """DPO of pairs, with the formulas of `tigon.losses.dpo`.
 
     Args:
-        _input: (2B, T, H), B chosen sequences, then the rejected ones. weight: (V, H). target: (2B, T).
-        ref_input, ref_weight, ref_bias: the reference's, of the same shapes; unused with use_ref_model=False.
+        _input: (2B, T, H), B chosen sequences, then the rejected. weight: (V, H). target: (2B, T).
+        ref_input, ref_weight, ref_bias: the reference's, with the same shapes; unused with use_ref_model=False.
         compute_nll_loss: add alpha · NLL(chosen).
         compiled, chunk_size: have no effect.
-    Returns: the loss, and a tuple: chosen_logps (B,), rejected_logps (B,), the means of the chosen's and of the
-        rejected's logits, the chosen's NLL, chosen_rewards (B,), rejected_rewards (B,).
+    Returns: the loss, and a tuple: chosen_logps (B,), rejected_logps (B,), the mean logits of the chosen and of the
+        rejected, the chosen's NLL, chosen_rewards (B,), rejected_rewards (B,).
     """
     name = "liger_fused_linear_dpo"
     without_effect(name, chunk_size=(chunk_size, 1))
@@ -91,9 +91,9 @@ def liger_fused_linear_orpo(
     """ORPO of pairs; tensors as in `liger_fused_linear_dpo`.
 
     Args:
-        nll_target: (2B, T), labels of the NLL, which TRL takes over prompt and completion. Where target counts too,
-            both must be the same token: if not, the loss is NaN.
-    Returns: as `liger_fused_linear_dpo`, and the means of log σ(log odds ratio) and of the log odds ratio.
+        nll_target: (2B, T), NLL labels, which TRL takes over prompt and completion. Where target counts too, both must
+            be the same token: if not, the loss is NaN.
+    Returns: as `liger_fused_linear_dpo`, and the mean log σ(log odds ratio) and mean log odds ratio.
     """
     without_effect("liger_fused_linear_orpo", chunk_size=(chunk_size, 1))
     return pairwise(
@@ -141,8 +141,8 @@ def liger_fused_linear_kto(
 
     Args:
         _input: (S, T, H). target: (S, T). preference_labels: (S,) bool, True for the chosen.
-        kl: a number, a tensor of one number, or (S,), subtracted as it is given; None is 0.
-    Returns: the loss, and sums over the chosen and over the rejected: of log-probabilities, of logits, of rewards.
+        kl: a number, a one-element tensor, or (S,), subtracted unchanged; None is 0.
+    Returns: the loss, and sums over the chosen and over the rejected: log-probabilities, logits, rewards.
     """
     name = "liger_fused_linear_kto"
     if preference_labels is None:
@@ -208,7 +208,7 @@ def liger_fused_linear_jsd(
     """weight_hard_loss · cross entropy + weight_soft_loss · JSD: `tigon.losses.distill` with loss_type="jsd".
 
     Args:
-        student_input, teacher_input: (M, H), each of its model's width. student_weight, teacher_weight: (V, H).
+        student_input, teacher_input: (M, H), each model's own width. student_weight, teacher_weight: (V, H).
         true_labels: (M,) class indices.
         compiled, chunk_size: have no effect.
     Returns: the loss, or with return_soft_hard_loss the loss, the soft and the hard loss: means over counted targets.
@@ -229,7 +229,7 @@ def liger_fused_linear_cosine(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """weight_hard_loss · cross entropy + weight_soft_loss · beta · (1 − cosine): loss_type="cosine" of `distill`.
 
-    Arguments and results are those of `liger_fused_linear_jsd`. temperature has no effect: no cosine depends on it.
+    Arguments and results are those of `liger_fused_linear_jsd`. temperature has no effect: cosines are scale-invariant.
     """
     without_effect("liger_fused_linear_cosine", chunk_size=(chunk_size, 1024))
     return _distill(
@@ -243,7 +243,7 @@ def _distill(
     target: Tensor, bias: Tensor | None, teacher_bias: Tensor | None, hard: float, soft: float, of_soft: float,
     parts: bool, ignore_index: int, **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """hard · cross entropy + soft · of_soft · soft loss: one walk, since both weights may be made to add up to one."""
+    """hard · cross entropy + soft · of_soft · soft loss, in one walk: the weights may be normalised to sum to one."""
     soft *= of_soft
     total = hard + soft
     head, teacher = Head(weight, bias), Hidden(teacher_x, Head(teacher_weight, teacher_bias))
@@ -255,7 +255,7 @@ def _distill(
     if not parts:
         return loss
     hard_loss = found.get("hard_loss")
-    if hard_loss is None:  # the caller wants the hard loss, although its weight is 0
+    if hard_loss is None:  # the caller wants the hard loss despite a zero weight
         with torch.no_grad():
             count = (target != ignore_index).sum().clamp(min=1)
             hard_loss = linear_cross_entropy(

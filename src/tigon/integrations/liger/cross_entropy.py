@@ -1,7 +1,7 @@
 """Liger's cross entropy of logits and of a head, as functions and as modules.
 
 Losses are fp32 whatever the inputs are, and the logits are not overwritten. Where every target is ignored the loss is
-0, as Liger has it; torch has NaN.
+0, as in Liger; torch returns NaN.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def liger_cross_entropy(
     Args:
         input: logits (M, V), any float dtype. target: (M,) class indices.
         weight: class weights (V,).
-        lse_square_scale: z_loss of `tigon.cross_entropy`.
+        lse_square_scale: z_loss in `tigon.cross_entropy`.
         size_average, reduce: must be None; use `reduction`.
-    Returns: the loss, () or (M,) with reduction="none"; or a `CrossEntropyOutput` if one of return_… is set.
-        token_accuracy is the share of the counted rows that are right, one number a row with reduction="none";
+    Returns: the loss, () or (M,) with reduction="none"; or a `CrossEntropyOutput` if any return_… is set.
+        token_accuracy is the share of counted rows that are right, a number per row with reduction="none";
         predicted_tokens (M,) are −1 where the target is ignored.
     """
     for name, value in (("size_average", size_average), ("reduce", reduce)):
@@ -79,13 +79,13 @@ def liger_fused_linear_cross_entropy(
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """`tigon.linear_cross_entropy` by Liger's arguments.
 
-    `tigon.linear_cross_entropy` has no argument for ce_weight, use_token_scaling and return_…. With one of these the
-    loss goes through chunks of logits that the backward pass computes again: as little memory, a fourth matrix product.
+    `tigon.linear_cross_entropy` has no argument for ce_weight, use_token_scaling and return_…. With any of these the
+    loss goes through logit chunks that are recomputed in the backward pass: as little memory, a fourth matrix product.
 
     Args:
         input: (M, H). weight: (V, H). target: (M,) class indices. bias: (V,).
         ce_weight: class weights (V,).
-        lse_square_scale: z_loss of `tigon.linear_cross_entropy`. ce_weight does not weight this term.
+        lse_square_scale: z_loss in `tigon.linear_cross_entropy`. ce_weight does not weight this term.
         accum_dtype: dtype in which the weight's gradient is summed: None for fp32, or the weight's dtype.
         chunk_mem_const: has no effect; chunks follow a budget in bytes.
     Returns: as `liger_cross_entropy`.
@@ -105,7 +105,7 @@ def head_cross_entropy(
     label_smoothing: float, reduction: str, softcap: float | None, accum_dtype: torch.dtype | None,
     use_token_scaling: bool,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """wanted: z-loss, accuracy and predicted classes. items: what the mean divides by in place of the tokens."""
+    """wanted: z-loss, accuracy and predicted classes. items: the mean's divisor in place of the token count."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     summed = accumulate(name, accum_dtype, weight)
@@ -125,7 +125,7 @@ def head_cross_entropy(
         )
         loss, _, _, predicted = cross_entropy(logits, target, ce_weight, config=config, details=True)
         z = torch.zeros_like(loss)
-        if lse_square_scale:  # computed apart, since class weights do not apply to the z-loss
+        if lse_square_scale:  # separate, since class weights do not apply to the z-loss
             z = _z_loss(logits, lse_square_scale, softcap).masked_fill(target == ignore_index, 0.0)
         if use_token_scaling:
             p = logprob(logits.detach(), target, ignore_index=ignore_index, softcap=softcap).logprob.exp()
@@ -166,9 +166,9 @@ def in_chunks(
     rows: Callable[..., tuple[Tensor, ...]], x: Tensor, weight: Tensor, bias: Tensor | None, *beside: Tensor,
     accum_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What `rows` makes of the logits of x (M, H), one value a row, with a chunk of logits at a time.
+    """Apply `rows` to the logits of x (M, H), a value per row, one chunk of logits at a time.
 
-    The chunks' gradients of the weight are summed in accum_dtype if it is given.
+    The weight's gradient is summed over the chunks in accum_dtype, if given.
     """
     wide = weight if accum_dtype is None else weight.to(accum_dtype)
 
@@ -217,7 +217,7 @@ def fixed_fused_linear_cross_entropy(
 
     Args:
         kwargs: bias, ce_weight, lse_square_scale, label_smoothing, use_token_scaling.
-    Returns: the loss, or a `CrossEntropyOutput` if one of return_… is set.
+    Returns: the loss, or a `CrossEntropyOutput` if any return_… is set.
     """
     name = "fixed_fused_linear_cross_entropy"
     without_effect(name, chunk_mem_const=(kwargs.pop("chunk_mem_const", 1), 1))
@@ -243,7 +243,8 @@ def LigerForCausalLMLoss(
 
     Args:
         hidden_states: (B, T, H). labels: (B, T), or shift_labels, shifted already. hidden_size: H.
-        kwargs: those of `fixed_fused_linear_cross_entropy`. Models hand on others too, which are for other parts.
+        kwargs: as in `fixed_fused_linear_cross_entropy`. Models also pass arguments meant for other parts, which are
+            ignored.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]

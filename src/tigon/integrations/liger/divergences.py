@@ -55,7 +55,7 @@ def liger_jsd(
     """`tigon.jsd` by Liger's arguments.
 
     Args:
-        input, target: log-probabilities (M, V) of the student and of the teacher.
+        input, target: the student's and the teacher's log-probabilities (M, V).
         shift_labels: (M,); rows with ignore_index do not count.
         beta: the teacher's weight in the mixture. 0 is KL(teacher ‖ student), 1 is KL(student ‖ teacher).
     Returns: (), the mean over the rows that count.
@@ -70,7 +70,7 @@ def liger_tvd(
     """`tigon.tvd` by Liger's arguments: ½ Σ |input − target|.
 
     Args:
-        input, target: probabilities (M, V) of the student and of the teacher.
+        input, target: the student's and the teacher's probabilities (M, V).
         shift_labels: (M,); rows with ignore_index do not count.
         reduction: "mean" over elements, "batchmean" over rows, "sum", or "none" for (M, V).
     """
@@ -90,9 +90,9 @@ def liger_fused_linear_jsd(
     """`tigon.losses.distill` with loss_type="jsd", of fp32 logits, which Liger has from 0.8.5 on.
 
     Args:
-        student_input, teacher_input: (M, H), each of its model's width. student_weight, teacher_weight: (V, H).
+        student_input, teacher_input: (M, H), each model's own width. student_weight, teacher_weight: (V, H).
         shift_labels: (M,); rows with ignore_index do not count.
-        jsd_beta: beta of `liger_jsd`.
+        jsd_beta: beta in `liger_jsd`.
         temperature: divides the logits of both.
         accum_dtype: dtype in which the weight's gradient is summed: None for fp32, or the weight's dtype.
     """

@@ -138,8 +138,8 @@ def liger_rotary_pos_emb(
 
     Args:
         q, k: (B, H, T, D), or (B, T, H, D) with unsqueeze_dim=2, which Liger ignores.
-        cos, sin: (B, T, R), (1, T, R) or (T, R); or with a dimension of one for the heads, at unsqueeze_dim or first.
-        rotary_dim: how many entries of a head are rotated, where cos and sin hold half as many, as in GPT-OSS.
+        cos, sin: (B, T, R), (1, T, R) or (T, R); or with a size-1 dimension for the heads, at unsqueeze_dim or first.
+        rotary_dim: how many entries per head are rotated, where cos and sin hold half as many, as in GPT-OSS.
     """
     without_effect("liger_rotary_pos_emb", position_ids=(None if position_ids is None else "…", None))
     if cos.dim() == 4:
@@ -163,7 +163,7 @@ def liger_multimodal_rotary_pos_emb(
 
 
 def _as(q: Tensor, k: Tensor, rotated: tuple[Tensor, Tensor] | Tensor) -> Pair:
-    # rope gives the promoted dtype of q with cos, which is fp32 where the model keeps its angles so.
+    # rope returns the promoted dtype of q with cos, which is fp32 for fp32 angles.
     return rotated[0].to(q.dtype), rotated[1].to(k.dtype)
 
 

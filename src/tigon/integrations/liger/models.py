@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tigon.fusion.engine.model import PARTS, Fusion, fuse
 
-# Liger's flags, with the parts of tigon.fuse that they stand for.
+# Liger's flags, and the matching parts of tigon.fuse.
 FLAGS: dict[str, tuple[str, ...]] = {
     "rope": ("rotary",),
     "cross_entropy": ("head",),
@@ -31,7 +31,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 _SWIGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm swiglu model"
 _GEGLU = "rope cross_entropy fused_linear_cross_entropy rms_norm geglu model"
 _VISION = "cross_entropy fused_linear_cross_entropy rms_norm layer_norm model **"
-# The arguments of each family's function, in Liger's order; ** for any flag of the models inside.
+# Each family's arguments, in Liger's order; ** for any flag of the inner models.
 ARGUMENTS: dict[str, str] = {
     **dict.fromkeys((
         "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "glm4", "glm4v", "glm4v_moe", "gpt_oss",
@@ -71,9 +71,8 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> Fusion:
 
     Args:
         model: a transformers model.
-        kwargs: Liger's flags, as `TrainingArguments.liger_kernel_config` has them. Those that the function for this
-            type of model does not take are left out, as Liger leaves them out; of a name that no function takes, with
-            a warning.
+        kwargs: Liger's flags, as in `TrainingArguments.liger_kernel_config`. Flags that the function for this model
+            type does not take are ignored, as in Liger; names that no function takes are ignored with a warning.
     """
     for flag in kwargs.keys() - FLAGS.keys():
         warnings.warn(
@@ -99,7 +98,7 @@ def _check_flags(name: str, given: Iterable[str]) -> None:
 
 
 def _fuse_by_flags(name: str, model: nn.Module | None, given: dict[str, Any], names: Collection[str]) -> Fusion:
-    """Fuse the model. given: flags that were said; the others are on. names: those that the function has."""
+    """Fuse the model. given: explicit flags; the others are on. names: the function's flags."""
     if model is None:
         raise ValueError(
             f"{name}: model must be given, since nothing is patched for the whole process here: pass model=…, or call "
@@ -111,7 +110,7 @@ def _fuse_by_flags(name: str, model: nn.Module | None, given: dict[str, Any], na
             f"{name}: rms_norm and layer_norm must be both on or both off, since tigon.fuse has one part for norms, "
             f"got {' and '.join(f'{flag}={value}' for flag, value in norms.items())}."
         )
-    # Both cross-entropy flags switch the head: its loss builds no logits, but code that reads the logits gets them.
+    # Both cross-entropy flags switch the head: the loss builds no logits, but code that reads the logits gets them.
     kinds = [flag for flag in ("cross_entropy", "fused_linear_cross_entropy") if flag in names]
     head = not kinds or given.get("cross_entropy", False) or given.get("fused_linear_cross_entropy", True)
     off = {flag for flag, wanted in given.items() if not wanted} - set(kinds)
@@ -119,7 +118,7 @@ def _fuse_by_flags(name: str, model: nn.Module | None, given: dict[str, Any], na
     options: dict[str, Any] = {"parts": PARTS.difference(*(FLAGS[flag] for flag in off))}
     present = vars(model).get("_tigon_fusion")
     if present is not None:
-        # In Liger a second call adds to the first: a part is on if either call switches it on.
+        # In Liger a second call adds to the first: a part is on if either call enables it.
         before = {f.name: getattr(present._options, f.name) for f in dataclasses.fields(present._options)}
         options = {**before, "parts": options["parts"].union(before["parts"])}
         if set(options["parts"]) != set(before["parts"]):
@@ -162,11 +161,11 @@ MODEL_TYPE_TO_APPLY_LIGER_FN: dict[str, Callable[..., Fusion]] = {
 }
 
 
-# ------------------------------------------------------------------ the keyword arguments of Liger's forwards of models
+# ---------------------------------------------------------------------------- keyword arguments of Liger's forwards
 
 _LOSS = "call LigerForCausalLMLoss or tigon.linear_cross_entropy with the hidden states and the head's weight"
 _ROWS = "tigon.linear_logprob has is_top1 for each token"
-# Each argument's default, and how you get the result that the argument asks for.
+# Each argument's default, and how to get the result that the argument requests.
 FORWARD_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "lse_square_scale": (0.0, _LOSS),
     "label_smoothing": (0.0, _LOSS),
@@ -179,13 +178,13 @@ FORWARD_ARGUMENTS: dict[str, tuple[Any, str]] = {
 
 
 def check_forward_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse what a fused model would not honour.
+    """Refuse arguments that a fused model would not honour.
 
     Args:
-        arguments: the keyword arguments of a call of the model.
-    Raises: ValueError for an argument of Liger's forwards that asks for another loss or another result, and for
-        skip_logits=True without labels, as Liger does. skip_logits=False is honoured as it is: whoever reads the
-        logits finds them.
+        arguments: the keyword arguments in a call to the model.
+    Raises: ValueError for an argument of Liger's forwards that requests another loss or another result, and for
+        skip_logits=True without labels, as Liger does. skip_logits=False needs nothing: code that reads the logits gets
+        them.
     """
     for name, (default, instead) in FORWARD_ARGUMENTS.items():
         value = arguments.get(name, default)

@@ -1,6 +1,6 @@
-"""Liger's norms and other small modules: its arguments, its parameters' names and starts, Tigon's operators.
+"""Liger's norms and other small modules: Liger's arguments, parameter names and initial values, Tigon's operators.
 
-in_place is an attribute and nothing else: whichever, no gradient that a caller can see is overwritten.
+in_place is only an attribute: in either case no gradient that a caller can see is overwritten.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LigerRMSNorm(nn.Module):
 
 
 def _make_norm(name: str, width: str, *, with_scale: bool = False, **defaults: Any) -> type[LigerRMSNorm]:
-    """A class of a family: `LigerRMSNorm` under the family's defaults, with the family's word for the width."""
+    """Make a family's class: `LigerRMSNorm` under the family's defaults, with the family's name for the width."""
     own = inspect.signature(LigerRMSNorm).parameters
     names = ["eps", "offset", "casting_mode", "init_fn", "in_place", *(["row_mode"] if width == "hidden_size" else [])]
     parameters = [own["hidden_size"].replace(name=width)]

@@ -1,4 +1,4 @@
-"""Arguments of Liger that say how it computes, not what. They are accepted; one that asks for something says so."""
+"""Liger arguments that select an implementation. They are accepted; a non-default value warns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-# Why they have none.
+# The reason for each.
 WITHOUT_EFFECT = {
     "backend": "TIGON_BACKEND and tigon.use_backend choose between Triton and PyTorch",
     "chunk_mem_const": "chunks follow a budget in bytes, TIGON_CHUNK_BYTES",
@@ -25,10 +25,10 @@ WITHOUT_EFFECT = {
 
 
 def without_effect(name: str, **options: tuple[Any, Any]) -> None:
-    """Warn of each option whose value is neither its default nor an off.
+    """Warn about each option that is neither off nor at the default.
 
     Args:
-        name: whose they are. options: (value, default) each.
+        name: the function that takes the options. options: (value, default) each.
     """
     for option, (value, default) in options.items():
         if value is not None and value is not False and value != default:
@@ -37,7 +37,7 @@ def without_effect(name: str, **options: tuple[Any, Any]) -> None:
 
 
 def accumulate(name: str, accum_dtype: torch.dtype | None, weight: Tensor) -> Literal["fp32", "weight"]:
-    """Tigon's word for the dtype that the weight's gradient is summed in: fp32 unless the weight's is asked for."""
+    """Tigon's name for the dtype of the weight gradient's sum: fp32 unless the weight's dtype is requested."""
     if accum_dtype is None or accum_dtype == torch.float32:
         return "fp32"
     if accum_dtype == weight.dtype:
@@ -46,7 +46,7 @@ def accumulate(name: str, accum_dtype: torch.dtype | None, weight: Tensor) -> Li
 
 
 class Options(nn.Module):
-    """A module without parameters whose arguments are attributes of the same names, which may be set later."""
+    """A module without parameters whose arguments are attributes with the same names, which may be set later."""
 
     def _keep(self, **options: Any) -> None:
         self._names = tuple(options)
@@ -65,21 +65,21 @@ def make_loss_module(
     name: str, loss: Callable[..., Any], forward: str, options: str, *, check: Callable[..., None] | None = None,
     **defaults: Any,
 ) -> type[Options]:  # fmt: skip
-    """The module of a loss: its constructor fixes the loss's options, and its forward takes the tensors.
+    """Make a loss module: its constructor fixes the loss's options, and its forward takes the tensors.
 
     Args:
         loss: the function.
-        forward: the arguments of forward in Liger's order; `theirs=ours` where the loss has another name.
-        options: the arguments of the constructor in Liger's order.
+        forward: forward's arguments in Liger's order; `theirs=ours` where the loss uses another name.
+        options: the constructor's arguments in Liger's order.
         check: called with the options when a module is made; raises ValueError.
-        defaults: of options that differ from those of the loss.
+        defaults: for options that differ from the loss's.
     """
     parameters = inspect.signature(loss).parameters
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     starts = {option: defaults.get(option, parameters[option].default) for option in options.split()}
     names = {item.partition("=")[0]: item.rpartition("=")[2] for item in forward.split()}
     tensors: list[inspect.Parameter] = []
-    absent: dict[str, None] = {}  # arguments that the loss needs, behind some that may be left out
+    absent: dict[str, None] = {}  # arguments that the loss needs, after optional arguments
     for theirs, ours in names.items():
         default = parameters[ours].default
         if default is empty and tensors and tensors[-1].default is None:
@@ -87,7 +87,7 @@ def make_loss_module(
         tensors.append(inspect.Parameter(theirs, kind, default=default))
 
     def initialize(self: Options, *args: Any, **kwargs: Any) -> None:
-        super(module, self).__init__()  # torch.compile knows this call of nn.Module's
+        super(module, self).__init__()  # torch.compile recognises this call to nn.Module's
         given = dict(zip(starts, args, strict=False)) | kwargs
         if len(args) > len(starts) or given.keys() - starts.keys():
             raise TypeError(f"{name}: its options are {', '.join(starts)}, got {len(args)} values and {list(kwargs)}.")

@@ -1,10 +1,10 @@
-"""What Liger's preference losses return beside their loss, as families of `tigon.losses.token_loss`.
+"""The results that Liger's preference losses return beside their loss, as families of `tigon.losses.token_loss`.
 
     pairs      share · f(β · (r_chosen − r_rejected) − γ) + α · NLL(chosen),   r = log π(y) − log π_ref(y)
     unpaired   1 − σ(±β (r − kl))
 
-Unlike those of `tigon.losses`, whose metrics are TRL's means, they give the log-probabilities of every sequence; a
-sequence's may be a mean over its tokens; and DPO may have an NLL beside it.
+Unlike `tigon.losses`, whose metrics are TRL's means, they return every sequence's log-probability; a sequence's
+log-probability may be a mean over its tokens; and DPO may include an NLL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hidden_of(reference: Reference) -> Hidden | None:
     return None if x is None or weight is None else Hidden(x, Head(weight, bias))
 
 
-# Without those that see the whole batch, or count tokens: Liger has neither.
+# Except types that see the whole batch, or count tokens: Liger has neither.
 DPO_TYPES = (
     "sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
 )  # fmt: skip
@@ -39,9 +39,9 @@ DPO_TYPES = (
 
 @record
 class PairOptions(NamedTuple):
-    """formula: a type of DPO, "contrast" or "orpo". logps: what a sequence's log-probability is over its tokens.
+    """formula: a DPO type, "contrast" or "orpo". logps: how a sequence's log-probability is reduced over tokens.
 
-    tau: τ of "discopop". alpha: the weight of the NLL, 0 for none.
+    tau: τ for "discopop". alpha: the NLL's weight, 0 for none.
     """
 
     formula: str
@@ -54,7 +54,7 @@ class PairOptions(NamedTuple):
 
 
 class PairTensors(NamedTuple):
-    """share: (S,) 1 / pairs. weights, nll_weights: (S, T) a token's, in the log-probability and in the NLL."""
+    """share: (S,) 1 / pairs. weights, nll_weights: (S, T) per token, in the log-probability and in the NLL."""
 
     share: Tensor
     weights: Tensor
@@ -70,7 +70,7 @@ class LigerPairs(Pairs, key="liger_pairs"):
     wants_mean_logit = False
 
     def grad_scale(self, sequences: int, tokens: int) -> float:
-        # The slopes of a mean over tokens are that much smaller; beside an NLL, half-way between.
+        # For a mean over tokens the slopes are smaller by the token count; with an NLL, half-way between.
         mean, nll = self.options.logps == "mean", self.options.alpha != 0
         return super().grad_scale(sequences, tokens) * (tokens if mean else max(1, tokens) ** 0.5 if nll else 1.0)
 
@@ -114,7 +114,7 @@ class UnpairedOptions(NamedTuple):
 
 
 class UnpairedTensors(NamedTuple):
-    """share: (S,) 1 / sequences. chosen, kl: (S,). weights: (S, T) a token's in its sequence's log-probability."""
+    """share: (S,) 1 / sequences. chosen, kl: (S,). weights: (S, T) per token in the sequence's log-probability."""
 
     share: Tensor
     chosen: Tensor
@@ -153,7 +153,7 @@ def pairwise(
     reference: Reference = (None, None, None), *, beta: float, smoothing: float = 0.0, tau: float = 0.05,
     gamma: float = 0.0, alpha: float | None, average: bool, nll_target: Tensor | None = None, ignore_index: int,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """alpha: weight of the NLL, or None for none, which is then reported as 0."""
+    """alpha: the NLL's weight, or None for none, which is then reported as 0."""
     if x.dim() != 3 or x.shape[0] % 2 or target.shape != x.shape[:2]:
         raise ValueError(
             f"{name}: x must be (2B, T, H), chosen sequences and then as many rejected ones, and target (2B, T), got "
@@ -229,7 +229,7 @@ def unpaired(
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | float) -> Tensor:
-    """The mean over classes of x Wᵀ + rows · bias, of the sum x (H,) of some rows: no logits are needed for it."""
+    """The mean over classes of x Wᵀ + rows · bias, given the row sum x (H,): no logits are needed."""
     with torch.no_grad():
         mean = (x * weight.mean(0, dtype=x.dtype)).sum()
         return mean if bias is None else mean + rows * bias.mean(dtype=x.dtype)

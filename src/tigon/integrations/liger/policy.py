@@ -35,11 +35,11 @@ def liger_fused_linear_grpo(
         _input: (S, T, H). selected_token_ids, attention_mask: (S, T). advantages: (S,).
         ref_per_token_logps, or ref_input, ref_weight and ref_bias: the reference, read with use_ref_model only.
         vllm_is_ratio: (S,), (S, 1) or (S, T), multiplies the loss.
-        num_items_in_batch: tokens over all ranks, which is divided by the number of ranks. None: counts the tokens of
-            this batch over all ranks.
+        num_items_in_batch: tokens over all ranks, divided by the rank count. None: counts this batch's tokens over all
+            ranks.
         loss_type: "luspo" needs importance_sampling_level="sequence" and beta=0: otherwise Liger's mean counts masked
             tokens, which `tigon.losses.grpo` leaves out.
-    Returns: the loss, and the means over tokens of the KL divergence, unless beta is 0, and of the clipped share.
+    Returns: the loss, the mean KL divergence over tokens, unless beta is 0, and the mean clipped share.
     """
     name = "liger_fused_linear_grpo"
     without_effect(name, chunk_size=(chunk_size, 1))
@@ -66,7 +66,7 @@ def liger_fused_linear_grpo(
     config = GRPO(
         loss_type=loss_type, importance_sampling_level=importance_sampling_level,  # type: ignore[arg-type]
         epsilon=epsilon_low, epsilon_high=epsilon_high, delta=delta,
-        beta=0.0 if ref is None else beta,  # without a reference it is the policy itself
+        beta=0.0 if ref is None else beta,  # without a reference the policy itself is the reference
         use_bias_correction_kl=use_bias_correction_kl,
         num_items_in_batch=_items(mask, num_items_in_batch) if loss_type in ("dapo", "cispo", "vespo") else None,
         max_completion_length=max_completion_length, temperature=temperature,
@@ -92,14 +92,14 @@ def _ratio(name: str, ratio: Tensor | None, mask: Tensor, loss_type: str) -> Ten
     if ratio.shape not in ((S,), (S, 1), (S, T)):
         raise ValueError(f"{name}: vllm_is_ratio must be ({S},), ({S}, 1) or ({S}, {T}), got {tuple(ratio.shape)}.")
     if loss_type == "vespo" and (ratio.shape != (S, T) or T == 1):
-        # It multiplies the tokens' ratios, once: as the first's.
+        # Multiplies the tokens' ratios once: through the first token's.
         first = mask & (mask.cumsum(1) == 1)
         return torch.where(first, ratio.reshape(S, 1), 1.0)
     return ratio
 
 
 def _items(mask: Tensor, items: float | Tensor | None) -> Tensor | float | None:
-    """What a rank divides by, so that the mean over ranks is that over all their tokens."""
+    """A rank's divisor, chosen so that the mean over ranks is the mean over all their tokens."""
     if not (dist.is_available() and dist.is_initialized()):
         return items
     if items is None:
@@ -112,7 +112,7 @@ def _clipped(
     logprob: Tensor, old: Tensor | None, mask: Tensor, advantages: Tensor, loss_type: str, sequence: bool, low: float,
     high: float,
 ) -> Tensor:  # fmt: skip
-    """The share of tokens whose ratio is cut off, 0-d."""
+    """The share of tokens whose ratio is clipped, 0-d."""
     if loss_type in ("sapo", "vespo"):
         return torch.zeros_like(logprob).sum()
     old = logprob if old is None else old

@@ -1,20 +1,20 @@
 """Tigon's losses behind TRL's own trainers: `tigon.integrations.trl.fuse(trainer)`.
 
-TRL keeps its losses, metrics and options. Tigon replaces only the operators that compute the numbers underneath, on
-the instances that the trainer holds and nowhere else:
+TRL keeps its losses, metrics and options. Tigon replaces only the underlying operators, and only on the trainer's
+instances:
 
     SFT, DPO, KTO, GRPO, RLOO    model(…, fused_lm_head=True) gives per-token log-probabilities: tigon.linear_logprob,
                                  in the policy and in the reference
     Distillation, GKD            the divergence from the teacher: tigon.losses.distill
-    ORPO                         the loss and its metrics: tigon.losses.orpo
+    ORPO                         the loss and the metrics: tigon.losses.orpo
 
-and the layers of all these models run fused (`tigon.fuse`). Where Tigon's operator lacks an option, TRL's own code
-runs, and the report says why.
+and all these models' layers run fused (`tigon.fuse`). Where Tigon's operator lacks an option, TRL's own code runs, and
+the report says why.
 
-Tigon finds the operators by TRL's code, not by its version number: a model's forward that takes `fused_lm_head` and
-calls an autograd function of the head's weight, a method that calls `_chunked_divergence_loss`, a trainer with
-`generalized_jsd_loss` or `odds_ratio_loss`. TRL's function around such an operator is cloned, with another value under
-the operator's name: the backbone, the shift, the gathering of shards, auxiliary losses and metrics remain TRL's.
+Tigon finds the operators by TRL's code, not by version number: a model's forward that takes `fused_lm_head` and
+calls an autograd function on the head's weight, a method that calls `_chunked_divergence_loss`, a trainer with
+`generalized_jsd_loss` or `odds_ratio_loss`. TRL's function around such an operator is cloned, with the operator's name
+bound to Tigon's: the backbone, the shift, the gathering of shards, auxiliary losses and metrics remain TRL's.
 
 Source: TRL 1.16, https://github.com/huggingface/trl
 """
@@ -46,17 +46,19 @@ def fuse(
     """Make a TRL trainer's loss run without logits and its models' layers fused, in place and reversibly.
 
     Args:
-        trainer: a trainer of TRL, made, but not training yet. Of a plain `transformers.Trainer` the model is fused.
-        losses: False leaves TRL's loss as it is.
+        trainer: a TRL trainer, constructed, but not training yet. For a plain `transformers.Trainer` the model is
+            fused.
+        losses: False keeps TRL's loss.
         keep_bytes: logits kept from the forward to the backward pass; as in `tigon.linear_logprob`.
-        shared_prefix: True computes a prompt once for all its completions (GRPO, RLOO) or answers (DPO) that a
-            micro-batch has, with the same losses and gradients; a micro-batch of GRPO then has whole groups. "auto"
-            does where at least a quarter of the tokens are tokens of prompts, and the model and the trainer can.
-        options: of `tigon.fuse`, for each model that the trainer holds (parts=…, recompute=…).
-    Returns: a TrainerFusion. `report()` says what runs in place of what, how often it ran in the last training step,
-        and what was left to TRL and why; `remove()` puts everything back. It is also a context manager. A trainer that
-        is fused already is left as it is, and its TrainerFusion returned.
-    Raises: TypeError for what is no trainer; ValueError with shared_prefix=True for a model or trainer that cannot.
+        shared_prefix: True computes a prompt once for all its completions (GRPO, RLOO) or answers (DPO) in a
+            micro-batch, with the same losses and gradients; a GRPO micro-batch then has whole groups. "auto" does so
+            where at least a quarter of the tokens are prompt tokens, and the model and the trainer support it.
+        options: for `tigon.fuse`, on each model that the trainer holds (parts=…, recompute=…).
+    Returns: a TrainerFusion. `report()` lists the replacements, how often each ran in the last training step, and the
+        calls left to TRL with reasons; `remove()` restores everything. Also a context manager. If the trainer is
+        already fused, its TrainerFusion is returned unchanged.
+    Raises: TypeError if trainer is not a trainer; ValueError with shared_prefix=True for a model or trainer that does
+        not support it.
 
         trainer = DPOTrainer(model, args=config, train_dataset=pairs, processing_class=tokenizer)
         fusion = tigon.integrations.trl.fuse(trainer)
@@ -82,7 +84,7 @@ def fuse(
 
 
 class TrainerFusion:
-    """The replacements that `fuse` made in one trainer. `models`: the Fusions of its policy, reference and teacher."""
+    """The replacements that `fuse` made in a trainer. `models`: the Fusions for its policy, reference and teacher."""
 
     def __init__(
         self, trainer: Any, models: dict[str, nn.Module], losses: bool, keep_bytes: int, options: dict[str, Any],
@@ -92,7 +94,7 @@ class TrainerFusion:
         self.models: dict[str, Fusion] = {}
         self._swaps = Swaps()
         self._ours: list[Fusion] = []
-        # TRL's forward of a model must be replaced before tigon.fuse wraps the model's forward.
+        # TRL's model forward must be replaced before tigon.fuse wraps the model's forward.
         if losses:
             self._replace_losses(models, keep_bytes)
         try:
@@ -120,7 +122,7 @@ class TrainerFusion:
         )  # fmt: skip
 
     def remove(self) -> None:
-        """Put the trainer and its models back as they were. A second call does nothing.
+        """Restore the trainer and its models. A second call does nothing.
 
         A model that was fused before stays fused.
         """
@@ -158,7 +160,7 @@ class TrainerFusion:
             swaps.not_replaced("policy", reason)
 
     def _fused(self, role: str, model: nn.Module, options: dict[str, Any], share: Share) -> Fusion:
-        """The Fusion of a model, which shares prompts if it can; with share=True it has to."""
+        """A model's Fusion, which shares prompts where possible; with share=True sharing is required."""
         swaps = self._swaps
         if not share:
             return fuse_model(model, **options)
@@ -194,14 +196,15 @@ class TrainerFusion:
 
 @dataclass(frozen=True)
 class TrainerReport:
-    """What runs in place of what in a trainer, and how often it ran in the last training step.
+    """The replacements in a trainer, and how often each ran in the last training step.
 
-    rows: the losses, replaced or left. calls: of Tigon's losses in the last step (a forward and backward pass), by role
-        and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each one's
-        `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and those of
-        separate sequences ("separate"). unshared: calls that ran as separate sequences, by reason. whole_logits: why
-        TRL computes the loss itself, from whole logits; empty if it does not.
-        str(report) is for one screen; to_dict() is JSON.
+    rows: the losses, replaced or left. calls: calls to Tigon's losses in the last step (a forward and backward pass),
+        by role and operator; total: in all steps. left: calls that went to TRL's own code, by reason. models: each
+        model's `tigon.fuse` report. shared: with shared_prefix, the rows computed in the last step ("rows"), and the
+        rows that separate sequences would take ("separate"). unshared: calls that ran as separate sequences, by reason.
+        whole_logits: why TRL computes the loss itself, from whole logits; otherwise empty.
+
+    str(report) fits on one screen; to_dict() is JSON.
     """
 
     trainer: str

@@ -1,4 +1,4 @@
-"""The divergence from a teacher: of hidden states and heads in DistillationTrainer, of logits in GKDTrainer."""
+"""The divergence from a teacher: from hidden states and heads in DistillationTrainer, from logits in GKDTrainer."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def replace_jsd(trainer: Any, swaps: Swaps) -> None:
 
 
 def split_over(side: Side) -> tuple[Any, ...] | None:
-    """The mesh that a split head's classes are on, and their number; None for a whole head."""
+    """The mesh over which a split head's classes are sharded, and the class count; None for a whole head."""
     weight: Any = side.head.weight
     return (weight.device_mesh, weight.shape[0]) if is_split(weight) else None
 

@@ -1,8 +1,8 @@
-"""Log-probabilities of tokens, from which SFT, DPO, KTO, GRPO and RLOO compute their losses.
+"""Token log-probabilities, from which SFT, DPO, KTO, GRPO and RLOO compute their losses.
 
 TRL gives a model a forward that, with `fused_lm_head=True`, returns log-probabilities and entropies in place of logits.
-That forward hands hidden states and the head's weight to an autograd function. Tigon's clone of the forward hands them
-to tigon.linear_logprob instead.
+That forward passes hidden states and the head's weight to an autograd function. Tigon's clone of the forward passes
+them to tigon.linear_logprob instead.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
         if callable(on_gpu := function.__globals__.get("_use_triton")):
             # Leave rows without a label out on a CPU too, as TRL does on a GPU.
             instead["_use_triton"] = lambda device, on_gpu=on_gpu: device.type == "cpu" or on_gpu(device)
-        # Mixed precision has wrapped the reference's forward by now. The clone runs outside of that wrapper, so it
-        # needs autocast itself.
+        # Mixed precision has wrapped the reference's forward by now. The clone bypasses that wrapper, and so needs
+        # autocast itself.
         context = contextlib.nullcontext if direct else trainer.accelerator.autocast
         new = _forward(forward, clone(function, **instead), context, role, swaps)
         swaps.put(module, "forward", types.MethodType(new, module))
@@ -64,9 +64,9 @@ def replace_projection(trainer: Any, swaps: Swaps, role: str, model: nn.Module, 
 
 
 def whole_logits_of(trainer: Any) -> str:
-    """The option for which the trainer computes its loss from whole logits; empty without one.
+    """The option for which the trainer uses whole logits; otherwise empty.
 
-    A trainer that does not read the option, as DPOTrainer, ignores it.
+    A trainer that does not read the option, such as DPOTrainer, ignores it.
     """
     reads = global_names(getattr(type(trainer), "compute_loss", None))
     if "compute_loss_func" in reads and getattr(trainer, "compute_loss_func", None) is not None:
@@ -78,7 +78,7 @@ def whole_logits_of(trainer: Any) -> str:
 
 
 def _fused_forward(forward: Any) -> tuple[tuple[types.FunctionType, str] | None, bool]:
-    """TRL's forward, alone or in a wrapper, with the name of its autograd function; whether it has no wrapper."""
+    """TRL's forward, alone or in a wrapper, with its autograd function's name; whether there is no wrapper."""
     for depth, function in enumerate(_layers_of(forward)):
         if isinstance(function, types.FunctionType) and "fused_lm_head" in function.__code__.co_varnames:
             for name in global_names(function):

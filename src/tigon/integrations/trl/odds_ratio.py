@@ -1,4 +1,4 @@
-"""ORPO: the trainer reads whole logits for its loss and its metrics; tigon.losses.orpo gives both without them."""
+"""ORPO: the trainer reads whole logits for loss and metrics; tigon.losses.orpo gives both without them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
             swaps.left["the logits are built: the head is not fused, or FSDP2 frees it"] += 1
             return own(model, batch, train_eval)
         side = side._replace(x=side.x[:, :-1])
-        # The odds ratio counts the completions' tokens; the likelihood counts those of prompt and completion.
+        # The odds ratio counts completion tokens; the likelihood counts prompt and completion tokens.
         target = torch.where(attention == 1, ids, -100)[:, 1:]
         with side.as_in_its_forward():
             side = side.in_one_dtype()
@@ -64,9 +64,9 @@ def replace_odds_ratio(trainer: Any, swaps: Swaps) -> None:
 
 @torch.no_grad()
 def _mean_logit(side: Side) -> Tensor:
-    """Mean of all logits of all rows, of padding too, as TRL logs it."""
+    """Mean over all logits in all rows, including padding, as logged by TRL."""
     x, head = side.hidden
-    assert isinstance(head, Head)  # as the trainer's part made it
+    assert isinstance(head, Head)  # made by the trainer's part
     if head.softcap is None and not is_split(head.weight):  # linear: the mean row times the mean column
         bias = 0.0 if head.bias is None else head.bias.float().mean()
         mean = x.float().mean(dim=(0, 1)) @ head.weight.mean(0, dtype=torch.float32)

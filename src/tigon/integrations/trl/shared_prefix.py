@@ -1,8 +1,8 @@
-"""Prompts computed once for all their completions (GRPO, RLOO) or answers (DPO), behind TRL's own losses.
+"""Prompts computed once for all their completions (GRPO, RLOO) or answers (DPO), under TRL's own losses.
 
-TRL hands a model padded rows, each a prompt with one completion. `Sharing` packs rows whose prompts are the same into a
-batch of prefixes and suffixes, has TRL's forward run over it, and lays the results out as TRL expects them. Positions
-are the columns of TRL's rows, so that models with learned positions give the same numbers too.
+TRL passes padded rows to the model, each a prompt with one completion. `Sharing` packs rows with the same prompt into
+prefixes and suffixes, runs TRL's forward on the packed batch, and returns the results in TRL's layout. Positions are
+the columns of TRL's rows, so that models with learned positions compute the same numbers too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tigon.fusion.shared_prefix.batch import SharedPrefixBatch
 from tigon.integrations.trl.swap import Swaps, clone, global_names, trls_own
 
 Share = Literal["auto"] | bool
-LEAST_SHARE = 0.25  # of the tokens, that "auto" wants to be tokens of prompts
+LEAST_SHARE = 0.25  # the least share of prompt tokens for "auto"
 KNOWN = {"input_ids", "attention_mask", "labels", "use_cache", "fused_lm_head", "num_items_in_batch"}
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 REFUSAL = "shared_prefix: "
@@ -29,17 +29,17 @@ ALL_DIFFER = "no two rows have one prompt"
 
 
 class Row(NamedTuple):
-    """Columns of a row in TRL's layout: the prompt is first to start, what continues it start to stop."""
+    """A row's columns in TRL's layout: the prompt is first to start, the continuation start to stop."""
 
     number: int
     first: int
     start: int
     stop: int
-    checksum: int  # of the prompt's tokens
+    checksum: int  # over the prompt's tokens
 
 
 class Packed(NamedTuple):
-    """A batch in TRL's layout (rows, columns), packed. place: of each token of the suffixes, in the results."""
+    """A batch in TRL's layout (rows, columns), packed. place: each suffix token's position in the results."""
 
     batch: SharedPrefixBatch
     position_ids: Tensor
@@ -49,14 +49,14 @@ class Packed(NamedTuple):
 
 
 class Sharing:
-    """How the forward of one model shares prompts. share: always, or where it pays ("auto")."""
+    """How a model's forward shares prompts. share: always, or where worthwhile ("auto")."""
 
     def __init__(self, swaps: Swaps, role: str, share: Share) -> None:
         self.swaps, self.role, self.share = swaps, role, share
-        self.refused: str | None = None  # what a layer said at the first call, where `fuse` could not know
+        self.refused: str | None = None  # reported by a layer at the first call, where `fuse` could not know
 
     def run(self, model: Any, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What TRL's forward returns, or None where the rows have to run as they are."""
+        """The result of TRL's forward, or None where the rows have to run unpacked."""
         if torch.compiler.is_compiling():
             return None  # packing reads the ids on the host
         reason, packed = self.refused or self._why_not(model, args, kwargs), None
@@ -66,7 +66,7 @@ class Sharing:
             reason = self._why_not_worth(rows)
             if reason is None:
                 packed = pack(ids, labels, rows or [])
-                if packed.batch.rows == packed.batch.separate_rows:  # two prompts of one checksum
+                if packed.batch.rows == packed.batch.separate_rows:  # two prompts with the same checksum
                     reason = ALL_DIFFER
         if reason is not None or packed is None:
             self.swaps.unshared[str(reason)] += 1
@@ -100,7 +100,7 @@ class Sharing:
         return None
 
     def _why_not_worth(self, rows: list[Row] | None) -> str | None:
-        """By the lengths alone: where prompts stay as they are, no step pays for a copy of its ids."""
+        """Decide by the lengths alone: where prompts are not shared, no step copies ids."""
         if rows is None:
             return "a row is not a prompt and what continues it"
         if len({(row.first, row.start, row.checksum) for row in rows}) == len(rows):
@@ -111,10 +111,9 @@ class Sharing:
 
 
 def rows_of(ids: Tensor, mask: Tensor | None, labels: Tensor) -> list[Row] | None:
-    """The rows that have labels; None if there is none, or if one of them is not a prompt and what continues it.
+    """The rows that have labels; None if there are none, or if any is not a prompt with a continuation.
 
-    What is copied to the host is six numbers a row. The copy waits for nothing but the batch, at the start of a
-    micro-batch.
+    Six numbers per row are copied to the host. The copy waits only for the batch itself, at the start of a micro-batch.
     """
     T = ids.shape[1]
     columns = torch.arange(T, device=ids.device).expand_as(ids)
@@ -125,7 +124,7 @@ def rows_of(ids: Tensor, mask: Tensor | None, labels: Tensor) -> list[Row] | Non
         return torch.where(where, columns, T).amin(1), torch.where(where, columns, -1).amax(1) + 1
 
     (first, stop), (start, last) = edges(valid), edges(wanted)
-    # Sums of squares modulo 2⁶⁴. Prompts that differ may have one checksum: `pack` compares the tokens.
+    # Sums of squares modulo 2⁶⁴. Different prompts may share a checksum: `pack` compares the tokens.
     mixed = ids.long() * 0x9E3779B97F4A7C1 + columns * 0x632BE59BD9B4E01
     prompt = (columns >= first.unsqueeze(1)) & (columns < start.unsqueeze(1))
     checksum = torch.where(prompt, mixed * mixed, 0).sum(1)
@@ -133,7 +132,7 @@ def rows_of(ids: Tensor, mask: Tensor | None, labels: Tensor) -> list[Row] | Non
     found = []
     for b, (first_, start_, stop_, sum_, count, last_) in enumerate(numbers.t().tolist()):
         if start_ == T:
-            continue  # its results are zeros, and it gets no gradient
+            continue  # results are zeros, without a gradient
         if stop_ - first_ != count or start_ <= first_ or last_ > stop_:
             return None
         found.append(Row(b, first_, start_, stop_, sum_))
@@ -141,14 +140,14 @@ def rows_of(ids: Tensor, mask: Tensor | None, labels: Tensor) -> list[Row] | Non
 
 
 def pack(ids: Tensor, labels: Tensor, rows: list[Row]) -> Packed:
-    """TRL's rows, packed by their prompts."""
+    """Pack TRL's rows by their prompts."""
     B, T = ids.shape
     host = torch.stack([ids, labels]).cpu()
     tokens = host[0]
     groups: dict[Any, list[tuple[int, int, int]]] = {}
     for b, first, start, stop, _ in rows:
         groups.setdefault((first, tokens[b, first:start].numpy().tobytes()), []).append((b, start, stop))
-    # A prefix and its suffixes, by row and columns, in the order of the layout.
+    # A prefix and its suffixes, by row and columns, in layout order.
     prefixes = [(spans[0][0], first, spans[0][1]) for (first, _), spans in groups.items()]
     suffixes = [span for spans in groups.values() for span in spans]
     spans = prefixes + suffixes
@@ -164,7 +163,7 @@ def pack(ids: Tensor, labels: Tensor, rows: list[Row]) -> Packed:
 
 
 def _unpacked(value: Any, packed: Packed) -> Any:
-    """A number for each token of the suffixes, (1, S), as TRL's (rows, columns - 1), zero elsewhere."""
+    """Unpack a number per suffix token, (1, S), to TRL's (rows, columns - 1), zero elsewhere."""
     if not isinstance(value, Tensor) or value.shape != (1, packed.place.numel()):
         return value
     B, T = packed.shape
@@ -172,7 +171,7 @@ def _unpacked(value: Any, packed: Packed) -> Any:
 
 
 class _Gathering:
-    """The model as TRL's forward sees it: its backbone gives the hidden states that predict a token, in their order."""
+    """The model as TRL's forward sees it: the backbone returns the hidden states that predict a token, in order."""
 
     def __init__(self, model: Any, rows: Tensor) -> None:
         self._model, self._rows = model, rows
@@ -194,9 +193,9 @@ class _Gathering:
 
 
 def keep_groups_together(trainer: Any, swaps: Swaps) -> None:
-    """Have the trainer shuffle groups instead of rows, so that a micro-batch has whole groups of one prompt.
+    """Make the trainer shuffle groups instead of rows, so that a micro-batch has whole groups with the same prompt.
 
-    The rows of a step stay the same, and so does the number of random numbers that the shuffle draws.
+    The rows in a step do not change, nor does the number of random draws in the shuffle.
     """
     wrapped = getattr(type(trainer), "_prepare_inputs", None)
     function = inspect.unwrap(wrapped) if wrapped is not None else None
@@ -216,7 +215,7 @@ def keep_groups_together(trainer: Any, swaps: Swaps) -> None:
 
 
 def shuffled_by_groups(rows: dict[str, Any]) -> dict[str, Any]:
-    """The rows of TRL's dictionary of columns in random order, those of one prompt next to each other."""
+    """The rows of TRL's column dictionary in random order, with rows for the same prompt adjacent."""
     prompts, mask = rows["prompt_ids"].cpu(), rows["prompt_mask"].cpu()
     keys = [prompts[i][mask[i] != 0].numpy().tobytes() for i in range(len(prompts))]
     groups: dict[bytes, list[int]] = {}

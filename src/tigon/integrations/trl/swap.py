@@ -1,4 +1,4 @@
-"""The attributes replaced on one trainer's instances, and the state that the replacements share."""
+"""The attributes replaced on a trainer's instances, and the state that the replacements share."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from tigon.losses.head.head import Head, Hidden
 
 
 class Swaps:
-    """The attributes replaced on the instances of one trainer, and how often the replacements ran.
+    """The attributes replaced on a trainer's instances, and how often the replacements ran.
 
     active: False after `restore`, for replacements that other code wrapped before, and still calls.
-    ledgers: the ledgers of the models' Fusions, by role. left: calls that went to TRL's own code, by reason.
+    ledgers: the models' Fusion ledgers, by role. left: calls that went to TRL's own code, by reason.
     projections: roles whose log-probabilities Tigon computes. sharing: how a role's forward shares prompts.
-    shared: rows computed in the last step, and the rows that separate sequences have. unshared: calls that ran as
-    separate sequences, by reason. whole_logits: why the trainer computes its loss from whole logits; empty if it does
-    not.
+    shared: rows computed in the last step, and the rows that separate sequences would take. unshared: calls that ran as
+    separate sequences, by reason. whole_logits: why the trainer uses whole logits; otherwise empty.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class Swaps:
         self.active = False
         for state, name, value, had, before in reversed(self._done):
             if state.get(name) is not value:
-                continue  # a wrapper of other code stays; the replacement inside, inactive now, passes through
+                continue  # another wrapper stays; the replacement inside, now inactive, passes through
             if had:
                 state[name] = before
             else:
@@ -92,7 +91,7 @@ class Swaps:
 
     @contextlib.contextmanager
     def lazily(self) -> Iterator[None]:
-        """Inside, heads leave their logits unbuilt even without labels."""
+        """A context in which heads leave their logits unbuilt even without labels."""
         with contextlib.ExitStack() as stack:
             for ledger in self.ledgers.values():
                 stack.enter_context(ledger.allow_lazy())
@@ -100,7 +99,7 @@ class Swaps:
 
 
 def trls_own(trainer: Any, *methods: str) -> bool:
-    """Whether a trainer has these methods and they are TRL's: a subclass may have another loss under the same name."""
+    """Whether a trainer has these methods and they are TRL's: a subclass may use the same name for another loss."""
     found = [getattr(type(trainer), name, None) for name in methods]
     return all((getattr(method, "__module__", None) or "").startswith("trl.") for method in found)
 
@@ -110,12 +109,12 @@ def global_names(function: Any) -> tuple[str, ...]:
 
 
 def clone(function: types.FunctionType, **instead: Any) -> types.FunctionType:
-    """A function with the same code, and other values for some globals."""
+    """Copy a function, with other values for some globals."""
     return rebuild_function(function, {**function.__globals__, **instead}, function.__closure__)
 
 
 def arguments_of(function: Any, known: set[str], skip: int = 0) -> inspect.Signature | None:
-    """The signature that binds this function's arguments by name; None if it has arguments beyond `known`."""
+    """The signature that binds this function's arguments by name; None for arguments beyond `known`."""
     parameters = list(inspect.signature(function).parameters.values())[skip:]
     return inspect.Signature(parameters) if {p.name for p in parameters} <= known else None
 
@@ -127,7 +126,7 @@ def bind(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]
 
 
 class Side(NamedTuple):
-    """The inputs of logits: hidden states x, the head, and the autocast state of the head's forward."""
+    """The inputs to logits: hidden states x, the head, and the autocast state in the head's forward."""
 
     x: Tensor
     head: Head
@@ -135,7 +134,7 @@ class Side(NamedTuple):
 
     @classmethod
     def of(cls, logits: Any) -> Side | None:
-        """The Side of unbuilt logits whose head's weight is still in memory; None for other logits."""
+        """The Side for unbuilt logits whose head's weight is still in memory; None for other logits."""
         if not isinstance(logits, LazyLogits) or not logits.pending():
             return None
         recipe = logits.recipe
@@ -148,7 +147,7 @@ class Side(NamedTuple):
         return cls(recipe.hidden, Head(recipe.weight, bias, form[1], form[0]), recipe.autocast)
 
     def gathered(self) -> Side:
-        """The same with a whole head, as TRL has it: FSDP2's shards are rows too, but each rank has other tokens."""
+        """The same with a whole head, as in TRL: FSDP2's shards are rows too, but each rank has other tokens."""
         return self._with_head(weight=_whole(self.head.weight), bias=_whole(self.head.bias))
 
     def _with_head(self, **changes: Any) -> Side:
@@ -159,7 +158,7 @@ class Side(NamedTuple):
         return Hidden(self.x, self.head)
 
     def unusual(self) -> str | None:
-        """Why TRL's own code must handle this head."""
+        """The reason why TRL's own code must handle this head."""
         for t in self.head[:2]:
             if t is not None and hasattr(t, "ds_id"):
                 return "ZeRO-3 gathers the head again in the backward pass"
@@ -172,7 +171,7 @@ class Side(NamedTuple):
         return self._replace(x=self.x[mask])
 
     def in_one_dtype(self) -> Side:
-        """The same with the head in the dtype of the hidden states, as TRL computes; autocast does its own casts."""
+        """The same with the head in the hidden states' dtype, as TRL computes; autocast does its own casts."""
         if torch.is_autocast_enabled(self.x.device.type):
             return self
         weight, bias = self.head[:2]

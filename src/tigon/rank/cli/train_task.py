@@ -1,4 +1,4 @@
-"""`tigon train --task rank`: fit a language model that ranks the candidates of requests (tigon.rank.models.prompt)."""
+"""`tigon train --task rank`: fit a language model that ranks each request's candidates (tigon.rank.models.prompt)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tigon.rank.models.prompt.templates import FILE, Prompt
 from tigon.rank.training.defaults import choose_prompt_settings
 from tigon.rank.training.diagnostics import find_problems
 
-# Requests whose text a tokenizer is trained on, where the model has none.
+# Requests whose text trains a tokenizer, where the model has none.
 TOKENIZER_REQUESTS = 2000
-# Options of `tigon train` by the names of `choose_prompt_settings`.
+# `tigon train` options by the names in `choose_prompt_settings`.
 CHOSEN = {
     "batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "lr": "learning_rate",
     "eval_fraction": "test_split_size", "save_every": "eval_steps",
@@ -37,7 +37,7 @@ CHOSEN = {
 
 
 class PromptRows(torch.utils.data.Dataset[Encoded]):
-    """Requests as token ids, made when a batch asks for them."""
+    """Requests as token ids, tokenized when a batch needs them."""
 
     def __init__(self, requests: Requests, encoder: Encoder) -> None:
         self.requests, self.encoder = requests, encoder
@@ -60,7 +60,7 @@ class PromptRows(torch.utils.data.Dataset[Encoded]):
         return rows
 
     def split(self, fraction: float, seed: int) -> tuple[PromptRows, PromptRows | None]:
-        """Hold out the latest requests; requests drawn by the seed where there are no times or only one."""
+        """Hold out the latest requests; random requests, by the seed, where there are no times or only one."""
         data = self.requests.data
         if not int(fraction * len(self)):
             return self, None
@@ -76,13 +76,13 @@ class PromptRows(torch.utils.data.Dataset[Encoded]):
         return self, None
 
     def add_teacher(self, teacher: PromptRanker) -> None:
-        """Ask a teacher once, about all requests."""
+        """Add a teacher's scores to all requests, computed once."""
         sizes = [len(request.candidates) for request in self.requests]
         self.teacher = {name: list(p.split(sizes)) for name, p in teacher.probabilities(self.requests).items()}
 
 
 class PromptTrainer(Trainer):
-    """The Trainer of prompt rankers: the loss of the answers, and AUC and log loss of held-out requests."""
+    """The Trainer for prompt rankers: the loss on the answers, and AUC and log loss on held-out requests."""
 
     ranker: PromptRanker
     calibration: Any
@@ -94,7 +94,7 @@ class PromptTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # the batch follows the model by itself
+        return inputs  # the batch moves with the model
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -107,8 +107,8 @@ class PromptTrainer(Trainer):
         sizes = [len(own) for own in batch.shared.layout.suffix_lengths]
         rows = (z.float().cpu(), batch.task.cpu(), batch.labels.cpu(), whole.float().cpu())
         requests = list(zip(*(part.split(sizes) for part in rows), strict=True))
-        # A request at a time: the last batches of several processes are filled up with requests that others have, and
-        # Accelerate leaves these out by their number.
+        # Per request: across processes the last batches are padded with repeated requests, and Accelerate drops these
+        # by count.
         self.seen += self.accelerator.gather_for_metrics(requests, use_gather_object=True)
         return loss.detach(), None, None
 
@@ -122,9 +122,9 @@ class PromptTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def measure(self) -> dict[str, float]:
-        """The loss of the labels, and AUC and log loss of each task's score, on the requests that were evaluated last.
+        """The labels' loss, and each task's AUC and log loss, on the last evaluated requests.
 
-        Each of them counts once, however many processes there are and however they were cut into batches.
+        Each request counts once, whatever the process count and batch size.
         """
         metrics: dict[str, float] = {}
         self.classes: dict[str, tuple[int, int]] = {}
@@ -147,11 +147,11 @@ class PromptTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.args.should_save:  # one process writes, where each is asked
+        if self.args.should_save:  # called in each process, but only one writes
             self.ranker.save_settings(str(output_dir or self.args.output_dir))
 
     def finish(self) -> None:
-        """Warn of what training has not learnt, calibrate on the held-out requests, and write the ranker's settings."""
+        """Warn about signs of underfitting, calibrate on the held-out requests, and write the ranker's settings."""
         rows = [{name.removeprefix("eval_"): value for name, value in row.items() if isinstance(value, (int, float))}
                 for row in self.state.log_history if "eval_loss" in row]  # fmt: skip
         row = {f"{name}:auc": rows[-1].get(f"auc_{name}", float("nan")) for name in self.classes} if rows else None
@@ -173,7 +173,7 @@ class PromptTrainer(Trainer):
 
 
 def make_trainer(options: TrainOptions) -> tuple[PromptTrainer, Any]:
-    """The trainer of a prompt ranker, and what `fuse` has returned."""
+    """A prompt ranker's trainer, and the result of `fuse`."""
     needs("--task rank", "rank", "jinja2", "yaml", "pyarrow")
     own, trainer = options.extra, options.trainer
     try:
@@ -190,7 +190,7 @@ def make_trainer(options: TrainOptions) -> tuple[PromptTrainer, Any]:
     length = default_prefix_len(positions) if own.prefix_len is None else own.prefix_len
     try:
         rows = PromptRows(requests, Encoder(prompt, tokenizer, length, positions))
-        rows.__getitems__(list(range(min(len(rows), 8))))  # what would fail on every request fails here
+        rows.__getitems__(list(range(min(len(rows), 8))))  # an error that affects every request is raised here
     except ValueError as error:
         raise Problem(f"--prompt {own.prompt}: {one_line(error)}") from error
     train_rows, test_rows = rows.split(held_out, trainer.seed)
@@ -216,13 +216,13 @@ def make_trainer(options: TrainOptions) -> tuple[PromptTrainer, Any]:
         model=model, args=trainer, train_dataset=train_rows, eval_dataset=test_rows, processing_class=tokenizer,
         data_collator=lambda encoded: {"batch": collate(encoded)},
     )  # fmt: skip
-    # An attribute that is no module of the trainer's model: tokens lie where the model does.
+    # An attribute that is not a module in the trainer's model: tokens are on the model's device.
     made.ranker, made.calibration = ranker.to(trainer.device), own.calibrate
     return made, fuse_ranker(made.model, options)
 
 
 def read_requests(options: TrainOptions, prompt: Prompt) -> Requests:
-    """The requests of --dataset_name. Raises Problem for what cannot be read, and for a task of one class."""
+    """The requests in --dataset_name. Raises Problem for unreadable data, and for a task with a single class."""
     own, name = options.extra, options.data.dataset_name
     try:
         requests = Requests(
@@ -243,7 +243,7 @@ def read_requests(options: TrainOptions, prompt: Prompt) -> Requests:
 
 
 def choose_settings(options: TrainOptions, requests: Requests, source: Source) -> float:
-    """Set the options that the user left out by the size of the table. Returns the share that is held out."""
+    """Set the options that the user left out by the table size. Returns the held-out share."""
     rows, text, trainer = requests.data.rows, source.config.get_text_config(), options.trainer
     chosen = choose_prompt_settings(len(requests), rows, text.hidden_size, source.weights)
     left_out = {"num_train_epochs"} if "max_steps" in options.given else set()
@@ -259,7 +259,7 @@ def choose_settings(options: TrainOptions, requests: Requests, source: Source) -
 
 
 def sample_texts(requests: Requests, prompt: Prompt) -> list[str]:
-    """The text of some requests: what a tokenizer is trained on."""
+    """Some requests' text, to train a tokenizer on."""
     texts = [prompt.render("instruction", {})]
     for request in islice(requests, TOKENIZER_REQUESTS):
         texts += [prompt.render("profile", request.profile)] if prompt.profile is not None else []
@@ -278,7 +278,7 @@ def load_base(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
         loading["attn_implementation"] = config.attn_implementation
     if (quantization := trl.get_quantization_config(config)) is not None:
         device = PartialState().device
-        # The index, not the device: accelerate compares it with its own device, which may have none.
+        # The index, not the device: accelerate compares with its own device, which may have none.
         place = (device.index or 0) if device.type == "cuda" else "cpu"
         loading |= {"quantization_config": quantization, "device_map": {"": place}}
     model: Any = load_model(source, config.dtype, **loading)
@@ -294,7 +294,7 @@ def load_base(options: TrainOptions, source: Source, tokenizer: Any) -> Any:
 
 
 def fuse_ranker(model: Any, options: TrainOptions) -> Any:
-    """Fuse the model. --no_fuse leaves out all of Tigon but what a batch of shared prefixes needs."""
+    """Fuse the model. --no_fuse disables Tigon, except for shared-prefix batches."""
     from tigon.fusion.engine.model import fuse
 
     own = options.fuse

@@ -1,4 +1,4 @@
-"""`tigon retrieve`: from a file of items to filtered answers, one row per command."""
+"""`tigon retrieve`: from item files to filtered results, one row per command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tigon retrieve build`: files of items become an index on the disk."""
+"""`tigon retrieve build`: build an index on disk from item files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tigon.files import check_memory, read_array, read_json
 
 NAME = "retrieve build"
 METRICS = ("ip", "cosine", "l2")
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}  # of a number of each dtype
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}  # bytes per number
 DTYPES = tuple(BYTES)
 CODES = ("int8", "sign")  # of retrieve.Index
 
@@ -55,10 +55,10 @@ def build(
         bool, typer.Option("--overwrite", "--force", help="Replace an index that is in --output.")
     ] = False,
 ) -> None:
-    """Build an index from files of items with their vectors.
+    """Build an index from files with items and their vectors.
 
-    The columns to filter by are found by their types: strings become categories, lists of strings tags, numbers and
-    times are kept in their order. The schema that was used is in the index; --schema takes one that you have edited.
+    Filter columns are inferred from their types: strings become categories, lists of strings become tags, numbers and
+    times keep their order. The index stores the schema; --schema takes an edited schema.
     """
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
     if metric not in METRICS:
@@ -110,7 +110,7 @@ def build(
             with sentences(NAME):
                 if index is None:
                     dim = matrix.shape[1]
-                    # 9 bytes of an item beside its vector: its id, and whether it is there.
+                    # 9 bytes per item beside the vector: the id, and a live flag.
                     check_memory(f"an index of {capacity or found.rows:,} items", (capacity or found.rows) * (
                         dim * BYTES[dtype] + 9))  # fmt: skip
                     index = Index(
@@ -141,17 +141,17 @@ def build(
 
 
 def _is_index(folder: Path) -> bool:
-    """Whether `Index.save` has written into a folder; it leaves what else is there."""
+    """Whether `Index.save` has written to a folder. Other files in the folder are ignored."""
     from tigon.retrieve.storage.folder_lock import LOCK
 
-    # A save that found no room leaves nothing but its lock.
+    # A save that ran out of disk space leaves only its lock.
     return (folder / LOCK).is_file() or any(folder.glob("snapshot-*"))
 
 
 def _read_schema(path: Path) -> dict[str, Any]:
     from tigon.retrieve import Schema
 
-    read_json(path)  # which says what is wrong with a file that is no JSON at all
+    read_json(path)  # reports a file that is not JSON
     try:
         return dict(Schema.from_json(path.read_text(encoding="utf-8")).columns)
     except ValueError as error:
@@ -178,7 +178,7 @@ def _chosen(found: Any, columns: str | None, rest: list[str]) -> list[str]:
 
 
 def _describe(found: Any, names: list[str], asked: bool) -> dict[str, Any]:
-    """The columns of a schema. asked: whether the names were given, so that none may be left out."""
+    """Infer a schema's columns. asked: whether the names were given, so that none may be left out."""
     from rich.table import Table
 
     from tigon.cli.screen import screen, show
@@ -200,7 +200,7 @@ def _describe(found: Any, names: list[str], asked: bool) -> dict[str, Any]:
 def _parts(
     found: Any, from_column: str | None, stored: Any, ids: str | None, filtered: list[str], size: int
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Ids, vectors and attributes, a piece at a time."""
+    """Yield ids, vectors and attributes in pieces."""
     import numpy as np
 
     from tigon.retrieve.cli.files import vectors_of
@@ -219,7 +219,7 @@ def _parts(
 
 
 def _bar(console: Any, total: int) -> Any:
-    """A progress bar over the items; called with how many more are done."""
+    """A progress bar over the items; call with the number of newly finished items."""
     from contextlib import contextmanager
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

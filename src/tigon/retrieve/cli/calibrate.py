@@ -1,4 +1,4 @@
-"""`tigon retrieve calibrate`: what codes of signs would find of the exact answers, by bits and candidates."""
+"""`tigon retrieve calibrate`: the recall that sign codes would have, by bits and candidates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calibrate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Recall, bytes and times of searches by codes "sign", on the items of an index and your own queries."""
+    """Recall, bytes and time for searches by codes "sign", on an index's items and your own queries."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
     from tigon.cli.screen import screen, show
     from tigon.retrieve.cli.files import Source, sentences, vector_column, vectors_of

@@ -1,4 +1,4 @@
-"""A schema for a table that comes without one: what each column is by its type and its values."""
+"""Infer a schema for a table without a schema, from column types and values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from tigon.retrieve.cli.files import Source
 
-# More different strings than these are names or texts, not something to filter by.
+# Columns with more distinct strings are names or texts, which are not useful to filter by.
 MOST_CATEGORIES, MOST_TAGS = 1_000_000, 504
-# Units and ranges of times and of dates: a column has the first that holds all of its values.
+# Units and ranges for times and dates: a column gets the first range that holds all its values.
 TIMES = (
     ("s", "1970-01-01", "2106-02-07"), ("m", "1700-01-01", "2700-01-01"), ("m", "0001-01-01", "8000-01-01"),
     ("h", "0001-01-01", "9999-12-31T23:00"),
@@ -17,15 +17,15 @@ DATES = (("D", "1000-01-01", "3000-01-01"), ("D", "0001-01-01", "9999-12-31"))
 
 
 class Described(NamedTuple):
-    """columns: of the schema, by name. left_out: why columns are not in it."""
+    """columns: the schema's columns by name. left_out: the reason for each column that was left out."""
 
     columns: dict[str, Any]
     left_out: dict[str, str]
 
 
 def describe(found: Source, names: list[str]) -> Described:
-    """Columns of a schema for columns of files. Strings become categories, lists of strings tags; numbers and times are
-    kept in their order. There is room for as many new values as there are.
+    """Infer schema columns from file columns. Strings become categories, lists of strings become tags; numbers and
+    times keep their order. There is room to double the number of values.
     """
     columns: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -100,15 +100,15 @@ def _integers(ends: dict[str, Any]) -> Any:
     if low is None:
         return "it is empty"
     if max(abs(low), abs(high)) <= 2**24:
-        return Number()  # as a float32, which holds them all
+        return Number()  # as float32, which holds all values exactly
     if high >= 2**63:
         return f"it has numbers above 2**63, such as {high:,}"
     if high - low >= 2**32 - 2:
         return f"{low:,} to {high:,} is more than 32 bits hold"
-    low = low - (low == high)  # a range has two numbers at least
+    low = low - (low == high)  # a range needs two distinct numbers
     return Number(low, high, step=1, bits=max(8, (high - low + 1).bit_length()))
 
 
 def _room(distinct: int, least: int) -> int:
-    """As many values as there are bits for, with the number of them doubled."""
+    """The most values whose codes fit the bits needed for twice the present number; no fewer than `least`."""
     return max(least, (1 << (2 * distinct).bit_length()) - 1)

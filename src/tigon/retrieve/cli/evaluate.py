@@ -1,4 +1,4 @@
-"""`tigon retrieve evaluate`: how good the answers are, and whether they are those of a full scan in fp32."""
+"""`tigon retrieve evaluate`: result quality, and agreement with a full scan in fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Recall of a search against all scores in fp32, and with --truth Recall, NDCG and MRR of the answers."""
+    """Recall against all scores in fp32, and with --truth Recall, NDCG and MRR against the given ids."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
     import numpy as np
 
@@ -83,12 +83,12 @@ def _right(found: Any, name: str) -> list[set[Any]]:
 
 
 def _exhaustive(index: Any, queries: Any, k: int, where: str | None) -> Any:
-    """The ids that a product of all vectors in fp32 puts first, by the reference of the operator."""
+    """The top ids from a product with all vectors in fp32, computed by the operator's reference."""
     from tigon.kernels import use_backend
     from tigon.retrieve.cli.opened import ids_of
 
     with use_backend("torch"):
-        # With codes "sign" a search may score some items alone.
+        # With codes "sign" a search may score only some items.
         every = 0 if index.table.format.codes == "sign" else None
         return ids_of(index.search(queries, k, where, candidates=every))
 

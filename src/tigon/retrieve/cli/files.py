@@ -1,4 +1,4 @@
-"""Files of items and of queries, a piece at a time, and the vectors in them."""
+"""Item and query files, read in pieces, and their vectors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ IDS = ("id", "item_id", "ids")
 
 
 class Source:
-    """Files of a table: those of parquet are read a piece at a time, others at once.
+    """Table files: parquet is read in pieces, other formats at once.
 
     Args:
-        command: what errors begin with.
+        command: the beginning of error messages.
         paths: files, or folders of files.
-    Raises: Problem if a file is missing, of no known format, not of the format that its ending says, or empty.
+    Raises: Problem if a file is missing, empty, in an unknown format, or not in the format of its extension.
 
     Attributes:
-        types: the pyarrow type of each column; categories have the type of their values.
-        rows: how many there are.
+        types: each column's pyarrow type; categories have their values' type.
+        rows: the row count.
     """
 
     def __init__(self, command: str, paths: list[Path]) -> None:
@@ -58,7 +58,7 @@ class Source:
             return self.columns[name]
 
     def pieces(self, columns: list[str], size: int) -> Iterator[Any]:
-        """Tables of these columns, of `size` rows or fewer."""
+        """Tables with these columns, with at most `size` rows each."""
         import pyarrow as pa
 
         with sentences(self.command):
@@ -72,7 +72,7 @@ class Source:
 
 @contextmanager
 def sentences(command: str) -> Iterator[None]:
-    """Errors about tables and indices as Problems of a command."""
+    """Turn errors about tables and indices into a command's Problems."""
     try:
         yield
     except (ValueError, OSError, OverflowError) as error:
@@ -81,12 +81,12 @@ def sentences(command: str) -> Iterator[None]:
         raise Problem(f"{command}: {re.sub(CALLED, '', one_line(error))}") from error
 
 
-# What errors of the library begin with.
+# The beginning of the library's error messages.
 CALLED = r"^(retrieve( [a-z]+)?|(Index|Schema)(\.[a-z_]+)?): "
 
 
 def vector_column(command: str, found: Source, given: str | None) -> str:
-    """The column of vectors: the one that was named, or the only one that holds lists of floats."""
+    """The vector column: the named column, or the only column that holds lists of floats."""
     if given is not None:
         return named(command, found, "--vector", given)
     candidates: list[str] = [name for name, kind in found.types.items() if holds_floats(kind)]
@@ -97,7 +97,7 @@ def vector_column(command: str, found: Source, given: str | None) -> str:
 
 
 def holds_floats(kind: Any) -> bool:
-    """Whether a pyarrow type is of lists of floats, as vectors are."""
+    """Whether a pyarrow type is a list of floats, as for vectors."""
     import pyarrow.types as types
 
     return bool(is_list(kind) and types.is_floating(kind.value_type))
@@ -110,7 +110,7 @@ def is_list(kind: Any) -> bool:
 
 
 def named(command: str, found: Source, option: str, name: str) -> str:
-    """A column's name, which has to be there."""
+    """Check that a column name exists."""
     from tigon.data.arrow import nearest
 
     if name not in found.names:
@@ -119,16 +119,16 @@ def named(command: str, found: Source, option: str, name: str) -> str:
 
 
 def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDArray[np.float32]:
-    """(rows, dim) of a column of lists, or of texts such as "[0.1, 0.2]".
+    """(rows, dim) from a column with lists, or texts such as "[0.1, 0.2]".
 
-    Raises: Problem if a row has no vector, or one of another width.
+    Raises: Problem if a row has no vector, or a vector with another width.
     """
     import pyarrow as pa
     import pyarrow.compute as compute
     import pyarrow.types as types
 
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(column, pa.ChunkedArray):  # of no chunk
+    if isinstance(column, pa.ChunkedArray):  # without chunks
         column = pa.array([], type=column.type)
     if types.is_string(column.type) or types.is_large_string(column.type):
         texts = column.to_pylist()
@@ -157,11 +157,11 @@ def vectors_of(command: str, column: Any, name: str, first: int = 0) -> npt.NDAr
         flat = np.asarray(column.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise Problem(f"{command}: column {name!r} must hold lists of numbers: {one_line(error)}") from error
-    return np.require(flat, requirements="W").reshape(len(column), -1)  # torch warns of what cannot be written
+    return np.require(flat, requirements="W").reshape(len(column), -1)  # torch warns about read-only arrays
 
 
 def numbers(text: str | None) -> list[float] | None:
-    """The numbers of a text such as "[0.1, 0.2]"; None if it holds anything else."""
+    """Parse the numbers in a text such as "[0.1, 0.2]"; None for any other text."""
     if text is None:
         return None
     try:

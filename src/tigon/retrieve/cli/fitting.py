@@ -1,4 +1,4 @@
-"""The loop that trains two towers: pairs on the device, batches by a permutation made there, one CUDA graph a step."""
+"""The training loop for two towers: pairs on the device, batches from a device permutation, one CUDA graph per step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tigon.retrieve.training.towers import TwoTowers
 
 LOSSES = ("item_softmax", "in_batch", "in_batch_logq", "sampled", "hard")
 PRECISIONS = ("auto", "bf16", "fp32")
-# Batches that compile kernels and let allocations settle before a step is recorded.
+# Warm-up batches that compile kernels and settle allocations before a step is captured.
 WARMUP = 3
-# Users for whom negatives are mined at once.
+# Users per mining call.
 MINED = 1024
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a fit depends on. metric: what early stopping looks at.
+    """Options of a fit. metric: monitored by early stopping.
 
-    negatives: of a step, for the loss `sampled`. hard_negatives: of each user, for the loss `hard`, mined at the
-    beginning of each epoch after `hard_after`; hard_skip: how many of the best are left out.
+    negatives: per step, for the loss `sampled`. hard_negatives: per user, for the loss `hard`, mined at the start of
+    each epoch after `hard_after`; hard_skip: how many top items are left out.
     """
 
     loss: str = "item_softmax"
@@ -54,22 +54,22 @@ class Settings:
     metric: str = "ndcg@20"
 
 
-# Of `choose`: pairs from which vectors are as wide as those of the published sets, and the rate as low; batches of an
-# epoch; steps between two evaluations and of the longest fit, at least; pairs that are held out, at least.
+# For `choose`: the pair count from which width and learning rate are those for the published sets; batches per epoch;
+# least steps between two evaluations and for the longest fit; least held-out pairs.
 PUBLISHED, BATCHES, BETWEEN, STEPS, HELD = 100_000, 16, 16, 600, 200
 
 
 def choose(pairs: int, given: dict[str, Any]) -> dict[str, Any]:
-    """What options that are None become for a table of so many pairs.
+    """Choose defaults for options that are None, from the pair count.
 
-    Batches hold a sixteenth of the pairs, 32 to 8,192, cut to a power of two. Vectors are 32 wide below 1,000 pairs,
-    64 below 100,000 and 128 from there, with a rate of 3e-3 below that and 1e-3 from there. The longest fit has 100
-    epochs, and as many as 600 steps take, with 16 steps and two epochs at least between evaluations. A tenth is held
-    out, and of fewer than 2,000 pairs 200, or a quarter.
+    Batches hold a sixteenth of the pairs, 32 to 8,192, rounded down to a power of two. Vectors are 32 wide below 1,000
+    pairs, 64 below 100,000 and 128 from there; the learning rate is 3e-3 below 100,000 pairs and 1e-3 from there. The
+    longest fit has 100 epochs, or as many as 600 steps take, with at least 16 steps and two epochs between evaluations.
+    A tenth of the pairs is held out; below 2,000 pairs, 200 or a quarter.
 
     Source: from 100,000 pairs on docs/retrieve/study.md, below benchmarks/learn_defaults.py.
 
-    given: options by name; those that are not None are not returned.
+    given: options by name; options that are not None are not returned.
     """
     batch = given["batch_size"] or 1 << math.floor(math.log2(min(max(pairs // BATCHES, 32), 8192)))
     steps = max(pairs // batch, 1)
@@ -86,7 +86,7 @@ def choose(pairs: int, given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Fitted:
-    """towers: as trained. history: a row for each evaluation. best: epochs of the best one; of the last without any."""
+    """towers: as trained. history: a row per evaluation. best: the best epoch; without evaluations, the last."""
 
     towers: TwoTowers
     history: list[dict[str, float]]
@@ -98,7 +98,7 @@ class Fitted:
 
 
 class Objective(nn.Module):
-    """The loss of a batch of pairs, so that a launcher may wrap towers and loss as one module."""
+    """The loss on a batch of pairs. One module, so that a launcher can wrap towers and loss together."""
 
     log_q: Tensor
     hard: Tensor
@@ -108,12 +108,12 @@ class Objective(nn.Module):
         self.towers, self.settings, self.narrow = towers, settings, narrow
         counts = pairs[:, 1].bincount(minlength=towers.item.num_embeddings).clamp(min=1)
         self.register_buffer("log_q", (counts / len(pairs)).log(), persistent=False)
-        if settings.loss == "hard":  # none, until they are mined: a step that is recorded reads what is there then
+        if settings.loss == "hard":  # empty until mined: a captured step reads the current contents
             mined = towers.user.num_embeddings, settings.hard_negatives
             self.register_buffer("hard", pairs.new_full(mined, -1), persistent=False)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """The mean over the pairs of user (B,) and item (B,), rows."""
+        """The mean loss over pairs, given user rows (B,) and item rows (B,)."""
         users, items = self.towers(torch.stack((user, item), 1) if self.settings.leave_out else None)
         if self.narrow:
             users, items = users.bfloat16(), items.bfloat16()
@@ -124,7 +124,7 @@ class Objective(nn.Module):
             drawn = torch.randint(len(items), (self.settings.negatives,), device=items.device)
             return sampled_softmax(query, items, item, drawn, scale=scale)
         if self.settings.loss == "hard":
-            # The items of the batch as drawn negatives, each expected B times its share, and the mined ones beside.
+            # The batch's items as drawn negatives, each expected B times its share, plus the mined negatives.
             beside = Negatives(item, own=self.hard[user])
             return sampled_softmax(query, items, item, beside, self.log_q + math.log(len(item)), scale=scale)
         log_q = self.log_q[item] if self.settings.loss == "in_batch_logq" else None
@@ -132,7 +132,7 @@ class Objective(nn.Module):
 
 
 class Miner:
-    """Hard negatives of all users, among all items but those of their pairs, put where the objective reads them."""
+    """Mine hard negatives for all users, excluding items from their pairs, into the objective's buffer."""
 
     def __init__(self, objective: Objective, pairs: Tensor) -> None:
         self.objective, settings = objective, objective.settings
@@ -163,13 +163,13 @@ def fit(
     """Train two towers.
 
     Args:
-        pairs: (P, 2) int64, of users' and items' rows.
-        held: (V, 2), pairs to evaluate on, among all items but those of `pairs`. None: all epochs are done.
-        graph: whether a step is recorded and replayed. None: on a GPU.
-        state: what `after_epoch`'s last argument returned at the end of an epoch, from which to go on.
-        after_epoch: called with the epoch, the mean loss, what was evaluated, and a function that returns the state;
-            it ends the run by returning True.
-        after_step: called with how many steps are done, or on their way on a GPU.
+        pairs: (P, 2) int64, user and item rows.
+        held: (V, 2), validation pairs, ranked among all items but those in `pairs`. None: all epochs run.
+        graph: whether a step is captured and replayed. None: on a GPU.
+        state: the state to resume from, returned by `after_epoch`'s last argument at the end of an epoch.
+        after_epoch: called with the epoch, the mean loss, the evaluation, and a function that returns the state;
+            returning True ends the run.
+        after_step: called with the number of steps done, or enqueued on a GPU.
     Raises: Problem if the loss is not finite.
     """
     from accelerate import Accelerator
@@ -201,7 +201,7 @@ def fit(
         if _over(history, settings, epoch - 1, time.perf_counter() - began):
             break
         start = time.perf_counter()
-        # The epoch decides the order and what is drawn, so that a run that goes on does what it would have done.
+        # The epoch seeds order and draws, so that a resumed run repeats the original run.
         torch.manual_seed(seed * 1_000_003 + epoch)
         if miner is not None and epoch > settings.hard_after:
             miner.mine()
@@ -225,7 +225,7 @@ def fit(
 
 
 def _over(history: list[dict[str, float]], settings: Settings, epoch: int, seconds: float) -> bool:
-    """Whether the time is up, or the last evaluations were none the best."""
+    """Whether the time limit is reached, or the last evaluations brought no improvement."""
     if seconds > 60 * settings.max_minutes and epoch:
         return True
     values = [row[settings.metric] for row in history]
@@ -243,21 +243,21 @@ def _state(
 
 @torch.no_grad()
 def evaluated(towers: TwoTowers, right: Tensor, exclude: Tensor, k: tuple[int, ...] = (20,)) -> dict[str, float]:
-    """`metrics.evaluate` of the towers' vectors in fp32."""
+    """`metrics.evaluate` on the towers' vectors in fp32."""
     users, items = towers()
     return metrics.evaluate(users, items, right, exclude, k)
 
 
 def popular(pairs: Tensor, held: Tensor, users: int, items: int, metric: str) -> float:
-    """The metric of showing all users the items that most pairs have."""
+    """The metric when all users are shown the most popular items."""
     counts = pairs[:, 1].bincount(minlength=items).float().unsqueeze(1)
     return metrics.evaluate(counts.new_ones(users, 1), counts, held, pairs, (20,))[metric]
 
 
 def find_doubts(fitted: Fitted, settings: Settings, baseline: float) -> list[str]:
-    """A sentence for each sign that a fit that validates has not learned what it could, with what to change.
+    """A sentence with advice for each sign that a validated fit has learned less than possible.
 
-    baseline: `popular` of the same pairs.
+    baseline: `popular` on the same pairs.
     """
     name, history = settings.metric, fitted.history
     if not history:
@@ -278,7 +278,7 @@ def find_doubts(fitted: Fitted, settings: Settings, baseline: float) -> list[str
 
 
 class _Steps:
-    """The steps of an epoch. On a GPU one is recorded, and replayed: the host has nothing to compute."""
+    """An epoch's steps. On a GPU a step is captured and replayed, so that the host has nothing to compute."""
 
     def __init__(
         self, module: nn.Module, optimizer: Any, accelerator: Any, pairs: Tensor, batch: int, graph: bool
@@ -302,7 +302,7 @@ class _Steps:
         self.at += self.batch
 
     def _record(self) -> Any:
-        # The steps that come before must change nothing.
+        # Warm-up steps must not change the parameters.
         kept = [p.detach().clone() for p in self.module.parameters()]
         states = {p: {k: v.clone() for k, v in s.items()} for p, s in self.optimizer.state.items()}
         side = torch.cuda.Stream()
@@ -323,9 +323,9 @@ class _Steps:
         return graph
 
     def epoch(self, before: int = 0, after_step: Callable[[int], object] | None = None) -> float:
-        """The mean loss. The pairs of less than a batch at the end of the order are left to other epochs.
+        """The mean loss. A partial batch at the end of the order is left to other epochs.
 
-        before: how many epochs are done. after_step: as that of `fit`.
+        before: the number of finished epochs. after_step: as in `fit`.
         """
         torch.randperm(len(self.order), out=self.order)
         self.at.zero_()

@@ -1,4 +1,4 @@
-"""An index on the disk and queries, as the commands are handed them."""
+"""Load the index and the queries for a command."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def load(command: str, path: Path, device: str) -> Index:
-    """The index of a folder, on a device.
+    """Load an index folder onto a device.
 
-    Raises: Problem if there is none, if it is damaged, or if there is no such device.
+    Raises: Problem if there is no index, if the index is damaged, or if there is no such device.
     """
     from tigon.retrieve import Index
 
@@ -28,13 +28,13 @@ def load(command: str, path: Path, device: str) -> Index:
 
 
 def ids_of(hits: Hits) -> Any:
-    """(queries, k) of numpy, -1 or None where there is no item."""
+    """(queries, k) in numpy, -1 or None where there is no item."""
     ids = hits.ids
     return ids.cpu().numpy() if hasattr(ids, "cpu") else ids
 
 
 def query(command: str, index: Index, text: str | None, file: Path | None, like: str | None) -> Any:
-    """(queries, dim) of one of three options: numbers, a .npy file, or an item of the index."""
+    """(queries, dim) from one of three options: numbers, a .npy file, or an index item."""
     import numpy as np
 
     given = [

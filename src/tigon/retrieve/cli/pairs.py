@@ -1,4 +1,4 @@
-"""Pairs of users and items from files, as rows of two tables."""
+"""Read user–item pairs from files, as rows in two tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class Pairs(NamedTuple):
-    """train, test: (pairs, 2) int64 of rows. users, items: the ids of the rows. test: None without a file of them."""
+    """train, test: (pairs, 2) int64 row pairs. users, items: the ids by row. test: None without a test file."""
 
     train: npt.NDArray[np.int64]
     test: npt.NDArray[np.int64] | None
@@ -34,14 +34,14 @@ class Pairs(NamedTuple):
 
 
 def read_pairs(data: Path, test: Path | None, user: str | None, item: str | None) -> Pairs:
-    """Training pairs, and those to test on.
+    """Read training and test pairs.
 
     Args:
-        data: a table of pairs; a .txt file of lines "user item item …"; a scipy .npz file of the adjacency matrix of
-            users and items; or a folder with train.txt, or s_adj_mat.npz, and test.txt beside it.
-        test: the same forms but .npz; None for the test.txt of a folder.
-        user, item: columns of tables; None for the usual names.
-    Raises: Problem for files that are missing, malformed or empty, and for test pairs of unknown users and items.
+        data: a table with pairs; a .txt file with lines "user item item …"; a scipy .npz file with the user–item
+            adjacency matrix; or a folder with train.txt, or s_adj_mat.npz, and test.txt beside it.
+        test: the same forms except .npz; None for test.txt in the folder.
+        user, item: column names; None for the usual names.
+    Raises: Problem for files that are missing, malformed or empty, and for test pairs with unknown users and items.
     """
     if data.is_dir() and ((data / "train.txt").exists() or (data / "s_adj_mat.npz").exists()):
         folder = data
@@ -87,7 +87,7 @@ def read_pairs(data: Path, test: Path | None, user: str | None, item: str | None
 
 
 def split(train: npt.NDArray[np.int64], share: float, seed: int) -> tuple[npt.NDArray[np.int64], Array]:
-    """Training pairs in two parts: what stays, at least one of each user, and a share that is held out.
+    """Split training pairs in two: the rest, with at least one pair per user, and the held-out share.
 
     Raises: Problem if nothing would be held out.
     """
@@ -99,15 +99,15 @@ def split(train: npt.NDArray[np.int64], share: float, seed: int) -> tuple[npt.ND
 
 
 def split_blocks(train: npt.NDArray[np.int64], share: float, seed: int) -> tuple[npt.NDArray[np.int64], Array]:
-    """As `split`, but of each user a run of neighbours in the order of the items is held out, from a drawn place on.
+    """As `split`, but each user's held-out pairs are consecutive in item order, from a random start on.
 
-    Ids are mostly given as items appear, and what a user had at about one time is close in them. So a run is farther
-    from what stays than pairs drawn at random are, as what a user does next is.
+    Ids usually follow the order in which items appear, so a user's pairs from about the same time have nearby ids.
+    Consecutive held-out pairs are therefore farther from the rest than random pairs are, like a user's future pairs.
     """
     draw = np.random.default_rng(seed)
     ordered = train[np.lexsort((train[:, 1], train[:, 0]))]
     _, starts, which, counts = np.unique(ordered[:, 0], return_index=True, return_inverse=True, return_counts=True)
-    # Rounded at random, so that users with few pairs are held out from in proportion, too.
+    # Random rounding also holds out a proportional share from users with few pairs.
     sizes = np.minimum(np.floor(share * counts + draw.random(len(counts))), counts - 1)
     first = np.floor(draw.random(len(counts)) * counts)
     place = np.arange(len(ordered)) - starts[which]
@@ -147,13 +147,13 @@ def _lists(path: Path) -> npt.NDArray[np.int64]:
     if not found:
         raise Problem(f"{NAME}: {path} has no pairs")
     pairs = np.array(found, dtype=np.int64)
-    # A row of each table for every number up to the largest, of which each takes 8 bytes here alone.
+    # Each table has a row for every number up to the largest, 8 bytes each here.
     check_memory(f"{path}, by its largest numbers,", 8 * (int(pairs.max(0).sum()) + 2))
     return pairs
 
 
 def _adjacency(path: Path) -> tuple[npt.NDArray[np.int64], Array, Array]:
-    """Of a symmetric matrix of users and then items in scipy's CSR form, which needs no scipy to be read."""
+    """Read a symmetric adjacency matrix, users before items, in scipy's CSR form, without scipy."""
     try:
         stored = read_arrays(path, required=("indptr", "indices"))
     except DamagedFileError as error:
@@ -170,7 +170,7 @@ def _adjacency(path: Path) -> tuple[npt.NDArray[np.int64], Array, Array]:
     above = columns > rows
     if not above.any() or columns[above].min() <= rows[above].max():
         raise Problem(f"{NAME}: {path} must be symmetric, users before items, and join none of a kind")
-    # The items begin where the first column of a user points, or earlier ones have no pair.
+    # The items begin where a user's first column points, unless earlier items have no pair.
     users = int(rows[above].max()) + 1
     train = np.stack((rows[above], columns[above] - users), 1)
     return train, np.arange(users), np.arange(count - users)

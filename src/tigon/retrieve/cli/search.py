@@ -1,4 +1,4 @@
-"""`tigon retrieve search`: the best items of an index that pass a filter."""
+"""`tigon retrieve search`: the best items in an index that pass a filter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def search(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Search an index. Every item that passes the filter is scored: the answer is exact."""
+    """Search an index. Every item that passes the filter is scored: the result is exact."""
     needs(f"tigon {NAME}", "retrieve", "torch", "pyarrow", "safetensors", "numpy")
     from tigon.cli.screen import screen
     from tigon.retrieve.cli.files import sentences
@@ -75,7 +75,7 @@ def search(
 
 
 def _rows_of(paths: list[Path], id: str | None, columns: str | None, wanted: set[Any]) -> dict[Any, dict[str, Any]]:
-    """The rows of files by their ids, of those that are wanted."""
+    """Find the rows with the wanted ids in files."""
     import pyarrow as pa
 
     from tigon.retrieve.cli.files import IDS, Source, holds_floats, named
@@ -104,7 +104,7 @@ def _show(rows: list[dict[str, Any]], queries: int) -> None:
 
     from tigon.cli.screen import screen, show
 
-    # A pipe has no width, and rich would fold the table to 80 columns.
+    # A pipe has no width, for which rich would fold the table to 80 columns.
     console = screen(width=None if sys.stdout.isatty() else 10_000)
     if not rows:
         console.print("no item passes")

@@ -1,4 +1,4 @@
-"""`tigon retrieve serve`: an index behind HTTP."""
+"""`tigon retrieve serve`: serve an index over HTTP."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def serve(
     from tigon.retrieve.server.service import Limits, Service
     from tigon.retrieve.server.worker_pool import WorkerError
 
-    if workers > 1 and sys.platform != "linux":  # elsewhere one of several sockets of a port gets all connections
+    if workers > 1 and sys.platform != "linux":  # elsewhere one socket gets all connections to a shared port
         raise Problem(f"{NAME}: --workers must be 0 or 1, since Linux alone deals out connections, got {workers}")
     if max_queue < max_batch:
         raise Problem(f"{NAME}: --max-queue must be at least --max-batch, {max_batch:,}, got {max_queue:,}")
@@ -154,7 +154,7 @@ def _open_index(path: Path, journal: bool, device: Any) -> Index:
 
 
 def _load_encoder(name: str, device: Any, retriever: Path | None) -> Any:
-    """An encoder for a `Retriever`, on a device, with the weights of a retriever's folder."""
+    """Load an encoder for a `Retriever` onto a device, with weights from a retriever's folder."""
     import torch
 
     is_import = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", name)
@@ -174,7 +174,7 @@ def _load_encoder(name: str, device: Any, retriever: Path | None) -> Any:
 
 
 def _import_encoder(name: str) -> Any:
-    """The result of module:factory; the module may be in the current folder, as with `python -m`."""
+    """Call module:factory; the module may be in the current folder, as with `python -m`."""
     module, _, factory = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)

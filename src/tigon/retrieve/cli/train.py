@@ -1,4 +1,4 @@
-"""`tigon retrieve train`: two towers from pairs of users and items, and an index of the items."""
+"""`tigon retrieve train`: train two towers on user–item pairs, and build an item index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _in(panel: str, help: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
 
 
-# ruff: noqa: E501 (one line for each option)
+# ruff: noqa: E501 (one line per option)
 # fmt: off
 def train(
     data: Annotated[Path | None, typer.Argument(help="Pairs: parquet, csv, json lines or arrow; a .txt file of lines \"user item item …\"; a scipy .npz adjacency matrix; or a folder of train.txt or s_adj_mat.npz and test.txt.")] = None,
@@ -70,7 +70,7 @@ def train(
     needs(f"tigon {NAME}", "train", "accelerate", "matplotlib")
     given = {name: value for name, value in locals().items() if name not in ("resume", "overwrite", "device", "output")}
     given = {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in given.items()}
-    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # what is used of it is tested
+    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # the part used is tested
     if count_processes() > 1:
         raise Problem(f"{NAME}: trains on one device, got {count_processes()} processes")
     output = output.expanduser().resolve()
@@ -121,7 +121,7 @@ def _settings(given: dict[str, Any]) -> tuple[Any, list[int], list[int]]:
 
 
 class _Run:
-    """Stages: a fit that validates, whose best epoch the others train to on all pairs, one for each seed."""
+    """Stages: a validated fit, then one fit per seed on all pairs up to the best epoch."""
 
     def __init__(
         self, output: Path, record: dict[str, Any], pairs: Any, settings: Any, seeds: list[int], cuts: list[int],
@@ -188,7 +188,7 @@ class _Run:
             if found is not None:
                 shown = "  ".join(f"{name} {found[name]:.4f}" for name in ("recall@20", "ndcg@20"))
                 self.console.print(f"{stage}, epoch {epoch}: loss {loss:.4f}  {shown}")
-            # Often enough that little is lost, and so rarely that a short epoch does not wait for the disk.
+            # Often enough to lose little, but so rarely that a short epoch does not wait for the disk.
             if interrupts.signal or time.monotonic() - self.saved > 20 or (epoch == 1 and state is None):
                 facts = {"stage": stage, **made()}
                 save(self.output, {"towers": facts.pop("towers")}, facts.pop("optimizer"), facts)
@@ -211,7 +211,7 @@ class _Run:
         return fitted
 
     def _doubts(self, fitted: Any, kept: Any, held: Any) -> list[str]:
-        """Print what `find_doubts` says of the fit that validates."""
+        """Print the warnings that `find_doubts` returns for the validated fit."""
         from tigon.retrieve.cli.fitting import find_doubts, popular
 
         baseline = popular(kept, held, len(self.pairs.users), len(self.pairs.items), self.settings.metric)
@@ -221,7 +221,7 @@ class _Run:
         return found
 
     def _state(self, stage: str) -> dict[str, Any] | None:
-        """What a fit of this stage goes on from: the newest whole checkpoint, if it is one of this stage."""
+        """The state to resume this stage from: the newest complete checkpoint, if it belongs to this stage."""
         found = load(self.output)
         if found is None or found[2]["stage"] != stage:
             return None
@@ -234,7 +234,7 @@ class _Run:
         prune(self.output, 0)
 
     def _save(self, towers: Any) -> None:
-        """The first seed's towers: their tables, the items as an index, and the users' vectors."""
+        """Save the first seed's towers: their tables, the items as an index, and the users' vectors."""
         import numpy as np
         import torch
         from safetensors.torch import save_file
@@ -291,7 +291,7 @@ def _number(value: float | None) -> str:
 
 
 def _plot(picture: Path, stages: dict[str, Any]) -> None:
-    """Recall and NDCG of the validation by epoch; without one, the metrics of the seeds."""
+    """Plot validation Recall and NDCG by epoch; without validation, the metrics by seed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,1 +1,1 @@
-"""Filters: the columns of items, expressions over columns, and the tests of attribute words that they become."""
+"""Filters: item columns, expressions over columns, and the tests on attribute words that expressions compile to."""

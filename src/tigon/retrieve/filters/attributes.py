@@ -1,4 +1,4 @@
-"""The attributes of an index's items: their schema, how often each value occurs, and filters compiled for them."""
+"""Item attributes in an index: the schema, value counts, and compiled filters."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tigon.retrieve.filters.value_counts import ValueCounts
 from tigon.retrieve.fork import Forkable
 from tigon.retrieve.scan import RowFilter, RowTags
 
-# Compiled filters that an index keeps, and about how many bytes of them.
+# The most compiled filters that an index caches, and about how many bytes they may take.
 MOST_FILTERS, MOST_FILTER_BYTES = 1024, 64 << 20
 
 
 class CompiledFilter(NamedTuple):
-    """An expression as clauses of columns, and as the operator's filter; bytes: about how much memory both take."""
+    """An expression as clauses over columns, and as the operator's filter; bytes: about how much memory both take."""
 
     clauses: Clauses
     filter: RowFilter
@@ -26,10 +26,10 @@ class CompiledFilter(NamedTuple):
 
 
 class Attributes(Forkable):
-    """Schema, value counts and compiled filters. A copy begins with no compiled filters.
+    """Schema, value counts and compiled filters. A copy starts with no compiled filters.
 
     Attributes:
-        link_tags: the tags of sets of link values, which `links.resolve` fills under `lock`.
+        link_tags: the tags for sets of link values, which `links.resolve` fills under `lock`.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -51,7 +51,7 @@ class Attributes(Forkable):
             self.lock = threading.Lock()
 
     def compile(self, where: Any, strict: bool = False) -> CompiledFilter | None:
-        """Compile a filter, or look up a filter that was compiled lately; None where all items pass.
+        """Compile a filter, or take a recent filter from the cache; None where all items pass.
 
         Args:
             where: an expression, its text, or None.

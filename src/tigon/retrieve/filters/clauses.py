@@ -1,8 +1,8 @@
 """Expressions as conjunctions of clauses, which `tigon.RowFilter` tests.
 
-Negations are pushed down to the comparisons, where each becomes the codes for which it is true: a missing value is
-among them for neither a comparison nor its negation. Codes of one column are united within a clause, and
-intersected between clauses of that column alone, so that `3 <= price and price < 5` is one test of one range.
+Negations are pushed down to the comparisons, where each becomes the codes for which it is true: neither a comparison
+nor its negation includes a missing value. A column's codes are united within a clause, and intersected between clauses
+on that column alone, so that `3 <= price and price < 5` is one range test.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tigon.retrieve.filters.schema import Schema
 from tigon.retrieve.scan.filters import Literal, RowFilter
 
 MOST = 16
-# Clauses on the way, before those that others imply are dropped: each is compared with each.
+# Intermediate clauses, before implied clauses are dropped: all are compared pairwise.
 MOST_ON_THE_WAY = 128
-# Ranges of codes that are compared or united on the way, clauses times ranges: so many take about a second.
+# Intermediate code ranges that are compared or united, clauses times ranges: this many take about a second.
 MOST_RANGES = 2**20
-# A bitmap of codes is at most 512 KiB, and its filter holds each code as a Python number.
+# A code bitmap is at most 512 KiB, and its filter holds each code as a Python number.
 MOST_CODES, MOST_LISTED = 2**22, 2**16
 
 
 class TagTest(NamedTuple):
-    """Whether any, or all, of some tags are set in a word, or the contrary."""
+    """Whether any, or all, tags in a set are set in a word, or the negation."""
 
     column: str
     place: int
@@ -36,7 +36,7 @@ class TagTest(NamedTuple):
 
 
 class Clause(NamedTuple):
-    """Holds if any part holds: the codes of a column, by its name, and tests of tags."""
+    """Holds if any part holds: code ranges by column name, and tag tests."""
 
     codes: tuple[tuple[str, Ranges], ...] = ()
     tags: tuple[TagTest, ...] = ()
@@ -50,10 +50,10 @@ def compile_clauses(expression: Expression, schema: Schema, strict: bool = False
     """At most 16 clauses that hold together where the expression is true.
 
     Args:
-        expression: of columns that the schema has.
+        expression: over columns in the schema.
         strict: whether a category or tag that no item has is an error.
 
-    Raises: ValueError for a column or an operation that is not there, and for more than 16 clauses.
+    Raises: ValueError for an unknown column or operation, and for more than 16 clauses.
     """
     clauses = _compile(expression, schema, strict, positive=True)
     _check_clauses(len(clauses), expression, MOST)
@@ -84,7 +84,7 @@ def _count_ranges(clauses: Clauses) -> int:
 
 
 def _find_culprit(expression: Expression) -> Expression:
-    """The part of an expression that makes most clauses."""
+    """The part of an expression that produces most clauses."""
     part = expression
     while isinstance(part, (And, Not)):
         part = part.part if isinstance(part, Not) else max(part.parts, key=_weight)
@@ -117,7 +117,7 @@ def _compile(expression: Expression, schema: Schema, strict: bool, positive: boo
         _check_clauses(len(both), expression, MOST_ON_THE_WAY)
         _check_ranges(len(both) * _count_ranges(both))
         return simplify(both)
-    # Parts with a single clause are united at once: pair by pair, each step would sort all codes again.
+    # Single-clause parts are united at once: pair by pair, each step would sort all codes again.
     clauses = NEVER
     united = unite_clauses(*(part[0] for part in parts if len(part) == 1))
     for part in ([] if united is None else [united], *(part for part in parts if len(part) != 1)):
@@ -170,7 +170,7 @@ def _compile_tags(
     known = 0
     for number in numbers:
         known |= 0 if number is None else 1 << number
-    if operation == "null":  # none of all bits
+    if operation == "null":  # none of all bits set
         operation, known, positive = "has_any", (1 << column.bits) - 1, not positive
     if operation == "has_all" and None in numbers:
         return NEVER if positive else []
@@ -186,7 +186,7 @@ def _compile_tags(
 
 
 def unite_clauses(*clauses: Clause) -> Clause | None:
-    """A clause that holds where any of the clauses does; None if the clause always holds."""
+    """A clause that holds where any clause does; None if that is always true."""
     listed: dict[str, list[Ranges]] = {}
     for clause in clauses:
         for name, ranges in clause.codes:
@@ -195,7 +195,7 @@ def unite_clauses(*clauses: Clause) -> Clause | None:
     tags: dict[tuple[str, int, bool], int] = {}
     kept: set[TagTest] = set()
     for tag in map(_any_of_one, (tag for clause in clauses for tag in clause.tags)):
-        # Any of these or any of those; not all of these or not all of those.
+        # "Any" tests unite to any tag in the union, negated "all" tests to not all tags in the union.
         if (tag.test == "any") != tag.negated:
             key = (tag.column, tag.place, tag.negated)
             tags[key] = tags.get(key, 0) | tag.bits
@@ -205,7 +205,7 @@ def unite_clauses(*clauses: Clause) -> Clause | None:
         kept.add(TagTest(name, place, bits, "all" if negated else "any", negated))
     for (name, place, negated), bits in tags.items():
         if not negated and any(t.negated and t[:2] == (name, place) and not t.bits & ~bits for t in kept):
-            return None  # any of them, or not all of some of them
+            return None  # any tag in a set, or not all tags in a subset: always true
     return Clause(tuple(sorted(codes.items())), tuple(sorted(kept)))
 
 
@@ -217,7 +217,7 @@ def _any_of_one(tag: TagTest) -> TagTest:
 
 
 def simplify(clauses: Iterable[Clause]) -> Clauses:
-    """The same without clauses that always hold or that others imply; clauses on a single column are united."""
+    """Drop clauses that always hold or that others imply; unite clauses on a single column."""
     alone: dict[str, Ranges] = {}
     together: dict[tuple[str, int, bool], int] = {}
     rest: list[Clause] = []
@@ -249,14 +249,14 @@ def simplify(clauses: Iterable[Clause]) -> Clauses:
 
 
 def _all_of_one(tag: TagTest) -> TagTest | None:
-    """A test that unites with others where all must hold: all of some tags, or none of them."""
+    """The test, if it unites with others where all must hold: all tags in a set, or none. None otherwise."""
     if not tag.bits & (tag.bits - 1):
         return tag
     return tag if (tag.test == "all") != tag.negated else None
 
 
 def implies(one: Clause, other: Clause) -> bool:
-    """Whether the other clause holds wherever this one does, as far as its parts show."""
+    """Whether the other clause holds wherever this clause does, as far as the parts show."""
     wider = dict(other.codes)
     return all(name in wider and is_within(ranges, wider[name]) for name, ranges in one.codes) and all(
         any(_tag_implies(tag, t) for t in other.tags) for tag in one.tags
@@ -279,7 +279,7 @@ def _tag_implies(one: TagTest, other: TagTest) -> bool:
 def build_row_filter(clauses: Clauses, schema: Schema) -> RowFilter:
     """The clauses as numbers that the kernels read.
 
-    Raises: ValueError if a clause has more than 16 tests, which is more than bitmaps of codes can spare.
+    Raises: ValueError if a clause has more than 16 tests, which is more than code bitmaps can spare.
     """
     return RowFilter([_build_literals(clause, schema) for clause in clauses])
 
@@ -317,10 +317,10 @@ def _build_ranges(schema: Schema, name: str, ranges: Ranges) -> list[Literal]:
 
 
 def _build_bitmap(schema: Schema, name: str, ranges: Ranges, room: int) -> list[Literal]:
-    """The codes of the ranges, or those outside of the ranges, as one test, beside which the widest ranges stay tests
-    where the codes would be too many; no test if they are too many even then.
+    """One test for the codes within the ranges, or outside them; the widest ranges stay separate tests where the codes
+    would be too many; no test if even the rest is too many.
 
-    room: for so many tests.
+    room: the most tests.
     """
     outside = complement(ranges, schema[name].top, first=0)
     if literal := _build_codes(schema, name, ranges) or _build_codes(schema, name, outside, negated=True):
@@ -332,7 +332,7 @@ def _build_bitmap(schema: Schema, name: str, ranges: Ranges, room: int) -> list[
 
 
 def _build_codes(schema: Schema, name: str, ranges: Ranges, negated: bool = False) -> Literal | None:
-    """One test for the codes of the ranges; None if they are none or too many."""
+    """One test for the codes in the ranges; None for no codes or too many."""
     if not ranges or ranges[-1][1] >= MOST_CODES or sum(high - low + 1 for low, high in ranges) > MOST_LISTED:
         return None
     place = schema.places[name][0]

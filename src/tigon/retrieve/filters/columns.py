@@ -1,7 +1,7 @@
-"""The kinds of columns: how the values of each become codes, and which codes a comparison lets through.
+"""Column kinds: how values become codes, and which codes pass a comparison.
 
-A column's code fills some bits of an int64 word. Code 0 stands for a missing value; the others keep the order of the
-values. A comparison is answered by ranges of codes, so that a search compares integers only.
+A column's code takes some bits in an int64 word. Code 0 stands for a missing value; the others keep the values' order.
+A comparison becomes code ranges, so that a search compares integers only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from tigon.data.values import BadValue, Ints, Value, as_value, is_writable, read_categories, read_lists, shorten
 from tigon.retrieve.arguments import as_int, as_list
 
-# Inclusive ranges of codes, in their order, with gaps between them.
+# Inclusive, ascending code ranges with gaps between them.
 Ranges = tuple[tuple[int, int], ...]
 
 
 class Column:
-    """The base of all kinds: a number of bits, and a name once the column is in a schema."""
+    """The base class of all kinds: a number of bits, and a name once the column is in a schema."""
 
     kind: ClassVar[str]
     operations: ClassVar[tuple[str, ...]]
@@ -31,7 +31,7 @@ class Column:
         return (1 << self.bits) - 1
 
     def options(self) -> dict[str, Any]:
-        """The arguments that make this column again."""
+        """The arguments that recreate this column."""
         raise NotImplementedError
 
     def error(self, text: str) -> ValueError:
@@ -45,18 +45,18 @@ class Column:
 
 
 class Coded(Column):
-    """A column with one code a row."""
+    """A column with one code per row."""
 
     def codes(self, column: Any) -> tuple[Ints, list[Value]]:
-        """A code for each row, and the values that the vocabulary has to take in for them."""
+        """Each row's code, and the values to add to the vocabulary."""
         raise NotImplementedError
 
     def ranges(self, operation: str, value: Any, strict: bool) -> Ranges:
-        """The codes of rows for which `column operation value` is true."""
+        """The codes for which `column operation value` is true."""
         raise NotImplementedError
 
     def describe(self, ranges: Ranges) -> str:
-        """The rows that ranges of codes let through, as text."""
+        """Describe the rows that pass code ranges, as text."""
         if ranges == ((0, 0),):
             return f"{self.name} is missing"
         if ranges == ((1, self.top),):
@@ -68,7 +68,7 @@ class Coded(Column):
 
 
 class Vocabulary(Column):
-    """A column that numbers its values in the order in which they come."""
+    """A column that numbers its values in order of first occurrence."""
 
     def __init__(self, size: int, values: Any, most: int) -> None:
         number = as_int(size)
@@ -88,7 +88,7 @@ class Vocabulary(Column):
         self.extend(read)
 
     def extend(self, values: list[Value]) -> None:
-        """Take values into the vocabulary; those that it has stay as they are."""
+        """Add values to the vocabulary; known values are ignored."""
         for value in values:
             if value not in self.numbers:
                 self.numbers[value] = len(self.values)
@@ -98,13 +98,13 @@ class Vocabulary(Column):
         return {"size": self.size, "values": list(self.values)}
 
     def number_values(self, values: list[Value], first: Any) -> tuple[Ints, list[Value]]:
-        """The number of each value, with those that it will have; and the values that are new.
+        """Number the values, including new values; also returns the new values.
 
-        first: the position of the first row that has value i, asked for an error alone.
+        first: the position of the first row that has value i, called only for an error.
         """
         new: dict[Value, int] = {}
         numbers = np.empty(len(values) + 1, dtype=np.int64)
-        numbers[-1] = -1  # the number of a missing value, index −1
+        numbers[-1] = -1  # a missing value's number, index −1
         kept = self.values[0] if self.values else None
         for i, value in enumerate(values):
             kept = value if kept is None else kept
@@ -124,12 +124,12 @@ class Vocabulary(Column):
         return numbers, list(new)
 
     def list_names(self, numbers: list[int]) -> str:
-        """The first of some values."""
+        """The first few names in a list."""
         names = [repr(self.values[n]) for n in numbers[:5] if n < len(self.values)]
         return ", ".join(names) + (f" and {len(numbers) - 5:,} more" if len(numbers) > 5 else "")
 
     def number(self, value: Any, strict: bool) -> int | None:
-        """The number of a value in a filter; None if no item ever had it."""
+        """A filter value's number; None if no item ever had the value."""
         kept = as_value(value)
         if kept is None:
             raise self.error(f"it compares with strings or integers, got {type(value).__name__} {value!r}")
@@ -143,11 +143,11 @@ class Vocabulary(Column):
 
 
 class Category(Coded, Vocabulary):
-    """One of a set of strings or integers, such as a country. The set grows with the values that are written.
+    """A string or integer from a set, such as a country. The set grows as values are written.
 
     Args:
-        size: how many different values there may be. The column takes ⌈log₂(size + 1)⌉ bits.
-        values: values to begin with.
+        size: the most distinct values. The column takes ⌈log₂(size + 1)⌉ bits.
+        values: initial values.
     """
 
     kind = "Category"
@@ -175,13 +175,13 @@ class Category(Coded, Vocabulary):
 
 
 class Tags(Vocabulary):
-    """Any of a set of strings or integers, such as labels. One bit a value; the set grows up to its size.
+    """Any number of strings or integers from a set, such as labels. One bit per value; the set grows up to its size.
 
     An item without a list has no tags.
 
     Args:
-        size: how many different tags there may be, at most 4032.
-        values: tags to begin with.
+        size: the most distinct tags, at most 4032.
+        values: initial tags.
     """
 
     kind = "Tags"
@@ -192,7 +192,7 @@ class Tags(Vocabulary):
         self.bits = self.size
 
     def tags(self, column: Any) -> tuple[Ints, Ints, list[Value]]:
-        """Rows and the bits that are set in them, and the tags that the vocabulary has to take in."""
+        """Rows and the bits set in them, and the tags to add to the vocabulary."""
         rows, indices, values = read_lists(column)
         numbers, new = self.number_values(values, lambda i: int(rows[np.argmax(indices == i)]))
         return rows, numbers[indices], new
@@ -202,7 +202,7 @@ class Tags(Vocabulary):
 
 
 def complement(ranges: Ranges, top: int, first: int = 1) -> Ranges:
-    """The codes from first to top that are in none of the ranges."""
+    """The codes from first to top outside the ranges."""
     left, start = [], first
     for low, high in ranges:
         if low > start:
@@ -214,7 +214,7 @@ def complement(ranges: Ranges, top: int, first: int = 1) -> Ranges:
 
 
 def unite(*many: Ranges) -> Ranges:
-    """The codes that are in any of them."""
+    """The codes in either set."""
     united: list[tuple[int, int]] = []
     for low, high in sorted(pair for ranges in many for pair in ranges):
         if united and low <= united[-1][1] + 1:
@@ -225,7 +225,7 @@ def unite(*many: Ranges) -> Ranges:
 
 
 def intersect(one: Ranges, other: Ranges) -> Ranges:
-    """The codes that are in both."""
+    """The codes in both sets."""
     shared: list[tuple[int, int]] = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -240,7 +240,7 @@ def intersect(one: Ranges, other: Ranges) -> Ranges:
 
 
 def is_within(one: Ranges, other: Ranges) -> bool:
-    """Whether the second ranges have all codes of the first."""
+    """Whether the second ranges contain the first."""
     j = 0
     for low, high in one:
         while j < len(other) and other[j][1] < high:

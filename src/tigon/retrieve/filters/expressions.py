@@ -1,11 +1,11 @@
-"""Expressions over columns, which decide the items that a search lets through.
+"""Expressions over columns, which select the items in a search.
 
     col("country").is_in(["us", "ca"]) & ~col("tags").has("spam") & (col("price") <= 30)
 
-An expression is true, false or unknown for an item, as in SQL: a comparison with a missing value is unknown, `~` of
-unknown is unknown, and an item passes where the expression is true. So neither `col("price") <= 30` nor its negation
-lets an item without a price through; `| col("price").is_null()` does. Tags are never unknown: an item without tags has
-none, and `~col("tags").has("spam")` lets it through.
+As in SQL, an expression is true, false or unknown: a comparison with a missing value is unknown, `~` of unknown is
+unknown, and an item passes where the expression is true. So neither `col("price") <= 30` nor its negation matches an
+item without a price; `| col("price").is_null()` does. Tags are never unknown: an item without tags has none, and passes
+`~col("tags").has("spam")`.
 
 Source: three-valued logic is Kleene's; SQL-92, section 8.
 """
@@ -50,7 +50,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Comparison(Expression):
-    """A column, one of the operations of its kind, and a value: a number or string, or a tuple of them."""
+    """A column, an operation that its kind supports, and a value: a number or string, or a tuple."""
 
     column: str
     operation: str
@@ -90,10 +90,10 @@ class Or(Expression):
 
 
 class ColumnReference:
-    """A column of an index by its name. Comparing it gives an expression.
+    """Reference an index column by name. Comparing it gives an expression.
 
-    Comparisons are `==`, `!=`, `<`, `<=`, `>` and `>=` with a value, and the methods below. Which of them a column has
-    is a question of its kind.
+    Comparisons are `==`, `!=`, `<`, `<=`, `>` and `>=` with a value, and the methods below. The column's kind decides
+    which are supported.
     """
 
     def __init__(self, name: str) -> None:
@@ -134,15 +134,15 @@ class ColumnReference:
         return Comparison(self.name, "has", to_scalar(value))
 
     def has_any(self, values: Iterable[Any]) -> Expression:
-        """Whether the tags have at least one of the values."""
+        """Whether the tags contain at least one value."""
         return Comparison(self.name, "has_any", _read_scalars(self.name, "has_any", values))
 
     def has_all(self, values: Iterable[Any]) -> Expression:
-        """Whether the tags have each of those."""
+        """Whether the tags contain each value."""
         return Comparison(self.name, "has_all", _read_scalars(self.name, "has_all", values))
 
     def is_null(self) -> Expression:
-        """Whether the value is missing; of tags, whether there are none."""
+        """Whether the value is missing; for tags, whether there are none."""
         return Comparison(self.name, "null")
 
     def __repr__(self) -> str:
@@ -150,7 +150,7 @@ class ColumnReference:
 
 
 def col(name: str) -> ColumnReference:
-    """A column of the index, to be compared: `col("price") <= 30`.
+    """Reference an index column, to be compared: `col("price") <= 30`.
 
     Args:
         name: the column's name in the schema.
@@ -161,7 +161,7 @@ def col(name: str) -> ColumnReference:
 
 
 def to_scalar(value: Any) -> Scalar:
-    """A value of a filter as a string, an int or a float. Times become their ISO text."""
+    """Convert a filter value to a string, an int or a float. Times become their ISO text."""
     if isinstance(value, (ColumnReference, Expression)):
         raise ValueError(f"where: a column is compared with a value, got {value!r}.")
     if is_missing(value):
@@ -186,7 +186,7 @@ def _read_scalars(name: str, method: str, values: Any) -> tuple[Scalar, ...]:
 
 
 def combine(kind: type[And] | type[Or], expressions: Iterable[Expression]) -> Expression:
-    """Combine expressions; parts of the same kind are merged."""
+    """Combine expressions; parts with the same operator are merged."""
     parts: list[Expression] = []
     for expression in expressions:
         parts += expression.parts if isinstance(expression, kind) else (expression,)
@@ -208,5 +208,5 @@ def _to_text(value: Scalar) -> str:
     return repr(value)
 
 
-# A filter as callers give it; None: all items pass.
+# A filter as the caller gives it; None: all items pass.
 Where = Expression | str | None

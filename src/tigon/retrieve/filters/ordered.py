@@ -1,4 +1,4 @@
-"""Columns in an order: numbers and times, whose codes keep the order of their values."""
+"""Ordered columns: numbers and times, whose codes keep the order of their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Grid(Coded):
     points: int
 
     def position(self, value: Any) -> tuple[int, bool]:
-        """The last point of the grid that is not above a bound, unlimited, and whether the bound is that point."""
+        """The last grid point at or below a bound, not clipped, and whether the bound is that point."""
         raise NotImplementedError
 
     def ranges(self, operation: str, value: Any, strict: bool) -> Ranges:
@@ -39,15 +39,16 @@ class Grid(Coded):
 
 
 class Number(Grid):
-    """A number. A number without low and high is kept as a float32; with them, as the nearest of evenly spaced values.
+    """A number. Without low and high it is stored as float32; with them, as the nearest of evenly spaced values.
 
-    A value is rounded to the nearest float32 or the nearest step when it is written, and filters compare the rounded
-    values. A bound in a filter is rounded to float32 as values are. Between two steps it is refused, or rounded inward
-    with `approximate=True`: nothing passes that the bound excludes.
+    Values are rounded to the nearest float32 or the nearest step when they are written, and filters compare the rounded
+    values. A filter bound is rounded to float32 in the same way. A bound between two steps is an error, or rounded
+    inward
+    with `approximate=True`: no value outside the bound passes.
 
     Args:
         low, high: the least and the greatest value.
-        step: the distance of neighbours, by default the finest that `bits` allow.
+        step: the spacing, by default the finest that `bits` allow.
         bits: 8 to 32. By default 32, or as many as the steps need.
         approximate: whether bounds between two steps are rounded inward.
     """
@@ -80,7 +81,7 @@ class Number(Grid):
             if step <= 0:
                 raise ValueError(f"Number: step must be above 0, got {step!r}.")
             steps = (high - low) / step
-            if not steps < 2**64:  # infinity and NaN too
+            if not steps < 2**64:  # also rejects infinity and NaN
                 raise ValueError(f"Number: values from {low!r} to {high!r} by {step!r} need more than 32 bits.")
             self.points = math.floor(steps + 1e-6) + 1
             self.bits = bits or self.points.bit_length()
@@ -143,7 +144,7 @@ class Number(Grid):
             return super().ranges(operation, value, strict)
         bound, exact = self._float(value)
         code = int(float_codes(np.array([bound], dtype=np.float32))[0])
-        if not exact:  # an integer between two floats: bound is the one below
+        if not exact:  # an integer between two floats: bound is the lower float
             operation = {"<": "<=", ">=": ">"}.get(operation, operation)
             if operation in ("==", "!="):
                 return () if operation == "==" else ((1, self.top),)
@@ -158,10 +159,10 @@ class Number(Grid):
         return sets[operation]
 
     def _float(self, value: Any) -> tuple[np.float32, bool]:
-        """A bound as a float32, and whether comparing with that float32 is comparing with the bound."""
+        """A bound as float32, and whether comparing with that float32 is equivalent to comparing with the bound."""
         self._check(value)
         with np.errstate(over="ignore"):
-            # For an integer beyond float64 numpy raises, where it gives infinity for a float.
+            # numpy raises for an integer beyond float64, but gives infinity for a float.
             bound = np.float32(value if abs(value) < 2**1000 else (math.inf if value > 0 else -math.inf))
         if isinstance(value, int) and (np.isinf(bound) or int(bound) != value):
             if float(bound) > value:
@@ -198,9 +199,9 @@ class Number(Grid):
 
 
 def _read_finite(name: str, value: Any) -> Any:
-    """An argument of a `Number` as a Python int or float.
+    """Parse a `Number` argument as a Python int or float.
 
-    Raises: ValueError for anything but None and a finite number within the range of floats.
+    Raises: ValueError for anything but None and a finite number in float range.
     """
     value = value.item() if isinstance(value, np.generic) else value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -212,12 +213,12 @@ def _read_finite(name: str, value: Any) -> Any:
 class Timestamp(Grid):
     """A time, rounded down to a unit. Times without a zone are in UTC.
 
-    Filters compare the rounded times. A bound that is no whole unit is refused, or rounded inward with
+    Filters compare the rounded times. A bound that is not a whole unit is an error, or rounded inward with
     `approximate=True`.
 
     Args:
         unit: "s", "m", "h" or "D".
-        low, high: the first and the last time, by default those that 32 bits of seconds reach: 1970 to 2106-02-07.
+        low, high: the first and the last time, by default the range that 32 bits in seconds cover: 1970 to 2106-02-07.
         approximate: whether bounds between two units are rounded inward.
     """
 
@@ -285,7 +286,7 @@ class Timestamp(Grid):
 
 
 def float_codes(values: npt.NDArray[np.float32]) -> Ints:
-    """Integers from 1 in the order of the floats: negative ones with all bits turned, others with the first bit set."""
+    """Integers from 1 in float order: negative floats with all bits inverted, others with the top bit set."""
     bits = (values + np.float32(0)).view(np.uint32)  # -0 + 0 is 0
     codes: Ints = np.where(bits >> 31 == 1, ~bits, bits | np.uint32(2**31)).astype(np.int64)
     return codes

@@ -1,7 +1,7 @@
-"""The attributes of items: columns by name, and where in the attribute words the bits of each stand.
+"""Item attributes: columns by name, and each column's bits in the attribute words.
 
-A word is an int64 of which bit 63 is never used. Columns do not cross words, except Tags of more than 63 values, so
-that a filter reads one word a column.
+A word is an int64 whose bit 63 is never used. Columns do not cross words, except Tags with more than 63 values, so
+that a filter reads one word per column.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tigon.retrieve.filters.ordered import Number, Timestamp
 
 KINDS: dict[str, type[Column]] = {kind.kind: kind for kind in (Category, Tags, Number, Timestamp)}
 WORD = 63
-# Words with a meaning in the text form of expressions.
+# Words with a meaning in the text form.
 RESERVED = {"has", "has_any", "has_all", "between", "null", *(word.lower() for word in keyword.kwlist)}
 
 
 class Place(NamedTuple):
-    """Bits of a column in a word. start: the lowest of them in the column, not 0 for further words of Tags."""
+    """A column's bits in a word. start: the lowest of these bits within the column, not 0 for further words of Tags."""
 
     word: int
     shift: int
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Rows of a table as words, and the values that vocabularies take in once the rows are written."""
+    """Table rows as words, and the values to add to vocabularies once the rows are written."""
 
     words: Ints
     growth: dict[str, list[Value]]
@@ -56,12 +56,12 @@ class Schema:
     Args:
         columns: a column for each name.
 
-    Raises: ValueError if a name is no identifier or has a meaning in filters, or if a column is of no known kind.
+    Raises: ValueError if a name is not an identifier or has a meaning in filters, or if a column's kind is unknown.
     """
 
     def __init__(self, **columns: Column) -> None:
         self.columns: dict[str, Column] = {}
-        self.names: dict[str, str] = {}  # as Python reads them in the text of a filter, which has no ligatures
+        self.names: dict[str, str] = {}  # as Python reads them in a filter's text, which has no ligatures
         for name, column in columns.items():
             read = unicodedata.normalize("NFKC", name)
             if not name.isidentifier() or read.lower() in RESERVED:
@@ -105,7 +105,7 @@ class Schema:
         return f"Schema({', '.join(f'{name}={column!r}' for name, column in self.columns.items())})"
 
     def nearest(self, name: str) -> str:
-        """The end of a sentence about a name that no column has."""
+        """The end of an error message about an unknown column name."""
         if not self.columns:
             return ": the index has no schema"
         near = difflib.get_close_matches(name, self.columns, 1) or difflib.get_close_matches(
@@ -126,12 +126,12 @@ class Schema:
 
     @classmethod
     def from_json(cls, text: str) -> Schema:
-        """The schema of a text such as `{"country": {"kind": "Category"}, "tags": {"kind": "Tags", "size": 48}}`.
+        """Read a schema from a text such as `{"country": {"kind": "Category"}, "tags": {"kind": "Tags", "size": 48}}`.
 
         Args:
-            text: JSON: for each column its kind and the options of that kind.
+            text: JSON: for each column the kind and its options.
 
-        Raises: ValueError if the text is no JSON, or a kind or an option is unknown.
+        Raises: ValueError if the text is not JSON, or a kind or an option is unknown.
         """
         if not isinstance(text, (str, bytes)):
             raise ValueError(f"Schema.from_json: the text must be JSON, got {_type(text)}.")
@@ -141,15 +141,15 @@ class Schema:
     # -------------------------------------------------------------------------------------------------------- encode
 
     def encode(self, table: Any, row_name: Callable[[int], str] = "row {}".format, count: int | None = None) -> Encoded:
-        """The rows of a table as attribute words. Vocabularies stay as they are until `grow_vocabularies` is called.
+        """Encode table rows as attribute words. Vocabularies do not change until `grow_vocabularies` is called.
 
         Args:
             table: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays. None if there are no columns.
-            row_name: names the row at a position in an error.
-            count: how many rows there must be.
+            row_name: names a row by position in an error.
+            count: the required row count.
 
         Returns: (words, rows) int64, and the new values by column.
-        Raises: ValueError if a column is unknown or wanting, or if a value does not fit its column.
+        Raises: ValueError if a column is unknown or missing, or if a value does not fit its column.
         """
         columns, rows = columns_of("retrieve", {} if table is None else table)
         for name in columns:
@@ -189,7 +189,7 @@ class Schema:
         return new
 
     def grow_vocabularies(self, growth: Mapping[str, list[Value]]) -> None:
-        """Take new values into the vocabularies."""
+        """Add new values to the vocabularies."""
         for name, values in growth.items():
             column = self.columns[name]
             assert isinstance(column, Vocabulary)
@@ -197,7 +197,7 @@ class Schema:
             self.version += 1
 
     def check_growth(self, growth: Mapping[str, Any]) -> None:
-        """Raise a ValueError unless vocabularies can take the values in."""
+        """Raise a ValueError unless the vocabularies have room for the values."""
         for name, values in growth.items():
             column = self.columns.get(name)
             if not isinstance(column, Vocabulary) or not isinstance(values, list):
@@ -207,14 +207,14 @@ class Schema:
             column.number_values(values, lambda i: i)
 
     def decode(self, name: str, words: Ints) -> Ints:
-        """The codes of a column in attribute words."""
+        """A column's codes in attribute words."""
         place = self.places[name][0]
         codes: Ints = (words[place.word] >> place.shift) & ((1 << place.bits) - 1)
         return codes
 
 
 def _pack_columns(columns: Mapping[str, Column]) -> tuple[dict[str, list[Place]], int]:
-    """Places for all columns, and the number of words: the widest first, each into the first word with room."""
+    """Places for all columns, and the word count: widest first, each into the first word with room."""
     pieces = [
         (name, start, min(WORD, column.bits - start))
         for name, column in columns.items()
@@ -254,7 +254,7 @@ def _type(value: Any) -> str:
 
 
 def name_rows(ids: Iterable[Any]) -> Callable[[int], str]:
-    """A function that names the row at a position in errors, by its id."""
+    """A function that names the row at a position by its id, for errors."""
     listed = ids if isinstance(ids, (list, np.ndarray)) else list(ids)
     return lambda position: f"id {_plain(listed[position])!r}"
 

@@ -1,7 +1,7 @@
 """Expressions as text: `country in ('us', 'ca') and not tags has 'spam' and price <= 30`.
 
 The text is never evaluated. A few words that Python lacks become operators that filters do not use, Python's `ast`
-reads the result, and a closed list of its nodes becomes an expression.
+parses the result, and an allow-list of nodes becomes an expression.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tigon.data.values import shorten
 from tigon.files import is_encodable
 from tigon.retrieve.filters.expressions import And, ColumnReference, Comparison, Expression, Not, Or, Scalar, combine
 
-# An operator each that binds closer than comparisons and `not`.
+# Each becomes an operator that binds closer than comparisons and `not`.
 WORDS = {"has": "@", "has_any": "//", "has_all": "%", "between": "<< ("}
 OPERATORS: dict[type[ast.operator], str] = {ast.MatMult: "has", ast.FloorDiv: "has_any", ast.Mod: "has_all"}
 COMPARISONS: dict[type[ast.cmpop], str] = {
@@ -26,20 +26,20 @@ TURNED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 LOWER = {"and", "or", "not", "in", "is", "null", "true", "false", *WORDS}
 PLAIN = {"(", ")", "[", "]", ",", "==", "!=", "<", "<=", ">", ">=", "=", "-", "+"}
 LONGEST = 100_000
-# Bits of an integer: Python does not print longer integers.
+# Bits in an integer: Python does not print longer integers.
 LARGEST = 4096
 
 
 def parse(text: str) -> Expression:
-    """The expression of a text.
+    """Parse an expression from text.
 
     Comparisons are `==` (or `=`), `!=`, `<`, `<=`, `>`, `>=`, `in (…)`, `not in (…)`, `between 1 and 5`, `has 'tag'`,
     `has_any (…)`, `has_all (…)`, `is null` and `is not null`, combined by `and`, `or`, `not` and parentheses.
 
     Args:
-        text: the expression. Strings stand in quotes.
+        text: the expression. Strings are quoted.
 
-    Raises: ValueError, naming the part of the text, if it is anything else.
+    Raises: ValueError for anything else, naming the part of the text.
     """
     if not isinstance(text, str):
         raise ValueError(f"where: the text of an expression must be a string, got {type(text).__name__}.")
@@ -61,9 +61,9 @@ def parse(text: str) -> Expression:
 
 
 def _rewrite(text: str) -> str:
-    """The text with the words of filters in Python's: on one line, since a line's end has no meaning here."""
+    """Translate filter words to Python's operators, on one line, since line ends have no meaning here."""
     words: list[str] = []
-    bounds = ""  # those of a between that are still to come
+    bounds = ""  # upper bounds of a between that are still to come
     for token in tokenize.generate_tokens(io.StringIO(" ".join(text.split("\n")).strip()).readline):
         word = token.string
         if token.type in (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER):
@@ -121,7 +121,7 @@ def _infix(node: ast.BinOp) -> Expression:
 
 
 def _comparison(node: ast.Compare) -> Expression:
-    """A comparison or a chain of them, `3 <= price < 5`."""
+    """Parse a comparison or a chain, `3 <= price < 5`."""
     sides = [node.left, *node.comparators]
     links = zip(sides, node.ops, sides[1:], strict=False)
     return combine(And, [_compare(left, COMPARISONS[type(operator)], right) for left, operator, right in links])
@@ -150,7 +150,7 @@ def _column(node: ast.expr) -> str:
 
 def _values(node: ast.expr) -> tuple[Scalar, ...]:
     if not isinstance(node, (ast.Tuple, ast.List)):
-        return (_value(node),)  # ('us') is no tuple in Python
+        return (_value(node),)  # ('us') is not a tuple in Python
     return tuple(_value(element) for element in node.elts)
 
 

@@ -1,7 +1,7 @@
-"""How often each value stands in an index, and from that the share of items that a filter lets through.
+"""How often each value occurs in an index, and an estimate of the share of items that pass a filter.
 
-The share decides between plans of a search, and is printed by `explain`; it never decides what is found. Columns are
-taken as independent of each other.
+The share selects the search plan, and `explain` prints the share; results never depend on it. Columns are treated as
+independent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tigon.retrieve.filters.clauses import Clauses, TagTest
 from tigon.retrieve.filters.columns import Category, Ranges, Tags
 from tigon.retrieve.filters.schema import Schema
 
-# Numbers and times are counted by the highest bits of their codes: for float32 sign, exponent and three more bits.
+# Numbers and times are counted by the highest bits in their codes: for float32 sign, exponent and three more bits.
 BITS = 12
-# Filters whose shares are remembered, and the ranges of codes that these have together, some 16 MiB: the clauses of a
-# filter that is compiled no more are held here.
+# Filters whose shares are cached, and their total number of code ranges, some 16 MiB: the cache keeps clauses alive
+# after the compiled filter is dropped.
 REMEMBERED, MAX_RANGES = 1024, 1 << 17
 
 
 class ValueCounts:
-    """ValueCounts of the codes of each column, and of the bits of tags, over the items that are there."""
+    """Counts of each column's codes, and of tag bits, over the live items."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -34,12 +34,12 @@ class ValueCounts:
         self._later: list[tuple[Tensor, torch.cuda.Event]] = []
         self.missing = dict.fromkeys(schema, 0)
         self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
-        # Shares that were estimated since items last came or went, by the identity of their clauses: the clauses, the
-        # share, and the number of ranges.
+        # Shares estimated since items were last added or removed, by clause identity: the clauses, the share, and the
+        # range count.
         self._shares: dict[int, tuple[Clauses, float, int]] = {}
 
     def subtract_when_copied(self, words: Tensor, event: torch.cuda.Event) -> None:
-        """Count rows out once the event has happened, of which the words will be there then."""
+        """Subtract rows once the event has happened, when their words have been copied to the host."""
         self._later.append((words, event))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,14 +47,14 @@ class ValueCounts:
         return {**self.__dict__, "_shares": {}}
 
     def settle(self, wait: bool = False) -> None:
-        """Count out the rows whose copies have arrived; with wait, all rows."""
+        """Subtract the rows whose copies have arrived; with wait, all rows."""
         while self._later and (wait or self._later[0][1].query()):
             words, event = self._later.pop(0)
             event.synchronize()
             self.add(words.numpy(), sign=-1)
 
     def add(self, words: Ints, sign: int = 1) -> None:
-        """Count rows of attribute words in, or with sign -1 out.
+        """Add rows of attribute words to the counts, or subtract them with sign -1.
 
         words: (W, rows).
         """
@@ -79,12 +79,12 @@ class ValueCounts:
         self._shares.clear()
 
     def _dropped_bits(self, name: str) -> int:
-        """How many bits of a code its bin does not tell."""
+        """How many low code bits a bin drops."""
         column = self.schema[name]
         return 0 if isinstance(column, Category) else max(0, column.bits - BITS)
 
     def estimate_share(self, clauses: Clauses) -> float:
-        """The share of the items for which all clauses hold, estimated; 1 if there are no items."""
+        """Estimate the share of items for which all clauses hold; 1 if there are no items."""
         known = self._shares.get(id(clauses))
         if known is not None and known[0] is clauses:
             return known[1]
@@ -136,5 +136,5 @@ class ValueCounts:
 
 
 def _bits(word: Ints, shift: int, bits: int) -> Ints:
-    """How many rows have each bit."""
+    """The number of rows with each bit set."""
     return np.array([int(((word >> (shift + i)) & 1).sum()) for i in range(bits)], dtype=np.int64)

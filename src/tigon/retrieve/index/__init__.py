@@ -1,1 +1,1 @@
-"""The index: items in rows of memory, searched exactly, on one device or split over several, and its snapshots."""
+"""The index: items in memory rows, searched exactly, on one device or sharded over several, and its snapshots."""

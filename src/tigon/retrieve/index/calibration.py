@@ -1,4 +1,4 @@
-"""The recall of codes of signs, measured with the items of an index and the queries of a user."""
+"""Measure the recall with sign codes, on an index's items and a user's queries."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tigon.retrieve.scan.codes import encode_signs
 from tigon.retrieve.scan.sign import GROUP_BYTES, check_bits, make_projection
 from tigon.retrieve.scan.signed import MOST_CANDIDATES
 
-# Queries of one search, and searches of one query that are timed.
+# Queries per search, and single-query searches that are timed.
 BATCH, TIMED = 32, 5
 
 
 class CalibrationRow(NamedTuple):
-    """One row of a calibration.
+    """One row in a calibration.
 
     Attributes:
-        bits, candidates: of the searches; bits None where all items are scored.
-        recall: the share of the exact answers' items that were found, the mean over queries.
-        bytes: that a search of one query reads.
-        milliseconds: that it took, the median of several.
+        bits, candidates: the search parameters; bits None where all items are scored.
+        recall: the share of exact results that were found, the mean over queries.
+        bytes: read by a single-query search.
+        milliseconds: for a single-query search, the median over several.
     """
 
     bits: int | None
@@ -41,11 +41,11 @@ class CalibrationRow(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """The measurements of `Index.calibrate`; `print` shows them.
+    """The measurements from `Index.calibrate`; `print` shows them.
 
     Attributes:
-        items, queries, k: of the searches.
-        rows: the exact search first, then each number of bits with each number of candidates.
+        items, queries, k: the search sizes.
+        rows: the exact search first, then each combination of bits and candidates.
     """
 
     items: int
@@ -66,7 +66,7 @@ class Calibration(NamedTuple):
 def calibrate_codes(
     table: RowTable, queries: Any, k: int, bits: Sequence[int], candidates: Sequence[int] | None
 ) -> Calibration:
-    """The recall of codes "sign", as of `Index.calibrate`. The caller holds the update lock."""
+    """Measure the recall with codes "sign", as `Index.calibrate`. The caller holds the update lock."""
     name = "Index.calibrate"
     k = read_int(name, "k", k)
     query = SearchRequest.parse(table, queries, k).query
@@ -111,7 +111,7 @@ def _compute_recall(rows: Tensor, exact: Tensor) -> float:
 
 
 def _measure(search: Callable[[], Tensor]) -> float:
-    """The median milliseconds of a call until its answer is on the host."""
+    """A call's median milliseconds until its result is on the host."""
     taken = []
     search().cpu()
     for _ in range(TIMED):

@@ -1,4 +1,4 @@
-"""The codes of an index: its vectors once more in fewer bits, in buffers beside them."""
+"""Vector codes: the index's vectors once more in fewer bits, in buffers beside the vectors."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tigon.retrieve.scan import CodedItems, encode_items
 from tigon.retrieve.scan.codes import encode_signs
 from tigon.retrieve.scan.sign import make_projection
 
-# Buffers that have a row for each item.
+# Buffers with a row for each item.
 BUFFERS = ("codes", "scales")
-# Bytes of fp32 that are encoded at once.
+# Bytes in fp32 that are encoded at once.
 PIECE = 1 << 26
 
 
 class VectorCodes(nn.Module):
-    """Codes of the vectors in rows.
+    """Codes for the vectors in rows.
 
     Args:
-        format: of the vectors; `format.codes` is not None.
-        rows: of the buffers.
+        format: the vector format; `format.codes` is not None.
+        rows: the buffers' row count.
 
     Attributes:
-        codes: (rows, …). scales: (rows,); None for codes "sign" of metric "cosine", whose rows have the same norm.
-        error: (2,), of codes "int8": the largest rounding error and code norm of all rows.
-        projection: of codes "sign"; it follows from two numbers, and is no part of the state.
-        version: of the vectors that the codes were made of, as `RowTable.version` gives it; None where unknown.
+        codes: (rows, …). scales: (rows,); None for codes "sign" with metric "cosine", whose rows have the same norm.
+        error: (2,), for codes "int8": the largest rounding error and code norm over all rows.
+        projection: for codes "sign"; computed from two numbers, and not part of the state.
+        version: `RowTable.version` of the vectors that were encoded; None where unknown.
     """
 
     codes: Tensor
@@ -56,11 +56,13 @@ class VectorCodes(nn.Module):
         self.register_buffer("projection", projection, persistent=False)
 
     def row_buffers(self) -> dict[str, Tensor]:
-        """The buffers that have a row for each item, by their names."""
+        """The buffers with a row for each item, by name."""
         return {name: buffer for name in BUFFERS if (buffer := getattr(self, name)) is not None}
 
     def write(self, rows: Any, vectors: Tensor) -> None:
-        """Encode vectors into rows that no search reads. `error` only grows: the bound of earlier rows stays true."""
+        """Encode vectors into rows that no search reads. `error` only grows, so that earlier rows' bound stays
+        valid.
+        """
         if self.projection is not None:
             signs = encode_signs(vectors, self.projection, scaled=self.scales is not None)
             self.codes[rows] = signs.codes
@@ -82,7 +84,7 @@ class VectorCodes(nn.Module):
     load = nn.Module._load_from_state_dict
 
     def rebuild(self, vectors: Tensor, version: tuple[int, ...] | None) -> None:
-        """Encode all vectors anew."""
+        """Encode all vectors again."""
         self.restore_dtypes()
         if self.error is not None:
             self.error.zero_()
@@ -92,7 +94,7 @@ class VectorCodes(nn.Module):
         self.version = version
 
     def restore_dtypes(self) -> bool:
-        """Cast the scales back after a cast that was meant for the vectors. Returns whether there was one."""
+        """Restore the scales' dtype after a cast meant for the vectors. Returns whether there was such a cast."""
         if self.scales is None:
             return False
         dtype = torch.bfloat16 if self.projection is not None else torch.float32
@@ -109,7 +111,7 @@ class VectorCodes(nn.Module):
 
 
 def code_bytes(format: VectorFormat, rows: int) -> int:
-    """Bytes of the codes of rows."""
+    """The byte size of a row range's codes."""
     if format.codes == "sign":
         per_row = format.bits // 8 + (0 if format.metric == "cosine" else 2)
         return per_row * rows + 4 * make_projection(format.dim, format.bits, 0).numel()

@@ -1,4 +1,4 @@
-"""The effect of a filter, and the plan of a search with it."""
+"""A filter's effect, and the search plan with the filter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tigon.retrieve.scan.plan import Plan, plan_coded_scan, plan_scan
 
 
 class Explanation(NamedTuple):
-    """The effect of a filter, and the plan of a search with it; `print` shows both.
+    """A filter's effect, and the search plan with the filter; `print` shows both.
 
     Attributes:
-        items: in the index. share: of the items that pass, estimated. clauses: that must all hold.
-        plan: of the search on a GPU: which rows are read, and the bytes that are moved.
+        items: in the index. share: the estimated share of items that pass. clauses: all must hold.
+        plan: the search plan on a GPU: which rows are read, and the bytes that are moved.
         text: shown by `print`.
     """
 
@@ -36,7 +36,7 @@ class Explanation(NamedTuple):
 def explain_search(
     table: RowTable, where: Any, k: int, queries: int, *, strict: bool = False, links: Any = None
 ) -> Explanation:
-    """The plan of a search, as of `Index.explain`. The caller holds the update lock."""
+    """Plan a search, as `Index.explain`. The caller holds the update lock."""
     k, queries = read_int("Index.explain", "k", k), read_int("Index.explain", "queries", queries)
     rows, format, counts = table.rows, table.format, table.attributes.counts
     counts.settle(wait=True)

@@ -1,8 +1,8 @@
-"""Filters that recur: the bits of the rows that pass each filter are cached, and tested again for written rows.
+"""Cache recurring filters: the bitmap of passing rows is stored for each filter, and updated for written rows.
 
-The bits of a filter take an eighth of a byte a row, where a test reads 8 bytes a row and word. The bits cover free rows
-as well, since live bits stand beside them; so a row's bits may be written while no search reads the row, as its
-attributes are, and hiding a row changes no bits.
+A bitmap takes an eighth of a byte per row, where a test reads 8 bytes per row and word. Bitmaps cover free rows as
+well, since live bits are separate; so a row's bits may be written while no search reads the row, like its attributes,
+and hiding a row changes no bits.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tigon.retrieve.scan.bits import write_bits
 from tigon.retrieve.scan.filters import EVERY
 from tigon.retrieve.transfer import array_to_device
 
-# By default the bits take as much memory as one word of attributes, and at most a GiB.
+# By default the bits take as much memory as one attribute word per row, and at most 1 GiB.
 FILTERS, MOST = 64, 1 << 30
-# Filters whose first search is remembered, and batches of filters whose tensors are cached.
+# Filters whose first search is remembered, and filter batches whose tensors are cached.
 REMEMBERED, BATCHES = 1024, 64
-# Bitmap words to which a filter's bits are rounded up, so that all filters are aligned alike.
+# A filter's bits are padded to a multiple of this many bitmap words, so that all filters have the same alignment.
 ALIGNED = 32
 
 Filters = RowFilter | Sequence[RowFilter | None] | None
 
 
 class HasWords(Protocol):
-    """The rows of an index, whose attribute words (W, rows) are replaced when the index grows."""
+    """An index's rows, whose attribute words (W, rows) are replaced when the index grows."""
 
     words: Tensor
 
 
 def filter_bytes(rows: int) -> int:
-    """Bytes of the bits of one filter."""
+    """The byte size of one filter's bits."""
     return 4 * -(-rows // (32 * ALIGNED)) * ALIGNED
 
 
@@ -48,18 +48,18 @@ def default_bytes(rows: int) -> int:
 
 
 class FilterCache(Forkable):
-    """The bits of the filters that one index used lately, within a number of bytes.
+    """The bits of an index's recent filters, within a byte limit.
 
-    A filter is cached from its second search on. Bits are written between two searches, as live bits are; a search
-    looks bits up under the lock of launches, so that no bits are dropped that a search still reads.
+    A filter is cached from its second search on. Bits are written between two searches, like live bits; a search looks
+    bits up under the launch lock, so that no bits are dropped while a search still reads them.
 
     Args:
-        scheduler: of the index.
+        scheduler: the index's scheduler.
         limit: bytes; None: `default_bytes`.
 
     Attributes:
-        write_lock: held while attributes of rows and their bits are written as one.
-        places: the row of `bits` of each filter; the filter used last is the last.
+        write_lock: held while row attributes and their bits are written together.
+        places: each filter's row in `bits`; least recently used first.
     """
 
     def __init__(self, scheduler: UpdateScheduler, limit: int | None = None) -> None:
@@ -73,14 +73,14 @@ class FilterCache(Forkable):
             self.write_lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[FilterCache], tuple[UpdateScheduler, int | None]]:
-        return FilterCache, (self.scheduler, self.limit)  # a copy begins empty
+        return FilterCache, (self.scheduler, self.limit)  # a copy starts empty
 
     def clear(self) -> None:
-        """Drop all bits. No search and no update may be under way."""
+        """Drop all bits. No search or update may be running."""
         self.bits: Tensor | None = None
         self.places: dict[RowFilter, int] = {}
         self._seen: dict[int, None] = {}  # hashes: a filter itself may take megabytes
-        self._cached: tuple[list[RowFilter], Tensor] | None = None  # for updates: filters, and where their bits begin
+        self._cached: tuple[list[RowFilter], Tensor] | None = None  # for updates: filters, and where their bits start
         self._batches: dict[tuple[Any, ...], tuple[Tensor, Tensor, tuple[Any, ...]]] = {}
 
     def __len__(self) -> int:
@@ -89,14 +89,14 @@ class FilterCache(Forkable):
     # -------------------------------------------------------------------------------------------------------- search
 
     def prepare(self, filters: Filters, table: HasWords) -> None:
-        """Before a search: make the bits of filters that recur, unless an update is being written at the moment."""
+        """Before a search: compute bits for recurring filters, unless an update is being written."""
         distinct = _list_distinct(filters)
         if not distinct or not len(table.words) or _is_captured(table.words.device):
             return
         missing = [f for f in distinct if f not in self.places]
         if not missing:
             return
-        # Beside cached filters a new filter is tested alone; otherwise all filters of the batch would be tested.
+        # Beside cached filters a new filter is tested alone; otherwise the whole batch's filters would be tested.
         recurs = len(missing) < len(distinct) or all(hash(f) in self._seen for f in missing)
         self._seen.update(dict.fromkeys(map(hash, missing)))
         for seen in [*self._seen][: max(0, len(self._seen) - REMEMBERED)]:
@@ -110,7 +110,7 @@ class FilterCache(Forkable):
                 self.write_lock.release()
 
     def find(self, filters: Filters, rows: int) -> RowBits | None:
-        """During a search: the bits of its filters, for the first rows; None unless all its filters are cached."""
+        """During a search: its filters' bits for the first rows; None unless all its filters are cached."""
         places, bits = self.places, self.bits
         distinct = _list_distinct(filters)
         if bits is None or not distinct or not all(f in places for f in distinct) or _is_captured(bits.device):
@@ -130,12 +130,12 @@ class FilterCache(Forkable):
             number = {f: i for i, f in enumerate(distinct)}
             which = np.array([number[EVERY if f is None else f] for f in filters], dtype=np.int32)
             starts = _make_starts([places[f] for f in distinct], bits)
-            # The entry holds the filters, so that no other object gets their identity.
+            # The entry keeps the filters alive, so that no other object gets their identity.
             batch = self._batches[key] = (array_to_device(which, bits.device), starts, tuple(filters))
         return RowBits(bits, batch[0], batch[1])
 
     def _make(self, distinct: list[RowFilter], table: HasWords) -> None:
-        """Make the bits of filters that have none, in place of the bits that were used least lately."""
+        """Compute bits for filters without bits, in place of the least recently used bits."""
         device, total = table.words.device, table.words.shape[1]
         most = (default_bytes(total) if self.limit is None else self.limit) // filter_bytes(total)
         if len(distinct) > most:
@@ -160,12 +160,12 @@ class FilterCache(Forkable):
             self._cached = list(self.places), _make_starts(list(self.places.values()), bits)
 
     def warm(self, words: Tensor) -> None:
-        """Compile the kernels of `renew`, by the bits of the first rows, which stay the same."""
+        """Compile the kernels for `renew`, with the first rows' bits, which do not change."""
         with self.write_lock, self.scheduler.exclusive(words.device):
             self.renew(words, torch.zeros(1, dtype=torch.int64, device=words.device))
 
     def _make_room(self, filters: int, most: int, words: Tensor) -> Tensor:
-        """Memory for the bits of so many filters, doubled as they come; the bits that are cached stay."""
+        """Make room for this many filters, doubling the buffer as needed; cached bits are kept."""
         have = 0 if self.bits is None else len(self.bits)
         if self.bits is not None and have >= min(filters, most):
             return self.bits
@@ -178,11 +178,11 @@ class FilterCache(Forkable):
     # ------------------------------------------------------------------------------------------------------- updates
 
     def renew(self, words: Tensor, places: Tensor) -> None:
-        """After attributes of rows were written, under `write_lock`: test the rows again by all cached filters.
+        """After row attributes were written, under `write_lock`: test the rows again by all cached filters.
 
         Args:
-            words: (W, rows), the attribute words of all rows.
-            places: (n,) int64 on their device, the bitmap words that hold the rows.
+            words: (W, rows), all rows' attribute words.
+            places: (n,) int64 on the same device, the bitmap words that hold the written rows.
         """
         if self.bits is None or self._cached is None or not len(places):
             return
@@ -204,5 +204,5 @@ def _make_starts(places: list[int], bits: Tensor) -> Tensor:
 
 
 def _is_captured(device: torch.device) -> bool:
-    """A captured graph would read the bits where they are now, whatever the cache holds later."""
+    """Whether a CUDA graph is being captured, which would read the bits' present addresses after the cache changes."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

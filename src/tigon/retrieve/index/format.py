@@ -1,4 +1,4 @@
-"""How an index keeps the vector of each item."""
+"""The storage format for item vectors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class VectorFormat:
-    """Width, dtype and metric of vectors, and the kind of codes beside them; bits: of codes "sign"."""
+    """Vector width, dtype and metric, and the kind of codes stored beside the vectors; bits: for codes "sign"."""
 
     dim: int
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class VectorFormat:
     def parse(cls, name: str, dim: Any, dtype: Any, metric: Any, codes: Any, bits: Any) -> VectorFormat:
         """Check a caller's arguments; errors begin with name.
 
-        Raises: ValueError for numbers that are not positive, an unknown dtype, metric, kind of codes or number of bits.
+        Raises: ValueError for numbers that are not positive, or an unknown dtype, metric, code kind or bit count.
         """
         dim, bits = read_int(name, "dim", dim), read_int(name, "bits", bits)
         if codes is not None and (not isinstance(codes, str) or codes not in CODES):

@@ -1,4 +1,4 @@
-"""The hits of a search."""
+"""Search results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tigon.retrieve.links.resolve import HitLinks
 
 
 class ScoreBreakdown(NamedTuple):
-    """The parts of a hit's score: score = vectors + the sum of the edges' weights, up to rounding.
+    """The parts of a hit's score: score = vectors + the sum of edge weights, up to rounding.
 
     Attributes:
-        id: of the item. score: as in `Hits.scores`.
-        vectors: alpha times the score of the vectors.
-        edges: the links from the query's attributes to the item's, the largest weight first.
+        id: the item's id. score: as in `Hits.scores`.
+        vectors: alpha times the vector score.
+        edges: the links from query attributes to item attributes, the largest weight first.
     """
 
     id: int | str
@@ -30,14 +30,14 @@ class ScoreBreakdown(NamedTuple):
 
 
 class Hits:
-    """The best items for each query, the best first.
+    """The best items for each query, best first.
 
     Attributes:
-        scores: (B, k) fp32, on the index's device; −inf where fewer than k items pass. For metric "l2" the squared
-            distance with a minus, for "cosine" the cosine.
-        ids: (B, k), of items: int64 on the index's device, −1 where there is no item; of strings a numpy array with
-            None there.
-        exact: (B,) bool, whether no item that passes has a higher score than those found.
+        scores: (B, k) fp32, on the index's device; −inf where fewer than k items pass. For metric "l2" the negative
+            squared distance, for "cosine" the cosine.
+        ids: (B, k), item ids: for integer ids int64 on the index's device, −1 where there is no item; for string ids a
+            numpy array with None there.
+        exact: (B,) bool, whether no passing item has a higher score than the returned items.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Hits:
 
     @property
     def ids(self) -> Tensor | npt.NDArray[Any]:
-        """Ids of the items found, as the class has it."""
+        """The item ids, as described in the class docstring."""
         if self._ids is None or isinstance(self._ids, IntIds):
             return self._keys
         return self._ids.to_ids(self._keys.cpu().numpy())
@@ -61,7 +61,7 @@ class Hits:
         return f"Hits of {B:,} {'query' if B == 1 else 'queries'}, k = {k}"
 
     def _list_hits(self) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
-        """The ids of all hits, query by query, and the query, rank and score of each."""
+        """All hits' ids, query by query, with each hit's query, rank and score."""
         keys = self._keys.cpu().numpy()
         query, rank = np.nonzero(self.scores.cpu().numpy() > -np.inf)
         kept = keys[query, rank]
@@ -69,11 +69,11 @@ class Hits:
         return ids, {"query": query, "rank": rank, "score": self.scores.cpu().numpy()[query, rank]}
 
     def explain(self) -> list[list[ScoreBreakdown]]:
-        """For each query its hits, the best first, each with the parts of its score. Without links there is one part.
+        """Break each query's hits down into score parts, best first. Without links there is one part.
 
-        The links are those to the attributes that an item had when it was searched.
+        The links are those to the attributes that an item had at search time.
 
-        Returns: for each query a list of `ScoreBreakdown`: id, score, vectors, edges.
+        Returns: for each query a list with `ScoreBreakdown`s: id, score, vectors, edges.
         """
         ids, hits = self._list_hits()
         has = None if self._links is None else self._links.test()
@@ -92,20 +92,20 @@ class Hits:
         return parts
 
     def to_pandas(self) -> Any:
-        """A pandas.DataFrame with a row for each hit: query, rank from 0, id, score."""
+        """A pandas.DataFrame with a row per hit: query, rank from 0, id, score."""
         import pandas
 
         ids, hits = self._list_hits()
         return pandas.DataFrame({"query": hits["query"], "rank": hits["rank"], "id": ids, "score": hits["score"]})
 
     def take(self, table: Any, id: str | None = None) -> Any:
-        """The rows of a table that belong to the hits, with query, rank and score in front.
+        """Select the table rows that belong to the hits, with query, rank and score as the first columns.
 
         Args:
             table: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays or lists.
-            id: the column that holds the items' ids. None: ids are row numbers of the table, from 0.
+            id: the column that holds the item ids. None: ids are row numbers in the table, from 0.
 
-        Returns: a table of the same kind, a row for each hit.
+        Returns: a table in the same format, with a row per hit.
         Raises: ValueError if an id is not in the table, or if the table has a column query, rank or score.
         """
         ids, hits = self._list_hits()

@@ -1,4 +1,4 @@
-"""An index: vectors, attributes and ids in rows of memory, searched exactly."""
+"""An index: vectors, attributes and ids in memory rows, searched exactly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tigon.retrieve.storage.journal import Journal
 
 
 class BaseIndex:
-    """The part that `Index` and `ShardedIndex` share: an index by its rows, their writer and their searcher."""
+    """The common base of `Index` and `ShardedIndex`: a row table, its writer and its searcher."""
 
     table: RowTable
     writer: ItemWriter
@@ -44,7 +44,7 @@ class BaseIndex:
 
     @property
     def embeddings(self) -> Tensor:
-        """(rows, dim), the vectors of all rows, free rows among them."""
+        """(rows, dim), all rows' vectors, including free rows."""
         return self.table.embeddings
 
     @property
@@ -83,11 +83,11 @@ class BaseIndex:
         return text
 
     def limit_filter_cache(self, size: int | None = None) -> None:
-        """Limit the memory of the cache of filters, which holds the bits of filters that recur. The cache is emptied.
+        """Limit the memory for cached bitmaps of recurring filters. The cache is emptied.
 
         Args:
-            size: in bytes; a filter takes an eighth of a byte a row. 0: no filter is cached. None: the default, the
-                size of one word of attributes, and at most 1 GiB.
+            size: in bytes; a filter takes an eighth of a byte per row. 0: no filter is cached. None: the default, one
+                attribute word per row, and at most 1 GiB.
 
         Raises: ValueError if the size is negative.
         """
@@ -99,19 +99,19 @@ class BaseIndex:
         self, query: Any, k: int | Sequence[int] = 100, where: Where | Sequence[Where] = None, *,
         strict: bool = False, candidates: int | None = None, links: LinkWeights | None = None, alpha: float = 1.0,
     ) -> Hits:  # fmt: skip
-        """The k best items that pass, for each query. All that pass are scored, unless the index has codes "sign".
+        """Find the k best passing items for each query. All passing items are scored, unless the index has codes
+        "sign".
 
         Args:
             query: (B, dim) floats, or (dim,) for one query.
-            k: 1 to 2048, or one for each query.
-            where: an expression or its text, None for all items; or one for each query.
-            strict: whether a value in a filter that no item has is an error. Otherwise it lets no item through.
+            k: 1 to 2048, or a list with a k per query.
+            where: an expression or its text, None for all items; or a list with a filter per query.
+            strict: whether a filter value that no item has is an error. Otherwise the value matches no item.
             candidates: with codes "sign": how many items are scored exactly, those with the best codes; None for five
-                times k, and at least 256. 0: all are.
-            links: of the queries, what `Links.weigh` returns. The score of an item is then alpha times that of its
-                vector plus the weights of the links to its attributes. Codes are not read; all items that pass are
-                scored.
-            alpha: how much vectors count beside links; 0 ranks by links alone. Other than 1 it makes the query fp32.
+                times k, and at least 256. 0: all items.
+            links: the query links, as `Links.weigh` returns. An item's score is then alpha times its vector score plus
+                the weights of the links to its attributes. Codes are not read; all passing items are scored.
+            alpha: the weight of vectors beside links; 0 ranks by links alone. Values other than 1 make the query fp32.
 
         Returns: `Hits`, with −inf and id −1 where fewer than k items pass.
         Raises: ValueError for shapes that do not fit and for filters that do not fit the schema.
@@ -121,17 +121,17 @@ class BaseIndex:
             return self._run(self.parse(query, k, where, **options))
 
     def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
-        """A request for `run`, of the arguments of `search`."""
+        """Parse the arguments of `search` into a request for `run`."""
         return SearchRequest.parse(self.table, query, k, where, **options)
 
     @torch.no_grad()
     def run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
-        """The hits of a request, which is not checked again.
+        """Run a parsed request, without checking again.
 
         Args:
-            request: of `parse`.
-            finish: a function of scores and rows (B, k) that returns those of the hits, before an update can change a
-                row; `Hits.explain` then knows no links.
+            request: from `parse`.
+            finish: maps scores and rows (B, k) to those of the hits, before an update can change a row; `Hits.explain`
+                then reports no links.
 
         Returns: `Hits`.
         """
@@ -143,25 +143,25 @@ class BaseIndex:
 
 
 class Index(BaseIndex, nn.Module):
-    """Items with vectors, attributes and ids, of which a search returns the best that pass a filter, exactly.
+    """Items with vectors, attributes and ids; a search returns the best items that pass a filter, exactly.
 
-    There is nothing to build: an item is found from the moment it is written. Vectors, attribute words, live bits and
-    ids are buffers, so that `state_dict` and `.to` work.
+    There is no build step: an item is searchable as soon as it is written. Vectors, attribute words, live bits and ids
+    are buffers, so that `state_dict` and `.to` work.
 
     Args:
-        dim: the width of the vectors.
-        capacity: how many items there is room for.
-        dtype: of the stored vectors: "float16", "bfloat16", "float32" or "float8_e4m3fn".
+        dim: the vector width.
+        capacity: the most items.
+        dtype: the stored vectors' dtype: "float16", "bfloat16", "float32" or "float8_e4m3fn".
         metric: "ip", the inner product; "cosine", for which vectors are scaled to length 1 when they are written; "l2",
-            whose scores are squared distances with a minus.
-        schema: the columns that items can be filtered by. The index has a copy.
+            whose scores are negative squared distances.
+        schema: the columns that items can be filtered by. The index keeps a copy.
         device: where the buffers are.
-        codes: "int8" keeps the vectors in 8 bits a number as well, which a search on a GPU reads first. It finds the
-            same. "sign" keeps the signs of random projections, which a search of few queries reads first where that is
-            faster: it may then miss some of the best, which `Hits.exact` says. `calibrate` shows how many.
-        bits: how many signs of an item: 64, 128, 256, 512 or 1024.
+        codes: "int8" also keeps the vectors in 8 bits per number, which a search on a GPU reads first. Results are the
+            same. "sign" keeps the signs of random projections, which a search with few queries reads first where that
+            is faster: it may then miss some of the best items, as `Hits.exact` reports. `calibrate` measures how many.
+        bits: signs per item: 64, 128, 256, 512 or 1024.
 
-    Raises: ValueError for numbers that are not positive, an unknown dtype, metric, kind of codes or number of bits.
+    Raises: ValueError for numbers that are not positive, or an unknown dtype, metric, code kind or bit count.
     """
 
     def __init__(
@@ -192,21 +192,21 @@ class Index(BaseIndex, nn.Module):
         cls, parameter: Tensor | nn.Embedding, ids: Any = None, table: Any = None, schema: Schema | None = None,
         metric: Literal["ip", "l2"] = "ip", codes: Codes = None, bits: int = 512,
     ) -> Index:  # fmt: skip
-        """An index over the rows of a parameter, such as an embedding that is trained: no copy, never stale.
+        """Build an index over a parameter's rows, such as a trained embedding: no copy, never stale.
 
-        A search sees the weights of that moment. Optimizer steps and searches belong on one stream. From a step until
-        `refresh` a search reads the weights alone, not their codes.
+        A search reads the present weights. Run optimizer steps and searches on one stream. Between a step and `refresh`
+        a search reads the weights alone, not their codes.
 
         Args:
-            parameter: (items, dim), or a torch.nn.Embedding, whose weight is meant.
-            ids: of the rows. None: the numbers of the rows.
-            table: the attributes of the rows, if there is a schema.
+            parameter: (items, dim), or a torch.nn.Embedding, whose weight is used.
+            ids: the rows' ids. None: row numbers.
+            table: the rows' attributes, if there is a schema.
             schema: the columns that items can be filtered by.
             metric: "ip" or "l2".
-            codes, bits: as of an Index.
+            codes, bits: as in `Index`.
 
-        Returns: an Index whose vectors are the parameter itself; it is not among the index's own parameters.
-        Raises: ValueError if the parameter has another shape, or ids or table do not fit it.
+        Returns: an Index whose vectors are the parameter itself, which is not among the index's own parameters.
+        Raises: ValueError if the parameter has another shape, or ids or table do not fit.
         """
         weight = parse_weight(parameter, metric)
         format = VectorFormat.parse("Index.over", weight.shape[1], "float32", metric, codes, bits)
@@ -225,17 +225,17 @@ class Index(BaseIndex, nn.Module):
 
     @torch.no_grad()
     def upsert(self, ids: Any, embeddings: Any = None, table: Any = None) -> None:
-        """Write items: new ones, and new versions of those whose ids are there. All of a call, or nothing.
+        """Insert items, or replace items with known ids. A call is atomic.
 
-        Calls of several threads that wait for each other are made together, in the order in which they came.
+        Concurrent calls from several threads are merged, in order of arrival.
 
         Args:
-            ids: int64 or strings, all of a kind. The last of equal ids counts.
+            ids: int64 or strings, all of the same type. The last among equal ids wins.
             embeddings: (items, dim) floats, finite. None for an index over a parameter.
             table: the items' attributes: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays. None if
                 there is no schema.
 
-        Raises: ValueError, with the first id that it is about, if anything does not fit; nothing is written then.
+        Raises: ValueError, naming the first offending id, if anything does not fit; nothing is written then.
         """
         self.pending.upsert(self.table.scheduler.update_lock, self._write, ids, embeddings, table)
 
@@ -248,13 +248,13 @@ class Index(BaseIndex, nn.Module):
 
     @torch.no_grad()
     def delete(self, ids: Any) -> int:
-        """Take items out.
+        """Delete items.
 
         Args:
-            ids: those that are not there are passed over.
+            ids: absent ids are ignored.
 
-        Returns: how many were there.
-        Raises: ValueError if ids are of another kind than the index's.
+        Returns: the number of deleted items.
+        Raises: ValueError if the id type is not the index's.
         """
         with self.table.scheduler.update_lock:
             read, keys, rows = self.writer.find("Index.delete", ids)
@@ -265,12 +265,12 @@ class Index(BaseIndex, nn.Module):
 
     @torch.no_grad()
     def grow(self, capacity: int) -> None:
-        """Make room for more items. Until all is copied, the old buffers are there, too.
+        """Make room for more items. The old buffers are kept until all is copied.
 
         Args:
-            capacity: how many items there is room for then.
+            capacity: the new capacity.
 
-        Raises: ValueError if that is less than there is room for, or for an index over a parameter.
+        Raises: ValueError if that is less than the present capacity, or for an index over a parameter.
         """
         if self.table.is_over_parameter:
             raise ValueError("Index.grow: an index over a parameter has its rows; make the parameter larger.")
@@ -282,24 +282,23 @@ class Index(BaseIndex, nn.Module):
                 if self.folder.journal is not None:
                     self.folder.journal.append("grow", {"capacity": torch.tensor([capacity])})
             except BaseException:
-                self.table.directory.capacity = before  # or the journal would hold more items than it knows room for
+                self.table.directory.capacity = before  # or the journal would hold more items than its capacity
                 raise
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make all codes anew from the vectors: for an index over a parameter, after steps that have changed it.
+        """Encode all vectors again: for an index over a parameter, after optimizer steps.
 
-        Only a search with the codes of the weights as they are reads them; a search before reads the weights, and finds
-        the same.
+        Codes are read only while they match the weights; otherwise a search reads the weights, with the same results.
         """
         with self.table.scheduler.update_lock, self.table.scheduler.exclusive(self.device):
             self.table.rebuild_codes()
 
     def plan(self, capacity: int | None = None) -> MemoryPlan:
-        """The memory of the index, or of one like it with another capacity.
+        """Compute the memory for this index, or for the same index with another capacity.
 
         Args:
-            capacity: None for the capacity of the index.
+            capacity: None for the index's capacity.
 
         Returns: a MemoryPlan, to be printed.
         """
@@ -312,20 +311,20 @@ class Index(BaseIndex, nn.Module):
         self, k: int | Sequence[int] = 100, queries: int | Sequence[int] = 1, where: Where | Sequence[Where] = None,
         *, strict: bool = False, dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
     ) -> float:  # fmt: skip
-        """Compile the kernels of searches to come, by running such searches.
+        """Compile search kernels in advance, by running such searches.
 
-        A GPU compiles kernels at the first search of a kind, which then takes seconds. Kernels depend on k, on the
-        number of queries by classes up to 16, 32, 64, 128 and beyond, on their dtype, on how many items there are, and
-        on whether there is a filter; another filter of about the same share needs no other kernel.
+        A GPU compiles kernels at the first search with a new configuration, which then takes seconds. Kernels depend on
+        k, on the query count in classes up to 16, 32, 64, 128 and beyond, on the query dtype, on the item count, and on
+        whether there is a filter; another filter with about the same share needs no other kernel.
 
         Args:
-            k, queries: of the searches; or lists, of which all combinations are run.
-            where: an expression or its text; None for all items; a list for searches with a filter for each query.
+            k, queries: the search sizes; or lists, of which all combinations are run.
+            where: an expression or its text; None for all items; a list for searches with a filter per query.
             strict: as in `search`.
-            dtype: of the queries, "float16", "bfloat16" or "float32"; or a list. None: the index's, and float32 for one
-                of float8_e4m3fn.
+            dtype: the query dtype, "float16", "bfloat16" or "float32"; or a list. None: the index's, and float32 for
+                float8_e4m3fn.
 
-        Returns: the seconds that it took. On a CPU there is nothing to compile.
+        Returns: the elapsed seconds. On a CPU there is nothing to compile.
         Raises: ValueError for an empty index, and for arguments that do not fit the index.
         """
         begun = time.perf_counter()
@@ -342,17 +341,17 @@ class Index(BaseIndex, nn.Module):
         bits: Sequence[int] = (64, 128, 256, 512),
         candidates: Sequence[int] | None = None,
     ) -> Calibration:
-        """The recall that codes "sign" would have with these items and queries, whatever codes the index has.
+        """Measure the recall that codes "sign" would have with these items and queries, whatever codes the index has.
 
-        Codes of each number of bits are made beside the index, one after the other. Updates wait meanwhile.
+        Codes for each bit count are computed beside the index, in turn. Updates wait meanwhile.
 
         Args:
-            queries: (B, dim) floats, such as the index will be asked.
-            k: of the searches.
-            bits: numbers of signs.
+            queries: (B, dim) floats, representative queries.
+            k: hits per query.
+            bits: sign counts.
             candidates: how many items are scored exactly. None: 2, 4 and 10 times k.
 
-        Returns: a Calibration, to be printed: recall@k by bits and candidates, bytes, and the time of a query.
+        Returns: a Calibration, to be printed: recall@k by bits and candidates, bytes, and the time per query.
         Raises: ValueError for queries, bits and candidates that do not fit, and for an empty index.
         """
         with self.table.scheduler.update_lock:
@@ -362,13 +361,13 @@ class Index(BaseIndex, nn.Module):
         self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False,
         links: LinkWeights | None = None,
     ) -> Explanation:  # fmt: skip
-        """The effect of a filter, and the plan of a search with it. Nothing is searched.
+        """Explain a filter's effect, and the search plan with the filter, without searching.
 
         Args:
             where: an expression or its text.
-            k, queries: of the search.
+            k, queries: the search sizes.
             strict: as in `search`.
-            links: of as many queries, as in `search`.
+            links: for as many queries, as in `search`.
 
         Returns: an Explanation, to be printed.
         Raises: ValueError for filters that do not fit the schema.
@@ -379,15 +378,15 @@ class Index(BaseIndex, nn.Module):
     # --------------------------------------------------------------------------------------------------------- state
 
     def save(self, path: str | Path) -> None:
-        """Write the index to a folder. A kill at any moment, or a full disk, leaves the old snapshot or the new one.
+        """Write the index to a folder. A kill at any moment, or a full disk, leaves either the old or the new snapshot.
 
         Updates wait meanwhile, searches do not.
 
         Args:
-            path: the folder, made if it is not there. An index that it holds is replaced; other files stay.
+            path: the folder, created if missing. An index in the folder is replaced; other files stay.
 
-        Raises: ValueError if the path is a file, if another index or process has opened it or saves to it, or for an
-            index over a parameter; OSError if the disk is full.
+        Raises: ValueError if the path is a file, if another index or process has opened the folder or saves to it, or
+            for an index over a parameter; OSError if the disk is full.
         """
         if self.table.is_over_parameter:
             raise ValueError("Index.save: an index over a parameter is saved with the model: use its state_dict.")
@@ -396,7 +395,7 @@ class Index(BaseIndex, nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str | None = None) -> Index:
-        """The index of a folder that `save` wrote, with the updates of its journal.
+        """Load an index from a folder that `save` wrote, including journal updates.
 
         Args:
             path: the folder. device: where the buffers will be.
@@ -411,19 +410,20 @@ class Index(BaseIndex, nn.Module):
         cls, path: str | Path, journal: bool = True, device: torch.device | str | None = None, *,
         repair: bool = False,
     ) -> Index:  # fmt: skip
-        """The index of a folder, which no other index or process can open or save to until `close`.
+        """Load an index and lock its folder, so that no other index or process can open or save to the folder until
+        `close`.
 
-        With a journal each update is on the disk before it is made: after a kill or with a full disk the index comes
-        back with the last whole update. `save` to the same folder begins a new journal.
+        With a journal each update is on disk before it is applied: after a kill or a full disk the index recovers to
+        the last complete update. `save` to the same folder starts a new journal.
 
         Args:
             path: the folder that `save` wrote.
             journal: False for updates that stay in memory until `save`.
             device: where the buffers will be.
-            repair: whether a journal with a damaged record is cut off before it. Otherwise that is an error.
+            repair: whether a journal with a damaged record is truncated before that record. Otherwise that is an error.
 
         Returns: the index.
-        Raises: ValueError if there is no index, if it is open already, or if a file is damaged.
+        Raises: ValueError if there is no index, if the index is open already, or if a file is damaged.
         """
         path = read_path("Index.open", "path", path)
         table, folder = snapshot.open_snapshot(path, device, journal=journal, repair=repair)
@@ -432,7 +432,7 @@ class Index(BaseIndex, nn.Module):
         return index
 
     def close(self) -> None:
-        """Close the journal, and let others open the folder. Later updates stay in memory."""
+        """Close the journal, and unlock the folder. Later updates stay in memory."""
         with self.table.scheduler.update_lock:
             self.folder.close()
 

@@ -1,4 +1,4 @@
-"""Items that are to be written: parsed and checked as a whole before any of them is written."""
+"""Items to be written: a batch is parsed and checked as a whole before any item is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tigon.retrieve.index.format import VectorFormat
 
 # Half a step above the largest float8_e4m3fn, 448.
 BEYOND_FLOAT8 = 464.0
-# The exponent bits of a number, all of which are set in infinity and NaN alone, and the integers of the same width.
+# For each dtype the exponent bits, which are all set only in infinity and NaN, and the integer dtype of equal width.
 EXPONENTS = {
     torch.float16: (np.uint16, 0x7C00), torch.bfloat16: (np.uint16, 0x7F80), torch.float32: (np.uint32, 0x7F800000),
 }  # fmt: skip
@@ -23,9 +23,9 @@ class ItemBatch(NamedTuple):
     """Items that fit an index.
 
     Attributes:
-        ids: each once. vectors: as they are stored; None for an index over a parameter. words: (W, items), attributes.
-        growth: the values that the vocabularies take in, by column.
-        lookup: keys and rows of the ids, −1 for new ids; None for an index that has no ids yet.
+        ids: distinct. vectors: as they are stored; None for an index over a parameter. words: (W, items), attributes.
+        growth: the values to add to the vocabularies, by column.
+        lookup: the ids' keys and rows, −1 for new ids; None for an index that has no ids yet.
     """
 
     ids: Ints | list[str]
@@ -36,14 +36,14 @@ class ItemBatch(NamedTuple):
 
 
 def parse_vectors(embeddings: Any, ids: Ints | list[str], format: VectorFormat) -> Tensor:
-    """The vectors of items as the index stores them.
+    """Convert item vectors to the storage format.
 
-    Raises: ValueError, with the first id that it is about, for vectors that do not fit.
+    Raises: ValueError, naming the first offending id, for vectors that do not fit.
     """
     name = "Index.upsert"
     if not isinstance(embeddings, Tensor):
         try:
-            embeddings = torch.as_tensor(np.require(embeddings, requirements="W"))  # torch warns of read-only arrays
+            embeddings = torch.as_tensor(np.require(embeddings, requirements="W"))  # torch warns about read-only arrays
         except (TypeError, ValueError):
             raise ValueError(
                 f"{name}: embeddings must be a tensor or an array of numbers, got {type(embeddings).__name__}."

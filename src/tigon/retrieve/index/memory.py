@@ -1,4 +1,4 @@
-"""How much memory an index takes, before anything is taken."""
+"""Compute an index's memory use without allocating."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes of an index, by their use. `print` shows them.
+    """An index's bytes, by use. `print` shows them.
 
     Attributes:
-        items: that fit. vectors, attributes, ids, live, bias, codes: bytes on the device.
-        host: bytes of the host: tables of ids, and the texts of strings.
-        filters: bytes on the device that the cache of filters takes at most; see `Index.limit_filter_cache`.
+        items: the capacity. vectors, attributes, ids, live, bias, codes: bytes on the device.
+        host: bytes on the host: id tables, and string texts.
+        filters: the most bytes on the device that the filter cache takes; see `Index.limit_filter_cache`.
     """
 
     items: int
@@ -39,7 +39,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the index takes from the beginning."""
+        """Bytes that the index allocates at construction."""
         return self.vectors + self.attributes + self.ids + self.live + self.bias + self.codes
 
     def __str__(self) -> str:
@@ -60,22 +60,22 @@ def plan_memory(
     schema: Schema | None = None, id_length: int | None = None, codes: Literal["int8", "sign"] | None = None,
     bits: int = 512,
 ) -> MemoryPlan:  # fmt: skip
-    """The memory of an index, computed without taking any.
+    """Compute an index's memory use without allocating.
 
     A search takes up to 1.25 GiB more, whatever the index.
 
     Args:
-        items: the capacity of the index.
-        dim: the width of the vectors.
+        items: the capacity.
+        dim: the vector width.
         dtype: "float16", "bfloat16", "float32" or "float8_e4m3fn".
-        metric: "l2" keeps 4 bytes more an item.
-        schema: whose words take 8 bytes an item each.
-        id_length: the mean length of ids that are strings, in bytes; None for int64.
-        codes: "int8" keeps dim + 4 bytes more an item, "sign" bits / 8 and 2.
-        bits: of "sign".
+        metric: "l2" takes 4 more bytes per item.
+        schema: its words take 8 bytes per item each.
+        id_length: the mean length of string ids, in bytes; None for int64.
+        codes: "int8" takes dim + 4 more bytes per item, "sign" bits / 8 and 2.
+        bits: for codes "sign".
 
     Returns: a MemoryPlan.
-    Raises: ValueError if a number is not positive, or the dtype or the kind of codes is unknown.
+    Raises: ValueError if a number is not positive, or the dtype or the code kind is unknown.
     """
     items = read_int("plan_memory", "items", items)
     format = VectorFormat.parse("plan_memory", dim, dtype, metric, codes, bits)
@@ -88,7 +88,7 @@ def plan_memory(
 
 
 def make_plan(format: VectorFormat, items: int, schema: Schema, id_length: float | None) -> MemoryPlan:
-    """The memory of an index; id_length: the mean bytes of ids that are strings, None for int64."""
+    """An index's memory plan; id_length: the mean bytes per string id, None for int64."""
     rows = items + spare_rows(items)
     return MemoryPlan(
         items=items,

@@ -1,4 +1,4 @@
-"""An index over a parameter: its vectors are the parameter's rows, and only attributes and live bits are its own."""
+"""An index over a parameter: its vectors are the parameter's rows; the index owns only attributes and live bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tigon.retrieve.index.table import RowTable
 
 
 def parse_weight(parameter: Tensor | nn.Embedding, metric: Any) -> Tensor:
-    """The weight (items, dim) that an index is over.
+    """Get the weight (items, dim) to build an index over.
 
     Raises: ValueError for another shape, and for a metric that needs a copy.
     """
@@ -34,9 +34,9 @@ def parse_weight(parameter: Tensor | nn.Embedding, metric: Any) -> Tensor:
 
 
 def make_table(weight: Tensor, format: VectorFormat, schema: Schema, ids: Any, table: Any) -> RowTable:
-    """The rows of an index over a weight, all of which hold items.
+    """Build the row table over a weight, whose rows all hold items.
 
-    Raises: ValueError if ids or attributes are not of as many rows, or do not fit the schema.
+    Raises: ValueError if ids or attributes have another row count, or do not fit the schema.
     """
     items = len(weight)
     directory = ItemDirectory(items, items)

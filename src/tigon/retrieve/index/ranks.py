@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The members of a group, this process one of them.
+    """A process group's ranks, including this process.
 
     Args:
         name: the beginning of errors.
-        mesh: a DeviceMesh of one dimension, a process group, or None for all ranks.
-        device: None for the current GPU if the mesh is one of GPUs, else the CPU.
+        mesh: a one-dimensional DeviceMesh, a process group, or None for all ranks.
+        device: None for the current GPU if the mesh is on GPUs, else the CPU.
 
-    Raises: ValueError if there is no process group, or if this process is not in it.
+    Raises: ValueError if there is no process group, or if this process is not in the group.
     """
 
     def __init__(self, name: str, mesh: Any, device: torch.device | str | None) -> None:
@@ -50,7 +50,7 @@ class Ranks:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, own: Tensor) -> Tensor:
-        """(ranks, …), of which each rank has one."""
+        """Gather (ranks, …) from each rank's tensor."""
         if self.count == 1 or not own.numel():
             return own.expand(self.count, *own.shape)
         gathered = own.new_empty((self.count, *own.shape))
@@ -58,14 +58,14 @@ class Ranks:
         return gathered
 
     def sum(self, own: Tensor) -> Tensor:
-        """Replace a tensor by its sum over the ranks."""
+        """Sum a tensor over the ranks, in place."""
         import torch.distributed as dist
 
         dist.all_reduce(own, group=self.group)
         return own
 
     def run_together(self, kind: type[Exception], said: str, step: Callable[[], T]) -> T:
-        """The result of a step that raises on no rank. Otherwise all ranks raise, those without an error kind(said)."""
+        """Run a step that succeeds or fails on all ranks together. Ranks that did not fail raise kind(said)."""
         error: Exception | None = None
         try:
             result = step()
@@ -76,11 +76,11 @@ class Ranks:
         return result
 
     def any(self, here: bool) -> bool:
-        """Whether something holds on any rank. The host waits for the others."""
+        """Whether a condition holds on any rank. The host waits for the others."""
         return bool(self.gather(torch.tensor([here], dtype=torch.int32, device=self.device)).any())
 
     def check_alike(self, name: str, *arguments: Any) -> None:
-        """With TIGON_CHECKS=1: that all ranks call the same, with the same arguments.
+        """With TIGON_CHECKS=1: check that all ranks make the same call, with the same arguments.
 
         Raises: ValueError on all ranks if they do not.
         """
@@ -93,7 +93,7 @@ class Ranks:
 
 
 def _to_plain(argument: Any) -> Any:
-    """All values of an argument, for a hash."""
+    """All values in an argument, for a hash."""
     if isinstance(argument, Tensor):
         argument = argument.detach().cpu().contiguous()
         return str(argument.dtype), argument.shape, argument.view(-1).view(torch.uint8).numpy().tobytes()
@@ -101,7 +101,7 @@ def _to_plain(argument: Any) -> Any:
         return str(argument.values), _to_plain(argument.weights)
     if isinstance(argument, np.ndarray) and argument.dtype != object:
         return str(argument.dtype), argument.shape, argument.tobytes()
-    if hasattr(argument, "columns"):  # a table that is no dict
+    if hasattr(argument, "columns"):  # a table that is not a dict
         argument = columns_of("retrieve", argument)[0]
     if isinstance(argument, dict):
         return [(name, _to_plain(value)) for name, value in argument.items()]

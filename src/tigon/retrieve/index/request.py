@@ -1,4 +1,4 @@
-"""A search as a request: the arguments of a caller, checked and converted once."""
+"""Search requests: the caller's arguments, checked and converted once."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A search that fits an index. Whatever takes a request checks nothing.
+    """A search that fits an index. Later steps do not check again.
 
     Attributes:
         query: (B, dim) as the operator takes it, on the index's device; scaled by alpha.
-        k: the largest number of hits of a query. ks: the number of each query, None if all have k.
-        filters: one for all queries, or one for each. share: of the items that pass the one filter, estimated.
+        k: the largest hit count over the queries. ks: each query's count, None if all have k.
+        filters: one filter for all queries, or a filter per query. share: the estimated share of items that pass a
+            common filter.
         norms: (B, 1), subtracted from the scores; None for metrics other than "l2".
-        candidates: items that are scored exactly where signs are read; None: the default. 0: signs are not read.
-        links: weights that are added to the scores, beside which vectors count alpha.
+        candidates: items scored exactly where signs are read; None: the default. 0: signs are not read.
+        links: weights that are added to the scores; vectors then count alpha.
     """
 
     query: Tensor
@@ -53,7 +54,7 @@ class SearchRequest:
         cls, table: RowTable, query: Any, k: Any = 100, where: Any = None, *, strict: bool = False,
         candidates: int | None = None, links: Any = None, alpha: float = 1.0,
     ) -> SearchRequest:  # fmt: skip
-        """The arguments of `Index.search`, for an index with these rows.
+        """Parse the arguments of `Index.search`, for an index with these rows.
 
         Raises: ValueError for arguments that do not fit the index.
         """
@@ -68,13 +69,13 @@ class SearchRequest:
 
 
 def parse_query(query: Any, dim: int) -> Tensor:
-    """(B, dim) floats, on the device where they were.
+    """Parse a query as (B, dim) floats, without moving it to another device.
 
     Raises: ValueError for anything else.
     """
     if not isinstance(query, Tensor):
         try:
-            query = torch.as_tensor(np.require(query, requirements="W"))  # torch warns of read-only arrays
+            query = torch.as_tensor(np.require(query, requirements="W"))  # torch warns about read-only arrays
         except (TypeError, ValueError):
             got = type(query).__name__
             raise ValueError(f"Index.search: query must be a tensor or an array of numbers, got {got}.") from None
@@ -95,7 +96,7 @@ def parse_query(query: Any, dim: int) -> Tensor:
 
 
 def _fit_metric(q: Tensor, format: VectorFormat) -> tuple[Tensor, Tensor | None]:
-    """A query whose inner products are the metric's scores, once norms are subtracted and biases are added."""
+    """A query whose inner products become the metric's scores by subtracting norms and adding biases."""
     if format.metric == "cosine":
         wide = q.float()
         return wide / wide.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny), None
@@ -106,9 +107,9 @@ def _fit_metric(q: Tensor, format: VectorFormat) -> tuple[Tensor, Tensor | None]
 
 
 def parse_k(k: Any, B: int, name: str = "Index.search") -> tuple[int, Sequence[int] | None]:
-    """The largest k, and the k of each of B queries where the caller gave a list.
+    """The largest k, and each query's k where the caller gave a list for B queries.
 
-    Raises: ValueError for numbers that are not positive or too large, and for a list of another length.
+    Raises: ValueError for numbers that are not positive or too large, and for a list with another length.
     """
     if (number := as_int(k)) is not None:
         most, ks = number, None
@@ -141,7 +142,7 @@ def _parse_filters(
 
 
 def unique_filters(wheres: Sequence[Any]) -> dict[Any, Any]:
-    """The filters that may differ, each once: compiling a filter takes longer than comparing two texts."""
+    """Deduplicate possibly different filters: compiling a filter takes longer than comparing two texts."""
     return {_filter_key(where): where for where in wheres}
 
 
@@ -152,7 +153,7 @@ def _filter_key(where: Any) -> Any:
 def broadcast_filters(where: Any, B: int) -> Sequence[Any]:
     """A filter for each of B queries.
 
-    Raises: ValueError for a list of another length, and for a value that is neither a filter nor a list.
+    Raises: ValueError for a list with another length, and for a value that is neither a filter nor a list.
     """
     if where is None or isinstance(where, (str, Expression)):
         return [where] * B

@@ -1,4 +1,4 @@
-"""Which rows of an index hold items, which are free, and which row each item has: the host's side of the rows."""
+"""Row bookkeeping on the host: which rows hold items, which are free, and each item's row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy.typing as npt
 from tigon.data.values import Ints
 from tigon.retrieve.ids import Ids, IntIds, StringIds, last_of_each, read_ids
 
-# Spare rows beyond the capacity, so that items of a full index can be replaced: as many as one piece of an update.
+# Spare rows beyond the capacity, so that items in a full index can be replaced: as many as one update piece.
 SPARE = 4096
-# Rows above which their bitmap words are sorted, so that each word is written once.
+# Row count above which bitmap words are sorted, so that each word is written once.
 MANY = 4096
 
 
@@ -24,7 +24,7 @@ class RowAllocator:
     """Which rows hold items, and which are free. The host's copy of the live bits.
 
     Attributes:
-        total: rows of the buffers. end: no row from here on was ever used. count: rows that hold items.
+        total: rows in the buffers. end: no row from here on was ever used. count: rows that hold items.
         live: a bit for each row. free: free rows below `end`.
     """
 
@@ -62,14 +62,14 @@ class RowAllocator:
         return len(self.free) + self.total - self.end
 
     def allocate(self, count: int) -> Ints:
-        """Rows to write to, ascending. The rows stay free until `publish` is called for them."""
+        """Reserve rows to write to, ascending. The rows stay free until `publish` is called for them."""
         again = self.free[:count]
         rows = np.concatenate([again, np.arange(self.end, self.end + count - len(again))])
         rows.sort()
         return rows
 
     def mark(self, shown: Ints, hidden: Ints) -> tuple[Ints, npt.NDArray[np.int32]]:
-        """Set the live bits of rows and clear those of others. Returns the changed words: their numbers and values."""
+        """Set the live bits of some rows and clear those of others. Returns the changed words' numbers and values."""
         one = np.uint32(1)
         np.bitwise_or.at(self.live, shown >> 5, one << (shown & 31).astype(np.uint32))
         np.bitwise_and.at(self.live, hidden >> 5, ~(one << (hidden & 31).astype(np.uint32)))
@@ -77,7 +77,7 @@ class RowAllocator:
         return places, self.live[places].view(np.int32)
 
     def publish(self, shown: Ints, hidden: Ints) -> None:
-        """After `mark`: searches from now on see the shown rows, and the hidden rows are free."""
+        """Called after `mark`: from now on searches see the shown rows, and the hidden rows are free."""
         again = int((shown < self.end).sum())  # the first free rows, as `allocate` takes them
         self.free = np.concatenate([self.free[again:], hidden])
         self.end = max(self.end, int(shown.max()) + 1 if len(shown) else 0)
@@ -85,7 +85,7 @@ class RowAllocator:
 
 
 def bitmap_words(rows: Ints) -> Ints:
-    """The numbers of the bitmap words that hold the rows' bits. For few rows that do not ascend a word may repeat."""
+    """The bitmap words that hold the rows' bits, by number. A word may repeat for few rows that are not ascending."""
     if len(rows) > MANY:
         return np.unique(rows >> 5)
     places: Ints = rows >> 5
@@ -95,11 +95,11 @@ def bitmap_words(rows: Ints) -> Ints:
 
 
 class ItemDirectory:
-    """Which row each item has, by its id.
+    """Each item's row, by id.
 
     Attributes:
-        capacity: the number of items that there is room for.
-        rows: which rows hold items. ids: the table of ids; None until the first item is written.
+        capacity: the most items.
+        rows: which rows hold items. ids: the id table; None until the first item is written.
     """
 
     def __init__(self, capacity: int, rows: int) -> None:
@@ -111,14 +111,14 @@ class ItemDirectory:
         return self.rows.count
 
     def text_length(self) -> int | None:
-        """The mean length of ids that are strings, in bytes; None for other ids."""
+        """The mean length of string ids, in bytes; None for other ids."""
         ids = self.ids
         return len(ids.blob) // max(ids.count, 1) if isinstance(ids, StringIds) else None
 
     def read(self, name: str, ids: Any) -> Ints | list[str]:
-        """Ids of the kind that the directory holds; of any kind while the directory is empty.
+        """Parse ids of the directory's type; of any type while the directory is empty.
 
-        Raises: ValueError for ids of another kind.
+        Raises: ValueError for ids of another type.
         """
         read = read_ids(name, ids)
         kind = "str" if isinstance(read, list) else "int64"
@@ -129,7 +129,7 @@ class ItemDirectory:
     def number_rows(self, ids: Ints | list[str]) -> Ints:
         """Give the n-th id row n, for an index over a parameter. Returns the ids' keys.
 
-        Raises: ValueError unless there is one id, different from all others, for each item of the capacity.
+        Raises: ValueError unless the ids are distinct and as many as the capacity.
         """
         if len(ids) != self.capacity or len(last_of_each(ids)) != self.capacity:
             raise ValueError(

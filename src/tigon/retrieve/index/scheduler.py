@@ -1,13 +1,13 @@
-"""The order of searches and updates of one index.
+"""Schedule searches and updates on one index.
 
-An update writes rows that no search reads: free rows, whose live bit is not set. One small write of live bits between
-two searches then shows the new rows and hides the rows that they replace. A hidden row is free for later updates.
+An update writes rows that no search reads: free rows, whose live bit is not set. One small write to the live bits
+between two searches then shows the new rows and hides the replaced rows. A hidden row is free for later updates.
 
-On a GPU updates have a stream of their own. The write of live bits waits, by events, for the searches before it, and
-the searches after it wait for that write; the host waits for nothing. On the CPU a lock does the same.
+On a GPU updates run on their own stream. The live-bit write waits, by events, for earlier searches, and later searches
+wait for that write; the host never waits. On the CPU a lock does the same.
 
-The host's side of an update is Python, as that of a search is, and the interpreter runs one of them at a time. So an
-update goes step by step, and between two steps searches go first: see `UpdateScheduler.yield_to_searches`.
+The host side of updates and searches is Python, and the interpreter runs one thread at a time. So an update proceeds in
+steps, and searches go first between two steps: see `UpdateScheduler.yield_to_searches`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import torch
 
 from tigon.retrieve.fork import Forkable
 
-# Seconds. An update yields after steps of STEP together, if there was a search in the last RECENT; it releases the
-# interpreter for PAUSE, in which a waiting thread wakes up, and waits for a search's host side for PATIENCE.
+# Seconds. An update yields after STEP seconds of work, if there was a search in the last RECENT seconds: the update
+# releases the interpreter for PAUSE, in which a waiting thread wakes up, and waits up to PATIENCE for a search's host
+# side.
 STEP, RECENT, PAUSE, PATIENCE = 80e-6, 0.25, 1e-6, 5e-4
-# Seconds that a fork waits for the update of another thread.
+# Seconds that a fork waits for another thread's update.
 FORK = 1.0
 
 
 class _InterruptedLock:
-    """The lock of updates in a child that was forked while another thread held it."""
+    """The update lock in a child that was forked while another thread held the lock."""
 
     def acquire(self, timeout: float = -1) -> bool:
         raise RuntimeError(
@@ -46,16 +47,16 @@ class _InterruptedLock:
 
 
 class UpdateScheduler(Forkable):
-    """A readers–writer lock over two streams: updates exclude each other, and never hold up a search for long.
+    """A readers–writer lock over two streams: updates exclude each other, and never delay a search for long.
 
     Attributes:
-        update_lock: held by the one update that is being made. launch_lock: held while a search is launched, and while
-            an update publishes rows.
+        update_lock: held by the running update. launch_lock: held while a search is launched, and while an update
+            publishes rows.
     """
 
     def __init__(self) -> None:
         self.update_lock: Any = threading.RLock()  # one update at a time
-        self._forking: set[int] = set()  # threads that fork, which hold `update_lock`
+        self._forking: set[int] = set()  # threads inside fork, which hold `update_lock`
         self._last_yield = 0.0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._searches: dict[torch.cuda.Stream, torch.cuda.Event] = {}
@@ -65,13 +66,13 @@ class UpdateScheduler(Forkable):
 
     def _reset(self) -> None:
         self.launch_lock = threading.Lock()
-        self.last_search = -RECENT  # when the last search was
-        self._running: dict[object, None] = {}  # searches that are not launched as a whole yet
-        self._go = threading.Lock()  # which an update waits for while `_waits`, and a search that is launched releases
+        self.last_search = -RECENT  # time of the last search
+        self._running: dict[object, None] = {}  # searches that are not fully launched yet
+        self._go = threading.Lock()  # an update waits for this lock while `_waits`; a launched search releases the lock
         self._waits = False
 
     def before_fork(self) -> None:
-        with suppress(RuntimeError):  # a child that was interrupted forks
+        with suppress(RuntimeError):  # a child with an interrupted lock forks
             if self.update_lock.acquire(timeout=FORK):
                 self._forking.add(threading.get_ident())
 
@@ -79,14 +80,14 @@ class UpdateScheduler(Forkable):
         if threading.get_ident() in self._forking:
             self._forking.discard(threading.get_ident())
             self.update_lock.release()
-        elif is_child:  # another thread was writing, and its update is not whole here
+        elif is_child:  # another thread was writing: the child has an incomplete update
             self.update_lock = _InterruptedLock()
         if is_child:
             self._forking.clear()
             self._reset()
 
     def __reduce__(self) -> tuple[type[UpdateScheduler], tuple[()]]:
-        return UpdateScheduler, ()  # a copy has locks of its own
+        return UpdateScheduler, ()  # a copy has its own locks
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -95,7 +96,7 @@ class UpdateScheduler(Forkable):
 
     @contextmanager
     def read_lock(self) -> Iterator[None]:
-        """A search from its first step on the host to its last: updates yield to the search, which never waits here."""
+        """A search's host side from first to last step: updates yield to the search, which never waits here."""
         search = object()
         self._running[search] = None
         self.last_search = time.monotonic()
@@ -105,14 +106,14 @@ class UpdateScheduler(Forkable):
             self._running.pop(search, None)
             if self._waits:
                 self._waits = False
-                with suppress(RuntimeError):  # another search has released it just now
+                with suppress(RuntimeError):  # another search has released the lock at this moment
                     self._go.release()
 
     def yield_to_searches(self) -> None:
-        """Let searches go first, between two steps of an update, which holds `update_lock` and no other lock.
+        """Let searches go first between two steps of an update that holds `update_lock` and no other lock.
 
-        Python hands the interpreter over when it is released, if the waiting thread has woken up by then. An update
-        with short releases only would keep the interpreter for milliseconds.
+        Python hands the interpreter over on release, if the waiting thread has woken up by then. With short releases
+        only, an update would keep the interpreter for milliseconds.
         """
         now = time.monotonic()
         if now - self._last_yield < STEP or now - self.last_search > RECENT:
@@ -121,14 +122,14 @@ class UpdateScheduler(Forkable):
         if self._running:
             self._go.acquire(blocking=False)
             self._waits = True
-            if self._running:  # still: it will see that an update waits
-                self._go.acquire(timeout=PATIENCE)  # not for ever: searches may come without end
+            if self._running:  # still running: the search will see that an update waits
+                self._go.acquire(timeout=PATIENCE)  # bounded: searches may arrive endlessly
             self._waits = False
         self._last_yield = time.monotonic()
 
     @contextmanager
     def search_turn(self, device: torch.device) -> Iterator[None]:
-        """A search on the caller's stream, after the updates that were published."""
+        """A search on the caller's stream, ordered after the published updates."""
         with self.launch_lock:
             ordered = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
             if not ordered:
@@ -142,7 +143,7 @@ class UpdateScheduler(Forkable):
 
     @contextmanager
     def update_stream(self, device: torch.device, *, from_caller: bool = True) -> Iterator[None]:
-        """Write rows that no search reads, on the stream of updates.
+        """Write rows that no search reads, on the update stream.
 
         from_caller: whether the caller's stream may still compute the values, so that the update waits for that stream.
         """
@@ -157,7 +158,7 @@ class UpdateScheduler(Forkable):
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:
-        """Write rows that searches read: after the searches that have begun, and before later ones."""
+        """Write rows that searches read: after all started searches, and before later searches."""
         with self.launch_lock:
             if device.type != "cuda":
                 yield
@@ -172,6 +173,6 @@ class UpdateScheduler(Forkable):
                 self._published.record(stream)
 
     def wait_for_updates(self, device: torch.device) -> None:
-        """Let the caller's stream see all updates, before the buffers themselves are read."""
+        """Let the caller's stream see all updates, before reading the buffers directly."""
         if device.type == "cuda" and self._published is not None:
             torch.cuda.current_stream(device).wait_event(self._published)

@@ -1,4 +1,4 @@
-"""Running a search over the rows of an index."""
+"""Run searches over an index's rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tigon.retrieve.scan import CodedItems, RowBits, filtered_topk
 from tigon.retrieve.scan.signed import uses_signs
 from tigon.retrieve.transfer import array_to_device
 
-# From scores and rows of a search to those of its hits.
+# Maps a search's scores and rows to those of its hits.
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -34,15 +34,15 @@ class RowHits(NamedTuple):
 
 
 class Searcher:
-    """Runs searches over the rows of a table."""
+    """Runs searches over a row table."""
 
     def __init__(self, table: RowTable) -> None:
         self.table = table
 
     def run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
-        """The hits of a request. The caller holds the read lock.
+        """Run a request. The caller holds the read lock.
 
-        finish: computes scores and rows of the hits from those of the scan, before an update can change a row.
+        finish: computes the hits' scores and rows from the scan's, before an update can change a row.
         """
         table = self.table
         table.cache.prepare(request.filters, table)
@@ -57,7 +57,7 @@ class Searcher:
         return make_hits(request, scores, keys, is_exact, words, table.directory.ids)
 
     def scan(self, request: SearchRequest, read_live: bool = False) -> RowHits:
-        """The best rows of each query. Out of memory, the batch is scanned in halves once.
+        """Find each query's best rows. Out of memory, the batch is scanned in halves once.
 
         read_live: whether live bits are read although all rows hold items.
         """
@@ -65,7 +65,7 @@ class Searcher:
         if not table.rows.end or not B:
             scores = torch.full((B, k), -torch.inf, device=table.device)
             return RowHits(scores, torch.full((B, k), -1, dtype=torch.int64, device=table.device), True)
-        without_codes = request.candidates == 0 or request.links is not None  # codes know nothing of links
+        without_codes = request.candidates == 0 or request.links is not None  # codes do not include links
         end = table.rows.end
         items = table.embeddings[:end] if without_codes else table.items(request.candidates)
         has_tags = request.links is not None and len(request.links.tags) > 0
@@ -108,7 +108,7 @@ class Searcher:
 
     @torch.no_grad()
     def rank_rows(self, request: SearchRequest, bits: RowBits | None) -> Tensor:
-        """(B, k), the rows that an exhaustive search finds among those whose bits are set; None: among all rows."""
+        """(B, k), the exhaustive search's rows among those whose bits are set; None: among all rows."""
         table = self.table
         with table.scheduler.read_lock(), table.scheduler.search_turn(table.device):
             end = table.rows.end
@@ -121,7 +121,7 @@ class Searcher:
             return filtered_topk(request.query, table.embeddings[:end], request.k, where=bits, live=live, bias=bias)[1]
 
     def warm(self, ks: Any, batches: Any, where: Any, strict: bool, dtypes: Any) -> None:
-        """Run searches of each k, batch and dtype: without and with the cached bits of filters, and with free rows.
+        """Run searches for each k, batch size and dtype: without and with cached filter bits, and with free rows.
 
         Raises: ValueError for an empty index, and for arguments that do not fit the index.
         """
@@ -150,7 +150,7 @@ class Searcher:
 
 
 def finalize_scores(request: SearchRequest, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and rows of hits, from those of a scan."""
+    """Compute the hits' scores and rows from the scan's."""
     if request.norms is not None:
         scores = scores - request.norms
     if request.ks is not None:
@@ -161,14 +161,14 @@ def finalize_scores(request: SearchRequest, scores: Tensor, rows: Tensor) -> tup
 
 
 def link_words(table: RowTable, request: SearchRequest) -> Tensor | None:
-    """The attribute words that the links of a request test, (W', rows); None without links."""
+    """The attribute words that a request's links test, (W', rows); None without links."""
     return None if request.links is None else table.words[: request.links.tags.words]
 
 
 def make_hits(
     request: SearchRequest, scores: Tensor, keys: Tensor, is_exact: bool, words: Tensor | None, ids: Ids | None
 ) -> Hits:
-    """words: (W', B, k), the attribute words of the hits, for a request with links."""
+    """Build the hits. words: (W', B, k), the hits' attribute words, for a request with links."""
     exact = torch.full((len(scores),), is_exact, device=scores.device)
     links = None if words is None or request.links is None else HitLinks(request.links, words)
     return Hits(scores, keys, exact, ids, links)

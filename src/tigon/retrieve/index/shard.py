@@ -1,6 +1,6 @@
-"""The rows of one rank, and the directory of all ranks' rows, which every rank keeps.
+"""One rank's rows, and the directory of all ranks' rows, which every rank keeps.
 
-Row r of the whole index is row r // ranks of rank r % ranks.
+Global row r is row r // ranks on rank r % ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tigon.retrieve.transfer import is_run
 
 
 class Shard(ItemWriter):
-    """Writes items of a sharded index: chooses rows of the whole index, and writes the rows of this rank."""
+    """Writes items to a sharded index: chooses global rows, and writes this rank's rows."""
 
     def __init__(self, table: RowTable, directory: ItemDirectory, ranks: Ranks) -> None:
         super().__init__(table)
@@ -30,11 +30,11 @@ class Shard(ItemWriter):
 
     @property
     def directory(self) -> ItemDirectory:
-        """Which row of the whole index each item has."""
+        """Each item's global row."""
         return self._whole
 
     def select_own(self, rows: Ints) -> Ints:
-        """The rows of this rank's table among rows of the whole index."""
+        """Select this rank's rows from global rows."""
         own: Ints = rows[rows % self.ranks.count == self.ranks.own] // self.ranks.count
         return own
 
@@ -68,7 +68,7 @@ class Shard(ItemWriter):
 
 
 def allocate_shard(format: VectorFormat, capacity: int, schema: Schema, ranks: Ranks) -> Shard:
-    """Free rows for this rank's share of the capacity."""
+    """Allocate free rows for this rank's share of the capacity."""
     directory = ItemDirectory(capacity, capacity + spare_rows(capacity))
     own = -(-directory.rows.total // ranks.count)
     return Shard(RowTable(format, ItemDirectory(own, own), schema, ranks.device), directory, ranks)

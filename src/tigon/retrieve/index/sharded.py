@@ -1,11 +1,10 @@
-"""An index whose items are split over the ranks of a group, and searched by all of them together.
+"""An index whose items are sharded over a process group, and searched by all ranks together.
 
-Row r of the index is row r // ranks of rank r % ranks: the ranks hold as many items, whatever there are, and the order
-of rows on a rank is that of the whole. Every rank knows ids and rows of all items, chooses rows as an index of one
-device does, and keeps vectors, attributes and codes of its own rows alone. So an update exchanges nothing, and ties are
-broken as on one device.
+Global row r is row r // ranks on rank r % ranks: items are balanced over the ranks, and local row order follows global
+order. Every rank knows all ids and rows, allocates rows as a single-device index does, and keeps vectors, attributes
+and codes for its own rows only. So an update needs no communication, and ties are broken as on one device.
 
-A search scans the rank's rows for the whole batch. One all-gather hands around k scores, rows and ids a query.
+A search scans the rank's rows for the whole batch. One all-gather exchanges k scores, rows and ids per query.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ if TYPE_CHECKING:
 
 
 class ShardedIndex(BaseIndex):
-    """An `Index` whose items are split over the GPUs of a mesh. Ids and scores are those of one index with all items;
-    on CPUs the last bits of scores may differ.
+    """An `Index` whose items are sharded over the GPUs in a mesh. Ids and scores equal those from one index with all
+    items; on CPUs the last bits of scores may differ.
 
     All ranks make the same calls with the same arguments, in the same order, from one thread: each keeps its share of
-    the items, and each has the whole answer of a search. Arguments that do not fit are refused on all ranks, before
-    anything is exchanged. Whether the arguments are the same is not checked, but with TIGON_CHECKS=1, which exchanges a
-    hash of them before each call. A rank that fails alone, because its memory is full or its process dies, lets the
-    others wait for as long as the group's timeout.
+    the items, and each returns the complete search result. Invalid arguments are refused on all ranks before any
+    communication. Whether the ranks' arguments agree is checked only with TIGON_CHECKS=1, which exchanges a hash before
+    each call. If a rank fails alone, because its memory is full or its process dies, the others wait until the group's
+    timeout.
 
     Args:
-        dim, capacity, dtype, metric, schema: as of an `Index`; capacity is that of all ranks together.
-        device: of this rank's share. None: the current GPU if the mesh is one of GPUs, else the CPU.
-        codes: "int8" or None. Codes "sign" are refused: which items they miss would depend on the number of ranks.
-        mesh: a DeviceMesh of one dimension or a process group. None: all ranks.
+        dim, capacity, dtype, metric, schema: as in `Index`; capacity is the total over all ranks.
+        device: for this rank's share. None: the current GPU if the mesh is on GPUs, else the CPU.
+        codes: "int8" or None. Codes "sign" are refused: the items they miss would depend on the rank count.
+        mesh: a one-dimensional DeviceMesh or a process group. None: all ranks.
 
     Raises: ValueError as `Index`, and if this process is not in the group.
     """
@@ -87,10 +86,10 @@ class ShardedIndex(BaseIndex):
 
     @torch.no_grad()
     def upsert(self, ids: Any, embeddings: Any, table: Any = None) -> None:
-        """Write items, as `Index.upsert`; the rank keeps those whose rows are its own.
+        """Write items, as `Index.upsert`; each rank keeps the items in its own rows.
 
         Args:
-            ids, embeddings, table: of all items, the same on all ranks.
+            ids, embeddings, table: for all items, the same on all ranks.
 
         Raises: ValueError as `Index.upsert`, on all ranks; nothing is written then.
         """
@@ -102,13 +101,13 @@ class ShardedIndex(BaseIndex):
 
     @torch.no_grad()
     def delete(self, ids: Any) -> int:
-        """Take items out.
+        """Delete items.
 
         Args:
-            ids: the same on all ranks; those that are not there are passed over.
+            ids: the same on all ranks; absent ids are ignored.
 
-        Returns: how many were there.
-        Raises: ValueError if ids are of another kind than the index's.
+        Returns: the number of deleted items.
+        Raises: ValueError if the id type is not the index's.
         """
         self.ranks.check_alike("delete", ids)
         with self.table.scheduler.update_lock:
@@ -121,21 +120,21 @@ class ShardedIndex(BaseIndex):
         """Make room for more items, as `Index.grow`.
 
         Args:
-            capacity: of all ranks together.
+            capacity: the total over all ranks.
 
-        Raises: ValueError if that is less than there is room for.
+        Raises: ValueError if that is less than the present capacity.
         """
         capacity = read_int("ShardedIndex.grow", "capacity", capacity)
         with self.table.scheduler.update_lock:
             self.writer.grow(capacity)
 
     def plan(self, capacity: int | None = None) -> MemoryPlan:
-        """The memory of this rank: its share on the device, and the tables of all ids on the host.
+        """Compute this rank's memory: its share on the device, and the tables with all ids on the host.
 
         Args:
-            capacity: of all ranks together; None for the capacity of the index.
+            capacity: the total over all ranks; None for the index's capacity.
 
-        Returns: a MemoryPlan, to be printed; its `items` are those of all ranks.
+        Returns: a MemoryPlan, to be printed; its `items` counts all ranks.
         """
         whole = self.writer.plan(self.capacity if capacity is None else read_int("Index.plan", "capacity", capacity))
         parts = ("vectors", "attributes", "ids", "live", "bias", "codes", "filters")
@@ -144,12 +143,12 @@ class ShardedIndex(BaseIndex):
     # -------------------------------------------------------------------------------------------------------- search
 
     def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
-        """A request for `run`, of the arguments of `search`."""
+        """Parse the arguments of `search` into a request for `run`."""
         self.ranks.check_alike("search", query, k, where, *options.values())
         return SearchRequest.parse(self.table, query, k, where, **options)
 
     def _run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
-        """The hits of a request, the same on all ranks; finish gets rows of the whole index."""
+        """Run a request, with the same hits on all ranks; finish gets global rows."""
         table, ranks = self.table, self.ranks
         table.cache.prepare(request.filters, table)
         with table.scheduler.search_turn(table.device):
@@ -168,10 +167,10 @@ class ShardedIndex(BaseIndex):
         return make_hits(request, scores, keys, is_exact, hit_words, self.writer.directory.ids)
 
     def gather_vectors(self, rows: Tensor) -> Tensor:
-        """The vectors (…, dim) of rows of the whole index, below 0 zeros, from the ranks that hold them."""
+        """Gather the vectors (…, dim) for global rows from their ranks; zeros for negative rows."""
         is_own = (rows >= 0) & (rows % self.ranks.count == self.ranks.own)
         vectors = gather_rows(self.table.embeddings, torch.where(is_own, rows // self.ranks.count, 0))
-        # A sum of bytes is that of the rank which holds the row.
+        # Only the owner contributes nonzero bytes, so the sum is the owner's row.
         return self.ranks.sum(torch.where(is_own[..., None], vectors.view(torch.uint8), 0)).view(self.dtype)
 
     @torch.no_grad()
@@ -179,12 +178,12 @@ class ShardedIndex(BaseIndex):
         self, k: int | Sequence[int] = 100, queries: int | Sequence[int] = 1, where: Where | Sequence[Where] = None,
         *, strict: bool = False, dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
     ) -> float:  # fmt: skip
-        """Compile the kernels of searches to come, as `Index.warmup`, and open the ranks' connections.
+        """Compile search kernels in advance, as `Index.warmup`, and open the ranks' connections.
 
         Args:
-            k, queries, where, strict, dtype: as of `Index.warmup`.
+            k, queries, where, strict, dtype: as in `Index.warmup`.
 
-        Returns: the seconds that it took.
+        Returns: the elapsed seconds.
         Raises: ValueError if a rank has no items, and for arguments that do not fit the index.
         """
         begun = time.perf_counter()
@@ -202,12 +201,12 @@ class ShardedIndex(BaseIndex):
         self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False,
         links: LinkWeights | None = None,
     ) -> Explanation:  # fmt: skip
-        """The effect of a filter on this rank, and the plan of a search there. Nothing is searched.
+        """Explain a filter's effect on this rank, and the search plan there, without searching.
 
         Args:
-            where, k, queries, strict, links: as of `Index.explain`.
+            where, k, queries, strict, links: as in `Index.explain`.
 
-        Returns: an Explanation of this rank's items, to be printed.
+        Returns: an Explanation for this rank's items, to be printed.
         Raises: ValueError for filters that do not fit the schema.
         """
         with self.table.scheduler.update_lock:
@@ -219,15 +218,15 @@ class ShardedIndex(BaseIndex):
     # --------------------------------------------------------------------------------------------------------- files
 
     def save(self, path: str | Path) -> None:
-        """Write the index to a folder that all ranks see: a file for each rank, and at last the manifest.
+        """Write the index to a folder that all ranks see: a file per rank, and finally the manifest.
 
         `Index.load` reads the folder, too.
 
         Args:
-            path: the folder, made if it is not there. An index that it holds is replaced; other files stay.
+            path: the folder, created if missing. An index in the folder is replaced; other files stay.
 
-        Raises: ValueError if the path is a file, or if another index or process has opened it or saves to it; OSError
-            if a rank cannot write. All ranks raise then, and what was there is there still.
+        Raises: ValueError if the path is a file, or if another index or process has opened the folder or saves to it;
+            OSError if a rank cannot write. All ranks raise then, and the previous content is unchanged.
         """
         self.ranks.check_alike("save", str(path))
         with self.table.scheduler.update_lock:
@@ -241,10 +240,10 @@ class ShardedIndex(BaseIndex):
         *,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
     ) -> ShardedIndex:
-        """The index of a folder that `save` wrote with any number of ranks, or `Index.save`.
+        """Load an index from a folder that `save` wrote with any number of ranks, or `Index.save`.
 
         Args:
-            path: the folder. device, mesh: as of the class.
+            path: the folder. device, mesh: as in the class.
 
         Returns: the index.
         Raises: ValueError on all ranks if there is no index, or if a file is damaged, by its checksum.

@@ -1,10 +1,10 @@
-"""A sharded index on the disk: the folder of an index, with a file of items for each rank.
+"""A sharded index on disk: an index folder with an item file per rank.
 
     jobs.index/snapshot-000002/manifest.json          written by rank 0 when all other files are on the disk
-    jobs.index/snapshot-000002/items-0.safetensors    rank 0's items, and which in the whole each of them is
-    jobs.index/snapshot-000002/items-0.json           the size and the checksum of that file
+    jobs.index/snapshot-000002/items-0.safetensors    rank 0's items, and each item's global position
+    jobs.index/snapshot-000002/items-0.json           that file's size and checksum
 
-As for one device, a rename makes the snapshot count. Ranks agree before each step, so that all raise or none.
+As on one device, a rename commits the snapshot. Ranks agree before each step, so that all raise or none.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 
 def save_shards(shard: Shard, path: Path) -> None:
-    """Write a snapshot, each rank its file. All ranks have to hold the index still.
+    """Write a snapshot, with a file per rank. No rank's index may change meanwhile.
 
-    Raises: ValueError or OSError on all ranks if one of them cannot write; what was there before is there still.
+    Raises: ValueError or OSError on all ranks if any rank cannot write; the previous content is unchanged.
     """
     ranks = shard.ranks
     is_new, first = snapshot.check_folder(path), ranks.own == 0
@@ -101,7 +101,7 @@ def _name_partial(number: int) -> str:
 
 
 def _collect_items(shard: Shard) -> dict[str, Any]:
-    """The items of this rank, and the place of each among all items in the order of rows."""
+    """This rank's items, and each item's position among all items in row order."""
     places = np.cumsum(shard.directory.rows.live_mask()) - 1
     rows = np.flatnonzero(shard.table.rows.live_mask()) * shard.ranks.count + shard.ranks.own
     items = snapshot.collect_items(shard.table, shard.directory.ids)
@@ -109,8 +109,9 @@ def _collect_items(shard: Shard) -> dict[str, Any]:
 
 
 def load_shards(path: Path, device: Any, mesh: Any) -> Shard:
-    """The shards of a folder, whose items are dealt out to the ranks anew. If the snapshot is replaced while it is
-    read, all ranks read the newer one."""
+    """Load shards from a folder and redistribute the items over the ranks. If the snapshot is replaced while it is
+    read, all ranks read the newer snapshot.
+    """
     name = "Index.load"
     ranks = Ranks(name, mesh, device)
     for _ in range(TRIES):
@@ -120,10 +121,10 @@ def load_shards(path: Path, device: Any, mesh: Any) -> Shard:
         digest = bytearray(hashlib.sha256(content_before or b"").digest())
         own = torch.frombuffer(digest, dtype=torch.int64).to(ranks.device)
         if bool((ranks.gather(own) != own).any()):
-            continue  # the ranks looked before and after a save
+            continue  # a save happened between two ranks' lookups
         try:
             shard = _load(name, folder, ranks)
-        except Exception:  # all ranks raise, each its own
+        except Exception:  # every rank raises its own error
             if not ranks.any(snapshot.is_replaced(folder, content_before)):
                 raise
             continue
@@ -146,7 +147,7 @@ def _load(name: str, folder: Path, ranks: Ranks) -> Shard:
     content, shard = ranks.run_together(ValueError, said, make)
 
     def check() -> None:
-        """A share of the files: each is read once for its checksum."""
+        """Check this rank's share of the files: each file is read once for its checksum."""
         names = sorted(content["files"])[ranks.own :: ranks.count]
         snapshot.check_files(name, folder, {file: content["files"][file] for file in names})
 

@@ -1,11 +1,11 @@
-"""An index on the disk: snapshots beside each other in one folder, of which the newest counts.
+"""An index on disk: a folder with snapshots, of which the newest counts.
 
-    jobs.index/snapshot-000002/manifest.json         the description of the index, and checksums of the files
-    jobs.index/snapshot-000002/items.safetensors     the items that are there, without gaps
+    jobs.index/snapshot-000002/manifest.json         the index description, and checksums of the files
+    jobs.index/snapshot-000002/items.safetensors     the live items, without gaps
     jobs.index/snapshot-000002/journal               updates since then, if the index was opened with a journal
 
-A snapshot is written beside the old one under another name, and is renamed when all of it is on the disk. That one
-rename is what makes it count, so that a kill at any moment leaves the old snapshot or the new one.
+A snapshot is written beside the old snapshot under another name, and renamed when it is completely on disk. That single
+rename commits it, so that a kill at any moment leaves either the old or the new snapshot.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from tigon.retrieve.transfer import row_index, scatter_rows_
 
 NAME = re.compile(r"snapshot-(\d{6,})")
 JOURNAL = "journal"
-# How often a reader begins again because the snapshot that it reads was replaced.
+# How often a reader restarts because its snapshot was replaced.
 TRIES = 100
 
 
 def list_snapshots(path: Path) -> list[Path]:
-    """The whole snapshots in a folder, the newest last. A folder of such a name without a manifest is none."""
+    """The complete snapshots in a folder, newest last. A folder without a manifest is not a snapshot."""
     if not path.is_dir():
         return []
     whole = (p for p in path.iterdir() if NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
@@ -58,7 +58,7 @@ def list_snapshots(path: Path) -> list[Path]:
 
 
 class OpenFolder:
-    """The journal and the lock of the folder that an index was opened from, None otherwise. Copies have none."""
+    """The journal and the lock for the folder that an index was opened from, None otherwise. Copies have none."""
 
     def __init__(self, journal: Journal | None = None, lock: FolderLock | None = None) -> None:
         self.journal, self.lock = journal, lock
@@ -78,10 +78,10 @@ def save_snapshot(table: RowTable, folder: OpenFolder, path: Path) -> None:
     """Write a snapshot of an index, which no update may change meanwhile.
 
     Args:
-        folder: that the index was opened from; its journal begins anew if path is this folder.
+        folder: the folder that the index was opened from; its journal restarts if path is this folder.
 
     Raises: ValueError if another index or process writes to the folder; OSError if the disk is full or the folder
-        cannot be written; what was there before is there still.
+        cannot be written; the previous content is unchanged then.
     """
     is_new = check_folder(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -100,16 +100,16 @@ def save_snapshot(table: RowTable, folder: OpenFolder, path: Path) -> None:
     except BaseException:
         lock.release()
         raise
-    if own is not None:  # the folder was removed since it was opened, and is this index's again
+    if own is not None:  # the folder was removed since it was opened, and belongs to this index again
         folder.lock = lock
     else:
         lock.release()
 
 
 def check_folder(path: Path) -> bool:
-    """Check the folder of an index. Returns whether the folder has to be made.
+    """Check an index's folder. Returns whether the folder must be created.
 
-    Raises: ValueError if it is a file.
+    Raises: ValueError if the path is a file.
     """
     if path.exists() and not path.is_dir():
         raise ValueError(f"Index.save: path must be a folder, which is made if it is not there, got the file {path}.")
@@ -153,21 +153,22 @@ def _save(table: RowTable, folder: OpenFolder, path: Path, is_new: bool, with_jo
 
 
 def clean(path: Path) -> list[Path]:
-    """Remove the partial snapshots of killed saves, under the folder's lock. Returns the snapshots that a new one
-    replaces: whole snapshots that Tigon wrote, by their checksums."""
+    """Remove partial snapshots left by killed saves, under the folder's lock. Returns the snapshots that a new snapshot
+    replaces: complete snapshots written by Tigon, by their checksums.
+    """
     for partial in path.glob(f"snapshot-*{disk.PARTIAL}"):
         disk.remove(partial)
     return [folder for folder in list_snapshots(path) if unseal(read_bytes(folder / MANIFEST)) is not None]
 
 
 def next_number(path: Path) -> int:
-    """The number of a new snapshot: behind all that there are, whoever made them."""
+    """A new snapshot's number: larger than all existing numbers, including foreign folders'."""
     names = (re.match(NAME, p.name) for p in path.iterdir())
     return max((int(name[1]) for name in names if name), default=0) + 1
 
 
 def describe(format: VectorFormat, directory: ItemDirectory, table: RowTable) -> dict[str, Any]:
-    """An index, for its manifest. directory: that of all ranks' rows."""
+    """Describe an index for its manifest. directory: all ranks' rows."""
     return {
         "format": FORMAT,
         "id": uuid.uuid4().hex,
@@ -184,7 +185,7 @@ def describe(format: VectorFormat, directory: ItemDirectory, table: RowTable) ->
 
 
 def collect_items(table: RowTable, ids: Any = None) -> dict[str, Tensor | disk.SelectedRows]:
-    """The rows that hold items, in their order. ids: the table of their ids; None: that of the rows' directory."""
+    """The rows that hold items, in order. ids: the table of their ids; None: the row directory's table."""
     table.scheduler.wait_for_updates(table.device)
     ids = table.directory.ids if ids is None else ids
     items: dict[str, Tensor | disk.SelectedRows]
@@ -210,8 +211,9 @@ def collect_items(table: RowTable, ids: Any = None) -> dict[str, Tensor | disk.S
 
 
 def load_snapshot(path: Path, device: Any) -> RowTable:
-    """The rows of a folder, with the updates of its journal. No lock is taken: if the snapshot is replaced while it is
-    read, the newer one is read."""
+    """Load the rows from a folder, including journal updates. No lock is taken: if the snapshot is replaced while it is
+    read, the newer snapshot is read.
+    """
     name = "Index.load"
     for _ in range(TRIES):
         folder = find_newest(name, path)
@@ -229,24 +231,24 @@ def load_snapshot(path: Path, device: Any) -> RowTable:
 
 
 def replay(table: RowTable, folder: Path, content: dict[str, Any]) -> None:
-    """Make the updates of a snapshot's journal."""
+    """Replay a snapshot's journal."""
     ItemWriter(table).replay(folder / JOURNAL, content["id"])
 
 
 def is_replaced(folder: Path, manifest: bytes | None) -> bool:
-    """Whether a snapshot whose manifest was read has gone since, or is another."""
+    """Whether a snapshot whose manifest was read has since been removed or replaced."""
     path = folder / MANIFEST
     return read_bytes(path) != manifest or not path.exists()
 
 
 def open_snapshot(path: Path, device: Any, *, journal: bool, repair: bool) -> tuple[RowTable, OpenFolder]:
-    """The rows of a folder, whose lock is held from here on; with a journal that later updates are appended to."""
+    """Load the rows from a folder and hold its lock; with a journal, later updates are appended."""
     name = "Index.open"
-    find_newest(name, path)  # or a lock would be made in a folder without an index
+    find_newest(name, path)  # or a lock would be created in a folder without an index
     opened = OpenFolder()
     try:
         opened.lock = FolderLock(name, path)
-    except OSError:  # without a journal, a folder that this process cannot save to needs no lock
+    except OSError:  # without a journal, a read-only folder needs no lock
         if journal or repair:
             raise
     try:
@@ -269,11 +271,11 @@ def open_snapshot(path: Path, device: Any, *, journal: bool, repair: bool) -> tu
 
 
 def find_newest(name: str, path: Path) -> Path:
-    """Find the snapshot that counts.
+    """Find the newest complete snapshot.
 
     Raises: ValueError if there is none.
     """
-    for _ in range(10):  # a listing beside a save may show neither the old snapshot nor the new one
+    for _ in range(10):  # a listing during a save may show neither the old nor the new snapshot
         if whole := list_snapshots(path):
             return whole[-1]
     raise ValueError(f"{name}: path must be a folder that Index.save wrote, got {path}, which holds no snapshot.")
@@ -289,7 +291,7 @@ def _load(name: str, folder: Path, device: Any) -> tuple[RowTable, dict[str, Any
 
 
 def parse_format(content: dict[str, Any]) -> VectorFormat:
-    """The format of a manifest's vectors."""
+    """Parse a manifest's vector format."""
     return VectorFormat.parse("Index", *(content[key] for key in ("dim", "dtype", "metric", "codes", "bits")))
 
 
@@ -309,12 +311,12 @@ def check_files(name: str, folder: Path, files: dict[str, Any]) -> None:
 def fill(
     name: str, table: RowTable, folder: Path, content: dict[str, Any], rank: int = 0, ranks: int = 1
 ) -> tuple[Ids | None, Ints]:
-    """Read items into the buffers, a piece at a time: each of several ranks takes the items of its places.
+    """Read items into the buffers in pieces: each rank takes the items at its positions.
 
-    The item at place p becomes row p // ranks of rank p % ranks.
+    The item at position p becomes row p // ranks on rank p % ranks.
 
-    Returns: a table of ids, and the keys of all items in the order of their places.
-    Raises: ValueError if the files are not those of such an index.
+    Returns: an id table, and all items' keys in order of position.
+    Raises: ValueError if the files do not belong to such an index.
     """
     count, are_texts = content["items"], content["ids"] == "str"
     keys = np.full(count, -1)
@@ -359,7 +361,7 @@ def fill(
 
 
 class _UnfitError(ValueError):
-    """A file of items that is not of the index."""
+    """An item file that does not belong to the index."""
 
 
 def _read_texts(file: Any) -> list[str]:
@@ -370,7 +372,7 @@ def _read_texts(file: Any) -> list[str]:
 
 
 def _open(path: Path) -> Any:
-    """A safetensors file, whose tensors are read as they are asked for."""
+    """Open a safetensors file, whose tensors are read lazily."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -379,14 +381,14 @@ def _open(path: Path) -> Any:
         raise ImportError(f"Index.load: needs safetensors: {install('retrieve')}.") from None
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, RuntimeError):  # torch's own for a file that cannot be opened
+    except (SafetensorError, OSError, RuntimeError):  # torch's error for a file that cannot be opened
         raise _UnfitError("it is not a whole safetensors file") from None
 
 
 def _read_places(table: RowTable, file: Any, content: dict[str, Any]) -> Ints:
-    """The places of a file's items in the order of all; the file's tensors must be those of an index.
+    """The global positions of a file's items; the file's tensors must fit the index.
 
-    Raises: _UnfitError if they are not.
+    Raises: _UnfitError if they do not.
     """
     names = {*file.keys()}
     sharded, strings = "shards" in content, content["ids"] == "str"
@@ -423,7 +425,7 @@ def _read_places(table: RowTable, file: Any, content: dict[str, Any]) -> Ints:
 
 
 def _copy_rows(part: Any, buffer: Tensor, places: Ints, rank: int, ranks: int) -> None:
-    """Rows of a file into the buffer's, as far as their places are the rank's."""
+    """Copy this rank's rows from a file into the buffer."""
     rows = max(1, disk.PIECE // (buffer[:1].numel() * buffer.element_size()))
     for start in range(0, len(places), rows):
         here = places[start : start + rows]
@@ -432,13 +434,13 @@ def _copy_rows(part: Any, buffer: Tensor, places: Ints, rank: int, ranks: int) -
             continue
         piece = part[start : start + len(here)]
         if len(own) < len(here):
-            narrow = piece.element_size() == 1  # torch indexes no float8
+            narrow = piece.element_size() == 1  # torch cannot index float8
             piece = (piece.view(torch.uint8) if narrow else piece)[torch.from_numpy(own)].view(piece.dtype)
         scatter_rows_(buffer, row_index(here[own] // ranks, buffer.device), piece.to(buffer.device))
 
 
 def make_live_bits(items: int, numbers: int) -> Tensor:
-    """Live bits of the first rows."""
+    """Set the first rows' live bits."""
     bits = np.zeros(numbers * 32, dtype=np.uint8)
     bits[:items] = 1
     return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32).copy())

@@ -1,4 +1,4 @@
-"""The manifest of a snapshot of an index: `manifest.json`, with its own checksum in the last line."""
+"""A snapshot's manifest: `manifest.json`, with its own checksum in the last line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANIFEST, ITEMS = "manifest.json", "items.safetensors"
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest of a snapshot, with the manifest's own checksum in the last line."""
+    """Write a snapshot's manifest, with the manifest's own checksum in the last line."""
     manifest = json.dumps(content, indent=1, ensure_ascii=False).encode()
     sealed = json.dumps({"manifest_sha256": _sha(manifest)}).encode()
     disk.write_file(folder / MANIFEST, [manifest, b"\n", sealed, b"\n"])
@@ -45,7 +45,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def unseal(content: bytes | None) -> dict[str, Any] | None:
-    """The content of a manifest; None unless its checksum fits."""
+    """A manifest's content; None unless the checksum matches."""
     try:
         body, seal, _ = (content or b"").rsplit(b"\n", 2)
         if parse_json(seal, MANIFEST, required=("manifest_sha256",))["manifest_sha256"] != _sha(body):
@@ -56,9 +56,9 @@ def unseal(content: bytes | None) -> dict[str, Any] | None:
 
 
 def read_manifest(name: str, folder: Path) -> dict[str, Any]:
-    """Read and check the manifest of a snapshot.
+    """Read and check a snapshot's manifest.
 
-    Raises: ValueError if it is damaged, or of another version.
+    Raises: ValueError if the manifest is damaged, or has another version.
     """
     path = folder / MANIFEST
     raw = read_bytes(path)
@@ -86,7 +86,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
     return type(value) is int and least <= value < 2**62
 
 
-# Checks of a manifest's values; `VectorFormat` and `Schema` check further.
+# Checks for manifest values; `VectorFormat` and `Schema` check further.
 FITS: dict[str, Callable[[Any], bool]] = {
     "id": lambda v: isinstance(v, str) and bool(v),
     "dim": _is_count,

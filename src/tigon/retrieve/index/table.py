@@ -1,4 +1,4 @@
-"""The rows of an index: vectors, attribute words, live bits and ids in buffers, and the host's side of them."""
+"""An index's rows: vectors, attribute words, live bits and ids in buffers, and the host-side bookkeeping."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tigon.retrieve.index.scheduler import UpdateScheduler
 from tigon.retrieve.scan import CodedItems
 from tigon.retrieve.transfer import array_to_device, batch_to_device, is_run, row_index, scatter_rows_
 
-# Bytes of vectors that are pinned at once.
+# Vector bytes that are pinned at once.
 PIECE = 1 << 26
 BUFFERS = ("vectors", "words", "live", "item_ids", "bias")
 
 
 class RowTable(nn.Module):
-    """Rows for items, of which some are free. `state_dict` and `.to` work; copies are made between two updates.
+    """Rows for items, some of them free. `state_dict` and `.to` work; copies are made between two updates.
 
     Args:
-        format: of the vectors.
-        directory: which row each item has; as many rows as the buffers get.
-        schema: of the attributes; the table keeps it.
-        weight: (rows, dim), a parameter whose rows are the vectors, in place of a buffer of vectors.
+        format: the vector format.
+        directory: each item's row; with as many rows as the buffers get.
+        schema: the attribute columns; the table keeps the object.
+        weight: (rows, dim), a parameter whose rows are the vectors, in place of a vector buffer.
 
     Attributes:
         vectors: (rows, dim); None over a parameter. words: (W, rows) int64, the attributes. live: (⌈rows/32⌉,) int32.
-        item_ids: (rows,) int64, the keys of ids. bias: (rows,) fp32, −|x|² for metric "l2". codes: None without codes.
+        item_ids: (rows,) int64, the id keys. bias: (rows,) fp32, −|x|² for metric "l2". codes: None without codes.
     """
 
     vectors: Tensor | None
@@ -57,7 +57,7 @@ class RowTable(nn.Module):
         self.attributes = Attributes(schema)
         self.scheduler = UpdateScheduler()
         self.cache = FilterCache(self.scheduler)
-        # In a tuple: the parameter stays the model's.
+        # In a tuple, so that the parameter is not registered here.
         self._weight: tuple[Tensor, ...] = () if weight is None else (weight,)
         rows, place = directory.rows.total, torch.device(device or "cpu") if weight is None else weight.device
         vectors = None if self._weight else torch.zeros(rows, format.dim, dtype=format.dtype, device=place)
@@ -104,40 +104,40 @@ class RowTable(nn.Module):
         return None if weight.is_inference() else (weight.data_ptr(), weight._version)
 
     def rebuild_codes(self) -> None:
-        """Encode all vectors anew."""
+        """Encode all vectors again."""
         if self.codes is not None:
             self.codes.rebuild(self.embeddings, self.version())
 
     # ----------------------------------------------------------------------------------------------------------- reads
 
     def items(self, candidates: int | None = None) -> Tensor | CodedItems:
-        """The rows in use, with their codes unless the parameter may have been written since the codes were made."""
+        """The rows in use, with their codes unless the parameter may have been written since encoding."""
         vectors = self.embeddings[: self.rows.end]
         if self.codes is None or self.codes.version is None or self.codes.version != self.version():
             return vectors
         return self.codes.attach(vectors, candidates)
 
     def live_words(self, always: bool = False) -> Tensor | None:
-        """The live bits of the rows in use; None where all these rows hold items, unless always."""
+        """The live bits for the rows in use; None where all these rows hold items, unless always."""
         end = self.rows.end
         return None if self.rows.count == end and not always else self.live[: (end + 31) // 32]
 
     def score_bias(self) -> Tensor | None:
-        """−|x|² of the rows in use, which metric "l2" adds to 2 q · x."""
+        """−|x|² for the rows in use, which metric "l2" adds to 2 q · x."""
         if not self.format.has_bias:
             return None
         end = self.rows.end
-        # A parameter may have changed since: its biases are computed for each search.
+        # A parameter may have changed: its biases are computed for each search.
         return self.bias[:end] if self.bias is not None else distance_bias(self.embeddings[:end])
 
     def keys_of_rows(self, rows: Tensor) -> Tensor:
-        """The keys of the ids in rows; −1 for row −1."""
+        """The id keys in rows; −1 for row −1."""
         return torch.where(rows >= 0, self.item_ids[rows.clamp(min=0)], -1)
 
     # ----------------------------------------------------------------------------------------------------------- writes
 
     def write(self, rows: Ints, keys: Ints, vectors: Tensor, words: Ints, replaced: Ints) -> None:
-        """Write items to free rows; then searches see these rows, and no longer the rows that they replace."""
+        """Write items to free rows, then show these rows to searches and hide the rows that they replace."""
         most = max(1, PIECE // max(1, self.format.dim * self.embeddings.element_size()))
         for start in range(0, len(keys), most):
             part = slice(start, start + most)
@@ -148,7 +148,7 @@ class RowTable(nn.Module):
         self.publish(rows, replaced)
 
     def _write_piece(self, rows: Ints, keys: Ints, vectors: Tensor, words: Ints, hidden: Ints) -> None:
-        """Write items that one copy brings to the device, and count hidden rows out."""
+        """Write a piece that one copy brings to the device, and subtract hidden rows from the counts."""
         scheduler, device = self.scheduler, self.device
         with scheduler.update_stream(device):
             if vectors.device.type == "cuda" == device.type:
@@ -175,7 +175,7 @@ class RowTable(nn.Module):
         scheduler.yield_to_searches()
 
     def write_attributes(self, rows: Ints, words: Ints) -> None:
-        """Write the attributes of rows that stay where they are, between two searches, and show rows that are free."""
+        """Write attributes in place, between two searches, and show rows that are free."""
         was_live = self.rows.live_mask()[rows]
         with self.scheduler.update_stream(self.device):
             self._count_out(array_to_device(rows[was_live], self.device))
@@ -186,13 +186,13 @@ class RowTable(nn.Module):
         self.publish(rows[~was_live], rows[:0])
 
     def hide(self, rows: Ints) -> None:
-        """Hide rows from searches; the rows are free then."""
+        """Hide rows from searches, which frees the rows."""
         with self.scheduler.update_stream(self.device):
             self._count_out(array_to_device(rows, self.device))
         self.publish(rows[:0], rows)
 
     def publish(self, shown: Ints, hidden: Ints) -> None:
-        """Let searches see rows, and hide others from them."""
+        """Show rows to searches, and hide others."""
         places, bits = self.rows.mark(shown, hidden)
         if len(bits) % 2:
             bits = np.append(bits, np.int32(0))
@@ -206,7 +206,7 @@ class RowTable(nn.Module):
             self.live[target] = marks
 
     def _count_out(self, rows: Tensor) -> None:
-        """Take rows that hold items out of the counts; on a GPU once the copy of their attributes has arrived."""
+        """Subtract rows that hold items from the counts; on a GPU once the copy of their attributes has arrived."""
         counts = self.attributes.counts
         if not self.schema.words or not len(rows):
             counts.items -= len(rows)
@@ -222,12 +222,12 @@ class RowTable(nn.Module):
         counts.subtract_when_copied(pinned, event)
 
     def grow(self, rows: int) -> None:
-        """Copy the buffers to larger ones, all of which are allocated before an old buffer is given up.
+        """Copy the buffers to larger buffers, which are all allocated before any old buffer is freed.
 
-        Raises: torch.OutOfMemoryError; the table is as it was then.
+        Raises: torch.OutOfMemoryError; the table is unchanged then.
         """
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # searches that have begun read the old buffers
+            torch.cuda.synchronize(self.device)  # running searches read the old buffers
         with self.scheduler.launch_lock:
             places: list[tuple[nn.Module, str]] = [(self, name) for name in BUFFERS]
             if self.codes is not None:
@@ -241,7 +241,7 @@ class RowTable(nn.Module):
             self.rows.extend(rows)
 
     def limit_cache(self, size: int | None) -> None:
-        """Empty the cache of filters and limit its bytes; None: `default_bytes`."""
+        """Empty the filter cache and limit its bytes; None: `default_bytes`."""
         with self.scheduler.update_lock:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -252,7 +252,7 @@ class RowTable(nn.Module):
     # ------------------------------------------------------------------------------------------------------------ state
 
     def restart(self, with_ids: bool = True) -> None:
-        """Rebuild the host's side from the buffers: free rows, counts, and unless told otherwise the rows of ids."""
+        """Rebuild the host side from the buffers: free rows, counts, and with `with_ids` the rows by id."""
         self.directory.rows = RowAllocator.from_live_bits(self.live.cpu().numpy(), len(self.item_ids))
         self.attributes = Attributes(self.schema)
         self.cache.clear()
@@ -267,7 +267,7 @@ class RowTable(nn.Module):
             self.attributes.counts.add(self.words.cpu().numpy()[:, rows])
 
     def get_extra_state(self) -> Tensor:
-        """The state beside the buffers: the vocabularies, and the texts of ids."""
+        """The state beside the buffers: the vocabularies, and the id texts."""
         ids = self.directory.ids
         texts = ids.texts() if isinstance(ids, StringIds) else None
         about = {"schema": self.schema.to_json(), "ids": ids.kind if ids is not None else None}
@@ -293,7 +293,7 @@ class RowTable(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
             if self.codes is not None:
                 self.codes.load(state_dict, f"{prefix}codes.", *args, **kwargs)
-                self.codes.version = None if self._weight else ()  # codes of any weights
+                self.codes.version = None if self._weight else ()  # the codes' weights are unknown
             self.restart()
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -319,7 +319,7 @@ class RowTable(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy as of this moment, for pickle: updates go on while the copy is written."""
+        """A consistent copy for pickle: updates continue while the copy is written."""
         with self.scheduler.update_lock:
             self.scheduler.wait_for_updates(self.device)
             state = {**self.__dict__}
@@ -338,20 +338,20 @@ class RowTable(nn.Module):
         return copied
 
     def _wait_for_copies(self) -> None:
-        """Wait for copies on the GPU: an update in another stream would overtake them."""
+        """Wait for copies on the GPU: an update on another stream would overtake them."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
 def allocate_table(format: VectorFormat, capacity: int, schema: Schema, device: torch.device | str | None) -> RowTable:
-    """Free rows for as many items as the capacity, and spare rows.
+    """Allocate free rows for the capacity, plus spare rows.
 
     Raises: ValueError if the CPU's memory does not suffice; torch.OutOfMemoryError on a GPU.
     """
     try:
         return RowTable(format, ItemDirectory(capacity, capacity + spare_rows(capacity)), schema, device)
     except (RuntimeError, MemoryError) as error:
-        if torch.device(device or "cpu").type != "cpu":  # a CPU's error has no type of its own
+        if torch.device(device or "cpu").type != "cpu":  # a CPU's error has no distinct type
             raise
         raise ValueError(
             f"Index: capacity must be as many items as memory holds, got {capacity:,} of width {format.dim:,}: {error}"
@@ -359,7 +359,7 @@ def allocate_table(format: VectorFormat, capacity: int, schema: Schema, device: 
 
 
 def _with_stale_codes(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a copy, whose parameter is another than the one that the codes were made of."""
+    """A copy's state, whose codes were made from another parameter than the copy's."""
     codes = state["_modules"].get("codes")
     if codes is not None and state["_weight"]:
         codes.version = None
@@ -379,5 +379,5 @@ def _extend(holder: nn.Module, name: str, rows: int) -> Tensor | None:
 
 
 def distance_bias(vectors: Tensor) -> Tensor:
-    """−|x|² of each vector, by pieces, so that no copy of all vectors in fp32 is made."""
+    """−|x|² for each vector, in pieces, to avoid an fp32 copy of all vectors."""
     return torch.cat([-piece.float().square().sum(1) for piece in vectors.split(1 << 20)])

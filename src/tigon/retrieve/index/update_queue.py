@@ -1,8 +1,8 @@
-"""Upserts that several threads wait to make, made as one: one record of the journal, one turn between searches.
+"""Merge concurrent upserts: one journal record, and one turn between searches.
 
-A thread that waits for the update lock has left its call here. The thread that gets the lock makes all waiting calls in
-the order in which they came; the other threads find their calls made. If the calls together do not fit, each call is
-made by itself, so that a refused call refuses no other.
+A thread that waits for the update lock has left its call here. The thread that gets the lock makes all pending calls in
+order of arrival; the other threads find their calls done. If the merged call does not fit, each call is made
+separately, so that a refused call refuses no other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from tigon.retrieve.fork import Forkable
 
-# Items of calls that are made together.
+# The most items in a merged call.
 MOST = 4096
 
 Write = Callable[[Any, Any, Any], None]
 
 
 class PendingUpdate:
-    """An upsert of one thread: its arguments, and once it is made the error that it raises."""
+    """One thread's upsert: its arguments, and afterwards its error."""
 
     def __init__(self, ids: Any, embeddings: Any, table: Any) -> None:
         self.arguments = ids, embeddings, table
@@ -35,12 +35,12 @@ class PendingUpdate:
     def __len__(self) -> int:
         try:
             return len(self.arguments[0])
-        except TypeError:  # which is refused in its turn
+        except TypeError:  # refused when its turn comes
             return 0
 
 
 class UpdateQueue(Forkable):
-    """The updates of one index that wait, in their order."""
+    """Pending updates to one index, in order of arrival."""
 
     def __init__(self) -> None:
         self.updates: deque[PendingUpdate] = deque()
@@ -54,12 +54,12 @@ class UpdateQueue(Forkable):
         return UpdateQueue, ()  # a copy has none
 
     def upsert(self, lock: AbstractContextManager[Any], write: Write, ids: Any, embeddings: Any, table: Any) -> None:
-        """Write items when the caller has the lock, unless another thread has written them.
+        """Write items once the caller has the lock, unless another thread has already written them.
 
         Args:
-            write: writes items of one or several calls, under the lock.
+            write: writes the items from one or several calls, under the lock.
         """
-        if _is_on_gpu(ids, embeddings, table):  # where only the caller's own stream knows when the values are there
+        if _is_on_gpu(ids, embeddings, table):  # only the caller's own stream knows when the values are ready
             with lock:
                 write(ids, embeddings, table)
             return
@@ -70,12 +70,12 @@ class UpdateQueue(Forkable):
                 while not update.is_made:
                     self._make([other for other in self._take() if not other.is_made], write)
         finally:
-            update.is_made = True  # also after an interrupt: no thread waits for it any more
+            update.is_made = True  # also after an interrupt: no thread waits for this call any more
         if update.error is not None:
             raise update.error
 
     def _take(self) -> list[PendingUpdate]:
-        """The first update, and the updates behind it that can be made with it."""
+        """The first update, and the following updates that can be merged."""
         taken = [self.updates.popleft()]
         items = len(taken[0])
         while self.updates and items + len(self.updates[0]) <= MOST:
@@ -89,7 +89,7 @@ class UpdateQueue(Forkable):
             if arguments is not None:
                 try:
                     write(*arguments)
-                except Exception:  # each is made by itself below, which shows whose error it is
+                except Exception:  # each call is made separately below, which shows whose error it is
                     pass
                 else:
                     for update in updates:
@@ -112,7 +112,7 @@ def _is_on_gpu(*arguments: Any) -> bool:
 
 
 def _merge(updates: list[PendingUpdate]) -> tuple[Any, Any, Any] | None:
-    """The arguments of all updates one after another; None where the result could differ from one by one."""
+    """Concatenate all updates' arguments; None where the result could differ from separate calls."""
     all_ids, embeddings, tables = zip(*(update.arguments for update in updates), strict=True)
     counts = [len(update) for update in updates]
     ids = _concatenate(all_ids)
@@ -137,8 +137,9 @@ def _merge(updates: list[PendingUpdate]) -> tuple[Any, Any, Any] | None:
 
 
 def _concatenate(columns: Any) -> Any:
-    """Lists or arrays one after another; None unless all values are of one type: a column of integers and floats is
-    read otherwise than a column of integers."""
+    """Concatenate lists or arrays; None unless all values have the same type: a column with integers and floats is
+    parsed differently from an integer column.
+    """
     if all(type(column) is list for column in columns):
         values = [value for column in columns for value in column]
         return values if len({type(value) for value in values} - {type(None)}) <= 1 else None

@@ -1,4 +1,4 @@
-"""Writing items: which rows they go to, and how updates of a journal are made again."""
+"""Write items: choose their rows, and replay journal updates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tigon.retrieve.index.rows import ItemDirectory, spare_rows
 from tigon.retrieve.index.table import PIECE, RowTable
 from tigon.retrieve.storage.journal import parse_record, read_records
 
-# Ids that are looked up in one step, where the ids are strings.
+# String ids that are looked up per step.
 STRINGS = 64
 
 
 class ItemWriter:
-    """Writes items of an index. The caller holds the update lock.
+    """Writes items to an index. The caller holds the update lock.
 
     Args:
         table: the rows, on this device.
@@ -36,19 +36,19 @@ class ItemWriter:
 
     @property
     def directory(self) -> ItemDirectory:
-        """Which row each item has."""
+        """Each item's row."""
         return self.table.directory
 
     def plan(self, capacity: int) -> MemoryPlan:
-        """The memory of the index at a capacity."""
+        """Compute the index's memory for a capacity."""
         return make_plan(self.table.format, capacity, self.table.schema, self.directory.text_length())
 
     # ------------------------------------------------------------------------------------------------------------ parse
 
     def parse(self, ids: Any, embeddings: Any, table: Any) -> ItemBatch:
-        """Items as they will be written.
+        """Parse items into their stored form.
 
-        Raises: ValueError, with the first id that it is about, for everything that does not fit the index.
+        Raises: ValueError, naming the first offending id, for anything that does not fit the index.
         """
         name, schema, scheduler = "Index.upsert", self.table.schema, self.table.scheduler
         read = self.directory.read(name, ids)
@@ -74,7 +74,8 @@ class ItemWriter:
         return ItemBatch(read, vectors, words, encoded.growth, lookup)
 
     def _look_up(self, ids: Ints | list[str]) -> tuple[Ints, Ints] | None:
-        """Keys and rows of ids; strings, which are compared one by one, a few in a step. None before the first item.
+        """Look up keys and rows of ids; strings, which are compared individually, a few per step. None before the first
+        item.
 
         Raises: ValueError if there is no room for the new items.
         """
@@ -111,9 +112,9 @@ class ItemWriter:
             )
 
     def find(self, name: str, ids: Any) -> tuple[Ints | list[str], Ints, Ints]:
-        """Distinct ids, and the keys and rows of those that are in the index.
+        """Distinct ids, and the keys and rows of those in the index.
 
-        Raises: ValueError for ids of another kind than the index's.
+        Raises: ValueError if the id type is not the index's.
         """
         read = self.directory.read(name, ids)
         if self.directory.ids is None or not len(read):
@@ -121,7 +122,7 @@ class ItemWriter:
         read = list(dict.fromkeys(read)) if isinstance(read, list) else np.unique(read)
         keys, rows = self.directory.ids.find(read)
         there = rows >= 0
-        if self.table.is_over_parameter:  # whose deleted items keep their rows
+        if self.table.is_over_parameter:  # its deleted items keep their rows
             there[there] = self.directory.rows.live_mask()[rows[there]]
         return read, keys[there], rows[there]
 
@@ -144,7 +145,7 @@ class ItemWriter:
             new = np.flatnonzero(keys < 0)
             keys[new] = directory.ids.keys([items.ids[i] for i in new])
         start = 0
-        # All items become visible at once, as far as there are rows that no search reads.
+        # All items become visible at once, as far as unread rows suffice.
         while start < len(keys):
             part = slice(start, start + max(1, directory.rows.available()))
             rows = directory.rows.allocate(len(keys[part]))
@@ -154,11 +155,11 @@ class ItemWriter:
             start = part.stop
 
     def place(self, rows: Ints, keys: Ints, vectors: Tensor, words: Ints, replaced: Ints) -> None:
-        """Write items to rows that were allocated for them."""
+        """Write items to rows allocated for them."""
         self.table.write(rows, keys, vectors, words, replaced)
 
     def remove(self, keys: Ints, rows: Ints) -> None:
-        """Take out items that `find` has found."""
+        """Delete items found by `find`."""
         if len(rows):
             if not self.table.is_over_parameter:
                 self.directory.ids.place(keys, np.full(len(keys), -1))  # type: ignore[union-attr]
@@ -168,9 +169,9 @@ class ItemWriter:
         self.table.hide(rows)
 
     def reserve(self, items: ItemBatch) -> None:
-        """Allocate the memory that writing needs on a GPU, and free it: without memory nothing is written.
+        """Allocate and free the memory that a write needs on a GPU: if that fails, nothing is written.
 
-        Raises: torch.OutOfMemoryError, with a sentence.
+        Raises: torch.OutOfMemoryError, with an explanation.
         """
         table, format = self.table, self.table.format
         if table.device.type != "cuda":
@@ -192,7 +193,7 @@ class ItemWriter:
     def grow(self, capacity: int) -> None:
         """Make room for more items.
 
-        Raises: ValueError for less than there is room for; torch.OutOfMemoryError, with a sentence.
+        Raises: ValueError if that is less than the present capacity; torch.OutOfMemoryError, with an explanation.
         """
         directory = self.directory
         if capacity < directory.capacity:
@@ -200,7 +201,7 @@ class ItemWriter:
                 f"Index.grow: capacity must be at least {directory.capacity:,}, what there is, got {capacity:,}."
             )
         try:
-            # More rows are left of a growth that the journal refused.
+            # A growth that the journal refused has left more rows.
             self.extend(max(capacity + spare_rows(capacity), directory.rows.total))
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
@@ -216,9 +217,9 @@ class ItemWriter:
     # ---------------------------------------------------------------------------------------------------------- journal
 
     def replay(self, path: Path, snapshot: str) -> None:
-        """Make the updates of a journal, which follow a snapshot.
+        """Replay a journal's updates on top of a snapshot.
 
-        Raises: ValueError for a damaged journal, the journal of another snapshot, and an update that does not fit.
+        Raises: ValueError for a damaged journal, another snapshot's journal, and an update that does not fit.
         """
         for kind, body, end in read_records(path, snapshot):
             if kind == "snapshot":
@@ -238,7 +239,7 @@ class ItemWriter:
                 ) from error
 
     def _unpack(self, tensors: dict[str, Tensor]) -> ItemBatch:
-        """The items of a record, which were checked before it was written: their shapes and kinds are checked here."""
+        """Unpack a record's items, which were checked before writing: only shapes and types are checked here."""
         vectors, words, schema = tensors["vectors"], tensors["words"].numpy(), self.table.schema
         growth: dict[str, list[Value]] = parse_json(tensors["growth"].numpy().tobytes(), "a vocabulary")
         ids = self.directory.read("Index.upsert", unpack_ids(tensors))
@@ -251,7 +252,7 @@ class ItemWriter:
 
 
 def pack_items(items: ItemBatch) -> dict[str, Tensor]:
-    """Items as tensors of a record."""
+    """Pack items into a record's tensors."""
     assert items.vectors is not None
     growth = bytearray(json.dumps(items.growth).encode())
     return {
@@ -261,7 +262,7 @@ def pack_items(items: ItemBatch) -> dict[str, Tensor]:
 
 
 def pack_ids(ids: Ints | list[str]) -> dict[str, Tensor]:
-    """Ids as tensors of a record."""
+    """Pack ids into a record's tensors."""
     if isinstance(ids, list):
         blob, ends = join_texts(ids)
         return {"id_bytes": blob, "id_ends": ends}

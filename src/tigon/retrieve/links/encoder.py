@@ -1,4 +1,4 @@
-"""Attributes of queries or items as numbers: each value in each column has a number."""
+"""Encode query or item attributes as numbers: a number for each value in each column."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Attribute = tuple[str, Value]
 
 
 class EncodedAttributes(NamedTuple):
-    """The attributes of rows: row r has numbers[starts[r] : starts[r + 1]], ascending, each once."""
+    """The rows' attributes: row r has numbers[starts[r] : starts[r + 1]], ascending and distinct."""
 
     starts: Ints
     numbers: Ints
@@ -31,7 +31,7 @@ class EncodedAttributes(NamedTuple):
 
 
 class AttributeEncoder:
-    """The Category and Tags columns of queries or items, and each column's values in the order in which they came."""
+    """A side's Category and Tags columns, and each column's values in order of first occurrence."""
 
     def __init__(self, who: str, kinds: Mapping[str, str], attributes: Iterable[Attribute] = ()) -> None:
         self.who, self.kinds = who, dict(kinds)
@@ -44,7 +44,7 @@ class AttributeEncoder:
 
     @classmethod
     def from_json(cls, who: str, about: Any) -> AttributeEncoder:
-        """From a file of links: {"kinds": {"country": "Category"}, "attributes": [["country", "us"]]}.
+        """Read from a links file: {"kinds": {"country": "Category"}, "attributes": [["country", "us"]]}.
 
         Raises: ValueError for anything else.
         """
@@ -64,7 +64,7 @@ class AttributeEncoder:
     def encode(self, name: str, table: Any, grow: bool = False) -> tuple[EncodedAttributes, dict[str, Any]]:
         """Encode a table's rows. Unknown values are left out, unless `grow` adds them. Returns all columns as well.
 
-        Raises: ValueError if a column is wanting, or a value is of another kind.
+        Raises: ValueError if a column is missing, or a value has another type.
         """
         columns, rows = columns_of("retrieve", table)
         of_rows, of_numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
@@ -85,7 +85,7 @@ class AttributeEncoder:
             numbers = numbers[indices] if len(values) else np.zeros(0, dtype=np.int64)
             of_rows.append(at[numbers >= 0])
             of_numbers.append(numbers[numbers >= 0])
-        # By row and then by number, each once.
+        # Sorted by row, then by number, without duplicates.
         wide = max(len(self.attributes), 1)
         both = np.unique(np.concatenate(of_rows) * wide + np.concatenate(of_numbers))
         starts = np.searchsorted(both // wide, np.arange(rows + 1))
@@ -108,7 +108,7 @@ class AttributeEncoder:
 
 
 def _read(kind: str, column: Any) -> tuple[Ints, Ints, list[Value]]:
-    """Rows, which value each has, and the values."""
+    """Rows, each row's value index, and the values."""
     if kind == "Tags":
         return read_lists(column)
     indices, values = read_categories(column)
@@ -117,9 +117,9 @@ def _read(kind: str, column: Any) -> tuple[Ints, Ints, list[Value]]:
 
 
 def find_rows(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str | None, count: int) -> Ints:
-    """The table rows that ids name: by the column with ids, or by row numbers.
+    """The table rows that ids refer to: by the id column, or by row number.
 
-    Raises: ValueError if there is no such column, if it has an id twice, or if an id is not in the table.
+    Raises: ValueError if there is no such column, if an id is repeated, or if an id is not in the table.
     """
     wanted = np.asarray(read_ids(name, ids))
     if id is None:

@@ -1,10 +1,10 @@
 """Learned links: query attributes that raise or lower the score of items with certain attributes.
 
 An edge leads from a query attribute, such as occupation=programmer, to an item attribute, such as tags=sci-fi, and has
-a weight. The score is the sum of the edges between the attributes of a query and an item, and
-P(confirmed) = sigmoid(bias + score) among the pairs of the fit. Most edges are exactly 0, and are not there.
+a weight. The score is the sum of the edges between the query's and the item's attributes, and
+P(confirmed) = sigmoid(bias + score) among the training pairs. Most edges are exactly 0, and are not stored.
 
-Source: links learned from confirmed pairs are those of Shen et al. 2024, https://arxiv.org/abs/2402.13435.
+Source: Shen et al. 2024, https://arxiv.org/abs/2402.13435, for links learned from confirmed pairs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tigon.retrieve.links.logistic import fit
 from tigon.retrieve.storage import disk
 
 FORMAT = 1
-# With up to so many item values, all values are columns of the weights, whatever the queries: one kind of search.
+# Up to this many item values, the weights have a column for each value, whatever the queries: one kind of search.
 FEW = 64
 
 
@@ -54,13 +54,13 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """How `Links.fit` learns.
+    """Options for `Links.fit`.
 
     Args:
         l1: the penalty. An edge is kept if the mean loss has a larger slope: a larger l1 keeps fewer edges.
-        negatives: pairs drawn for each confirmed pair.
-        steps: the largest number of optimizer steps; the fit warns if they do not suffice.
-        seed: of the draws. The same seed gives the same bits on the same device.
+        negatives: random pairs per confirmed pair.
+        steps: the most optimizer steps; the fit warns if they do not suffice.
+        seed: for the random pairs. The same seed gives the same bits on the same device.
 
     Raises: ValueError for numbers that do not fit.
     """
@@ -78,12 +78,12 @@ class LinkOptions:
 
 
 class LinkWeights(NamedTuple):
-    """The weights of queries that `Links.weigh` computed, for `Index.search(links=…)`.
+    """The query weights that `Links.weigh` computed, for `Index.search(links=…)`.
 
     Attributes:
-        weights: (B, T) fp32: the weight that each of the values adds to the score of an item.
+        weights: (B, T) fp32: the weight that each value adds to an item's score.
         values: T, the item column and value for each column of the weights.
-        links: the Links themselves. attributes: the attributes of the queries.
+        links: the Links themselves. attributes: the queries' attributes.
     """
 
     weights: Tensor
@@ -95,8 +95,8 @@ class LinkWeights(NamedTuple):
         """The edges from a query's attributes to item values, the largest weight first.
 
         Args:
-            query: which of the queries, from 0.
-            values: (column, value) of items.
+            query: the query's position, from 0.
+            values: item values as (column, value).
 
         Returns: `Edge`s.
         """
@@ -108,10 +108,10 @@ class Links:
     """Weighted edges between query attributes and item attributes. `Links.fit` learns them.
 
     Args:
-        queries, items: the columns of both sides and their values.
+        queries, items: each side's columns and values.
         query, item: (E,) int64, the attributes that each edge leads from and to.
         weight: (E,) fp32.
-        bias: the intercept of the fit, which no search adds.
+        bias: the fitted intercept, which no search adds.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Links:
         weight: npt.NDArray[np.float32], bias: float,
     ) -> None:  # fmt: skip
         self.queries, self.items, self.bias = queries, items, bias
-        # By query attribute, then by item attribute, so that an attribute's edges lie together.
+        # Sorted by query attribute, then by item attribute, so that an attribute's edges are contiguous.
         order = np.lexsort((item, query))
         self._query, self._item, self._weight = query[order], item[order], weight[order]
         self._starts = np.searchsorted(self._query, np.arange(len(queries.attributes) + 1))
@@ -132,21 +132,21 @@ class Links:
     ) -> Links:  # fmt: skip
         """Learn edges from confirmed pairs: a logistic regression with an L1 penalty.
 
-        Each pair (query attribute, item attribute) that occurs is a feature. Negatives are the same queries with items
-        drawn evenly, without confirmed pairs.
+        Each pair (query attribute, item attribute) that occurs is a feature. Negatives are the same queries with
+        uniformly drawn items, without confirmed pairs.
 
         Args:
-            queries, items: tables with the columns of the schemas: pyarrow, pandas, polars, or a dict of arrays. Other
-                columns are passed over.
-            pairs: the confirmed ones, (query, item): an array (P, 2), a list of pairs, or a table of two columns.
-            query_schema: the Category and Tags columns of queries.
+            queries, items: tables with the schemas' columns: pyarrow, pandas, polars, or a dict of arrays. Other
+                columns are ignored.
+            pairs: the confirmed pairs, (query, item): an array (P, 2), a list of pairs, or a table with two columns.
+            query_schema: the query side's Category and Tags columns.
             item_schema: the index's schema or another, whose Category and Tags columns are used.
-            query_id, item_id: columns that hold the ids which pairs are made of. None: pairs hold row numbers.
-            options: of the fit; None: the defaults of `LinkOptions`.
-            device: where to compute, in fp64. 40 bytes an attribute pair of an example are taken.
+            query_id, item_id: id columns that the pairs refer to. None: pairs hold row numbers.
+            options: None: the defaults in `LinkOptions`.
+            device: where to compute, in fp64. Each attribute pair in each example takes 40 bytes.
 
         Returns: the Links.
-        Raises: ValueError for columns of another kind or that are not there, ids that are not in the tables, no pairs,
+        Raises: ValueError for columns that are missing or of another kind, ids that are not in the tables, no pairs,
             and options that do not fit.
         """
         name = "Links.fit"
@@ -182,7 +182,7 @@ class Links:
         return cls(*sides, known[kept] // wide, known[kept] % wide, weights[kept], result.intercept)
 
     def __len__(self) -> int:
-        """How many edges there are."""
+        """The number of edges."""
         return len(self._weight)
 
     def __repr__(self) -> str:
@@ -195,10 +195,10 @@ class Links:
         """The edges as a table, the largest weight first.
 
         Args:
-            min_weight: the least weight. None: all, those below 0 too.
+            min_weight: the least weight. None: all edges, including negative weights.
 
-        Returns: a pyarrow.Table: query_column, query_value, item_column, item_value and weight. Values of a column of
-            the table that are not all text or all integers are shown as text.
+        Returns: a pyarrow.Table: query_column, query_value, item_column, item_value and weight. A value column that is
+            neither all text nor all integers is converted to text.
         """
         import pyarrow
 
@@ -217,23 +217,23 @@ class Links:
         """The edges between a query and an item, the largest first. Their weights sum to the link score.
 
         Args:
-            query, item: the attributes of one of each: {"occupation": "programmer"}, {"tags": ["sci-fi", "new"]}.
+            query, item: a query's and an item's attributes: {"occupation": "programmer"}, {"tags": ["sci-fi", "new"]}.
 
-        Returns: `Edge`s: query_column, query_value, item_column, item_value, weight. The probability of the fit is
+        Returns: `Edge`s: query_column, query_value, item_column, item_value, weight. The fitted probability is
             sigmoid(bias + their sum).
-        Raises: ValueError if a column is wanting.
+        Raises: ValueError if a column is missing.
         """
         name = "Links.explain"
         return self._between(self.queries.encode_one(name, query), self.items.encode_one(name, item))
 
     def weigh(self, queries: Any) -> LinkWeights:
-        """The weights that the links of queries add to the scores of items, for `Index.search(links=…)`.
+        """The weights that the queries' links add to item scores, for `Index.search(links=…)`.
 
         Args:
-            queries: a table with the columns of queries, a row for each query.
+            queries: a table with the query columns, a row per query.
 
-        Returns: `LinkWeights`, whose `weights` (B, T) belong to the T values of items in `values`.
-        Raises: ValueError if a column is wanting.
+        Returns: `LinkWeights`, whose `weights` (B, T) belong to the T item values in `values`.
+        Raises: ValueError if a column is missing.
         """
         encoded, _ = self.queries.encode("Links.weigh", queries)
         B, wide = len(encoded.starts) - 1, len(self.items.attributes)
@@ -242,7 +242,7 @@ class Links:
         columns = linked if len(linked) <= FEW else np.unique(self._item[at])
         place = np.zeros(wide + 1, dtype=np.int64)
         place[columns] = np.arange(len(columns))
-        # Added in the order of the query's attributes, whatever else is in the batch.
+        # Added in the order of the query's attributes, regardless of the rest of the batch.
         sums = np.bincount(
             of_query * len(columns) + place[self._item[at]], self._weight[at], minlength=B * len(columns)
         )
@@ -253,10 +253,10 @@ class Links:
         """A filter for each query that passes the items to which an edge leads, for `Index.search(where=…)`.
 
         Args:
-            queries: a table with the columns of queries, a row for each query.
+            queries: a table with the query columns, a row per query.
             min_weight: an edge counts if its weight is larger.
 
-        Returns: an expression for each query. One without edges lets no item through.
+        Returns: an expression for each query. A query without edges matches no item.
         """
         encoded, _ = self.queries.encode("Links.filter", queries)
         filters: list[Expression] = []
@@ -279,7 +279,7 @@ class Links:
         return Edge(query[0], query[1], item[0], item[1], float(self._weight[at]))
 
     def _leading(self, encoded: EncodedAttributes) -> tuple[Ints, Ints]:
-        """The edges that lead from the attributes in rows, and each edge's row."""
+        """The edges that start at the rows' attributes, and each edge's row."""
         many = np.diff(self._starts)[encoded.numbers]
         row = np.repeat(np.repeat(np.arange(len(encoded.starts) - 1), encoded.sizes), many)
         return _ranges(self._starts[encoded.numbers], many), row
@@ -292,14 +292,14 @@ class Links:
     # --------------------------------------------------------------------------------------------------------- files
 
     def save(self, path: str | Path) -> None:
-        """Write the links to one file in the format of safetensors; columns and values are JSON within it.
+        """Write the links to a safetensors file; columns and values are JSON in its metadata.
 
-        A file that is there is replaced by one rename: after a kill there is the old one or the new.
+        An existing file is replaced by an atomic rename: a kill leaves either the old or the new file.
 
         Args:
-            path: of the file.
+            path: the file.
 
-        Raises: OSError if it cannot be written; what was there before is there still.
+        Raises: OSError if the file cannot be written; the previous content is unchanged then.
         """
         path = read_path("Links.save", "path", path)
         about = {
@@ -323,12 +323,12 @@ class Links:
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
-        """The links of a file that `save` wrote.
+        """Load links from a file that `save` wrote.
 
         Args:
-            path: of the file.
+            path: the file.
 
-        Raises: ValueError if there is no file, or if it holds no links.
+        Raises: ValueError if there is no file, or if the file holds no links.
         """
         path = read_path("Links.load", "path", path)
         try:
@@ -374,7 +374,7 @@ def _select_columns(name: str, option: str, schema: Any, strict: bool) -> dict[s
 
 
 def _parse_pairs(name: str, pairs: Any) -> tuple[Any, Any]:
-    """Ids of queries and of items."""
+    """Query ids and item ids."""
     first: Any
     second: Any
     if isinstance(pairs, (list, tuple)):
@@ -398,7 +398,7 @@ def _parse_pairs(name: str, pairs: Any) -> tuple[Any, Any]:
 
 
 def _cross(queries: EncodedAttributes, items: EncodedAttributes, q: Ints, i: Ints, wide: int) -> tuple[Ints, Ints]:
-    """Every attribute pair in each example, as a · wide + b, and where each example's pairs begin."""
+    """All attribute pairs in each example, as a · wide + b, and each example's start."""
     first, second = queries.sizes[q], items.sizes[i]
     many = first * second
     starts = np.cumsum(many) - many
@@ -410,7 +410,7 @@ def _cross(queries: EncodedAttributes, items: EncodedAttributes, q: Ints, i: Int
 
 
 def _ranges(starts: Ints, sizes: Ints) -> Ints:
-    """starts[0], starts[0] + 1, … of each, one after another."""
+    """Concatenate the ranges starts[0], starts[0] + 1, …."""
     ends = np.cumsum(sizes)
     ranges: Ints = np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]) if len(ends) else 0)
     return ranges

@@ -1,12 +1,12 @@
-"""Logistic regression with an L1 penalty over features that are there or not, by accelerated proximal gradient steps.
+"""Logistic regression with an L1 penalty over binary features, by accelerated proximal gradient steps.
 
 With weights w, an intercept c, and the features F(p) that example p has, it minimises
 
     (1/P) Σ_p [log(1 + exp(z_p)) − y_p z_p] + l1 Σ_j |w_j|,    z_p = c + Σ_{j in F(p)} w_j.
 
-The penalty leaves weights at exactly 0 whose gradient stays below l1: the answer is sparse.
+The penalty keeps weights at exactly 0 whose gradient stays below l1: the solution is sparse.
 
-Source: Beck & Teboulle 2009, https://doi.org/10.1137/080716542 (FISTA); the momentum starts anew where it points
+Source: Beck & Teboulle 2009, https://doi.org/10.1137/080716542 (FISTA); the momentum restarts where it points
 against the step, O'Donoghue & Candès 2015, https://arxiv.org/abs/1204.3982.
 """
 
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, softplus
 
-# Steps end once the proximal gradient, which is 0 at the optimum, is this small a share of l1; of l1 = 0, of TINY.
+# Converged once the proximal gradient, which is 0 at the optimum, is below TOLERANCE · l1, or · TINY for l1 = 0.
 TOLERANCE, TINY = 1e-3, 1e-5
-# Steps of the power iteration that guesses the first curvature. A guess that is too small is doubled.
+# Power iterations that estimate the initial curvature. An estimate that is too small is doubled.
 GUESSES = 8
 
 
 class FitResult(NamedTuple):
-    """weights (features,) and intercept in fp64; whether the steps sufficed, and how many were made."""
+    """weights (features,) and intercept in fp64; whether the fit converged, and the step count."""
 
     weights: Tensor
     intercept: float
@@ -34,8 +34,9 @@ class FitResult(NamedTuple):
 
 
 class Examples:
-    """Which features each example has, for sums over an example's features and over a feature's examples. Both sums
-    have one order, so that a fit has the same bits on every run."""
+    """Each example's features, for sums over an example's features and over a feature's examples. Both sums have a
+    fixed order, so that a fit has the same bits on every run.
+    """
 
     def __init__(self, features: Tensor, starts: Tensor, count: int) -> None:
         P, n = len(starts), len(features)
@@ -47,7 +48,7 @@ class Examples:
         self.ends = torch.cumsum(torch.bincount(features, minlength=count), 0)
 
     def logits(self, w: Tensor) -> Tensor:
-        """(P,), from (count + 1,): weights, and the intercept behind them."""
+        """(P,), from (count + 1,): the weights, then the intercept."""
         if not len(self.features):
             return w[-1].expand(len(self.starts)).clone()
         return embedding_bag(self.features, w[:-1, None], self.starts, mode="sum")[:, 0] + w[-1]
@@ -61,12 +62,12 @@ class Examples:
 
 
 def fit(features: Tensor, starts: Tensor, target: Tensor, count: int, l1: float, steps: int) -> FitResult:
-    """The weights and the intercept that minimise the formula above.
+    """Find the weights and the intercept that minimise the formula above.
 
     Args:
-        features: (n,) int64, of all examples one after another. starts: (P,) int64, where each example's begin.
-        target: (P,) fp64, 1 or 0, both of which there are.
-        count: how many features there are. l1: at least 0. steps: at most.
+        features: (n,) int64, all examples' features concatenated. starts: (P,) int64, each example's first position.
+        target: (P,) fp64, 1 or 0, both present.
+        count: the feature count. l1: at least 0. steps: at most.
     """
     examples, P = Examples(features, starts, count), len(target)
     odds = target.mean()
@@ -86,7 +87,7 @@ def fit(features: Tensor, starts: Tensor, target: Tensor, count: int, l1: float,
             new = y - g / curvature
             new[:-1] = new[:-1].sign() * (new[:-1].abs() - l1 / curvature).clamp(min=0)
             z_new, moved = examples.logits(new), new - y
-            # The loss lies below a parabola of this curvature: what makes a step descend.
+            # The loss lies below a parabola with this curvature, so that the step descends.
             bound = value + (g * moved).sum() + curvature / 2 * moved.square().sum()
             if bool(loss(z_new) <= bound + 1e-12 * value.abs()):
                 break
@@ -97,14 +98,14 @@ def fit(features: Tensor, starts: Tensor, target: Tensor, count: int, l1: float,
             momentum = 1.0
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
         push = (momentum - 1) / following
-        # Logits are linear in the weights: those of the next point need no pass.
+        # Logits are linear in the weights: the next point's logits need no pass.
         y, z_y = new + push * (new - w), z_new + push * (z_new - z_w)
         w, z_w, momentum = new, z_new, following
     return FitResult(w[:-1], float(w[-1]), False, steps)
 
 
 def _estimate_curvature(examples: Examples, P: int) -> float:
-    """About the largest eigenvalue of FᵀF / P, with the intercept as a feature that all have."""
+    """Estimate the largest eigenvalue of FᵀF / P, with the intercept as a feature that all examples have."""
     v = examples.sum_by_feature(torch.ones(P, dtype=torch.float64, device=examples.starts.device))
     size = 1.0
     for _ in range(GUESSES):

@@ -1,4 +1,4 @@
-"""Links in a search: their values as tags in the items' attribute words, and each hit's edges."""
+"""Links in a search: item values as tags in the attribute words, and each hit's edges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tigon.retrieve.links.links import LinkWeights
 from tigon.retrieve.scan import RowTags
 from tigon.retrieve.transfer import to_device
 
-# Value sets whose tags an index remembers.
+# Value sets whose tags an index caches.
 REMEMBERED = 64
 
 
@@ -24,8 +24,8 @@ class ResolvedLinks(NamedTuple):
     """Links that fit an index.
 
     Attributes:
-        tags, weights: (B, T), as the operator takes them. values: T, the value of each tag.
-        given: the links as the caller gave them.
+        tags, weights: (B, T), as the operator takes them. values: T, each tag's value.
+        given: the links as passed by the caller.
     """
 
     tags: RowTags
@@ -35,9 +35,9 @@ class ResolvedLinks(NamedTuple):
 
 
 def resolve_links(links: Any, alpha: Any, B: int, attributes: Attributes, device: torch.device) -> ResolvedLinks | None:
-    """The links of a search of B queries; None without links.
+    """Resolve the links for B queries; None without links.
 
-    Raises: ValueError for links of another number of queries, or of columns that the index lacks.
+    Raises: ValueError for links with another query count, or for columns that the index lacks.
     """
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise ValueError(f"Index.search: alpha must be a finite number, got {alpha!r}.")
@@ -77,7 +77,7 @@ def _find_tags(links: LinkWeights, attributes: Attributes, device: torch.device)
 
 
 def _make_test(schema: Schema, name: str, value: Any) -> tuple[int, int, int] | None:
-    """The word, mask and value that rows with an attribute have; None if no item ever had the attribute."""
+    """The word, mask and value by which rows have an attribute; None if no item ever had the attribute."""
     if name not in schema.columns:
         raise ValueError(f"Index.search: links lead to a column {name!r} of items{schema.nearest(name)}.")
     column = schema.columns[name]
@@ -95,27 +95,27 @@ def _make_test(schema: Schema, name: str, value: Any) -> tuple[int, int, int] | 
 
 
 class HitLinks(NamedTuple):
-    """The links of a search beside the attribute words (W, B, k) that its hits had at that moment."""
+    """A search's links, with the attribute words (W, B, k) that its hits had at search time."""
 
     links: ResolvedLinks
     words: Tensor
 
     def test(self) -> Tensor:
-        """(B, k, T) bool, on the CPU: which values each hit has."""
+        """(B, k, T) bool, on the CPU: the values that each hit has."""
         words = self.words.cpu()
         tested: Tensor = self.links.tags.has(words.flatten(1)).t().unflatten(0, words.shape[1:])
         return tested
 
 
 def scale_by_alpha(query: Tensor, norms: Tensor | None, alpha: float) -> tuple[Tensor, Tensor | None]:
-    """A query and its norms, with scores that are alpha times as large."""
+    """Scale a query and its norms, so that scores are multiplied by alpha."""
     if alpha == 1:
         return query, norms
     return query.float() * alpha, None if norms is None else norms * alpha
 
 
 def describe_links(links: ResolvedLinks, codes: str | None) -> str:
-    """A search with links, for `Index.explain`."""
+    """Describe a search with links, for `Index.explain`."""
     words = len({tag.word for tag in links.tags.tags})
     text = f"links to {len(links.tags)} values of items, in {words} word{'s' * (words != 1)}, are added in the scan"
     return text + (f"; codes {codes!r} are not read, all that pass are scored" if codes else "")

@@ -1,6 +1,6 @@
-"""An index behind HTTP: one process that has the index, and as many workers before it as HTTP and JSON need.
+"""Serve an index over HTTP: one process holds the index, and worker processes handle HTTP and JSON.
 
-Nothing here is imported by `tigon.retrieve`; the packages are those of the extra `tigon[serve]`. A request passes
+`tigon.retrieve` imports nothing from here; dependencies come with the extra `tigon[serve]`. A request passes
 through these files in this order:
 
     run.py           sockets, signals, end

@@ -1,7 +1,7 @@
-"""Searches of an event loop's requests, in batches.
+"""Batch the searches from an event loop's requests.
 
-A call of the index costs some 100 µs of Python, and its result wakes the event loop. So requests that come together are
-one search, with a k and a filter for each query.
+A call to the index costs some 100 µs in Python, and its result wakes the event loop. So requests that arrive together
+become one search, with a k and a filter per query.
 """
 
 from __future__ import annotations
@@ -29,36 +29,37 @@ from tigon.retrieve.server.requests import Limits
 
 
 class AdmittedSearch(PendingSearch):
-    """A search of a request, with an asyncio.Future."""
+    """A request's search, with an asyncio.Future."""
 
     def convert(self, scores: Array, keys: Array, exact: Array, ids: Ids | None) -> Any:
-        """The result of the future, of the search's rows of hits. Called in the thread that searches: a hundred
-        thousand ids that are strings are no work for the event loop."""
+        """Convert the search's hits to the future's result. Runs in the search thread: a hundred thousand string ids
+        would block the event loop.
+        """
         return SearchResult(scores, ids.to_ids(keys) if isinstance(ids, StringIds) else keys, exact)
 
 
 class AdmissionQueue:
-    """A `BatchQueue` driven by an event loop, with a thread that searches.
+    """A `BatchQueue` driven by an event loop, with a search thread.
 
     Args:
-        index: that is searched.
-        limits: `max_batch`, `wait` and `max_queue` count.
+        index: the index to search.
+        limits: `max_batch`, `wait` and `max_queue` are used.
     """
 
     def __init__(self, index: Index, limits: Limits) -> None:
         self.index = index
         self.queue = BatchQueue(limits.max_batch, limits.wait, max(limits.max_queue, limits.max_batch))
         self.metrics = SearchMetrics(self.count_waiting, lambda: len(index), lambda: index.capacity)
-        self._batches: deque[int] = deque()  # queries of the batch that runs, and of that which waits for the thread
+        self._batches: deque[int] = deque()  # query counts: the running batch, and the batch lined up for the thread
         self._timer: asyncio.Handle | None = None
         self._timer_is_due = False
         self._closed = False
         self._thread = ThreadPoolExecutor(1, "tigon.retrieve.server search", _use_own_stream, (index.device,))
 
     def add(self, search: AdmittedSearch) -> None:
-        """Search for queries that were checked.
+        """Queue a search with checked queries.
 
-        Raises: Overloaded if more queries wait than the queue holds; HTTPException, 503, after `close`.
+        Raises: Overloaded if more queries are pending than the queue holds; HTTPException, 503, after `close`.
         """
         if self._closed:
             raise HTTPException(503, "the server is shutting down.", RETRY)
@@ -66,25 +67,25 @@ class AdmissionQueue:
         self._schedule()
 
     def select(self, search: AdmittedSearch, rows: Sequence[bool]) -> bool:
-        """Keep the queries of a search whose row is True, if the search has not begun. Returns whether it has not."""
+        """Keep the queries in a search whose row is True, if the search has not started. Returns whether it has not."""
         before = self.queue.queries
         waits = self.queue.select(search, rows)
         self.metrics.dropped.inc(before - self.queue.queries)
         return waits
 
     def count_waiting(self) -> int:
-        """The number of queries whose search has not begun."""
+        """The number of queries whose search has not started."""
         return self.queue.queries + sum(islice(self._batches, 1, None))
 
     def close(self) -> None:
-        """Take no more searches, and wait for those that the thread has."""
+        """Refuse new searches, and wait for those in the thread."""
         self._closed = True
         self._thread.shutdown()
 
     def _schedule(self) -> None:
-        """Begin the next batch at the end of this turn of the loop if it is due, or when it will be.
+        """Start the next batch at the end of this loop iteration if due, otherwise when it will be due.
 
-        While a batch runs, only a full one is lined up behind it; other searches gather meanwhile.
+        While a batch runs, only a full batch is lined up behind it; other searches gather meanwhile.
         """
         if self._timer_is_due or len(self._batches) > 1:
             return

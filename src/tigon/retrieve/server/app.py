@@ -1,7 +1,7 @@
-"""The ASGI application of a server: who may send requests, how large they are, and how they are answered.
+"""The server's ASGI application: access control, size limits, and responses.
 
 `Application` has neither an index nor torch. Its backend is `service.IndexBackend`, which has the index in the same
-process, or `worker.RemoteBackend`, which passes requests on to the process of the index.
+process, or `worker.RemoteBackend`, which forwards requests to the index process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tigon.retrieve.server.requests import (
     parse_vectors,
 )
 
-MAX_BODIES = 16  # of the largest size, that the bodies of all requests may have together
-MAX_DISCARDED = 4  # times the largest size: bytes that are read and thrown away, so that the client reads its refusal
+MAX_BODIES = 16  # all request bodies together, in multiples of the largest size
+MAX_DISCARDED = 4  # times the largest size: bytes read and discarded, so that the client reads its refusal
 RETRY = {"retry-after": "1"}
 CLOSE = {"connection": "close"}
 OPEN_PATHS = ("/health", "/docs", "/openapi.json")  # without a key
@@ -46,13 +46,13 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """Answers requests that were checked. Each method may raise an HTTPException."""
+    """Answers checked requests. Each method may raise an HTTPException."""
 
     def is_crowded(self) -> bool:
-        """Whether searches wait so long that it pays to look whether their clients are still there."""
+        """Whether searches wait so long that checking for disconnected clients pays off."""
 
     async def search(self, query: Array, k: list[int], where: list[str | None], strict: bool) -> SearchResult:
-        """Cancelled before its search begins, a request is not searched for."""
+        """A request that is cancelled before its search starts is skipped."""
 
     async def encode(self, features: Any) -> Array: ...
 
@@ -71,11 +71,11 @@ class Application:
     """An ASGI application.
 
     Args:
-        backend: that answers.
+        backend: answers the requests.
         info: on the index.
-        key: that a request must bear; None: none.
+        key: that a request must carry; None: none.
         limits: on requests.
-        hosts: without a key, names that a request's Host may have beside IP addresses and localhost; None: any.
+        hosts: without a key, names allowed as a request's Host beside IP addresses and localhost; None: any.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Application:
         self.backend, self.info, self.key, self.limits, self.hosts = backend, info, key, limits, hosts
         self.draining = False
         self.metrics = RequestMetrics()
-        self.held_bytes = 0  # of bodies that are being read, and of large ones whose requests are not answered
+        self.held_bytes = 0  # bytes in bodies being read, and in large bodies whose requests are not answered
         self._known_hosts: set[bytes | None] = set()
         self._parser = ThreadPoolExecutor(1, "tigon.retrieve.server parser")
         self._api = openapi.describe_api(info.has_snapshot)
@@ -95,7 +95,7 @@ class Application:
             "/health": self.show_health, "/metrics": self.show_metrics, "/docs": self.show_docs,
             "/openapi.json": self.show_api,
         }  # fmt: skip
-        # The router tries one regular expression after another: it routes the other requests, 404 and 405.
+        # The router tries regular expressions in turn, so that it only routes the other requests, 404 and 405.
         self._post_apps = {path: _Post(self, answer) for path, answer in self._posts.items()}
         routes = [Route(path, app, methods=["POST"]) for path, app in self._post_apps.items()]
         routes += [Route(path, show) for path, show in pages.items()]
@@ -106,7 +106,7 @@ class Application:
         if scope["type"] != "http":
             await self._router(scope, receive, send)
             return
-        start, status = time.perf_counter(), 499  # the client went away
+        start, status = time.perf_counter(), 499  # the client disconnected
         path: str = scope["path"].removeprefix(scope.get("root_path", ""))  # inside another application
 
         async def send_response(message: Any) -> None:
@@ -115,14 +115,14 @@ class Application:
                 status = message["status"]
             await send(message)
 
-        scope["app"] = self  # the router raises its 404 and 405, then
+        scope["app"] = self  # the router then raises its 404 and 405
         try:
             try:
                 self._check_access(scope, path)
                 app = self._post_apps.get(path) if scope["method"] == "POST" else None
                 await (app or self._router)(scope, receive, send_response)
             except HTTPException as error:
-                if status != 499:  # a response has begun
+                if status != 499:  # a response has started
                     raise
                 if error.headers and "connection" in error.headers:
                     await self._discard(scope, receive)
@@ -138,7 +138,7 @@ class Application:
     # ------------------------------------------------------------------------------------------------ every request
 
     def _check_access(self, scope: Any, path: str) -> None:
-        """Raise an HTTPException for a request that may not be answered. Sets the content type in the scope."""
+        """Raise an HTTPException for a forbidden request. Sets the content type in the scope."""
         kind = key = host = origin = None
         for name, value in scope["headers"]:
             if name == b"content-type":
@@ -166,7 +166,7 @@ class Application:
             raise HTTPException(503, "the server is shutting down.", RETRY | CLOSE)
 
     def _check_browser(self, path: str, kind: str | None, host: bytes | None, origin: bytes | None) -> None:
-        """Refuse what a foreign web page may have sent: without a key, nothing else tells it from the user."""
+        """Refuse requests that a foreign web page may have sent: without a key, they look like the user's."""
         if self.hosts is not None and host not in self._known_hosts:
             if not self._is_known_host(host):
                 raise HTTPException(
@@ -181,7 +181,7 @@ class Application:
             raise HTTPException(415, "content-type must be application/json or application/octet-stream.")
 
     def _is_known_host(self, host: bytes | None) -> bool:
-        """Whether a Host is an address, which no foreign name can be resolved to, or an allowed name."""
+        """Whether a Host is an address, which no foreign name resolves to, or an allowed name."""
         assert self.hosts is not None
         text = (host or b"").decode("latin-1").lower()
         name = text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
@@ -198,13 +198,14 @@ class Application:
         return HTTPException(413, f"{limit}, got {size:,}: send it in several requests.", CLOSE)
 
     async def _discard(self, scope: Any, receive: Any) -> None:
-        """Read the rest of a body that is refused. Closed before, the connection would be reset, and the client might
-        not see the response."""
+        """Read the rest of a refused body. Closing earlier would reset the connection, and the client might not see the
+        response.
+        """
         limit = MAX_DISCARDED * self.limits.max_body
         headers = dict(scope["headers"])
         size = scope.get("tigon.received", 0)
         if (headers.get(b"expect") and not size) or int((headers.get(b"content-length") or b"0")[:20]) > limit:
-            return  # the client waits, or would send for too long
+            return  # the client waits for the response, or would send for too long
         while size <= limit and scope.get("tigon.more_body", True):
             message = await receive()
             if message["type"] == "http.disconnect" or not message.get("more_body", False):
@@ -212,9 +213,9 @@ class Application:
             size += len(message["body"])
 
     async def read_body(self, scope: Any, receive: Any) -> bytes:
-        """The body of a request; its bytes count in `held_bytes` until `release_body`.
+        """Read a request body; its bytes count in `held_bytes` until `release_body`.
 
-        Raises: HTTPException, 413 or 503, for a body that is too large by itself or beside others; ClientDisconnect.
+        Raises: HTTPException, 413 or 503, for a body that is too large alone or beside others; ClientDisconnect.
         """
         parts: list[bytes] = []
         size, more = 0, True
@@ -241,12 +242,12 @@ class Application:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def release_body(self, content: bytes) -> None:
-        """Called when the request of a body is answered."""
+        """Called when the body's request is answered."""
         if len(content) > SMALL:
             self.held_bytes -= len(content)
 
     async def _parse(self, parse: Callable[..., T], content: bytes, binary: bool, *arguments: Any) -> T:
-        """A request, parsed in a thread if the body has much JSON."""
+        """Parse a request, in a thread if the body has much JSON."""
         if is_small(content, binary):
             return parse(content, binary, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse, content, binary, *arguments)
@@ -284,7 +285,7 @@ class Application:
 
     async def show_health(self, request: Request) -> Response:
         health = {"status": "draining" if self.draining else "ok", **await self.backend.health()}
-        if self.key is not None:  # /health needs no key, and the names of columns are not for everybody
+        if self.key is not None:  # /health needs no key, but column names are not public
             del health["columns"]
         return _json_response(health, 503 if self.draining else 200)
 
@@ -301,7 +302,7 @@ class Application:
 
 
 class _Post:
-    """The route of a request with a body. A function as route would take Starlette twice the time."""
+    """The route for a request with a body. As a plain function, Starlette would take twice the time."""
 
     def __init__(self, app: Application, answer: Callable[[bytes, bool, Any], Awaitable[Response]]) -> None:
         self.app, self.answer = app, answer
@@ -316,7 +317,7 @@ class _Post:
 
 
 async def _while_connected(search: Coroutine[Any, Any, T], receive: Any) -> T:
-    """The result of a search, which is cancelled if the client goes away.
+    """Await a search, which is cancelled if the client disconnects.
 
     Raises: ClientDisconnect.
     """
@@ -331,7 +332,7 @@ async def _while_connected(search: Coroutine[Any, Any, T], receive: Any) -> T:
 
 
 def to_response(error: HTTPException) -> Response:
-    """The response that says what is wrong."""
+    """The error response."""
     return Response(to_json({"detail": error.detail}), error.status_code, error.headers, JSON)
 
 

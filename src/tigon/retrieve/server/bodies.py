@@ -1,7 +1,7 @@
-"""Bodies of requests and responses: JSON, or the format of safetensors where speed counts.
+"""Request and response bodies: JSON, or safetensors where speed counts.
 
-A body is JSON, or safetensors (`application/octet-stream`), in which fields may be tensors of that name; the other
-fields are JSON under "request" in the metadata. The response to a body of tensors is tensors.
+In a safetensors body (`application/octet-stream`) fields may be tensors with the field's name; the other fields are
+JSON under "request" in the metadata. A request in tensors gets a response in tensors.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tigon.retrieve.server.large_json import MAX_VALUES, Take, TooManyValues, pa
 
 Array = npt.NDArray[Any]
 BINARY, JSON = "application/octet-stream", "application/json"
-# Names of safetensors for dtypes that numpy has.
+# safetensors names for numpy dtypes.
 DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"), "U8": np.dtype("u1"), "BOOL": np.dtype("?"),
 }  # fmt: skip
-MAX_CACHED_HEADER = 4096  # bytes of a header of tensors
-SMALL = 1 << 16  # bytes of JSON that are parsed in the event loop, which takes 7 ms at worst
-CHUNK = 1 << 14  # numbers of rows that become an array together
+MAX_CACHED_HEADER = 4096  # bytes in a tensor header
+SMALL = 1 << 16  # bytes of JSON parsed in the event loop, which takes 7 ms at worst
+CHUNK = 1 << 14  # numbers from rows that are converted to an array together
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,7 +41,7 @@ class HashableFailFast(FailFast):
         return hash(self.fail_fast)
 
 
-# The first wrong element is enough for a sentence; pydantic would describe each.
+# The first invalid element is enough for an error message; pydantic would describe each.
 FIRST = HashableFailFast()
 Rows = Annotated[list[Annotated[list[float], FIRST]], FIRST]
 Ints = Annotated[list[int], FIRST]
@@ -55,8 +55,9 @@ class Body(BaseModel):
 
 
 class SearchBody(Body):
-    """Queries: vectors, or what the server's encoder takes: texts or features. One k and filter for all, or one for
-    each."""
+    """Queries: vectors, or the input for the server's encoder: texts or features. One k and filter for all queries, or
+    a list with one per query.
+    """
 
     tensors: ClassVar[tuple[str, ...]] = ("vectors", "features")
 
@@ -71,7 +72,7 @@ class SearchBody(Body):
 
 
 class UpsertBody(Body):
-    """Items: new ones, and new versions of those whose ids are there. All of a call, or nothing."""
+    """Items to insert, or to replace by id. A call is atomic."""
 
     ids: Ints | Texts = Field(description="of the items; all integers or all strings")
     vectors: Rows | None = Field(None, description="(items, dim)")
@@ -79,13 +80,13 @@ class UpsertBody(Body):
 
 
 class DeleteBody(Body):
-    """Items to be taken out."""
+    """Items to delete."""
 
     ids: Ints | Texts = Field(description="of the items; those that are not there are passed over")
 
 
 class SearchResponse(BaseModel):
-    """The best first; a list is shorter than k where fewer items pass."""
+    """Best first; a list is shorter than k where fewer items pass."""
 
     ids: list[list[int]] | list[list[str]]
     scores: list[list[float]]
@@ -115,12 +116,12 @@ B = TypeVar("B", bound=Body)
 
 
 def parse_body(kind: type[B], content: bytes, binary: bool, dim: int) -> tuple[B, dict[str, Array]]:
-    """The fields of a body, and those of its fields that are tensors; vectors and integer ids of large JSON are, too.
+    """A body's fields, and the tensor fields; in large JSON, vectors and integer ids are parsed as arrays, too.
 
     Args:
-        dim: of the index.
+        dim: the index's vector width.
 
-    Raises: HTTPException, 422 or 413, for what is no such body.
+    Raises: HTTPException, 422 or 413, for an invalid body.
     """
     try:
         if binary:
@@ -136,12 +137,12 @@ def parse_body(kind: type[B], content: bytes, binary: bool, dim: int) -> tuple[B
 
 
 def is_small(content: bytes, binary: bool) -> bool:
-    """Whether the event loop has time to parse the JSON of a body."""
+    """Whether the JSON is small enough to parse in the event loop."""
     return (int.from_bytes(content[:8], "little") if binary else len(content)) <= SMALL
 
 
 def _parse_fields(kind: type[B], text: str, name: str, dim: int) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The fields of a body; vectors and integer ids as arrays, if the body is large.
+    """Parse a body's fields; vectors and integer ids as arrays, if the body is large.
 
     Raises: HTTPException.
     """
@@ -173,7 +174,7 @@ def _parse_object(text: str, name: str, take: Mapping[str, Take]) -> dict[str, A
 
 
 class _VectorReader:
-    """Rows of numbers, which become an array some at a time."""
+    """Reads rows of numbers, converting them to an array in chunks."""
 
     def __init__(self, dim: int) -> None:
         self.dim, self.count, self.numbers = dim, 0, 0
@@ -205,7 +206,7 @@ class _VectorReader:
 
 
 class _IdReader:
-    """Integers, which become arrays, or strings."""
+    """Reads integers, converted to arrays, or strings."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -231,7 +232,7 @@ _ROWS, _INTS, _TEXTS = TypeAdapter(Rows), TypeAdapter(Ints), TypeAdapter(Texts)
 
 
 def _check_elements(adapter: TypeAdapter[Any], elements: list[Any], name: str, first: int) -> None:
-    """Raise an HTTPException for the first element that is wrong; its number is counted from `first`."""
+    """Raise an HTTPException for the first invalid element; elements are numbered from `first`."""
     try:
         adapter.validate_python(elements, strict=True)
     except ValidationError as error:
@@ -252,7 +253,7 @@ def _describe(error: ValidationError, name: str | None = None, start: int = 0) -
 
 
 class TensorSpan(NamedTuple):
-    """A tensor of a body: its bytes, counted from the end of the header."""
+    """A tensor in a body: its byte range, counted from the end of the header."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -261,7 +262,7 @@ class TensorSpan(NamedTuple):
 
 
 def _parse_tensors(kind: type[B], content: bytes, dim: int) -> tuple[B, dict[str, Array]]:
-    """The fields and tensors of a body in the format of safetensors. Tensors are views of the body."""
+    """Parse fields and tensors from a safetensors body. Tensors are views into the body."""
     end = 8 + int.from_bytes(content[:8], "little")
     try:
         if len(content) < 8 or end > len(content):
@@ -288,9 +289,9 @@ def _parse_tensors(kind: type[B], content: bytes, dim: int) -> tuple[B, dict[str
 
 @functools.lru_cache(1024)
 def _parse_header(kind: type[B], text: bytes, dim: int) -> tuple[B, dict[str, Array], dict[str, TensorSpan]]:
-    """The fields, those of them that a large request has as arrays, and the spans of the tensors.
+    """The fields, the fields that a large request has as arrays, and the tensor spans.
 
-    The headers of a client are alike, and parsing one takes longer than the rest of the request.
+    A client's headers are alike, and parsing a header takes longer than the rest of the request.
     """
     header = _parse_object(text.decode(), "the header", {})
     request = header.pop("__metadata__", {}).get("request", "{}")
@@ -305,14 +306,14 @@ def _parse_header(kind: type[B], text: bytes, dim: int) -> tuple[B, dict[str, Ar
         if not shape or not 0 <= first <= last or any(n < 0 for n in shape):
             raise ValueError(f"{name[:100]} has the shape {str(shape)[:100]} at {first} to {last}")
         spans[name] = TensorSpan(dtype, tuple(shape), first, last)
-    # Ids that are a tensor need no check of each element.
+    # Ids in a tensor need no element checks.
     return kind.model_validate({"ids": [], **fields} if "ids" in header else fields), arrays, spans
 
 
 def parse_features(body: SearchBody, tensors: dict[str, Array]) -> tuple[Any, int]:
-    """An encoder's input, arrays or lists of texts by themselves or by their names, and the number of queries.
+    """An encoder's input, arrays or lists of texts directly or by name, and the query count.
 
-    Raises: HTTPException, 422, for lists of other lengths, and for values that are neither numbers nor texts.
+    Raises: HTTPException, 422, for unequal lengths, and for values that are neither numbers nor texts.
     """
     if body.texts is not None:
         return body.texts, len(body.texts)
@@ -335,7 +336,7 @@ def _parse_feature(name: str, values: list[Any]) -> Array | list[str]:
     if values and all(isinstance(value, str) for value in values):
         return values
     try:
-        # numpy would make texts of numbers beside a text, each as long as the longest.
+        # numpy would convert numbers beside a text to texts, each as long as the longest.
         array = np.asarray(values) if _are_numbers(values) else np.empty(0, dtype=object)
     except ValueError:
         array = np.empty(0, dtype=object)
@@ -351,7 +352,7 @@ def _are_numbers(values: list[Any]) -> bool:
 
 
 def pack_tensors(tensors: dict[str, Array], fields: dict[str, Any] | None = None) -> bytes:
-    """Tensors and fields in the format of safetensors."""
+    """Pack tensors and fields as safetensors."""
     kinds = tuple((name, array.dtype, array.shape) for name, array in tensors.items())
     header = _pack_header(kinds) if fields is None else _pack_header.__wrapped__(kinds, json.dumps(fields))
     return b"".join((header, *(array.tobytes() for array in tensors.values())))
@@ -371,14 +372,14 @@ def _pack_header(kinds: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], 
 
 
 class SearchResult(NamedTuple):
-    """Scores, ids and exactness of a request's hits, as `Hits` has them: numpy arrays on the host."""
+    """A request's scores, ids and exactness, as in `Hits`: numpy arrays on the host."""
 
     scores: Array
     ids: Array
     exact: Array
 
     def to_bytes(self, binary: bool) -> bytes:
-        """The body of the response."""
+        """The response body."""
         if not binary:
             counts = (self.scores > -np.inf).sum(1).tolist()
             rows = zip(self.ids.tolist(), self.scores.tolist(), counts, strict=True)

@@ -1,4 +1,4 @@
-"""uvicorn with limits on connections: how many there are, how large their heads are, and how long clients may take."""
+"""uvicorn with limits on connections: their number, the size of request heads, and time limits for clients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tigon.retrieve.server.requests import Limits
 
 MAX_HEAD = 1 << 16  # bytes
-IDLE = 75  # seconds that a connection stays open without a request
-SPARE_FILES = 256  # of a process, that are no connections
-PATIENCE = 2  # seconds in which handlers end whose connections were closed
+IDLE = 75  # seconds that an idle connection stays open
+SPARE_FILES = 256  # a process's open files that are not connections
+PATIENCE = 2  # seconds for handlers to end after their connections were closed
 
 
 class Config(uvicorn.Config):
-    """How uvicorn serves an application, in a worker or beside the index."""
+    """uvicorn settings for an application, in a worker or in the index process."""
 
     def __init__(self, application: Any, limits: Limits, grace: float = 0.0) -> None:
         super().__init__(
@@ -38,7 +38,7 @@ class Config(uvicorn.Config):
 
 
 def _max_open_files() -> int:
-    """The number of files that this process may have open."""
+    """The limit on this process's open files."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -48,17 +48,19 @@ def _max_open_files() -> int:
 
 
 class Protocol(HttpToolsProtocol):
-    """A connection that answers 431 to a large head, 408 to a request that takes too long to come, and 503 if there are
-    too many; and that is closed if its client does not read."""
+    """A connection that answers 431 to a large head, 408 to a request that arrives too slowly, and 503 beyond the
+    connection limit; and that is closed if its client does not read.
+    """
 
     config: Config
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.active_cycle: Any = None  # that the application answers
-        self.head_bytes, self.is_head_split = 0, False  # of a head that is not complete
-        self.heads_in_piece = 0  # that began in the last piece of data
-        # The request that was incomplete at the last check, since when, and since when responses are not read.
+        self.active_cycle: Any = None  # being answered by the application
+        self.head_bytes, self.is_head_split = 0, False  # in an incomplete head
+        self.heads_in_piece = 0  # heads that started in the last piece of data
+        # The incomplete request at the last check, since when it has been incomplete, and since when responses are not
+        # read.
         self.incomplete: Any = None
         self.incomplete_since = self.loop.time()
         self.unread_since: float | None = None
@@ -67,7 +69,7 @@ class Protocol(HttpToolsProtocol):
             self.refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"the server has {limit:,} connections already.")
 
     def connection_lost(self, error: Exception | None) -> None:
-        # Of several pipelined requests uvicorn tells the last one alone, and the active one would write on.
+        # uvicorn notifies only the last pipelined request, and the active request would continue writing.
         if self.active_cycle is not None:
             self.active_cycle.disconnected = True
         super().connection_lost(error)
@@ -90,14 +92,14 @@ class Protocol(HttpToolsProtocol):
             self.head_bytes, self.is_head_split = 0, False
             return
         self.is_head_split = True
-        # A piece that begins with other requests does not count: how much of it belongs to the head is unknown.
+        # A piece that starts with other requests does not count: its share of the head is unknown.
         if self.heads_in_piece == 0 or (self.heads_in_piece == 1 and not was_in_body):
             self.head_bytes += len(data)
         if self.head_bytes > MAX_HEAD:
             self.refuse_head()
 
     def is_in_head(self) -> bool:
-        """Whether a request has begun whose head is not complete."""
+        """Whether a request has started whose head is incomplete."""
         return self.scope is not None and (self.cycle is None or self.cycle.scope is not self.scope)
 
     def is_head_large(self) -> bool:
@@ -107,7 +109,7 @@ class Protocol(HttpToolsProtocol):
         )
 
     def is_waiting(self) -> bool:
-        """Whether the client is to send the rest of a request, or a first request."""
+        """Whether the server waits for the client: for the rest of a request, or for the first request."""
         cycle = self.cycle
         if cycle is None or self.is_in_head():
             return True
@@ -126,7 +128,7 @@ class Protocol(HttpToolsProtocol):
             self.refuse(HTTPStatus.BAD_REQUEST, "this is no request of HTTP/1.1.")
 
     def refuse(self, status: HTTPStatus, sentence: str) -> None:
-        """Answer a request that is not complete, if no response has begun, and close the connection."""
+        """Answer an incomplete request, if no response has started, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
@@ -150,11 +152,11 @@ class Protocol(HttpToolsProtocol):
             return
         if self.incomplete is not self.scope:
             self.incomplete, self.incomplete_since = self.scope, now
-        # While the application does not read, the client is not to blame.
+        # While the application does not read, the delay is not the client's.
         if not self.is_waiting() or self.flow.read_paused:
             self.incomplete_since = now
         elif self.incomplete_since < limit:
-            if self.scope is None:  # it has sent nothing
+            if self.scope is None:  # nothing received
                 self.transport.close()
             else:
                 sentence = f"the request did not come within {self.config.limits.request_timeout:g} s."
@@ -162,7 +164,7 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """A server that ends within the grace time of its configuration, whatever its clients do. It handles no signals.
+    """A server that stops within its configured grace time, whatever its clients do. Signals are not handled here.
 
     ready: called when requests are answered.
     """
@@ -191,7 +193,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # Handlers end with their connections; one that hangs is cancelled.
+        # Handlers end with their connections; a handler that hangs is cancelled.
         self.config.timeout_graceful_shutdown = math.ceil(self.config.grace) + PATIENCE
         asyncio.get_running_loop().call_later(self.config.grace, self.close_connections)
         await super().shutdown(sockets)
@@ -203,7 +205,7 @@ class Server(uvicorn.Server):
 
 
 def freeze_garbage() -> None:
-    """Before requests come: exempt all present objects from garbage collection, which takes tens of milliseconds."""
+    """Before requests arrive: exempt all present objects from garbage collection, which takes tens of milliseconds."""
     gc.collect()
     gc.freeze()
 

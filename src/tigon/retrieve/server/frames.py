@@ -1,7 +1,7 @@
-"""The socket between the process of the index and a worker: each frame calls a method at the other end.
+"""The socket between the index process and a worker: each frame calls a method at the other end.
 
-A frame is the number of its bytes, then (method, *arguments) as `marshal` writes them: it takes a quarter of the time
-of JSON, and unlike pickle runs nothing when it is read. Both ends are processes of one machine and one Python.
+A frame is its byte count, then (method, *arguments) in `marshal` format, which takes a quarter of JSON's time and,
+unlike pickle, runs no code when read. Both ends run on one machine with the same Python.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 SIZE = struct.Struct("=Q")
-PIECE = 1 << 14  # values of a column that are read and written at once
+PIECE = 1 << 14  # column values that are read and written at once
 
 
 class FrameReader:
-    """Frames out of a stream's pieces."""
+    """Extract frames from a stream's pieces."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._missing = 0  # bytes, until the frame that has begun is complete
+        self._missing = 0  # bytes until the current frame is complete
 
     def feed(self, data: bytes) -> Iterator[tuple[Any, ...]]:
-        """The frames that are complete with these bytes."""
+        """The frames that these bytes complete."""
         if self._missing > len(data):
             self._missing -= len(data)
             self._pieces.append(data)
@@ -72,7 +72,7 @@ class FrameProtocol(asyncio.Protocol):
 
 
 def encode_arrays(value: Any) -> Any:
-    """A value that `marshal` can write: arrays, also those in a dict, become tuples."""
+    """Convert a value for `marshal`: arrays, also inside a dict, become tuples."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, dict):
@@ -81,7 +81,7 @@ def encode_arrays(value: Any) -> Any:
 
 
 def decode_arrays(value: Any) -> Any:
-    """The value that `encode_arrays` was given."""
+    """Restore a value converted by `encode_arrays`."""
     if isinstance(value, tuple):
         dtype, shape, data = value
         array: npt.NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
@@ -92,7 +92,7 @@ def decode_arrays(value: Any) -> Any:
 
 
 def split_table(table: dict[str, list[Any]] | None) -> dict[str, list[bytes]] | None:
-    """A table in pieces: `marshal` holds the interpreter for a whole call, 200 ms for a million values."""
+    """Split a table into pieces: `marshal` holds the interpreter for a whole call, 200 ms for a million values."""
     if table is None:
         return None
     return {
@@ -102,7 +102,7 @@ def split_table(table: dict[str, list[Any]] | None) -> dict[str, list[bytes]] | 
 
 
 def join_table(pieces: dict[str, list[bytes]] | None) -> dict[str, list[Any]] | None:
-    """The table that `split_table` was given."""
+    """Restore a table split by `split_table`."""
     if pieces is None:
         return None
     return {name: [value for piece in column for value in marshal.loads(piece)] for name, column in pieces.items()}

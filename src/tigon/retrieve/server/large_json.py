@@ -1,8 +1,7 @@
-"""Large JSON texts, parsed a piece at a time.
+"""Parse large JSON texts in pieces.
 
-Python's parsers hold the interpreter for a whole text, 100 ms for each MiB at worst, and the event loop waits
-meanwhile, also for a parser in another thread. Here each call of the parser gets 64 KiB at most, so that the loop runs
-in between.
+Python's parsers hold the interpreter for a whole text, 100 ms per MiB at worst, and the event loop waits meanwhile,
+even for a parser in another thread. Here each parser call gets at most 64 KiB, so that the loop runs in between.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 PIECE = 1 << 16  # characters
-# Python objects of one text, beside the elements that a function takes: to free a million takes 25 ms.
+# The most Python objects per text, besides elements passed to functions: freeing a million takes 25 ms.
 MAX_VALUES = 1 << 20
-CONTAINER_VALUES = 4  # values that a list or an object counts as: the garbage collector looks at each again
+CONTAINER_VALUES = 4  # weight of a list or an object as values: the garbage collector traverses each again
 MAX_DEPTH, MAX_MEMBERS = 8, 10_000
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NESTED = re.compile(r'[\[{"]')
-# Elements that are neither lists, nor objects, nor strings with escapes, each with the comma behind it.
+# Elements other than lists, objects and strings with escapes, each with the comma behind it.
 _RUN = re.compile(r'(?:[ \t\r\n]*(?:"[^"\\\x00-\x1f]*"|[^\[\]{}",: \t\r\n]+)[ \t\r\n]*,)+')
 
 Take = Callable[[list[Any]], None]
@@ -30,13 +29,13 @@ class TooManyValues(ValueError):
 
 
 def parse_large_object(text: str, take: Mapping[str, Take]) -> dict[str, Any]:
-    """Parse an object, as `json.loads` does but for NaN, infinities and lone surrogates, which are errors.
+    """Parse an object as `json.loads` does, except that NaN, infinities and lone surrogates are errors.
 
     Args:
-        text: of JSON.
-        take: functions that get the elements of these members' lists, some at a time; the members stay empty lists.
+        text: JSON.
+        take: functions that receive the elements of these members' lists in chunks; the members themselves stay empty.
 
-    Raises: ValueError if the text is no JSON, is no object, or nests too deeply; TooManyValues.
+    Raises: ValueError if the text is not JSON, is not an object, or nests too deeply; TooManyValues.
     """
     return _Parser(text).parse_document(take)
 
@@ -68,7 +67,7 @@ class _Parser:
         return document
 
     def _peek(self) -> str:
-        """The first character behind spaces; empty at the end."""
+        """The first character after white space; empty at the end."""
         match = _SPACE.match(self.text, self.position)
         assert match is not None
         self.position = match.end()

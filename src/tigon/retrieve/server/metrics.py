@@ -1,4 +1,4 @@
-"""Counters of a server, for Prometheus."""
+"""Server counters for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 SECONDS = (5e-4, 1e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 QUERIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # the variable by which prometheus_client adds up the counters of processes
+FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # set for prometheus_client to add up the counters over processes
 
 
 class RequestMetrics:
-    """Requests of a process that reads HTTP, and how long they took."""
+    """Request counts and durations in a process that reads HTTP."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -27,7 +27,7 @@ class RequestMetrics:
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def observe(self, path: str, status: int, seconds: float) -> None:
-        """Count a request. Paths are those that the server has, and one for all others."""
+        """Count a request. Known paths are labelled, all others share a label."""
         children = self._children.get((path, status))
         if children is None:
             children = self._requests.labels(path, str(status)), self._seconds.labels(path)
@@ -36,7 +36,7 @@ class RequestMetrics:
         children[1].observe(seconds)
 
     def to_text(self) -> bytes:
-        """The counters of this process, or of all workers."""
+        """This process's counters, or the sum over all workers."""
         registry = self._registry
         if FOLDER in os.environ:
             registry = CollectorRegistry()
@@ -45,7 +45,7 @@ class RequestMetrics:
 
 
 class SearchMetrics:
-    """Searches of the process that has the index.
+    """Searches in the index process.
 
     Args:
         waiting, items, capacity: functions that return the present number.

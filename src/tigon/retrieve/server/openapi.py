@@ -1,4 +1,4 @@
-"""The pages /openapi.json, made of the bodies' types, and /docs, which loads nothing from elsewhere."""
+"""The page /openapi.json, generated from the body types, and /docs, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES = (
 
 
 def describe_api(has_snapshot: bool) -> dict[str, Any]:
-    """The server's requests as OpenAPI has them."""
+    """Describe the server's requests in OpenAPI."""
     models = [answer for _, _, answer, _ in REQUESTS] + [bodies.ErrorResponse]
     references, schemas = models_json_schema(
         [(model, "serialization") for model in models], ref_template="#/components/schemas/{model}"
@@ -58,7 +58,7 @@ def describe_api(has_snapshot: bool) -> dict[str, Any]:
 
 
 def render_page(api: dict[str, Any]) -> str:
-    """OpenAPI's description as HTML."""
+    """Render an OpenAPI description as HTML."""
     title = escape(f"{api['info']['title']} {api['info']['version']}")
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>{STYLE}<h1>{title}</h1>"]
     parts.append('<p>For programs: <a href="openapi.json">openapi.json</a></p>')

@@ -1,4 +1,4 @@
-"""Requests that were checked: what is behind `parse` trusts them."""
+"""Checked requests: code after `parse` does not check again."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from starlette.exceptions import HTTPException
 
 from tigon.retrieve.server.bodies import Array, DeleteBody, SearchBody, UpsertBody, parse_body, parse_features
 
-MAX_K = 2048  # as of `tigon.filtered_topk`
-# Of a request: results, that is queries times k; different filters, of which an index keeps more compiled; and
-# characters of these together.
+MAX_K = 2048  # as in `tigon.filtered_topk`
+# Per request: results, that is queries times k; distinct filters, fewer than an index caches; and their total
+# characters.
 MAX_RESULTS, MAX_FILTERS, MAX_FILTER_TEXT = 1 << 17, 256, 1 << 15
-LONG_FILTER = 500  # characters of filters that are compiled in the event loop at most
+LONG_FILTER = 500  # the most filter characters that are compiled in the event loop
 
 
 class Limits(NamedTuple):
-    """Limits on requests.
+    """Request limits.
 
     Attributes:
-        max_body: bytes of a request.
-        max_batch: queries of a request, and of one search.
-        max_queue: queries that wait.
-        wait: seconds that a search waits for others at most.
-        max_connections: of one process.
-        request_timeout: seconds in which a request must have come, and its response been read. Connections and time
-            are limited by `run.serve` alone; another ASGI server has its own limits.
+        max_body: bytes per request.
+        max_batch: queries per request, and per search.
+        max_queue: pending queries.
+        wait: the longest time in seconds that a search waits for others.
+        max_connections: per process.
+        request_timeout: seconds in which a request must arrive, and its response must be read. Only `run.serve` limits
+            connections and time; another ASGI server has its own limits.
     """
 
     max_body: int = 16 << 20
@@ -39,12 +39,12 @@ class Limits(NamedTuple):
 
 
 class IndexInfo(NamedTuple):
-    """The properties of the index that requests have to fit.
+    """The index properties that requests must fit.
 
     Attributes:
-        dim: of the vectors.
+        dim: the vector width.
         prefers_half: whether queries become fp16 where fp16 holds their numbers exactly; all others become fp32.
-        is_fixed: whether the vectors are a parameter's, so that updates have none.
+        is_fixed: whether the vectors belong to a parameter, so that updates have none.
         has_encoder, has_snapshot: whether the server has an encoder, and a folder for snapshots.
     """
 
@@ -59,9 +59,9 @@ class SearchRequest(NamedTuple):
     """A search.
 
     Attributes:
-        query: (queries, dim), finite, in the dtype of the search; None where an encoder makes it of `features`.
-        k, where: number of results and filter of each query.
-        strict: whether a filter's value that no item has is an error.
+        query: (queries, dim), finite, in the search dtype; None where an encoder computes the query from `features`.
+        k, where: each query's result count and filter.
+        strict: whether a filter value that no item has is an error.
     """
 
     query: Array | None
@@ -72,7 +72,7 @@ class SearchRequest(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes, binary: bool, info: IndexInfo, limits: Limits) -> SearchRequest:
-        """Raises: HTTPException, 422 or 413, for a body that is no such request."""
+        """Raises: HTTPException, 422 or 413, for an invalid body."""
         body, tensors = parse_body(SearchBody, content, binary, info.dim)
         vectors = tensors.get("vectors", body.vectors)
         has_features = body.features is not None or any(name.startswith("features") for name in tensors)
@@ -119,12 +119,12 @@ def _parse_where(body: SearchBody, count: int) -> list[str | None]:
 
 
 def is_long(where: Iterable[str | None]) -> bool:
-    """Whether filters may take longer to compile than the event loop has time."""
+    """Whether compiling the filters may block the event loop for too long."""
     return sum(len(each) for each in where if each is not None) > LONG_FILTER
 
 
 class UpsertRequest(NamedTuple):
-    """Items to write. ids: int64 or a list; vectors: (items, dim), None for a parameter's; table: the attributes."""
+    """Items to write. ids: int64 or a list; vectors: (items, dim), None over a parameter; table: the attributes."""
 
     ids: Array | list[int] | list[str]
     vectors: Array | None
@@ -132,7 +132,7 @@ class UpsertRequest(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes, binary: bool, info: IndexInfo) -> UpsertRequest:
-        """Raises: HTTPException, 422 or 413, for a body that is no such request."""
+        """Raises: HTTPException, 422 or 413, for an invalid body."""
         body, tensors = parse_body(UpsertBody, content, binary, info.dim)
         vectors = tensors.get("vectors", body.vectors)
         if (vectors is None) != info.is_fixed:
@@ -148,13 +148,13 @@ class DeleteRequest(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes, binary: bool, info: IndexInfo) -> DeleteRequest:
-        """Raises: HTTPException, 422 or 413, for a body that is no such request."""
+        """Raises: HTTPException, 422 or 413, for an invalid body."""
         body, tensors = parse_body(DeleteBody, content, binary, info.dim)
         return cls(tensors.get("ids", body.ids))
 
 
 def parse_vectors(vectors: Any, dim: int) -> Array:
-    """(n, dim) floats of a body.
+    """(n, dim) floats from a body.
 
     Raises: HTTPException, 422.
     """
@@ -178,9 +178,9 @@ def parse_vectors(vectors: Any, dim: int) -> Array:
 
 
 def parse_queries(matrix: Array, info: IndexInfo) -> Array:
-    """The queries of a search, in the dtype that most searches have.
+    """The queries to search, in the dtype that most searches have.
 
-    Searches of one dtype are one batch, and those of 16 bits take one product instead of two. No number changes.
+    Searches in the same dtype form a batch, and 16-bit searches take one product instead of two. No number changes.
 
     Raises: HTTPException, 422, for numbers that are not finite.
     """

@@ -1,4 +1,4 @@
-"""The processes of a server: sockets, signals, end."""
+"""Server processes: sockets, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tigon.retrieve.server.connections import Config, Server, freeze_garbage, ru
 from tigon.retrieve.server.service import Service
 from tigon.retrieve.server.worker_pool import WorkerPool
 
-# Seconds after which a thread lets another one have the interpreter. Beside the thread that searches the event loop
-# would wait 5 ms, Python's default, in each of its turns.
+# Python's thread switch interval in seconds. Beside the search thread, the event loop would wait 5 ms, Python's
+# default, in each iteration.
 SWITCH_INTERVAL = 2e-4
 GRACE = 10.0
 
 
 async def _run(service: Service, sockets: list[socket.socket], delay: float, grace: float, ready: Any) -> None:
-    """Serve in this process until a signal, then end as told in `serve`."""
+    """Serve in this process until a signal, then shut down as described in `serve`."""
     loop = asyncio.get_running_loop()
     server = Server(Config(service, service.limits, grace), ready)
 
@@ -43,17 +43,18 @@ def serve(
     service: Service, host: str, port: int, delay: float = 0.0, started: Callable[[int], None] | None = None,
     workers: int = 0, grace: float = GRACE,
 ) -> None:  # fmt: skip
-    """Answer requests until a signal comes, then close the service.
+    """Answer requests until a signal arrives, then close the service.
 
     Args:
-        delay: seconds from the signal in which new requests are refused before the port closes, so that a load balancer
-            that asks /health hears of it.
+        delay: seconds after the signal during which new requests are refused before the port closes, so that a load
+            balancer polling /health notices.
         started: called with the port when requests are answered.
-        grace: seconds from then on in which requests are still answered; clients that take longer are cut off. A second
-            signal ends the server at once.
-        workers: processes that read and write HTTP before this one; 0 or 1: this process does.
+        grace: seconds from then on in which requests are still answered; slower clients are disconnected. A second
+            signal stops the server at once.
+        workers: processes that handle HTTP in front of this process; 0 or 1: this process does.
 
-    Raises: OSError if the address cannot be had; `worker_pool.WorkerError` if workers end as soon as they are started.
+    Raises: OSError if the address cannot be bound; `worker_pool.WorkerError` if workers exit as soon as they are
+        started.
     """
     sockets: list[socket.socket] = []
     interval = sys.getswitchinterval()
@@ -79,8 +80,8 @@ def serve(
 
 
 def bind_sockets(host: str, port: int, count: int) -> list[socket.socket]:
-    """Listening sockets of one port, among which the system deals out connections."""
-    first = _bind_socket(host, port, shared=False)  # fails where another process listens, as a shared one may not
+    """Listening sockets on one port, among which the system distributes connections."""
+    first = _bind_socket(host, port, shared=False)  # fails where another process listens, unlike a shared socket
     if count == 1:
         first.listen(2048)
         return [first]

@@ -1,4 +1,4 @@
-"""A server whose index is in its own process: searches, updates, snapshots, health and counters."""
+"""A server with the index in its own process: searches, updates, snapshots, health and counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tigon.retrieve.server.bodies import Array, SearchResult
 from tigon.retrieve.server.requests import IndexInfo, Limits, is_long
 
 Encode = Callable[[Any], Any]
-WRITERS = 8  # updates that come together are made together, those that wait for the journal
+WRITERS = 8  # concurrent updates waiting for the journal are merged
 
 __all__ = ["Limits", "Service"]
 
@@ -32,14 +32,14 @@ class Service(Application):
     """An ASGI application around an index.
 
     Args:
-        index: that is served. The service closes its journal at the end.
+        index: the index to serve. The service closes its journal on shutdown.
         path: where /snapshot saves the index; None: there is no /snapshot.
-        key: that a request must bear; None: none.
-        encode: from a list of texts, a tensor of features on the index's device, or a dict of these, to vectors
-            (n, dim); it runs in a thread. None: queries are vectors.
+        key: that a request must carry; None: none.
+        encode: from a list of texts, a tensor with features on the index's device, or a dict of these, to vectors (n,
+            dim); runs in a thread. None: queries are vectors.
         limits: on requests.
-        hosts: without a key, names that a request's Host may have beside IP addresses and localhost, so that no web
-            page reaches the service by a foreign name; None: any, where another server checks them.
+        hosts: without a key, names allowed as a request's Host beside IP addresses and localhost, so that no web page
+            reaches the service by a foreign name; None: any, where another server checks them.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Service(Application):
         super().__init__(self.index_backend, info, key, limits, hosts)
 
     def warmup(self, k: Sequence[int]) -> float:
-        """Compile the kernels of the searches that requests may ask for, with and without filters.
+        """Compile the kernels for searches that requests may ask for, with and without filters.
 
         Args:
-            k: of the searches.
+            k: hits per query.
 
-        Returns: the seconds that compiling took. On a CPU there is nothing to compile.
+        Returns: the seconds spent compiling. On a CPU there is nothing to compile.
         Raises: ValueError for an empty index.
         """
         wheres: list[Any] = [None]
@@ -76,14 +76,14 @@ class Service(Application):
         return sum(self.index.warmup(k, queries, where, dtype=dtype) for where in wheres)
 
     def close(self) -> None:
-        """Finish the searches and updates that have begun, then close the journal."""
+        """Finish running searches and updates, then close the journal."""
         self.draining = True
         super().close()
         self.index_backend.close()
 
 
 class IndexBackend:
-    """Answers requests that were checked, from an index. Arguments are those of `Service`."""
+    """Answers checked requests from an index. Arguments as in `Service`."""
 
     def __init__(self, index: Index, path: Path | None, encode: Encode | None, limits: Limits) -> None:
         self.index, self.encoder = index, encode
@@ -124,7 +124,7 @@ class IndexBackend:
         return {each for each in distinct if not self.index.table.attributes.is_compiled(each, strict)}
 
     def compile_filters(self, where: Collection[str], strict: bool) -> dict[str | None, HTTPException]:
-        """Compile filters. Returns the errors of those that do not fit the index."""
+        """Compile filters. Returns the errors for filters that do not fit the index."""
         errors: dict[str | None, HTTPException] = {}
         for each in where:
             try:
@@ -142,7 +142,7 @@ class IndexBackend:
 
     @torch.no_grad()
     def _encode(self, features: Any) -> Array:
-        """The vectors of an encoder's input: texts as they are, arrays as tensors on the index's device."""
+        """The vectors for an encoder's input: texts unchanged, arrays as tensors on the index's device."""
         assert self.encoder is not None
         try:
             if isinstance(features, dict):
@@ -181,7 +181,7 @@ class IndexBackend:
         return {"items": len(self.index), "seconds": round(time.perf_counter() - start, 3)}
 
     async def _run_update(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Update the index in a thread. The update is made as a whole also if its client goes away meanwhile."""
+        """Update the index in a thread. The update completes even if its client disconnects meanwhile."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.shield(loop.run_in_executor(self._writers, function, *arguments))
@@ -189,7 +189,7 @@ class IndexBackend:
             raise to_http_exception(OSError(str(error)) if self._names_files(error) else error) from None
 
     def _names_files(self, error: Exception) -> bool:
-        """Whether an error tells of the journal or of the snapshot: no request is to blame for it."""
+        """Whether an error concerns the journal or the snapshot: no request is to blame."""
         paths = [path for path in (self.index.journal and self.index.journal.path, self.path) if path is not None]
         return isinstance(error, ValueError) and any(str(path) in str(error) for path in paths)
 
@@ -208,9 +208,9 @@ class IndexBackend:
 
 
 def to_http_exception(error: BaseException) -> HTTPException:
-    """The refusal of a request, by the error that the index raised.
+    """The HTTP error for an exception that the index raised.
 
-    Raises: the error, if it is none that a request, little memory or a full disk causes.
+    Raises: the exception itself, if neither a request, little memory nor a full disk causes it.
     """
     if isinstance(error, HTTPException):
         return error

@@ -1,9 +1,9 @@
-"""A process that reads and writes HTTP before the process of the index, and has neither torch nor an index.
+"""A process that handles HTTP in front of the index process, with neither torch nor an index.
 
     python -m tigon.retrieve.server.worker CONNECTION SOCKET NUMBER        # file descriptors; `WorkerPool` starts it
 
-It checks requests, and sends searches that come together as one frame. It obeys the process of the index, not signals,
-and ends with it.
+Workers check requests, and send concurrent searches as one frame. A worker obeys the index process, not signals, and
+exits with the index process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tigon.retrieve.server.connections import Config, Server, freeze_garbage, ru
 from tigon.retrieve.server.frames import FrameProtocol, decode_arrays, encode_arrays, split_table
 from tigon.retrieve.server.requests import IndexInfo, Limits, is_long
 
-# Seconds between two frames of searches. A search by itself is sent at once. uvloop counts whole milliseconds, and
-# takes half a millisecond for none.
+# Seconds between two search frames. An isolated search is sent at once. uvloop counts whole milliseconds, and rounds
+# half a millisecond to zero.
 HOLD = 1e-3
 
 
 class HeldSearch(NamedTuple):
-    """A search that is not sent yet."""
+    """A search that has not been sent."""
 
     number: int
     query: Array
@@ -42,11 +42,11 @@ class HeldSearch(NamedTuple):
 
 
 class RemoteBackend(FrameProtocol):
-    """The process of the index as a `Backend`: the worker's end of the socket."""
+    """The index process as a `Backend`: the worker's end of the socket."""
 
     limits: Limits
     workers: int
-    end: Callable[[float], None]  # begins the end of the worker, with the grace time
+    end: Callable[[float], None]  # shuts the worker down, given the grace time
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -54,15 +54,15 @@ class RemoteBackend(FrameProtocol):
         self.loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[Application] = self.loop.create_future()
         self.closed: asyncio.Future[None] = self.loop.create_future()
-        self.is_ended = False  # as the process of the index said
-        self.queries = 0  # of searches that are not answered
+        self.is_ended = False  # as the index process announced
+        self.queries = 0  # in unanswered searches
         self.pending: dict[int, asyncio.Future[Any]] = {}
         self._held: list[HeldSearch] = []
         self._is_scheduled = False
         self._last_number, self._last_frame = 0, 0.0
 
     def _expect(self) -> tuple[int, asyncio.Future[Any]]:
-        """The number of the next request, and the future of its result."""
+        """The next request number, and a future for the result."""
         self._last_number += 1
         future = self.pending[self._last_number] = self.loop.create_future()
         return self._last_number, future
@@ -70,12 +70,12 @@ class RemoteBackend(FrameProtocol):
     # ------------------------------------------------------------------------------------------------------ searches
 
     def is_crowded(self) -> bool:
-        # Other workers have about as many queries; two batches have begun, and one waits for them.
+        # Other workers have about as many queries; two batches have started, and a third waits.
         return self.queries * self.workers > 3 * self.limits.max_batch
 
     async def search(self, query: Array, k: list[int], where: list[str | None], strict: bool) -> SearchResult:
         count = len(query)
-        # The process of the index counts the queries of all workers. This limit holds if that process hangs.
+        # The index process counts all workers' queries. This limit applies if that process hangs.
         if self.queries + count > self.limits.max_queue + 2 * self.limits.max_batch:
             waiting = f"{self.queries:,} queries wait, and {count:,} more are beyond {self.limits.max_queue:,}"
             raise HTTPException(429, f"{waiting}, the queue.", RETRY)
@@ -104,12 +104,12 @@ class RemoteBackend(FrameProtocol):
         return SearchResult(scores[:, :most], ids[:, :most], exact)
 
     def _send_held(self) -> None:
-        """Send the searches that are held, as frames of searches that can be one."""
+        """Send the held searches, merged into frames where possible."""
         self._is_scheduled = False
         self._last_frame = self.loop.time()
         groups: dict[Any, list[HeldSearch]] = {}
         for search in self._held:
-            # Filters that take long to compile delay no other search.
+            # Slow-to-compile filters are sent separately, so that they delay no other search.
             alone = search.number if is_long(search.where) else 0
             groups.setdefault((search.query.dtype, search.strict, alone), []).append(search)
         self._held.clear()
@@ -121,7 +121,7 @@ class RemoteBackend(FrameProtocol):
                 del group[:count]
 
     def _send_together(self, searches: list[HeldSearch]) -> None:
-        same: dict[str | None, str | None] = {}  # equal texts are written once
+        same: dict[str | None, str | None] = {}  # equal texts are sent once
         self.send(
             "search", [search.number for search in searches], [len(search.query) for search in searches],
             encode_arrays(np.concatenate([search.query for search in searches])),
@@ -179,7 +179,7 @@ class RemoteBackend(FrameProtocol):
 
     def on_reply(self, number: int, result: Any) -> None:
         future = self.pending.get(number)
-        if future is not None and not future.done():  # else its client went away
+        if future is not None and not future.done():  # otherwise its client disconnected
             future.set_result(result)
 
     def on_error(self, numbers: list[int], status: int, detail: str, headers: dict[str, str] | None) -> None:
@@ -198,11 +198,11 @@ class RemoteBackend(FrameProtocol):
             if self.number == 0:
                 detail = "the process that holds the index has ended, and so do its workers"
                 print(f"tigon: retrieve serve: {detail}", file=sys.stderr, flush=True)
-            os._exit(1)  # nothing can be answered
+            os._exit(1)  # no request can be answered
 
 
 def _decode_strings(lengths: Array, names: bytes) -> Array:
-    """(queries, k) strings that stand one after another, by their lengths in bytes; None where a length is −1."""
+    """Split concatenated strings (queries, k) by their lengths in bytes; None where a length is −1."""
     strings = np.empty(lengths.size, dtype=object)
     ends = np.cumsum(np.maximum(lengths, 0).reshape(-1)).tolist()
     start = 0
@@ -221,7 +221,7 @@ async def _serve(connection: int, bound: int, number: int) -> None:
 
     def end_server(grace: float) -> None:
         server.config.grace = grace
-        server.should_exit = True  # uvicorn closes the port, and waits for requests that are not answered yet
+        server.should_exit = True  # uvicorn closes the port, and waits for unanswered requests
 
     backend.end = end_server
     freeze_garbage()
@@ -232,6 +232,6 @@ async def _serve(connection: int, bound: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # they may be sent to all processes of a group
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # may be sent to a whole process group
         signal.signal(ignored, signal.SIG_IGN)
     run_loop(_serve(*map(int, sys.argv[1:4])))

@@ -1,4 +1,4 @@
-"""The process of the index behind workers: their frames, and the processes themselves."""
+"""The index process behind workers: their frames, and the processes themselves."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tigon.retrieve.server.metrics import FOLDER
 from tigon.retrieve.server.requests import is_long
 from tigon.retrieve.server.service import Service, to_http_exception
 
-PATIENCE = 2.0  # seconds that a worker has to end
-QUICK, TRIES = 1.0, 3  # a worker that ends within QUICK seconds is started again, but for the third time in a row
-CALLS = ("encode", "upsert", "delete", "snapshot", "health", "metrics")  # methods of the backend
+PATIENCE = 2.0  # seconds for a worker to exit
+QUICK, TRIES = 1.0, 3  # a worker that exits within QUICK seconds is restarted, except the third time in a row
+CALLS = ("encode", "upsert", "delete", "snapshot", "health", "metrics")  # backend methods
 
 
 class WorkerError(RuntimeError):
-    """Workers do not run."""
+    """The workers do not run."""
 
 
 class MergedSearch(AdmittedSearch):
-    """The searches of one frame: each costs the process of the index some 20 µs by itself.
+    """The searches in one frame: separately, each costs the index process some 20 µs.
 
     Attributes:
-        numbers, counts: of each request, its number at the worker and its queries.
+        numbers, counts: each request's number at the worker and its query count.
     """
 
     __slots__ = ("counts", "numbers")
@@ -52,16 +52,16 @@ class MergedSearch(AdmittedSearch):
         self.numbers, self.counts = numbers, counts
 
     def convert(self, scores: Array, keys: Array, exact: Array, ids: Ids | None) -> tuple[Any, ...]:
-        """The last arguments of a frame of results; ids that are strings are their lengths and their bytes."""
+        """The last arguments of a result frame; string ids become their lengths and their bytes."""
         keys, names = ids.cut(keys) if isinstance(ids, StringIds) else (keys, None)
         return (*map(encode_arrays, (scores, keys, exact)), names)
 
     def expand(self, requests: Sequence[bool]) -> list[bool]:
-        """For each query whether its request is True."""
+        """Expand a flag per request to a flag per query."""
         return [keep for keep, count in zip(requests, self.counts, strict=True) for _ in range(count)]
 
     def select_requests(self, requests: Sequence[bool]) -> MergedSearch:
-        """The requests that are True, as another search."""
+        """Select the requests whose flag is True, as another search."""
         rows = self.expand(requests)
         return MergedSearch(
             list(compress(self.numbers, requests)), list(compress(self.counts, requests)), self.query[rows],
@@ -78,7 +78,7 @@ class WorkerConnection(FrameProtocol):
         self._process = process
         self.started = time.monotonic()
         loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[bool] = loop.create_future()  # False: the worker ended before
+        self.ready: asyncio.Future[bool] = loop.create_future()  # False: the worker exited before
         self.closed: asyncio.Future[None] = loop.create_future()
         self.searches: set[MergedSearch] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,7 +120,7 @@ class WorkerConnection(FrameProtocol):
         self._search(search, await self.backend.compile_in_thread(where, strict))
 
     def _search(self, search: MergedSearch, errors: dict[str | None, HTTPException]) -> None:
-        """Search for the requests of a frame whose filters have no error."""
+        """Run a frame's requests whose filters have no error."""
         if errors:
             where = iter(search.where)
             filters = [list(islice(where, count)) for count in search.counts]
@@ -149,12 +149,12 @@ class WorkerConnection(FrameProtocol):
             self.send("results", search.numbers, search.counts, *search.future.result())
         elif len(search.numbers) == 1 or isinstance(error, (Overloaded, HTTPException)):
             self._refuse(search.numbers, error)
-        else:  # one by one, so that no request fails by another
+        else:  # one by one, so that no request fails because of another
             for number in search.numbers:
                 self._add(search.select_requests([number == other for other in search.numbers]))
 
     def on_cancel(self, number: int) -> None:
-        """The client of a search went away."""
+        """The client of a search disconnected."""
         search = next((search for search in self.searches if number in search.numbers), None)
         if search is None:
             return
@@ -191,12 +191,12 @@ class WorkerConnection(FrameProtocol):
 
 
 class WorkerPool:
-    """The workers of a service.
+    """A service's workers.
 
     Args:
-        service: that is served.
-        sockets: a listening one for each worker.
-        delay, grace: as of `run.serve`.
+        service: the service to run.
+        sockets: a listening socket per worker.
+        delay, grace: as in `run.serve`.
     """
 
     def __init__(self, service: Service, sockets: list[socket.socket], delay: float, grace: float) -> None:
@@ -207,7 +207,7 @@ class WorkerPool:
         self._metrics = tempfile.TemporaryDirectory(prefix="tigon-metrics-")
 
     async def run(self, started: Callable[[], None]) -> None:
-        """Serve until a signal, then end as told in `run.serve`. started: called when requests are answered.
+        """Serve until a signal, then shut down as described in `run.serve`. started: called when requests are answered.
 
         Raises: WorkerError if workers do not run.
         """
@@ -264,7 +264,7 @@ class WorkerPool:
         return connection
 
     def greet(self, connection: WorkerConnection) -> None:
-        """Tell a worker what it serves."""
+        """Send a worker its configuration."""
         service = self.service
         hosts = None if service.hosts is None else list(service.hosts)
         connection.send("hello", tuple(service.info), service.key, tuple(service.limits), hosts, len(self.sockets))
@@ -275,7 +275,7 @@ class WorkerPool:
         task.add_done_callback(self._restarts.discard)
 
     async def _restart(self, connection: WorkerConnection) -> None:
-        """Start another worker when one ends that should not."""
+        """Start another worker when a worker exits unexpectedly."""
         await connection.closed
         place = connection.place
         status = await asyncio.get_running_loop().run_in_executor(None, connection.process.wait)
@@ -295,7 +295,7 @@ class WorkerPool:
             self.failed.set_result(f"worker {place} cannot be started again: {error.strerror}")
 
     async def _drain(self) -> None:
-        """Let requests in flight be answered within the grace time, unless there is a second signal."""
+        """Let requests in flight finish within the grace time, unless there is a second signal."""
         self.service.draining = True
         for connection in self.connections.values():
             if connection.ready.done():
@@ -307,5 +307,5 @@ class WorkerPool:
         await asyncio.wait((again, ended), timeout=self.delay, return_when=asyncio.FIRST_COMPLETED)
         for bound in self.sockets:
             bound.close()
-        timeout = self.grace + 2 * PATIENCE  # a worker ends within its grace time by itself, unless it hangs
+        timeout = self.grace + 2 * PATIENCE  # a worker exits within its grace time by itself, unless it hangs
         await asyncio.wait((again, ended), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

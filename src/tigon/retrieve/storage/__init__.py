@@ -1,1 +1,1 @@
-"""Files that survive a kill or a full disk: durable writes, the lock of a folder, and a journal of records."""
+"""Files that survive a kill or a full disk: durable writes, a folder lock, and a record journal."""

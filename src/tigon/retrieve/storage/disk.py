@@ -1,6 +1,6 @@
-"""Files that survive a kill: content reaches the disk before a name or a record refers to it.
+"""Durable files: content reaches the disk before a name or a record refers to it.
 
-Every step on the disk goes through one of these functions, so that the tests can stop a process at each.
+Every disk operation goes through one of these functions, so that tests can stop a process at each.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 24
-# Ends the name of a snapshot that does not count: one that is being written, or removed.
+# Ends the name of a snapshot that does not count: being written, or being removed.
 PARTIAL = ".partial"
-# Names of the files of a snapshot.
+# File names in a snapshot.
 WRITTEN = re.compile(r"manifest\.json|journal|items(-\d+)?\.safetensors|items-\d+\.json")
-# Names of safetensors for dtypes.
+# safetensors names for dtypes.
 DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3",
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8",
@@ -30,7 +30,7 @@ DTYPES = {
 
 
 def write(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Write all of the content."""
+    """Write all content."""
     left = memoryview(content)
     while len(left):
         left = left[file.write(left) :]
@@ -43,7 +43,7 @@ def flush(file: BinaryIO) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until a folder's entries are on the disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -60,10 +60,10 @@ def truncate(file: BinaryIO, size: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a whole or partial snapshot as far as possible: the files that `save` writes, and then the
-    folder if no other file is in the folder.
+    """Remove a complete or partial snapshot as far as possible: the files that `save` writes, and then the folder if it
+    is empty.
 
-    The folder has another name first, so that a reader finds a snapshot whole or not at all.
+    The folder is renamed first, so that a reader finds either a complete snapshot or none.
     """
     if folder.is_symlink():
         return
@@ -91,7 +91,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, An
 
 
 def compute_digest(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
+    """A file's size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while piece := file.read(PIECE):
@@ -104,7 +104,7 @@ def compute_digest(path: Path) -> dict[str, Any]:
 
 
 class SelectedRows(NamedTuple):
-    """Some rows of a tensor, gathered a piece at a time."""
+    """Some rows from a tensor, gathered in pieces."""
 
     buffer: Tensor
     rows: Tensor
@@ -115,7 +115,7 @@ class SelectedRows(NamedTuple):
 
 
 def serialize(tensors: Mapping[str, Tensor | SelectedRows]) -> Iterator[bytes | memoryview]:
-    """Tensors in the format of safetensors, piece by piece: no copy of all is made in memory."""
+    """Serialize tensors as safetensors in pieces, without an in-memory copy of all tensors."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -135,7 +135,7 @@ def _iterate_pieces(tensor: Tensor | SelectedRows) -> Iterator[memoryview]:
     rows = max(1, PIECE // max(1, tensor.shape[1:].numel() * buffer.element_size()))
     for start in range(0, tensor.shape[0] if tensor.shape.numel() else 0, rows):
         if isinstance(tensor, SelectedRows):
-            bits = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer  # torch indexes no float8
+            bits = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer  # torch cannot index float8
             piece = bits[tensor.rows[start : start + rows]]
         else:
             piece = buffer[start : start + rows]

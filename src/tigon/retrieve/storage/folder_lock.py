@@ -1,4 +1,4 @@
-"""The lock of an index's folder: one index of one process writes to the folder at a time.
+"""The lock on an index's folder: one index in one process writes to the folder at a time.
 
 The lock is an flock on the file `tigon.lock` in the folder itself, which no save replaces. The kernel releases the lock
 when the process ends in any way. Readers take no lock.
@@ -19,12 +19,12 @@ LOCK = "tigon.lock"
 
 
 class FolderLock(Forkable):
-    """The lock of a folder, held until `release` or garbage collection.
+    """A lock on a folder, held until `release` or garbage collection.
 
     A forked child does not hold its parent's lock, and is refused like any other process.
 
     Args:
-        name: the beginning of errors. folder: a folder that is there.
+        name: the beginning of errors. folder: an existing folder.
 
     Raises: ValueError if the lock is held elsewhere; OSError if the folder cannot be written.
     """
@@ -35,7 +35,7 @@ class FolderLock(Forkable):
         self.survive_forks()
 
     def is_held(self) -> bool:
-        """Whether this process holds the lock, and the folder is still in its place."""
+        """Whether this process holds the lock, and the folder has not been moved or replaced."""
         return self.pid == os.getpid() and not self.file.closed and _is_at(self.file, self.folder / LOCK)
 
     def release(self) -> None:
@@ -65,18 +65,18 @@ def _acquire(name: str, folder: Path) -> BinaryIO:
             raise
         if _is_at(file, path):
             break
-        file.close()  # the folder was removed between the two steps, and made again
-    with suppress(OSError):  # on a full disk the holder has no name
+        file.close()  # the folder was removed and recreated between the two steps
+    with suppress(OSError):  # on a full disk the holder's name is missing
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()}\n".encode())
     return file
 
 
 def _open_lock(path: Path) -> BinaryIO:
-    """The file of the lock, which stays open as long as the lock is held."""
+    """Open the lock file, which stays open while the lock is held."""
     try:
         return open(path, "a+b", buffering=0)
-    except PermissionError:  # made by another user, in a folder that both write to
+    except PermissionError:  # created by another user, in a folder that both write to
         if not path.exists() or not os.access(path.parent, os.W_OK):
             raise
         return open(path, "rb", buffering=0)
@@ -85,7 +85,7 @@ def _open_lock(path: Path) -> BinaryIO:
 def _flock(name: str, file: BinaryIO, folder: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # on Windows, where no folder can be flushed and so no index be saved
+    except ImportError:  # on Windows folders cannot be flushed, so that no index can be saved
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,7 +101,7 @@ def _flock(name: str, file: BinaryIO, folder: Path) -> None:
 
 
 def _holder(file: BinaryIO) -> str:
-    """The holder of a lock as the lock's file names it, in parentheses."""
+    """The lock's holder as named in the lock file, in parentheses."""
     file.seek(0)
     pid, _, host = file.read(300).decode(errors="replace").strip().partition(" ")
     if not host:

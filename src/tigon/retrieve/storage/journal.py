@@ -1,11 +1,10 @@
-"""A journal: updates of an index, appended to a file, each with a checksum.
+"""The journal: index updates appended to a file, each with a checksum.
 
-A record is written and on the disk before the update is made, so that an update which was answered is never lost. A
-record that a kill or a full disk left half written is cut off when the journal is opened; one that was whole and is
-damaged is an error. The first record names the snapshot that the updates follow.
+A record is on disk before the update is applied, so that an acknowledged update is never lost. A record that a kill or
+a full disk left incomplete is truncated when the journal is opened; a complete but damaged record is an error. The
+first record names the snapshot that the updates follow.
 
-A record is a head of 24 bytes (mark, kind, size and checksum of the body, checksum of the head) and a body in the
-format of safetensors.
+A record is a 24-byte head (mark, kind, body size and checksum, head checksum) and a body in safetensors format.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from torch import Tensor
 from tigon.retrieve.storage import disk
 
 MARK = b"TJ1\n"
-HEAD = struct.Struct("<4sIQI")  # mark, kind, size, checksum of the body; behind it the checksum of those
+HEAD = struct.Struct("<4sIQI")  # mark, kind, size, body checksum; followed by the head's checksum
 SIZE = HEAD.size + 4
 KINDS = ("upsert", "delete", "grow", "snapshot")
 
 
 class Journal:
-    """The open journal of an index, which has the lock of the folder.
+    """The open journal of an index that holds the folder lock.
 
     Args:
-        path: of the file, which is created if missing. Bytes behind the last whole record are cut off.
+        path: the file, created if missing. Bytes after the last complete record are truncated.
         snapshot: the id of the snapshot that the updates follow.
 
-    Raises: ValueError if the file is damaged, or of another snapshot.
+    Raises: ValueError if the file is damaged, or belongs to another snapshot.
     """
 
     def __init__(self, path: Path, snapshot: str) -> None:
@@ -59,7 +58,7 @@ class Journal:
         self.file.close()
 
     def append(self, kind: str, tensors: dict[str, Tensor]) -> None:
-        """Write a record, and wait until the record is on the disk.
+        """Write a record, and wait until the record is on disk.
 
         Raises: OSError if the disk is full or the journal was removed; the journal is unchanged then. ValueError in a
             fork of the process that opened the journal.
@@ -90,7 +89,7 @@ class Journal:
         self.size += SIZE + len(body)
 
     def _truncate(self) -> None:
-        """Cut off a record that was written in part."""
+        """Truncate a partially written record."""
         try:
             disk.truncate(self.file, self.size)
             disk.flush(self.file)
@@ -108,9 +107,9 @@ def _checksum(body: bytes) -> int:
 
 
 def read_records(path: Path, snapshot: str) -> Iterator[tuple[str, bytes, int]]:
-    """Kind, body and end of each whole record of a journal; the first is that of the snapshot.
+    """Each complete record's kind, body and end; the first record names the snapshot.
 
-    Raises: ValueError for a record that is damaged, and for the journal of another snapshot.
+    Raises: ValueError for a damaged record, and for another snapshot's journal.
     """
     for number, (kind, body, end) in enumerate(_read_whole_records(path)):
         if (kind == "snapshot") != (number == 0) or (number == 0 and body != snapshot.encode()):
@@ -122,9 +121,9 @@ def read_records(path: Path, snapshot: str) -> Iterator[tuple[str, bytes, int]]:
 
 
 def parse_record(body: bytes) -> dict[str, Tensor]:
-    """The tensors of a record.
+    """A record's tensors.
 
-    Raises: ValueError if the record is not in the format of safetensors.
+    Raises: ValueError if the record is not in safetensors format.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -137,11 +136,11 @@ def parse_record(body: bytes) -> dict[str, Tensor]:
 
 
 class _Damaged(ValueError):
-    """A record of a journal is damaged."""
+    """A journal record is damaged."""
 
 
 def _read_whole_records(path: Path) -> Iterator[tuple[str, bytes, int]]:
-    """Kind, body and end of each whole record."""
+    """Each complete record's kind, body and end."""
     if not path.exists():
         return
     size = path.stat().st_size
@@ -165,7 +164,7 @@ def _read_whole_records(path: Path) -> Iterator[tuple[str, bytes, int]]:
 
 
 def measure(path: Path, snapshot: str) -> int:
-    """Bytes of the whole records."""
+    """The byte size of the complete records."""
     end = 0
     for _, _, end in read_records(path, snapshot):  # noqa: B007
         pass
@@ -180,9 +179,9 @@ def _make_error(path: Path, number: int, at: int, size: int) -> _Damaged:
 
 
 def repair_journal(path: Path, snapshot: str) -> None:
-    """Cut a journal off before the first record that is damaged.
+    """Truncate a journal before the first damaged record.
 
-    Raises: ValueError for the journal of another snapshot, which is not changed.
+    Raises: ValueError for another snapshot's journal, which is not changed.
     """
     end = 0
     try:

@@ -1,1 +1,1 @@
-"""Training of retrieval models: losses with sampled negatives, hard negatives, towers, mixtures and clusters."""
+"""Train retrieval models: losses with sampled negatives, hard negatives, towers, mixtures and clusters."""

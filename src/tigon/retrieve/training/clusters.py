@@ -1,9 +1,9 @@
-"""Content clusters for cold-start items: residual k-means on the device of the data.
+"""Content clusters for cold-start items: residual k-means on the data's device.
 
     level 1 clusters the embeddings, level l + 1 the residuals of the levels before
 
 An item tower is then an id embedding plus the embeddings of its clusters. Ids are dropped out in training, so that the
-clusters' embeddings alone are a vector, too: that of a new item.
+cluster embeddings alone also form a useful vector: that of a new item.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tigon.retrieve.arguments import as_int, as_number, read_int, require_tensors
 
-# Distances that are in memory at a time: 256 MiB of fp32.
+# Distances in memory at a time: 256 MiB in fp32.
 DISTANCES = 1 << 26
 
 
@@ -31,7 +31,7 @@ class Clusters(nn.Module):
         self.register_buffer("centers", centers)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """The clusters of items, new ones as well as those that were fitted.
+        """Assign items to clusters, new items as well as fitted items.
 
         Args:
             embeddings: (n, D) floats.
@@ -57,12 +57,12 @@ def fit(embeddings: Tensor, levels: int = 2, size: int = 1024, *, iterations: in
     """Cluster items by their content, level by level.
 
     Args:
-        embeddings: (N, D) floats, finite, of the items' text, image or attributes.
-        levels: how many clusters an item is in.
-        size: clusters in a level, at most N.
-        iterations: of Lloyd's algorithm, for each level. A centre without items moves to the item that is farthest from
-            its own centre.
-        seed: of the items that the centres begin at.
+        embeddings: (N, D) floats, finite, from the items' text, image or attributes.
+        levels: clusters per item.
+        size: clusters per level, at most N.
+        iterations: of Lloyd's algorithm, per level. A centre without items moves to the item farthest from its own
+            centre.
+        seed: selects the items that the centres start at.
     Returns: `Clusters`, which is called with embeddings.
     Raises: ValueError for numbers and shapes that do not fit, and for NaN and infinity.
 
@@ -85,7 +85,7 @@ def fit(embeddings: Tensor, levels: int = 2, size: int = 1024, *, iterations: in
         centers = rest[torch.randperm(N, generator=draw)[:size].to(rest.device)].clone()
         for _ in range(iterations):
             nearest = _nearest(rest, centers)
-            # Sums in order of the clusters, not by atomics: the same bits on every run.
+            # Sums in cluster order, not by atomics: the same bits on every run.
             order = nearest.argsort(stable=True)
             counts = nearest.bincount(minlength=size)
             sums = torch.segment_reduce(rest[order].double(), "sum", lengths=counts, unsafe=True, initial=0)
@@ -103,12 +103,12 @@ def fit(embeddings: Tensor, levels: int = 2, size: int = 1024, *, iterations: in
 
 
 class ClusteredEmbedding(nn.Module):
-    """Vectors of items: an id embedding, dropped out in training, plus the embeddings of the item's clusters.
+    """Item vectors: an id embedding, dropped out in training, plus the embeddings of the item's clusters.
 
     Args:
         clusters: (N, levels) integers, as `Clusters` returned them for the items.
-        size: clusters in a level.
-        dim: the width of the vectors.
+        size: clusters per level.
+        dim: the vector width.
         dropout: the share of items whose id is left out in a call in training mode.
 
     Raises: ValueError for clusters outside a level, and a dropout outside [0, 1].
@@ -146,13 +146,13 @@ class ClusteredEmbedding(nn.Module):
         return clusters.long()
 
     def embed_clusters(self, clusters: Tensor) -> Tensor:
-        """The vectors of items that have no id yet.
+        """Compute vectors for items that have no id yet.
 
         Args:
-            clusters: (n, levels) integers, as the constructor's.
+            clusters: (n, levels) integers, as in the constructor.
 
         Returns: (n, dim).
-        Raises: ValueError for another number of levels, or clusters outside them.
+        Raises: ValueError for another level count, or clusters outside a level.
         """
         clusters = self._check_clusters(clusters)
         if clusters.shape[1] != self.clusters.shape[1]:
@@ -167,7 +167,7 @@ class ClusteredEmbedding(nn.Module):
         return total
 
     def forward(self, items: Tensor | None = None) -> Tensor:
-        """The vectors of items.
+        """Compute item vectors.
 
         Args:
             items: (n,), rows. None: all.
@@ -190,7 +190,7 @@ def _check(name: str, embeddings: Tensor) -> None:
 
 
 def _nearest(x: Tensor, centers: Tensor) -> Tensor:
-    """(N,), the nearest centre of each row; of equal ones the first."""
+    """(N,), each row's nearest centre; the first among equals."""
     offset = centers.square().sum(1)
     pieces = x.split(max(DISTANCES // len(centers), 1))
     if not pieces:

@@ -1,4 +1,4 @@
-"""Losses of two towers with sampled negatives: of the batch, or drawn, corrected for how often they are drawn.
+"""Two-tower losses with sampled negatives: in-batch or drawn, corrected for their sampling frequency.
 
     loss_i = log(exp s_ii + Σ_{j of another id} exp s_ij) − s_ii,   s_ij = scale · q_i · x_j − log Q(j)
 
@@ -24,20 +24,20 @@ from tigon.retrieve.training.over_items import check_bias, check_pair, contrast
 from tigon.retrieve.training.over_items.per_query_negatives import combine_losses, loss_among, own_contrast
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
-# No target has it: every query of a batch counts.
+# Never occurs as a target: every query in a batch counts.
 NEVER = -100
 
 
 class Negatives(NamedTuple):
-    """Which items are negatives of which queries, for `in_batch_softmax`, `sampled_softmax` and `similarity_softmax`.
+    """Which items are negatives for which queries, for `in_batch_softmax`, `sampled_softmax` and `similarity_softmax`.
 
     Args:
-        shared: (K,) integers, negatives of all queries: rows of the items, or for `in_batch_softmax` the ids of the
-            batch. None: there are none.
-        own: (B, J) integers, rows of items that are negatives of one query each, such as `negatives.mine` finds; −1
+        shared: (K,) integers, negatives for all queries: item rows, or for `in_batch_softmax` the batch ids. None:
+            there are none.
+        own: (B, J) integers, item rows that are negatives for a single query each, such as from `negatives.mine`; −1
             for none. Not for `in_batch_softmax`.
-        allowed: (B, K) bool, or (K,) for all queries: which of the shared ones a query could have been shown, such as
-            `negatives.find_allowed` says. The others are no negatives of it. None: all of them are.
+        allowed: (B, K) bool, or (K,) for all queries: the shared items that a query could have been shown, such as from
+            `negatives.find_allowed`. The others are ignored for that query. None: all are used.
     """
 
     shared: Tensor | None
@@ -49,19 +49,19 @@ def in_batch_softmax(
     query: Tensor, positive: Tensor, ids: Tensor | Negatives, log_q: Tensor | None = None, *, scale: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
-    """Softmax of each query's item among the items of the batch; the mean over the queries.
+    """Softmax for each query's item among the batch items; the mean over the queries.
 
     Args:
-        query: (B, D). positive: (B, D), the item of each query, in query's dtype.
-        ids: (B,) integers, which item each is. Another row with the query's own item is no negative. As
-            `Negatives(ids, allowed=…)` it says which items of the batch are negatives of which query.
-        log_q: (B,), the log of how likely each item is to be in a batch, such as log of its share of the training
-            pairs, or from a `FrequencyEstimator`. It is subtracted from the scores, so that popular items, which are
+        query: (B, D). positive: (B, D), each query's item, in query's dtype.
+        ids: (B,) integers, the items' ids. Another row with the query's own item is not a negative. `Negatives(ids,
+            allowed=…)` also restricts which batch items are negatives for which query.
+        log_q: (B,), the log of each item's probability to be in a batch, such as log of its share of the training
+            pairs, or from a `FrequencyEstimator`. Subtracted from the scores, so that popular items, which are
             negatives more often, are not pushed down. No gradient.
-        scale: multiplies the products: one over the temperature.
+        scale: multiplies the products: the inverse temperature.
         group: a process group whose ranks' items are negatives as well, the same number from each. Each rank has the
-            loss of its own queries; gradients flow back to the rank that an item came from. `allowed` is then about the
-            items of all ranks, (B, ranks · B), in the order of the ranks.
+            loss for its own queries; gradients flow back to the rank that an item came from. `allowed` then covers all
+            ranks' items, (B, ranks · B), in rank order.
     Returns: 0-d, in fp32 (fp64 for fp64 inputs).
     Raises: ValueError for shapes and dtypes that do not fit.
     """
@@ -96,24 +96,22 @@ def sampled_softmax(
     query: Tensor, items: Tensor | nn.Embedding, target: Tensor, negatives: Tensor | Negatives,
     log_q: Tensor | None = None, *, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Softmax of each query's item among negatives that all queries share, among its own, or among both.
+    """Softmax for each query's item among shared negatives, per-query negatives, or both.
 
     Args:
-        query: (B, D). items: (N, D), the table of all items in query's dtype, or its Embedding.
-        target: (B,), row of items for each query; −100 for queries that do not count.
-        negatives: (K,), rows of items, drawn as you like, and as often as they were drawn; (B, K), negatives of each
-            query alone, −1 for none; or `Negatives`. A negative that is a query's own target is left out for that
-            query.
+        query: (B, D). items: (N, D), the table with all items in query's dtype, or its Embedding.
+        target: (B,), each query's item row; −100 for queries that do not count.
+        negatives: (K,), item rows, drawn from any distribution, repeated as drawn; (B, K), per-query negatives, −1 for
+            none; or `Negatives`. A negative equal to a query's own target is ignored for that query.
         log_q: (N,), the log of how often each item is expected among the K; subtracted from the negatives' scores, so
-            that the loss approaches the softmax over all items as K grows. None: uniform draws, K / N of each, where
-            they are shared; those of each query count as they are. Own negatives beside shared ones always do. No
+            that the loss approaches the softmax over all items as K grows. None: uniform draws, K / N each, for shared
+            negatives; per-query negatives are not corrected. Per-query negatives beside shared negatives never are. No
             gradient.
-        scale: multiplies the products: one over the temperature.
+        scale: multiplies the products: the inverse temperature.
     Returns: 0-d, the mean over the queries that count, in fp32 (fp64 for fp64 inputs).
     Raises: ValueError for shapes and dtypes that do not fit, and for rows outside the items.
 
-    The items of negatives that queries have of their own are gathered in pieces: (B, K) numbers are kept, and no
-    (B, K, D) rows.
+    Items for per-query negatives are gathered in pieces: (B, K) numbers are kept, and no (B, K, D) rows.
     """
     name = "sampled_softmax"
     items = items.weight if isinstance(items, nn.Embedding) else items
@@ -144,14 +142,14 @@ def similarity_softmax(
     similarity: Similarity, query: Tensor, items: Tensor | nn.Embedding, target: Tensor,
     negatives: Tensor | Negatives, log_q: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`sampled_softmax` of a similarity of your own, such as a `MixtureOfLogits`, in place of the inner product.
+    """`sampled_softmax` with a custom similarity, such as a `MixtureOfLogits`, in place of the inner product.
 
     Args:
-        similarity: a module or function of the query and of items (B, C, …), or (1, C, …) of items that all queries
-            share; it returns scores (B, C). A function for `Retriever.search(rerank=…)` is one.
-        query: (B, …), the input of the similarity.
-        items: (N, …), the table of all items, or its Embedding.
-        target: (B,), row of items for each query; −100 for queries that do not count.
+        similarity: a module or function that takes the query and items (B, C, …), or (1, C, …) for items that all
+            queries share, and returns scores (B, C). A function for `Retriever.search(rerank=…)` qualifies.
+        query: (B, …), the similarity's input.
+        items: (N, …), the table with all items, or its Embedding.
+        target: (B,), each query's item row; −100 for queries that do not count.
         negatives, log_q: as in `sampled_softmax`.
     Returns: 0-d, the mean over the queries that count, in fp32 (fp64 for fp64 scores).
     Raises: ValueError as `sampled_softmax`, and for a similarity that returns another shape.
@@ -179,16 +177,16 @@ def similarity_softmax(
 
 
 class FrequencyEstimator(nn.Module):
-    """How often items come, learned from a stream of batches: the mean number of batches between two occurrences.
+    """Estimate item frequencies from a stream of batches: the mean number of batches between two occurrences.
 
-    Two arrays of `buckets` numbers, by several hashes of the id: the last batch, and a moving mean B of the distance,
-    B ← (1 − rate) · B + rate · (now − last). An item is in a batch with probability 1 / B. The largest B of
-    several hashes counts, since a collision makes distances shorter.
+    Two arrays with `buckets` numbers, for several hashes of the id: the last batch, and a moving mean B of the
+    distance, B ← (1 − rate) · B + rate · (now − last). An item is in a batch with probability 1 / B. The largest B over
+    the hashes counts, since a collision makes distances shorter.
 
     Args:
-        buckets: of each hash; more than there are frequent items.
-        hashes: how many arrays.
-        rate: of the moving mean, in (0, 1].
+        buckets: per hash; more than there are frequent items.
+        hashes: the number of hash functions.
+        rate: for the moving mean, in (0, 1].
     Raises: ValueError for numbers that make no array.
 
     Source: Yi et al. 2019, algorithms 2 and 3, https://doi.org/10.1145/3298689.3346996
@@ -211,7 +209,7 @@ class FrequencyEstimator(nn.Module):
         self.register_buffer("now", torch.zeros((), dtype=torch.int64))
 
     def _places(self, ids: Tensor) -> Tensor:
-        """(hashes, n): the bucket of each id, by a multiplier and a shift for each hash."""
+        """(hashes, n): each id's bucket, by a multiplier and a shift per hash."""
         hashes, buckets = self.last.shape
         odd = torch.arange(1, hashes + 1, device=ids.device).mul(0x9E3779B97F4A7C1).bitwise_or(1)
         mixed = ids.reshape(1, -1).long() * odd.unsqueeze(1)
@@ -220,31 +218,31 @@ class FrequencyEstimator(nn.Module):
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
-        """Take a batch into account.
+        """Update the estimates with a batch.
 
         Args:
             ids: (n,), integers.
 
-        Returns: the log of the probability that a batch holds each id, (n,) in fp32.
+        Returns: the log probability that a batch holds each id, (n,) in fp32.
         """
         self.now += 1
         places = self._places(ids)
         last = self.last.gather(1, places)
         before = self.distance.gather(1, places)
         gap = (self.now - last).float()
-        # An id that was never seen has waited since the beginning.
+        # The gap for an unseen id counts from the beginning.
         moved = torch.where(last == 0, gap, (1 - self.rate) * before + self.rate * gap)
-        # Ids of one bucket write the same number: which comes last does not matter.
+        # Ids in one bucket write the same number, so that their order does not matter.
         self.distance.scatter_(1, places, moved)
         self.last.scatter_(1, places, self.now.expand_as(places).contiguous())
         return self.log_q(ids)
 
     @torch.no_grad()
     def log_q(self, ids: Tensor) -> Tensor:
-        """The result of `forward`, without learning from the batch.
+        """The result of `forward`, without an update.
 
         Args:
-            ids: (n,), integers; one that was never seen is as the rarest.
+            ids: (n,), integers; an unseen id counts as the rarest.
 
         Returns: (n,), fp32.
         """
@@ -254,7 +252,7 @@ class FrequencyEstimator(nn.Module):
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all ranks, one rank's after another's. Backward: each rank gets the sum of its rows' gradients."""
+    """All ranks' rows, in rank order. Backward: each rank gets the sum of its rows' gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
@@ -263,7 +261,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
-        # In fp32, and by all_reduce, which every backend has: a sum in bf16 would round once a rank.
+        # In fp32, and by all_reduce, which every backend has: a sum in bf16 would round once per rank.
         total = g.float() if g.dtype in (torch.bfloat16, torch.float16) else g.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         rows = total.shape[0] // dist.get_world_size(ctx.group)
@@ -279,7 +277,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Drawn(NamedTuple):
-    """Negatives that fit. shared: (K,), with bias (K,) and allowed (B, K). own: (B, J), −1 for none, with own_bias."""
+    """Checked negatives. shared: (K,), with bias (K,) and allowed (B, K). own: (B, J), −1 for none, with own_bias."""
 
     shared: Tensor | None
     bias: Tensor | None
@@ -291,9 +289,9 @@ class _Drawn(NamedTuple):
 def _parse_negatives(
     name: str, query: Tensor, items: Tensor, target: Tensor, negatives: Tensor | Negatives, log_q: Tensor | None
 ) -> tuple[Tensor, _Drawn]:
-    """The target, and negatives without it, as the losses take them.
+    """The target, and the negatives except the target, as the losses take them.
 
-    Raises: ValueError for what does not fit.
+    Raises: ValueError for arguments that do not fit.
     """
     if isinstance(negatives, Tensor):
         negatives = Negatives(None, negatives) if negatives.dim() == 2 else Negatives(negatives)
@@ -354,7 +352,7 @@ def _score(name: str, similarity: Similarity, query: Tensor, items: Tensor) -> T
 
 
 def _mean(losses: Tensor, target: Tensor) -> Tensor:
-    """Over the queries that count."""
+    """The mean over the queries that count."""
     counts = target != NEVER
     return torch.where(counts, losses, 0.0).sum() / counts.sum().clamp(min=1)
 

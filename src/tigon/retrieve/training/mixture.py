@@ -1,4 +1,4 @@
-"""Learned similarities beyond the inner product: a mixture of inner products, and an MLP of a product by elements.
+"""Learned similarities beyond the inner product: a mixture of inner products, and an MLP on an elementwise product.
 
     score(q, x) = Σ_m π_m(q, x) ⟨q_p, x_p'⟩,   m = (p, p'),   π = softmax(u(q) ∘ v(x) + w(⟨q_p, x_p'⟩ of all m))
 
@@ -19,19 +19,19 @@ Gating = Callable[[Tensor, Tensor], Tensor]
 
 
 class MixtureOfLogits(nn.Module):
-    """A similarity of P vectors a query and P' vectors an item: their inner products, weighted by a softmax of both.
+    """A similarity between P query vectors and P' item vectors: their inner products, weighted by a softmax of both.
 
-    An inner product gives a query one taste. A mixture lets the pair of vectors that fits count, as where a query has
-    several interests.
+    An inner product gives a query one taste. A mixture selects the vector pair that fits, for queries with several
+    interests.
 
     Args:
-        components: (P, P'), how many vectors a query and an item have; an integer for as many of both.
-        dim: the width of each.
-        gating: a module of the query (B, P · dim) and of items (B or 1, C, P' · dim) that returns (B, C, P · P'),
-            such as a `HadamardMLP` of as many outputs. None: an MLP of the query times one of the item. An MLP of the
-            inner products is added to either, and the softmax of the sum weighs these.
-        hidden: the width of the MLPs' hidden layers.
-        scale: multiplies the score, not the inputs of the MLPs: one over the temperature, for vectors of length 1.
+        components: (P, P'), the vector counts of a query and an item; an integer for the same count on both sides.
+        dim: each vector's width.
+        gating: a module that takes the query (B, P · dim) and items (B or 1, C, P' · dim) and returns (B, C, P · P'),
+            such as a `HadamardMLP` with as many outputs. None: an MLP on the query times an MLP on the item. An MLP on
+            the inner products is added in both cases, and the softmax of the sum gives the weights.
+        hidden: the MLPs' hidden width.
+        scale: multiplies the score, not the MLP inputs: the inverse temperature, for vectors with length 1.
     Raises: ValueError for numbers that are not positive.
     """
 
@@ -52,11 +52,11 @@ class MixtureOfLogits(nn.Module):
         self.of_products = _mlp(P * own, hidden, P * own)
 
     def vectors(self, query: Tensor) -> Tensor:
-        """The vectors that search an index of the items: for each pair of vectors one with the same inner product.
+        """The vectors that search an item index: for each vector pair a vector with the same inner product.
 
         Args:
-            query: (B, P · dim), the query's vectors one after another.
-        Returns: (B, P · P', P' · dim), zeros but for a query's vector where the item's stands.
+            query: (B, P · dim), the query's vectors concatenated.
+        Returns: (B, P · P', P' · dim), zeros except for a query vector at the item vector's position.
         Raises: ValueError for another shape.
         """
         (P, own), dim = self.components, self.dim
@@ -67,14 +67,14 @@ class MixtureOfLogits(nn.Module):
         return placed.reshape(-1, P * own, own * dim)
 
     def forward(self, query: Tensor, items: Tensor) -> Tensor:
-        """The scores of items, for `similarity_softmax` and for `Retriever.search(rerank=…)`.
+        """Score items, for `similarity_softmax` and for `Retriever.search(rerank=…)`.
 
         Args:
             query: (B, P · dim), or the output of `vectors`.
-            items: (B, C, P' · dim), or (1, C, P' · dim) for items that all queries share; the items' vectors one after
-                another, in any float dtype.
+            items: (B, C, P' · dim), or (1, C, P' · dim) for items that all queries share; the item vectors
+                concatenated, in any float dtype.
         Returns: (B, C) in query's dtype.
-        Raises: ValueError for other shapes, of the gating as well.
+        Raises: ValueError for other shapes, also from the gating.
         """
         (P, own), dim = self.components, self.dim
         if query.dim() == 3 and query.shape[1:] == (P * own, own * dim):
@@ -106,12 +106,12 @@ class MixtureOfLogits(nn.Module):
 
 
 class HadamardMLP(nn.Module):
-    """An MLP of the product by elements, mlp(q ∘ x): a similarity of its own, or the gating of a mixture.
+    """An MLP on the elementwise product, mlp(q ∘ x): a similarity by itself, or the gating in a mixture.
 
     Args:
-        dim: the width of query and items.
-        hidden: of the hidden layer.
-        outputs: numbers for each item; with 1, the default, they are its score.
+        dim: the query and item width.
+        hidden: the hidden width.
+        outputs: numbers per item; with 1, the default, the output is the score.
     Raises: ValueError for numbers that are not positive.
 
     Source: neural collaborative filtering, He et al. 2017, https://arxiv.org/abs/1708.05031.
@@ -127,11 +127,11 @@ class HadamardMLP(nn.Module):
         self.mlp = _mlp(dim, hidden, outputs)
 
     def forward(self, query: Tensor, items: Tensor) -> Tensor:
-        """Scores of items.
+        """Score items.
 
         Args:
             query: (B, dim). items: (B, C, dim), or (1, C, dim) for items that all queries share.
-        Returns: (B, C), or (B, C, outputs) for more than one.
+        Returns: (B, C), or (B, C, outputs) for more than one output.
         Raises: ValueError for other shapes.
         """
         if query.dim() != 2 or query.shape[1] != self.dim:
@@ -145,7 +145,7 @@ class HadamardMLP(nn.Module):
 
 
 class _Product(nn.Module):
-    """u(q) ∘ v(x), an MLP each: of an item that all queries share once."""
+    """u(q) ∘ v(x), an MLP each: computed once for an item that all queries share."""
 
     def __init__(self, query: int, item: int, hidden: int, outputs: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Hard negatives from the index that is trained, and the items that rules allow.
+"""Hard negatives from the index in training, and the items allowed by rules.
 
-`mine` searches for more items than are asked for, and leaves the query's own out: of the k + skip + P best at most P
-are positives, so the answer is exact. Under `Index.over` it is that of the weights of the moment.
+`mine` searches for more items than requested, and drops the query's positives: at most P items in the top k + skip + P
+are positives, so the result is exact. Under `Index.over` the search uses the present weights.
 
-Source: negatives of the batch first, hard ones after a schedule, Shen et al. 2024, https://arxiv.org/abs/2402.13435.
+Source: in-batch negatives first, hard negatives after a schedule, Shen et al. 2024, https://arxiv.org/abs/2402.13435.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tigon.retrieve.scan.bits import write_bits
 from tigon.retrieve.scan.filters import EVERY, RowFilter
 from tigon.retrieve.transfer import array_to_device
 
-# Rows of one search, at least and at most, and how many queries are searched at once where positives are more.
+# Least and most rows per search, and how many queries are searched at once where there are more positives.
 LEAST, MOST, PIECE = 16, 2048, 256
-# Queries whose filters test the rows of all of them at once.
+# Queries whose filters test all their rows at once.
 TESTED = 64
 
 
@@ -54,25 +54,25 @@ def mine(
     index: Index, query: Tensor, positives: Any, k: int, *, skip_first: int = 0, where: Where | Sequence[Where] = None,
     ids: bool = False,
 ) -> Tensor | npt.NDArray[Any]:  # fmt: skip
-    """Hard negatives: for each query the k best items of the index that are none of its positives.
+    """Mine hard negatives: for each query the k best items in the index that are not among its positives.
 
     Args:
-        index: of the items. Over a parameter (`Index.over`) it is never stale.
+        index: the item index. Over a parameter (`Index.over`) it is never stale.
         query: (B, dim) floats.
-        positives: ids of items that are right for a query, and no negatives: (B,), or (B, P) with −1 (None among
-            strings) where a query has fewer; or a tuple of two vectors, the number of a query and the id of an item for
-            each pair, such as `pairs.unbind(1)`. Ids that the index does not have are passed over.
-        k: how many, from 1.
-        skip_first: so many of the best that are left are left out as well: the likeliest to be right after all.
-        where: an expression or its text, or one for each query: only items that pass, and so could have been shown.
+        positives: ids to exclude as relevant to a query: (B,), or (B, P) with −1 (None among strings) where a query has
+            fewer; or a tuple with two vectors, a query number and an item id for each pair, such as `pairs.unbind(1)`.
+            Ids that the index does not have are ignored.
+        k: negatives per query, from 1.
+        skip_first: how many of the best remaining items are dropped as well: the likeliest to be relevant after all.
+        where: an expression or its text, or one per query: only passing items, which could have been shown.
         ids: whether ids are returned in place of rows.
-    Returns: (B, k) int64, rows of the index, which under `Index.over` are the parameter's, the best first; −1 where
-        fewer pass. With ids as `Hits.ids`.
+    Returns: (B, k) int64, index rows, which under `Index.over` are the parameter's, best first; −1 where fewer pass.
+        With ids as `Hits.ids`.
     Raises: ValueError for shapes, numbers, ids and filters that do not fit.
 
-    The host waits for nothing where positives are a tensor (B,) or (B, P) of integers on the index's device and
-    k + skip_first + P is at most 2048. Rows of an index that is updated may be other items' later: take ids there. With
-    codes "sign" the items are as near to the best as those of a search are.
+    The host never waits where positives are an integer tensor (B,) or (B, P) on the index's device and k + skip_first +
+    P is at most 2048. In an index with updates, rows may later hold other items: use ids there. With codes "sign" the
+    items are as close to the best as search results are.
     """
     name = "negatives.mine"
     if not isinstance(index, Index):
@@ -85,7 +85,7 @@ def mine(
     keys = _parse_positives(name, index, positives, B)
     rows: Tensor
     if k + skip_first + keys.shape[1] <= MOST:
-        # Kernels are compiled for each width: batches whose queries have more positives, or fewer, share one width.
+        # Kernels are compiled for each width: batches with somewhat more or fewer positives share a width.
         width = min(MOST, max(LEAST, next_power_of_2(k + skip_first + keys.shape[1])))
         negatives: list[Tensor] = []
 
@@ -112,13 +112,13 @@ def mine(
 
 
 def _select_others(item_ids: Tensor, keys: Tensor, rows: Tensor, k: int, skip: int) -> tuple[Tensor, Tensor]:
-    """Where in (B, W) rows, the best first, those stand that are no positives, (B, k), and whether there are so many.
+    """The positions (B, k) in rows (B, W), best first, that hold no positives, and whether there are k such positions.
 
-    keys: (B, P), the keys of the positives as in `item_ids`, −1 for none.
+    keys: (B, P), the positives' keys as in `item_ids`, −1 for none.
     """
     keep = rows >= 0
     if keys.shape[1]:
-        # By a search in each query's sorted keys: comparing all with all would take B · W · P bits.
+        # By a search in each query's sorted keys: comparing all pairs would take B · W · P bits.
         candidates, sorted_keys = item_ids[rows.clamp(min=0)], keys.sort(1).values
         at = torch.searchsorted(sorted_keys, candidates).clamp(max=keys.shape[1] - 1)
         keep &= sorted_keys.gather(1, at) != candidates
@@ -129,7 +129,7 @@ def _select_others(item_ids: Tensor, keys: Tensor, rows: Tensor, k: int, skip: i
 
 
 def _search_by_bits(index: Index, request: SearchRequest, keys: Tensor, where: Any) -> Tensor:
-    """(B, k) rows, by a bit for each query and row that says whether the row passes and is no positive."""
+    """(B, k) rows, by a bit for each query and row that says whether the row passes and is not a positive."""
     q, table, ids = request.query, index.table, index.table.directory.ids
     query, place = (keys != -1).nonzero(as_tuple=True)
     items = keys[query, place].cpu().numpy()
@@ -157,9 +157,9 @@ def _search_by_bits(index: Index, request: SearchRequest, keys: Tensor, where: A
 
 
 def _parse_positives(name: str, index: Index, positives: Any, B: int) -> Tensor:
-    """(B, P) int64 on the index's device: numbers of the positives as `index.item_ids` has them, −1 for none.
+    """(B, P) int64 on the index's device: the positives' keys as in `index.item_ids`, −1 for none.
 
-    Raises: ValueError for ids of another kind, and for shapes that do not fit.
+    Raises: ValueError for ids with another type, and for shapes that do not fit.
     """
     pairs = isinstance(positives, tuple)
     if pairs and len(positives) != 2:
@@ -193,7 +193,7 @@ def _parse_positives(name: str, index: Index, positives: Any, B: int) -> Tensor:
 
 
 def _look_up_keys(name: str, index: Index, ids: Any) -> Tensor:
-    """Ids as the buffer has them, on the index's device and in their shape."""
+    """Convert ids to keys, on the index's device and in the same shape."""
     table = index.table.directory.ids
     if not isinstance(ids, Tensor):
         ids = np.asarray(ids)
@@ -220,17 +220,17 @@ def _look_up_keys(name: str, index: Index, ids: Any) -> Tensor:
 
 @torch.no_grad()
 def find_allowed(index: Index, where: Where | Sequence[Where], rows: Tensor) -> Tensor:
-    """Which items queries could have been shown, by their filters: the mask of `Negatives(rows, allowed=…)`.
+    """Find the items that queries could have been shown, by their filters: the mask for `Negatives(rows, allowed=…)`.
 
     Args:
-        index: whose attributes are tested.
-        where: an expression or its text, None for all items; or one for each of B queries.
-        rows: (K,) or (B, K) integers, rows of the index, such as those of a batch or of drawn negatives; −1 for none.
-    Returns: bool on the index's device: (B, K) for a filter for each query, in rows' shape for one. False for −1 and
-        for rows without an item.
+        index: the index whose attributes are tested.
+        where: an expression or its text, None for all items; or a list for B queries.
+        rows: (K,) or (B, K) integers, index rows, such as the batch's or drawn negatives; −1 for none.
+    Returns: bool on the index's device: (B, K) for a filter per query, in rows' shape for a single filter. False for −1
+        and for rows without an item.
     Raises: ValueError for shapes and for filters that do not fit.
 
-    Only the attributes of these rows are read. Use the same `where` in `mine`, whose negatives need no mask then.
+    Only these rows' attributes are read. With the same `where` in `mine`, its negatives need no mask.
     """
     name = "negatives.find_allowed"
     if not isinstance(index, Index):
@@ -261,14 +261,14 @@ def find_allowed(index: Index, where: Where | Sequence[Where], rows: Tensor) -> 
             part = at[start : start + TESTED]
             n, K = part.shape
             words, which = _test_rows(filters[start : start + n], table.words[:, part.reshape(-1)], n)
-            # Each query's filter has tested the rows of all n, of which its own are a diagonal block.
+            # Each query's filter has tested all n queries' rows; its own rows are a diagonal block.
             passes = RowBits(words, which).mask(0, n * K).view(n, n, K)
             parts.append(passes.diagonal().mT)
         return there & torch.cat(parts) if parts else there
 
 
 def _compile_filters(index: Index, where: Any, B: int) -> list[RowFilter] | None:
-    """One for each query, or for all; None where every row passes."""
+    """A compiled filter per query, or for all; None where every row passes."""
     if isinstance(where, (list, tuple)):
         compiled = [index.table.attributes.compile(one) for one in broadcast_filters(where, B)]
     else:
@@ -279,7 +279,7 @@ def _compile_filters(index: Index, where: Any, B: int) -> list[RowFilter] | None
 
 
 def _test_rows(filters: list[RowFilter], attributes: Tensor, B: int) -> tuple[Tensor, Tensor]:
-    """Bits of the distinct filters, (F, ⌈N/32⌉), and (B,) which of them a query has."""
+    """The distinct filters' bits, (F, ⌈N/32⌉), and (B,) each query's filter."""
     number: dict[RowFilter, int] = {}
     which = np.array([number.setdefault(f, len(number)) for f in filters], dtype=np.int32)
     words = (attributes.shape[1] + 31) // 32

@@ -2,11 +2,11 @@
 
     X₀ = own embeddings;  Xₗ = A Xₗ₋₁;  vectors = normalised own · X₀ + X₁ + … + X_L,   A_ui = A_iu = 1 / √(dᵤ dᵢ)
 
-With one hop a user's vector is its own embedding and the pooled ones of its items; with more, also of users who had the
+With one hop a user's vector is the user's own embedding plus the items' pooled embeddings; more hops add users with the
 same items, and so on.
 
-Source: LightGCN, He et al. 2020, https://arxiv.org/abs/2002.02126, which has own = 1, no bias, and pools over the pair
-that it trains on as well.
+Source: LightGCN, He et al. 2020, https://arxiv.org/abs/2002.02126, which has own = 1, no bias, and also pools over the
+training pair itself.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tigon.retrieve.arguments import as_int, as_number, require_tensors
 
 
 class TwoTowers(nn.Module):
-    """Vectors of users and items from ids and training pairs.
+    """User and item vectors from ids and training pairs.
 
     Args:
-        users, items: how many there are.
-        dim: the width of the vectors.
-        pairs: (P, 2) integers, the training pairs of a user's and an item's row, which are the history that hops pool.
+        users, items: their numbers.
+        dim: the vector width.
+        pairs: (P, 2) integers, training pairs with a user's and an item's row, the history that hops pool.
         hops: how far pooling reaches; 0 for own embeddings alone.
-        own: the weight of own embeddings beside those that hops pool. 0 gives the smoothest vectors, and a user or item
-            without a pair the vector 0.
-        bias: whether an item has a number of its own that is added to its products, learned, 0 at first. It takes the
-            last of the `dim` numbers of its vector, and users have a 1 there.
+        own: the weight of own embeddings beside pooled embeddings. 0 gives the smoothest vectors, and a zero vector to
+            a user or item without a pair.
+        bias: whether each item has a learned bias that is added to its products, initially 0. The bias takes the last
+            of the `dim` numbers in the item's vector, where users have a 1.
 
     Raises: ValueError for numbers that make no table, and for pairs outside the tables.
     """
@@ -74,7 +74,7 @@ class TwoTowers(nn.Module):
         user, item = pairs[:, 0], pairs[:, 1]
         weights = (user.bincount(minlength=users)[user] * item.bincount(minlength=items)[item]).float().rsqrt()
         by_item = item.argsort(stable=True)
-        # Both directions as rows of their own: neither a product nor its gradient adds atomically.
+        # Both directions are stored as rows: neither a product nor its gradient adds atomically.
         graph = {
             "of_users_starts": F.pad(user.bincount(minlength=users).cumsum(0), (1, 0)).int(),
             "of_users_columns": item.int(),
@@ -94,25 +94,26 @@ class TwoTowers(nn.Module):
         return make_csr_matrix(starts, columns, weights, size)
 
     def _weights_without(self, pairs: Tensor) -> Tensor:
-        """The graph's pair weights, 0 for pairs that are left out."""
+        """The graph's pair weights, 0 for excluded pairs."""
         weights, keys = self.get_buffer("weights"), self.get_buffer("keys")
         require_tensors("TwoTowers", leave_out=pairs)
         if pairs.dim() != 2 or pairs.shape[1] != 2 or pairs.dtype.is_floating_point:
             raise ValueError(f"TwoTowers: leave_out must be (B, 2) integers, got {tuple(pairs.shape)} {pairs.dtype}.")
         asked = pairs[:, 0].long() * self.item.num_embeddings + pairs[:, 1]
         place = torch.searchsorted(keys, asked).clamp(max=max(len(keys) - 1, 0))
-        # A pair that is not in the graph has a place behind all pairs.
+        # A pair that is not in the graph gets the position after all pairs.
         place = torch.where(keys[place] == asked, place, len(keys)) if len(keys) else place
         return F.pad(weights, (0, 1)).index_fill(0, place, 0.0)[:-1]
 
     def forward(self, leave_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The vectors of all users, (users, dim), and of all items, (items, dim).
+        """The vectors for all users, (users, dim), and for all items, (items, dim).
 
         Args:
-            leave_out: (B, 2) integers, pairs that hops do not pool over this time, such as those of the step's loss: a
-                pair that is to be predicted then does not predict itself.
+            leave_out: (B, 2) integers, pairs that hops skip this time, such as those in the step's loss: a pair to be
+                predicted then does not predict itself.
 
-        Returns: both of length 1, so that their products are cosines; with a bias the numbers before it are.
+        Returns: vectors with length 1, so that their products are cosines; with a bias, the part before the bias has
+            length 1.
         """
         user, item = self.user.weight, self.item.weight
         if self.hops:
@@ -131,7 +132,7 @@ class TwoTowers(nn.Module):
 
 
 class _Pooled(torch.autograd.Function):
-    """matrix @ x, whose gradient is a product with the transposed matrix, which is there."""
+    """matrix @ x, whose gradient is a product with the precomputed transposed matrix."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, transposed: Tensor, x: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """A whole training step as a CUDA graph: one launch by the host, however many kernels.
 
-    the first calls with a shape   run eagerly: real steps, in which all that is compiled, loaded or allocated once is
+    the first calls with a shape   run eagerly: real steps, with all one-time compilation, loading and allocation
     the next                       is captured: the step's Python runs, and the device records instead of running
-    that call and all later ones   inputs are copied to where the graph reads, the graph runs, results are copied
+    that call and all later calls  inputs are copied to where the graph reads, the graph runs, results are copied
 
-Python does not run in a replay. State of the host that a replay would miss is part of the signature under which a graph
-is kept (shapes, dtypes, numbers, modes), or is compared before a replay (learning rates that are no tensors, memory
-that moved), or is an error in the capture (counters and random numbers of the host).
+Python does not run in a replay. Host state that a replay would miss is part of the signature under which a graph is
+cached (shapes, dtypes, numbers, modes), or is compared before a replay (learning rates that are not tensors, memory
+that moved), or is an error in the capture (host counters and random numbers).
 
-signature    the structure of arguments and results, by which graphs are kept
-optimizers   the memory and the numbers that a capture takes from the optimizers
+signature    the structure of arguments and results, by which graphs are cached
+optimizers   the optimizers' memory and numbers that a capture bakes in
 recorder     the stream, the memory and the capture itself
 """
 
@@ -39,7 +39,7 @@ from tigon.training.capture.signature import Signature, flatten
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Signatures whose rehearsals are counted: a bound, since every new length is a new signature.
+# Signatures whose warm-up calls are counted: bounded, since every new length is a new signature.
 _COUNTED = 1024
 
 
@@ -50,21 +50,22 @@ def graph_step(
     warmup: int = 3,
     max_graphs: int = 8,
 ) -> GraphStep[P, R]:
-    """Run a whole training step as a CUDA graph, one graph for each shape of its inputs.
+    """Run a whole training step as a CUDA graph, with a graph for each input shape.
 
     Args:
-        step: one whole step: forward pass, backward pass, clipping if any, the step of the optimizer and `zero_grad`.
+        step: a whole step: forward pass, backward pass, clipping if any, the optimizer's step and `zero_grad`.
             Arguments and results are tensors, numbers and strings, also in lists, tuples and dicts; tensors come back
             detached. Everything else, such as the model, comes from the enclosing scope.
-        optimizer: the optimizers that step calls, made with capturable=True where they know that option; None if step
+        optimizer: the optimizers that step calls, made with capturable=True where they have that option; None if step
             calls none and leaves no gradients.
-        warmup: how many calls with new shapes run eagerly before the capture. They are training steps like all others.
+        warmup: how many calls with new shapes run eagerly before the capture. These are regular training steps.
         max_graphs: how many graphs are kept. With further shapes the step runs eagerly.
-    Returns: a `GraphStep`, which takes step's arguments and gives step's results, with the numbers of an eager step.
-    Raises: TypeError for an optimizer that is none, for other arguments and results, and for `MicroBatchSAM`;
-        ValueError for warmup or max_graphs below 1, optimizers that are not capturable or not named, inputs on two
-        devices, inputs that require grad, autocast around the call, and a number of the optimizer that changed after
-        the capture; RuntimeError for a step that cannot be captured.
+    Returns: a `GraphStep`, which takes step's arguments and returns step's results, with the same numbers as an eager
+        step.
+    Raises: TypeError for an optimizer that is not an Optimizer, for other arguments and results, and for
+        `MicroBatchSAM`; ValueError for warmup or max_graphs below 1, optimizers that are not capturable or not named,
+        inputs on two devices, inputs that require grad, autocast around the call, and an optimizer number that changed
+        after the capture; RuntimeError for a step that cannot be captured.
 
     On a CPU every call is eager. Python does not run in a replay: prints, counts and decisions stay those of the
     capture, and the parameters' gradients are None afterwards. `docs/how-to/cuda-graphs.md` lists the limits.
@@ -84,9 +85,9 @@ def graph_step(
 
 
 class GraphStep(Generic[P, R]):
-    """A step that `graph_step` made: call it as the step itself.
+    """A step made by `graph_step`: call it as the step itself.
 
-    graphs: how many graphs are kept. replays, eager: how many calls were replays, and how many ran eagerly.
+    graphs: the number of cached graphs. replays, eager: how many calls were replays, and how many ran eagerly.
     """
 
     def __init__(
@@ -111,13 +112,13 @@ class GraphStep(Generic[P, R]):
 
     @property
     def graphs(self) -> int:
-        """How many graphs are kept."""
+        """The number of cached graphs."""
         return len(self._graphs)
 
     def reset(self) -> None:
-        """Drop all graphs with their memory; the next calls run eagerly, and are then captured again.
+        """Drop all graphs and free their memory; the next calls run eagerly, and are then captured again.
 
-        Call this after a change that a replay does not see, such as `model.eval()` or `Fusion.remove()`.
+        Call this after a change that a replay would miss, such as `model.eval()` or `Fusion.remove()`.
         """
         self._graphs: dict[Any, _Graph] = {}
         self._rehearsed: dict[Any, int] = {}
@@ -164,7 +165,7 @@ class GraphStep(Generic[P, R]):
     # ------------------------------------------------------------------------------------------------- ways to run
 
     def _device(self, tensors: list[Tensor]) -> torch.device | None:
-        """The GPU that the step is captured on; None for an eager run."""
+        """The GPU to capture the step on; None for an eager run."""
         devices = {t.device for t in tensors} or self._devices_of_parameters()
         if torch.compiler.is_compiling() or not any(map(can_capture, devices)):
             if any(map(can_capture, self._devices_of_parameters())):
@@ -180,7 +181,7 @@ class GraphStep(Generic[P, R]):
             )
         (device,) = devices
         if is_capturing(device):
-            return None  # the step becomes part of the graph that the caller captures
+            return None  # the step becomes part of the caller's capture
         if self._recorder is None:
             self._recorder = Recorder(device)
         if self._recorder.device != device:
@@ -191,10 +192,10 @@ class GraphStep(Generic[P, R]):
         return {p.device for o in self._optimizers for group in o.param_groups for p in group["params"]}
 
     def _run(self, signature: Signature, tensors: Sequence[Tensor]) -> tuple[Signature, list[Tensor]]:
-        """Call the step; the signature of its result, and the tensors in it, detached."""
+        """Call the step; returns the result's signature and tensors, detached."""
         args, kwargs = signature.rebuild(tensors)
         returned, results = flatten(self._step(*args, **kwargs), "results of the step")
-        # Without the graph of autograd, which would keep the activations alive.
+        # Without autograd's graph, which would keep the activations alive.
         return returned, [t.detach() for t in results]
 
     def _run_eagerly(self, signature: Signature, tensors: Sequence[Tensor]) -> R:
@@ -205,7 +206,7 @@ class GraphStep(Generic[P, R]):
         return result
 
     def _rehearse(self, signature: Signature, tensors: list[Tensor], device: torch.device, last: bool) -> R:
-        """An eager step that compiles, loads and allocates all that the capture needs."""
+        """An eager step that compiles, loads and allocates everything that the capture needs."""
         assert self._recorder is not None
         self._check_modes(device)
         for optimizer in self._optimizers:
@@ -217,7 +218,7 @@ class GraphStep(Generic[P, R]):
             self._watch_optimizers(),
             filter_warnings(self._recorder.waits if last else None),
         ):
-            # Copies, as the capture reads: how memory is aligned decides which kernel is compiled.
+            # Copies, as the capture reads: memory alignment decides which kernel is compiled.
             returned, results = self._run(signature, [t.clone() for t in tensors])
         returned.check_results(results, device)
         self._recorder.hand_over(results)
@@ -253,11 +254,11 @@ class GraphStep(Generic[P, R]):
 
     @contextlib.contextmanager
     def _watch_optimizers(self) -> Iterator[None]:
-        """Note the optimizers that step, and refuse those that graph_step was not told of."""
+        """Record which optimizers step, and refuse optimizers that graph_step was not told about."""
         self._stepped.clear()
 
         def steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            # By the groups: an optimizer that wraps another steps too, and has the other's.
+            # Compared by groups: an optimizer that wraps another steps too, and shares the other's groups.
             if not any(o.param_groups is optimizer.param_groups for o in self._optimizers):
                 raise ValueError(
                     "graph_step: optimizer must name every optimizer that step calls, got a step that calls "
@@ -285,7 +286,7 @@ class GraphStep(Generic[P, R]):
 
 
 class _Graph:
-    """A captured step, with the memory of its inputs, of its results, and of the optimizers."""
+    """A captured step, with the memory for inputs, results and optimizers."""
 
     def __init__(
         self,
@@ -307,12 +308,12 @@ class _Graph:
             mine.copy_(t)
         self._replay()
         self._state.clear_gradients()
-        # Copies: the next replay writes over the graph's own.
+        # Copies: the next replay overwrites the graph's own.
         return self._returned.rebuild(t.clone() for t in self._results)
 
 
 def _read_modes(device: torch.device) -> tuple[Any, ...]:
-    """The modes of torch under which a call computes: a graph has those of the capture."""
+    """torch's modes that affect a computation: a graph has the modes of its capture."""
     kind = device.type
     casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts

@@ -1,4 +1,4 @@
-"""The state of the optimizers that a capture takes as it is at the time: memory, and numbers of the host."""
+"""Optimizer state that a capture bakes in: memory addresses, and numbers on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tigon.training.micro_batch_sam import MicroBatchSAM
 
 
 class OptimizerState:
-    """The memory and the numbers of optimizers that a graph works on, taken from before the capture to its end."""
+    """Optimizer memory and numbers that a graph works on, from before the capture to its end."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         groups = [group for o in optimizers for group in o.param_groups]
@@ -24,15 +24,15 @@ class OptimizerState:
         self._groups = [(group, _numbers(group), _tensors(group)) for group in groups]
 
     def end_capture(self) -> None:
-        """Note the gradients that were there before the capture and still are: the graph adds to them.
+        """Record the gradients that existed before the capture and still do: the graph adds to them.
 
-        Others were made in the graph's memory, where the next replay of any graph writes over them.
+        Others were created in the graph's memory, where the next replay of any graph overwrites them.
         """
         self._grads = [(p, address, grad if grad is p.grad else None) for p, address, grad in self._grads]
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Drop the gradients that a graph has made in its own memory."""
+        """Drop the gradients created in a graph's own memory."""
         for p, _, grad in self._grads:
             if grad is None:
                 p.grad = None
@@ -47,7 +47,7 @@ class OptimizerState:
         )
 
     def check_numbers(self) -> None:
-        """Raise if a learning rate, or another number of the optimizer, has changed since the capture."""
+        """Raise if a learning rate, or another optimizer number, has changed since the capture."""
         for group, numbers, _ in self._groups:
             now = _numbers(group)
             if now == numbers:
@@ -75,7 +75,7 @@ def list_optimizers(given: Any) -> list[Optimizer]:
                 "graph_step: optimizer must be a torch.optim.Optimizer, several, or None, got "
                 f"{type(optimizer).__name__}."
             )
-        # Accelerate's wrapper is an optimizer around another, which is the one that steps.
+        # Accelerate's wrapper is an optimizer around another, and the inner optimizer steps.
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             several[i] = optimizer = inner
     return several
@@ -90,7 +90,7 @@ def check_capturable(optimizer: Optimizer) -> None:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a group that a capture takes as they are; a tensor on the CPU counts as a number."""
+    """A group's numbers that a capture bakes in; a tensor on the CPU counts as a number."""
     numbers = {}
     for name, value in group.items():
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
@@ -105,7 +105,7 @@ def _tensors(group: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def read_host_state(optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
-    """The state that a step may change from the host: a replay would not change it, or would repeat the change."""
+    """State that a step may change on the host: a replay would skip or repeat the change."""
     state: dict[Any, Any] = {"random numbers": (random.getstate(), torch.get_rng_state().tolist())}
     for at, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__

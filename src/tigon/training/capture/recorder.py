@@ -1,4 +1,4 @@
-"""Capture of the kernels that a function launches: the stream, the memory, and torch's errors."""
+"""Capture the kernels that a function launches: the stream, the memory, and torch's errors."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Torch's warning where a step waits for the device.
+# torch's warning where a step waits for the device.
 _WAITS = "called a synchronizing CUDA operation"
-# Warnings without use here: about a capturable optimizer's eager step, and about the mode that reports waits.
+# Irrelevant warnings: about a capturable optimizer's eager step, and about the mode that reports waits.
 _NOISE = "running without CUDA graph capture", "Synchronization debug mode is a prototype"
 
 
 class Recorder:
-    """The stream of rehearsals and captures, and the memory that all graphs of a step share.
+    """The stream for warm-ups and captures, and the memory that all graphs of a step share.
 
     One graph runs at a time. Its results are copied, or in the parameters, before the next graph runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Lines of the step that waited for the device in the last rehearsal.
+        # Lines in the step that waited for the device in the last warm-up.
         self.waits: list[str] = []
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
     def enter_stream(self) -> Iterator[None]:
-        """On the stream of the captures: cuBLAS, for one, has a workspace for each stream."""
+        """Run on the capture stream: cuBLAS, for example, has a workspace per stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
@@ -45,18 +45,18 @@ class Recorder:
             t.record_stream(torch.cuda.current_stream(self.device))
 
     def forget(self) -> None:
-        """Drop the graphs recorded so far, whose memory is then free."""
+        """Drop the recorded graphs, which frees their memory."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Capture the kernels of run(). Returns: the result of run(), and the function that launches them again."""
+        """Capture the kernels in run(). Returns: run's result, and the function that launches the kernels again."""
         graph = torch.cuda.CUDAGraph()
-        # The rehearsals' memory: the graph has memory of its own.
+        # Frees the warm-ups' memory: the graph has separate memory.
         torch.cuda.synchronize(self.device)
         gc.collect()
         torch.cuda.empty_cache()
         failure: BaseException | None = None
-        # Not `with torch.cuda.graph`: where the end of the capture raises, it hides the step's error, and leaves the
+        # Not `with torch.cuda.graph`: if the end of the capture raises, that hides the step's error, and stays on the
         # stream. thread_local: a thread that pins memory for a loader would break a "global" capture.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -76,12 +76,12 @@ class Recorder:
         raise failure
 
     def _recover(self) -> None:
-        """Let the process go on after a capture that failed, which torch leaves half open."""
-        # The allocator would serve this stream from the graph's memory for good.
+        """Clean up after a failed capture, which torch leaves half open."""
+        # The allocator would keep serving this stream from the graph's memory.
         with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         self.forget()
-        # The generator would refuse to draw outside of a capture, until a capture ends well.
+        # The generator would refuse to draw outside a capture, until a capture succeeds.
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
@@ -113,7 +113,7 @@ def is_capturing(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def filter_warnings(waits: list[str] | None) -> Iterator[None]:
-    """Keep back torch's warning that an optimizer runs eagerly. waits: takes the lines that wait for the device."""
+    """Suppress torch's warning that an optimizer runs eagerly. waits: collects the lines that wait for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_available() else 0

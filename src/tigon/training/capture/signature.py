@@ -1,4 +1,4 @@
-"""The signature of a step's arguments or results: their structure, with all but the values of the tensors."""
+"""The signature of a step's arguments or results: the structure, with everything except tensor values."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-# Values that Python's code may depend on. They are part of the signature: another value gets another graph.
+# Values that Python code may depend on. They are part of the signature: another value gets another graph.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Signature(NamedTuple):
-    """A key that is equal for values of one structure.
+    """A key that is equal for values with the same structure.
 
-    leaves: (Tensor, shape, dtype, device) of a tensor; of a constant its type and value, as 1, 1.0 and True are equal.
+    leaves: (Tensor, shape, dtype, device) for a tensor; for a constant type and value, as 1, 1.0 and True are
+    equal.
     """
 
     structure: TreeSpec
@@ -36,7 +37,7 @@ class Signature(NamedTuple):
 
 
 def flatten(value: Any, what: str) -> tuple[Signature, list[Tensor]]:
-    """The signature of a value, and its tensors in order. what: names the value in errors.
+    """A value's signature, and its tensors in order. what: names the value in errors.
 
     Raises: TypeError for a leaf that is neither a plain tensor nor a constant.
     """

@@ -1,11 +1,11 @@
 """Hierarchical partitioning: weights sharded over all ranks, with a second shard inside each node.
 
-FSDP2 gathers the weights of a layer over all ranks twice in every micro-step, for the forward and for the backward
-pass. Weights change once in a step. With hpZ the first gather of a step goes over all ranks and leaves a copy
-behind, spread over the GPUs of the node; all that follow, until the weights change, gather that copy. What comes
-from other nodes in k micro-steps is then gathered once, and not 2·k times; the weights are the same bits.
+FSDP2 gathers a layer's weights over all ranks twice in every micro-step, for the forward and for the backward pass.
+Weights change once per step. With hpZ the first gather in a step goes over all ranks and leaves a copy, sharded over
+the node's GPUs; until the weights change, all later gathers use that copy. Data from other nodes is then gathered once
+per k micro-steps rather than 2·k times; the weights are the same bits.
 
-Source: hpZ of ZeRO++, Wang et al. 2023, https://arxiv.org/abs/2306.10209; its race and the fix by synchronising the
+Source: hpZ in ZeRO++, Wang et al. 2023, https://arxiv.org/abs/2306.10209; its race and the fix by synchronising the
 host, Dai et al. 2024, https://arxiv.org/abs/2407.01614
 """
 
@@ -42,27 +42,27 @@ def apply_hpz(
 ) -> Hpz:
     """Shard a model with FSDP2, and keep a second shard of the weights in each node.
 
-    Instead of `fully_shard` on every layer and on the model; or after it, on a model that is sharded already, whose
-    units and policies then stay. Losses, gradients and weights are FSDP2's, bit for bit.
+    Call this instead of `fully_shard` on every layer and on the model, or afterwards on an already sharded model, whose
+    units and policies are kept. Losses, gradients and weights are FSDP2's, bit for bit.
 
-    Each unit notices that its weights have changed by any step of any `torch.optim.Optimizer`, and by PyTorch's version
-    counters: writing into a parameter, or loading a state dict. `check` catches changes that neither shows (`p.data`,
-    `torch._foreach_*` outside of an optimizer). All ranks have to change their weights alike, as FSDP2's own
-    collectives ask for: a rank that alone gathers over all of them would wait for the others.
+    Each unit detects changed weights by steps of any `torch.optim.Optimizer`, and by PyTorch's version counters:
+    writing into a parameter, or loading a state dict. `check` catches changes that neither shows (`p.data`,
+    `torch._foreach_*` outside an optimizer). All ranks must change their weights together, as FSDP2's own collectives
+    require: a single rank that gathers over all ranks would wait for the others.
 
     Args:
-        model: as FSDP2 takes one, or already sharded by FSDP2.
-        mesh: 1-D, the ranks that share the weights; default: all. The ranks of a group are neighbours.
+        model: as for FSDP2, or already sharded by FSDP2.
+        mesh: 1-D, the ranks that share the weights; default: all. Each group's ranks are consecutive.
         group_size: ranks that share a second shard. "node": as many as there are on each host. 1: each rank keeps all
-            weights for itself.
-        units: modules that are gathered as a whole, inner ones first; default: the members of the model's outermost
-            `nn.ModuleList`s, which are its layers. The rest of the model is one unit more.
-        check: compare this rank's own weights with those from which the second shard was made, on the device, at
-            every gather inside the node: an error where they differ. Keeps one more copy of those weights.
+            weights.
+        units: modules that are gathered as a whole, inner modules first; default: the members of the model's outermost
+            `nn.ModuleList`s, which are its layers. The rest of the model is another unit.
+        check: compare this rank's own weights with the weights that the second shard was made from, on the device, at
+            every gather inside the node: an error where they differ. Keeps another copy of those weights.
         options: as for `fully_shard`: mp_policy, offload_policy, …
     Returns: a handle, see Hpz.
     Raises: ValueError if the groups do not divide the mesh, or a parameter cannot have a second shard. RuntimeError if
-        this PyTorch's FSDP2 takes no all-gather of others.
+        this PyTorch's FSDP2 does not accept a custom all-gather.
     """
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise RuntimeError(
@@ -92,10 +92,10 @@ def apply_hpz(
 
 
 class Hpz:
-    """The second shards of a model.
+    """A model's second shards.
 
     Attributes:
-        gathers: one of each unit, with `over_all` and `in_node`, how often it has gathered in either way.
+        gathers: one per unit, with `over_all` and `in_node`, how often each kind of gather ran.
         group_size: ranks that share a second shard.
     """
 
@@ -104,12 +104,12 @@ class Hpz:
         self.group_size = group_size
 
     def refresh(self) -> None:
-        """Gather over all ranks next time. Call this on all ranks after a change of weights that leaves no trace."""
+        """Gather over all ranks next time. Call this on all ranks after an undetectable weight change."""
         for gather in self.gathers:
             gather.refresh()
 
     def release(self) -> None:
-        """Free the second shards, if you need their memory between two steps; the next gathers make new shards."""
+        """Free the second shards, if their memory is needed between two steps; the next gathers recreate them."""
         for gather in self.gathers:
             gather.release()
 
@@ -166,10 +166,10 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _attach(model: nn.Module, mesh: DeviceMesh, size: int, check: bool) -> list[NodeGather]:
-    """Give every unit of the model its own NodeGather."""
+    """Give every unit in the model its own NodeGather."""
     ranks, world = mesh.mesh.tolist(), mesh.get_group()
     first = mesh.get_local_rank() // size * size
-    # Each group is made by its members alone, once for all units: NCCL's communicators hold memory.
+    # Each group is created only by the members, once for all units: NCCL's communicators hold memory.
     node = dist.new_group(ranks[first : first + size], use_local_synchronization=True, group_desc="hpz_node")
     handle = getattr(torch, mesh.device_type)
     side = handle.Stream()
@@ -179,7 +179,7 @@ def _attach(model: nn.Module, mesh: DeviceMesh, size: int, check: bool) -> list[
         modules[0].set_custom_all_gather(gathers[-1])
     alive = weakref.WeakSet(gathers)
 
-    # Fused and foreach optimizers leave the version counters of DTensors as they were.
+    # Fused and foreach optimizers do not advance the version counters of DTensors.
     def after_step(*_: Any) -> None:
         for gather in alive:
             gather.refresh()
@@ -189,7 +189,7 @@ def _attach(model: nn.Module, mesh: DeviceMesh, size: int, check: bool) -> list[
 
 
 def _units(model: nn.Module) -> list[tuple[list[Any], list[tuple[nn.Module, str]]]]:
-    """A unit that fully_shard gathers as a whole: its modules, and where its parameters are registered."""
+    """A unit that fully_shard gathers as a whole: the modules, and where the parameters are registered."""
     units: dict[int, tuple[list[Any], list[tuple[nn.Module, str]]]] = {}
 
     def walk(module: nn.Module, above: int | None) -> None:

@@ -1,17 +1,17 @@
-"""The all-gather of one unit, over all ranks when the weights have changed, and inside the node otherwise.
+"""A unit's all-gather, over all ranks when the weights have changed, and inside the node otherwise.
 
-After the first gather, of W rows, R = world / group rows are copied to this rank's second shard. The ranks of a node
-hold all W rows together, in their order, so that gathering the second shards gives the first gather's result again.
+After the first gather of W rows, R = world / group rows are copied to this rank's second shard. A node's ranks together
+hold all W rows in order, so that gathering the second shards reproduces the first gather's result.
 
-Four orders have to hold between three streams: FSDP2's stream of the copies into the gather, its gather's stream, and a
-side stream for the second shard.
+Four orders must hold between three streams: FSDP2's stream for copies into the gather, its gather stream, and a side
+stream for the second shard.
 
     gather over all ranks   →  copy into the second shard       the side stream follows the gather
     copy                    →  gather of the second shard       ZeRO++ leaves this one out: the race
     copy                    →  reuse of the memory copied from  the same event, waited for by the stream that allocates
     gather of the shard     →  the next copy into it            the side stream follows the gather
 
-All orders are kept by events, for which the host does not wait.
+All orders are enforced by events, for which the host does not wait.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ STALE = (
     "tigon.training.hpz: weights have changed and nothing shows it (writes through p.data, torch._foreach_* outside "
     "of an optimizer): call refresh() of what apply_hpz returned after changing them."
 )
-# Weights are compared as bits: a NaN is the same as itself.
+# Weights are compared as bits, so that NaN equals itself.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NodeGather:
-    """FSDP2's interface of an all-gather (`FSDPModule.set_custom_all_gather`) for the weights of one unit.
+    """FSDP2's all-gather interface (`FSDPModule.set_custom_all_gather`) for one unit's weights.
 
     Args:
         parameters: where the unit's weights are registered: module and name.
         world, node: the groups of ranks that share the weights, and those that share a second shard.
-        handle: the device's module: `torch.cuda`, `torch.cpu`.
-        side: the stream of the copies into second shards.
+        handle: the device module: `torch.cuda`, `torch.cpu`.
+        side: the stream for copies into second shards.
         check: compare this rank's own weights with those that the second shard was made from.
     """
 
@@ -61,7 +61,7 @@ class NodeGather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         """Gather every rank's input_tensor, (n,), into output_tensor, (W·n,)."""
-        if group.group_name != self.world.group_name:  # of a smaller mesh: reshard_after_forward=8
+        if group.group_name != self.world.group_name:  # for a smaller mesh: reshard_after_forward=8
             return _all_gather(output_tensor, input_tensor, group, async_op)
         current, weights = self.handle.current_stream(), self._weights()
         if self.made_from == weights:
@@ -76,7 +76,7 @@ class NodeGather:
             work = _all_gather(output_tensor, input_tensor, group, async_op)
             self._side_follows(current, work)
             self._keep(output_tensor, input_tensor)
-            # FSDP2 frees the memory that is copied from without knowing of the copy.
+            # FSDP2 frees the copy's source without knowing about the copy.
             self._after_copy(self.allocating)
             self.made_from = weights
         return work
@@ -93,7 +93,7 @@ class NodeGather:
         return sum(x.nbytes for x in (self.shard, self.own) if x is not None)
 
     def _keep(self, output: Tensor, own: Tensor) -> None:
-        """Copy this rank's rows of the result, and with `check` its weights, on the side stream."""
+        """Copy this rank's rows from the result, and with `check` its weights, on the side stream."""
         numel = output.numel() // self.node.size()
         with self.handle.stream(self.side):
             if self.shard is None or self.shard.numel() != numel or self.shard.dtype != output.dtype:
@@ -105,13 +105,13 @@ class NodeGather:
             self.copied.record(self.side)
 
     def _after_copy(self, stream: Any) -> None:
-        """Work queued on this stream from now on comes after the copy into the second shard."""
+        """Order all later work on this stream after the copy into the second shard."""
         stream.wait_event(self.copied)
 
     def _side_follows(self, current: Any, work: Any) -> None:
         if work is None:
             self.side.wait_stream(current)
-        else:  # the backend's own stream, for which the current one does not wait
+        else:  # the backend's own stream, which the current stream does not order
             with self.handle.stream(self.side):
                 work.wait()
 
@@ -122,16 +122,16 @@ class NodeGather:
             p = module._parameters[name]
             assert p is not None
             local = p.to_local() if isinstance(p, DTensor) else p
-            # A write into a DTensor raises only its counter, a write into the local tensor only that tensor's.
+            # A write into a DTensor raises only its own counter, a write into the local tensor only that tensor's.
             fingerprint += (id(p), p._version, local.data_ptr(), local._version)
         return tuple(fingerprint)
 
 
-# The tests delay these, spoil them and run them elsewhere.
+# A separate function, so that tests can delay, corrupt and emulate gathers.
 
 
 def _all_gather(output: Tensor, x: Tensor | None, group: Any, async_op: bool) -> Any:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     return gather(output, x, group=group, async_op=async_op)
 
 

@@ -1,4 +1,4 @@
-"""The costs and savings of hpZ, before anything is sharded: memory of a GPU, and bytes over the links in a step.
+"""hpZ's costs and savings before anything is sharded: GPU memory, and bytes over the links per step.
 
 For M bytes on W ranks in nodes of N, and k micro-steps, a rank gets
 
@@ -19,11 +19,11 @@ SIDES = ("FSDP2", "FSDP2, N", "hpZ")
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of `plan`, in bytes; printed as a table. By side: "FSDP2", "FSDP2, N" and "hpZ".
+    """The numbers from `plan`, in bytes; printed as a table. By side: "FSDP2", "FSDP2, N" and "hpZ".
 
     Attributes:
-        memory: of a rank, by side: weights, gradients, optimizer, second shard, gathered (the root and two layers).
-        across: the bytes that a rank gets from other nodes in a step, by side: forward, backward, and by one reduction.
+        memory: per rank, by side: weights, gradients, optimizer, second shard, gathered (the root and two layers).
+        across: bytes per step that a rank gets from other nodes, by side: forward, backward, and by one reduction.
         inside: the same from its own node.
     """
 
@@ -62,16 +62,16 @@ def plan(
     dtype: torch.dtype | None = None,
     optimizer_bytes: float = 8,
 ) -> Plan:
-    """The memory and the traffic of a step under plain FSDP2, FSDP2 with `reshard_after_forward=group_size` and hpZ.
+    """Compute a step's memory and traffic under plain FSDP2, FSDP2 with `reshard_after_forward=group_size` and hpZ.
 
-    Layers are units, as `apply_hpz` makes them, and the other weights are the root's, whose weights FSDP2 keeps from
-    the forward to the backward pass.
+    Layers are units, as in `apply_hpz`, and the other weights are the root's, which FSDP2 keeps from the forward to the
+    backward pass.
 
     Args:
-        model: sharded or not, on any device, also on meta.
-        world_size, group_size: ranks in all, and in a node.
-        micro_steps: forward and backward passes in one step of the optimizer.
-        dtype: of the gathered weights, `param_dtype` of FSDP2's policy; default: the weights' own.
+        model: sharded or not, on any device, including meta.
+        world_size, group_size: ranks in total, and per node.
+        micro_steps: forward and backward passes per optimizer step.
+        dtype: the gathered weights' dtype, `param_dtype` in FSDP2's policy; default: the weights' own.
         optimizer_bytes: state for each trained parameter; 8 for Adam in fp32.
     Returns: Plan.
     Raises: ValueError if group_size does not divide world_size.
@@ -98,7 +98,7 @@ def plan(
         }
         for side in SIDES
     }
-    # How often everything, and how often all but the root, is gathered: over all ranks, in the node.
+    # Gather counts for everything, and for everything except the root: over all ranks, in the node.
     k = micro_steps
     forward = {"FSDP2": (k, 0), "FSDP2, N": (k, 0), "hpZ": (1, k - 1)}
     backward = {"FSDP2": (k, 0), "FSDP2, N": (0, k), "hpZ": (0, k)}
@@ -121,7 +121,7 @@ def plan(
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The members with parameters of the outermost lists of modules: the layers of a model."""
+    """The members with parameters in the outermost module lists: a model's layers."""
     if isinstance(model, nn.ModuleList):
         return [block for block in model if any(True for _ in block.parameters())]
     return [block for child in model.children() for block in blocks(child)]
@@ -131,7 +131,7 @@ def _sizes(parameters: object, world: int, dtype: torch.dtype | None) -> tuple[i
     """Bytes of weights, bytes gathered, trained parameters and gradient bytes, padded as FSDP2 does."""
     weights = gathered = trained = gradients = 0
     for p in parameters:  # type: ignore[attr-defined]
-        # FSDP2 pads the first dimension to a multiple of the ranks.
+        # FSDP2 pads the first dimension to a multiple of the rank count.
         rows = math.ceil(p.shape[0] / world) * world if p.ndim else world
         numel = rows * math.prod(p.shape[1:])
         itemsize = dtype.itemsize if dtype is not None and p.is_floating_point() else p.element_size()

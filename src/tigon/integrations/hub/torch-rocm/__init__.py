@@ -1,3 +1,3 @@
-"""What `kernels` imports from this repository: the layers of the installed package, in place of a build of its own."""
+"""The layers in the installed package, which `kernels` imports from this repository in place of a build."""
 
 from tigon.integrations.hub import layers as layers
