@@ -8,7 +8,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINES: dict[str, int] = {}
+LINES = {
+    "src/tigon/cli": 3474,
+    "src/tigon/compress": 2681,
+    "src/tigon/data": 1244,
+    "src/tigon/fusion": 9258,
+    "src/tigon/graph": 1403,
+    "src/tigon/integrations": 3846,
+    "src/tigon/kernels": 1844,
+    "src/tigon/losses": 8698,
+    "src/tigon/nn": 626,
+    "src/tigon/ops": 16696,
+    "src/tigon/rank": 16618,
+    "src/tigon/retrieve": 19117,
+    "src/tigon/training": 2508,
+    "tests": 66491,
+    "benchmarks": 15636,
+}
 SLACK = 0.02  # a bound more than this above its folder is to be lowered
 
 
