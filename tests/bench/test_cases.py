@@ -57,7 +57,9 @@ def test_bytes_are_those_counted_by_hand(op, shape, floor_ms):
 
 
 def test_every_public_operator_has_a_case():
-    public = {name for name, home in homes_of("tigon").items() if home.startswith(("tigon.ops.", "tigon.losses."))}
+    rooms = ("tigon.ops.", "tigon.losses.", "tigon.rank.kernels.", "tigon.retrieve.scan")
+    public = {name for name, home in homes_of("tigon").items() if home.startswith(rooms)}
+    public -= {"gated_mlp", "lora_linear"}  # whole layers, timed by models.py
     public = {name for name in public if inspect.isfunction(getattr(tigon, name))}
     public -= {"dequantize_4bit", "filtered_topk", "encode_items", "quantize_rows"}  # codes, and search.py's
     assert {op.operator for op in OPS.values()} == {*public, "gated_linear", "dpo", "orpo", "grpo", "distill"}
