@@ -3,8 +3,8 @@
     z_k  = softcap · tanh(scale · (x · w_k + bias_k) / softcap)     k in choices, K of the V classes
     loss = −log softmax(z)[target], or −Σ_k target_k log softmax(z)_k
 
-A product over all 151,936 classes for two numbers becomes a product over K rows. Products are taken in fp32, whatever
-the dtypes of x and the weight.
+A head with 151,936 classes takes a product over all of them to get two numbers; this takes a product over K rows, in
+fp32, whatever the dtypes of x and the weight.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def _backward_of_rows(
         gradients.add(chunk, more)
     gradients.finish()
     if shards is not None and da is not None and need_da:
-        shards.sum(da).wait()  # every device holds all rows and columns of A: dA sums over all classes
+        shards.sum(da).wait()  # every device holds the whole A, so dA sums over all classes
     if more_dw.numel():
         dw = weight_gradient.narrow_sum(dw, more_dw)
     # s is applied once, to the finished sums.

@@ -335,8 +335,8 @@ class Gradients:
             # Before dW: the sum of dx over the devices travels while dW's product is computed.
             self._input.add(self.dx, chunk.at, chunk.logits, more)
         if self.dw is not None:
-            # All three products have n · V · H multiplications. From the second chunk on this product also reads dW, V
-            # · H fp32 numbers.
+            # All three products have n · V · H multiplications. From the second chunk on this product also reads dW,
+            # V · H fp32 numbers.
             weight_gradient.accumulate(self.dw, chunk.logits, chunk.x, self._first)
         if self.db is not None:
             self.db += chunk.logits.sum(0, dtype=self.db.dtype)

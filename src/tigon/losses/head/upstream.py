@@ -1,7 +1,7 @@
 """Multiply gradients from a loss's forward pass by the upstream gradient in the backward pass.
 
 A loss at the end of the graph has upstream gradient 1, and no work is left. Otherwise each gradient is multiplied in
-fp32 and rounded once. The result overwrites the gradient where no later backward pass needs that.
+fp32 and rounded once. The result overwrites the gradient unless a later backward pass reads it.
 """
 
 from __future__ import annotations
