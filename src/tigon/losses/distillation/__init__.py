@@ -55,7 +55,7 @@ def distill(
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the student's head.
         head: the student's weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or group.
         teacher: a `tigon.losses.Hidden`: the teacher's hidden states (..., H'), aligned with x, in any width and dtype,
-            and the teacher's head (V, H'), with another bias, softcap and scale. Over a group the teacher's head is
+            and the teacher's head (V, H'), with its own bias, softcap and scale. Over a group the teacher's head is
             split into the same sizes as the student's, both plain with the student's group or both DTensors.
         target: (...), integer class indices; rows with ignore_index are left out. None: every row counts.
         config: the divergence and its parameters.

@@ -113,6 +113,10 @@ def merge_reference(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# One program per row with V local logits.
+#   logits, teacher (M, V) with row strides; labels: (M,) as in tigon.ops.shard_statistics, or None
+#   out             (M, COLUMNS) receives the statistics
+#   k               log2(e) / temperature
 @jit
 def _distill_statistics_kernel(
     logits_ptr, teacher_ptr, labels_ptr, out_ptr, V, stride_m, stride_tm, k, softcap, scale, teacher_softcap,
@@ -223,6 +227,9 @@ def _sum_parts(parts_ptr, rows, inside, M, world, AT: tl.constexpr, COLUMNS: tl.
     return total
 
 
+# One program per BLOCK rows.
+#   parts           (world, M, COLUMNS) all devices' statistics; labels: (M,)
+#   merged          (M, MERGED) receives the normalisers; hard: (M,) receives the cross entropy
 @jit
 @do_not_specialize("M", "world")
 def _merge_distill_kernel(
@@ -303,7 +310,7 @@ def merge(parts: Tensor, rows: Rows, formula: Formula) -> Tensor:
     merged = parts.new_empty(M, MERGED)
     arguments = M, world, formula.k, formula.kind == "cosine", int(formula.hard), COLUMNS, ROWS
     plan = cdiv(M, ROWS), arguments, {"num_warps": 4}
-    # A missing pointer compiles to another kernel, so the key has to include that.
+    # A missing pointer compiles to another kernel, so the key records whether labels are present.
     key = arguments, rows.labels is None
     launch(_merge_distill_kernel, key, (parts, rows.labels, rows.hard, merged), lambda: plan)
     return merged

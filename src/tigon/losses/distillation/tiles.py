@@ -58,7 +58,7 @@ def multiply_weights(soft_weight, hard_weight, factor_ptr):
 
 @jit
 def fold_at_one(z, before, top, total):
-    """A lane's sum at temperature 1, relative to the tempered maximum, which went from before to top."""
+    """A lane's sum at temperature 1, relative to the running maximum, which went from before to top."""
     # The old sum shrinks by e^(before − top) at any temperature: both sums are relative to the same maximum. From
     # LOWEST the factor is 0, and so is the old sum.
     return total * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((z - top[None, :]) * LOG2E), 0)

@@ -122,6 +122,12 @@ def merged_reference(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula,
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# One program per row with V local logits.
+#   ids, logprobs   (M, K) from the teacher; ids are global class indices
+#   labels          (M,) as in tigon.ops.shard_statistics, or None
+#   out             (M, FIXED + K) receives the statistics
+#   first, classes  this device's first global class index, and V over all devices
+#   SUMS            sum over the rest, not only the maximum
 @jit
 def _topk_statistics_kernel(
     logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, out_ptr, V, K, first, classes, stride_m, stride_i, stride_l, k,
@@ -277,7 +283,7 @@ def _distill_topk_kernel(
         if HARD:
             step = (top_rest - row_top) * LOG2E
             log_h = tl.log2(tl.sum(tl.exp2((z_k - row_top) * LOG2E), 0) + at_one * tl.exp2(step))
-            # No device has the label's class, and z_target would be 0. NaN in loss and gradient shows that.
+            # No device has the label's class, and z_target would be 0: loss and gradient become NaN instead.
             log_h = tl.where(label != OUTSIDE, log_h, float("nan"))
             tl.store(hard_ptr + row, (row_top - z_target) + log_h * LN2)
         # None for slope_k: the local slopes were not kept across the exchange, and follow from z_k.

@@ -31,10 +31,11 @@ def scale_gradients(
     ]
 
 
+# y = x · factor over N elements, in fp32 and rounded once; each program loops over blocks. The host does not know the
+# 0-d factor and must not wait, so the kernel decides: at the end of a graph the factor is 1, and in place each program
+# then loads one number and exits.
 @jit
 def _scale_kernel(x_ptr, y_ptr, factor_ptr, N, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    # The host does not know the factor and must not wait, so the kernel decides. At the end of a graph the factor is 1:
-    # in place, each program then loads one number and exits.
     factor = tl.load(factor_ptr).to(tl.float32)
     if not IN_PLACE or factor != 1.0:
         # int64: V · H exceeds 2³¹ elements for a large head.

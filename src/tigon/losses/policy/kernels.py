@@ -28,7 +28,7 @@ RATIO_BOUND = tl.constexpr(80.0)
 LOG_LEAST = tl.constexpr(math.log(1e-8))
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 INFINITY = tl.constexpr(math.inf)
-# Up to this size each program counts the batch's tokens itself, from the cache; larger batches are counted once.
+# Reads, over all programs, up to which each program counts the batch's tokens itself; beyond, they are counted once.
 COUNTED_ANEW = 2**24
 
 
@@ -440,6 +440,10 @@ def _policy_kernel(
     tl.store(sums_ptr + MOST * S + sequence, ratio_most)
 
 
+# One program.
+#   sums            (COLUMNS, S) from `_policy_kernel`; loss: 0-d; metrics: one number each
+#   visited         number of visited tokens
+#   …_OF_SEQUENCES  the metric averages over sequences instead of tokens
 @jit
 @do_not_specialize("S", "visited")
 def _metrics_kernel(

@@ -23,7 +23,7 @@ COLUMNS = 14
 # Half a unit in the last place below 1, as in `log1mexp`.
 LEAST = tl.constexpr(2.0**-24)
 LN2 = tl.constexpr(0.6931471805599453)
-# Up to this size each program counts the chosen tokens itself, from the cache; larger batches are counted once.
+# Reads, over all programs, up to which each program counts the chosen tokens itself; beyond, they are counted once.
 COUNTED_ANEW = 2**24
 
 
@@ -174,6 +174,13 @@ def _write_slopes(
         tl.store(dlogprob_ptr + at, slope, mask=t < T)
 
 
+# One program per pair, for B pairs with T tokens per sequence.
+#   target, logprob, entropy, mean, theirs, top1    (2B, T), as in `Whole`; theirs: under the reference model
+#   reference       (2B,) given sequence log-probabilities, or None
+#   completion      (2B, T) bytes, the tokens that a mean is over, or None for all
+#   total           0-d, the valid tokens in all chosen sequences, or None to count them here
+#   dlogprob        (2B, T) slopes, times boost, or None; terms: (COLUMNS, B) for `_pair_metrics_kernel`
+#   beta … nll_weight, KIND, AVERAGE    as in `Contrast`; ipo: 1 / (2 β). NLL: nll_weight is not 0
 @jit
 @do_not_specialize("B", "T", "ignore_index")
 def _pairs_kernel(
@@ -211,7 +218,6 @@ def _pairs_kernel(
         slope_w, slope_l = slope * slope_w, -slope * slope_l
         first, second, third = -all_w, log_ratio, odds
     else:
-        # As in the families: β multiplies the reward difference.
         margin = (logp_w - theirs_w) - (logp_l - theirs_l) - gamma
         z = beta * margin
         if KIND == "hinge":
@@ -275,6 +281,9 @@ def _sum_column(terms_ptr, column, B, BLOCK: tl.constexpr):
     return total
 
 
+# One program.
+#   terms           (COLUMNS, B); loss: 0-d; metrics: one number each, in the family's order
+#   visited         number of visited tokens
 @jit
 @do_not_specialize("B", "visited")
 def _pair_metrics_kernel(
