@@ -337,7 +337,6 @@ class _IntoMainGrad(torch.autograd.Function):
         dx = x.new_empty(x.shape, dtype=options.plan.compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None
         factor = upstream if inverse is None else upstream * inverse
-        # The products add to main_grad directly, so dW needs no buffer.
         _walk(chunks, losses, factor, Gradients(chunks, dx, [main_grad], db, add=True), options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         total = losses.sum()

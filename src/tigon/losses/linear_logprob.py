@@ -195,7 +195,6 @@ def _forward_fake(tensors: _Tensors, options: _Options, shards: Shards | None) -
     others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
     row_bytes = (weight.shape[0] if shards is None else shards.widest) * plan.compute.itemsize
     room = _count_buffer_rows(rows, row_bytes, plan.budget, options.keep)
-    # Statistics only for visited rows, in walk order.
     stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else options.acc)
     return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, plan.compute)
 
@@ -276,7 +275,6 @@ def _backward_of_rows(
         shards.sum(da).wait()  # every device holds the whole A, so dA sums over all classes
     if more_dw.numel():
         dw = weight_gradient.narrow_sum(dw, more_dw)
-    # s is applied once, to the finished sums.
     results = (dx, dw, db, *(g if g is None else g.mul_(forward.lora_scale) for g in (da, dlb)))
     return tuple(
         g.to(t.dtype) if need and t is not None and g is not None else x.new_empty(0)

@@ -225,7 +225,6 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
     gradients = Gradients(whole, dx if plan.need_dx else None, weight_sums, db if plan.need_db else None)
     if not alone and counted < target.numel():
         dx.zero_()  # no part writes the rows that are left out
-    # One buffer for all parts and for the reference's logits.
     room, size = weight_gradient.room(weight_sums), max((part.chunks.size for part in parts), default=0)
     room = empty_logits(size, weight.shape[0], x, plan.compute) if room is None else room
     # Too small a length would silently drop valid rows. The loss becomes NaN instead, decided on the device: the host

@@ -127,7 +127,7 @@ def merged_reference(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula,
 #   labels          (M,) as in tigon.ops.shard_statistics, or None
 #   out             (M, FIXED + K) receives the statistics
 #   first, classes  this device's first global class index, and V over all devices
-#   SUMS            sum over the rest, not only the maximum
+#   SUMS            compute the rest's maximum and sums
 @jit
 def _topk_statistics_kernel(
     logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, out_ptr, V, K, first, classes, stride_m, stride_i, stride_l, k,

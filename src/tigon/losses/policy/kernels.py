@@ -259,7 +259,6 @@ def _clip_loss(A, ratio, open_, low, high, delta, DELTA: tl.constexpr):
 def _vespo_weight(A, log_w, k_pos, k_neg, lambda_pos, lambda_neg):
     k, lam = tl.where(A >= 0, k_pos, k_neg), tl.where(A >= 0, lambda_pos, lambda_neg)
     lam = tl.where(lam < 1e-4, 1e-4, lam)
-    # A single exponential of the sum: the factors overflow fp32 where their product does not.
     return tl.exp(lam + k * log_w - lam * tl.exp(log_w))
 
 
@@ -320,7 +319,6 @@ def _policy_kernel(
         bonus = bonus / tokens
     slope = share * boost
 
-    # Per token: the loss, and the slopes before the share, dratio and dlogprob.
     loss_sum, entropy_sum, kl_sum, low_sum, high_sum, phi_sum, ratio_sum = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     ratio_least, ratio_most, dlog_weight_sum = INFINITY, -INFINITY, 0.0
     for start in range(0, T, BLOCK):
@@ -339,7 +337,6 @@ def _policy_kernel(
             logged = first
         counts = valid
         if LEVEL == "total":
-            # A completion without tokens has ratio 1, a constant, which TRL's mean over sequences counts.
             counts = valid | (first & (count == 0))
         if LEVEL == "token":
             log_weight = logprob - old

@@ -296,7 +296,6 @@ class DPOFamily(Pairs, key="dpo"):
         token, given = tensors.token_share, tensors.reference
         weights = part.mask if tensors.token_weights is None else tensors.token_weights
         delta = 0.0 if tensors.delta is None else self.halves(tensors.delta)[0]
-        # (S', 1) from here on, so that sequence tensors broadcast.
         logps = (part.logprob * weights).sum(1, keepdim=True)
         reference = torch.zeros_like(logps) if given is None else given
         if part.reference is not None:
