@@ -241,6 +241,7 @@ def _merge_distill_kernel(
     inside = rows < M
     merged_ptr += rows * MERGED
     if IS_COSINE:
+        # Divide by each norm in turn: the product of two large norms may overflow.
         over_a = 1.0 / tiles.bound_norm(tl.sqrt(_sum_parts(parts_ptr, rows, inside, M, world, AA, COLUMNS, BLOCK)))
         over_b = 1.0 / tiles.bound_norm(tl.sqrt(_sum_parts(parts_ptr, rows, inside, M, world, BB, COLUMNS, BLOCK)))
         cosine = _sum_parts(parts_ptr, rows, inside, M, world, AB, COLUMNS, BLOCK) * over_a * over_b

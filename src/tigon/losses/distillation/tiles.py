@@ -218,7 +218,7 @@ def sum_rest(
     logits_ptr, V, tile, k, softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each lane's maximum and sum over the rest, and with HARD 2 the sum at temperature 1. Without SUM: LOWEST and 0."""
+    """Each lane's maximum and sum over the rest; with HARD 2 the sum at temperature 1. Without SUM: LOWEST and 0."""
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_h = tl.zeros((BLOCK,), tl.float32)

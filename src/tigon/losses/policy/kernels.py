@@ -259,6 +259,7 @@ def _clip_loss(A, ratio, open_, low, high, delta, DELTA: tl.constexpr):
 def _vespo_weight(A, log_w, k_pos, k_neg, lambda_pos, lambda_neg):
     k, lam = tl.where(A >= 0, k_pos, k_neg), tl.where(A >= 0, lambda_pos, lambda_neg)
     lam = tl.where(lam < 1e-4, 1e-4, lam)
+    # A single exponential of the sum: the factors overflow fp32 where their product does not.
     return tl.exp(lam + k * log_w - lam * tl.exp(log_w))
 
 
