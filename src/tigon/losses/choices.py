@@ -1,10 +1,10 @@
-"""Choice among a few classes of a head, such as the answers "yes" and "no": the other classes are never computed.
+"""Choice among a few classes, such as the answers "yes" and "no": the head's other classes are never computed.
 
     z_k  = softcap · tanh(scale · (x · w_k + bias_k) / softcap)     k in choices, K of the V classes
     loss = −log softmax(z)[target], or −Σ_k target_k log softmax(z)_k
 
-A head of 151,936 classes takes a product over all of them for two numbers; this takes one over K rows. The products are
-taken in fp32, whatever the dtype of x and of the weight.
+A head with 151,936 classes takes a product over all of them to get two numbers; this takes a product over K rows, in
+fp32, whatever the dtypes of x and the weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tigon.losses.head.head import Head, check_head, parse_head
 from tigon.ops.cross_entropy import Reduction, check_options
 from tigon.ops.targets import CHECKS, checked_target
 
-# The target of a row that does not count, as in torch.
+# The target that marks an ignored row, as in torch.
 IGNORED = -100
 
 
@@ -28,22 +28,22 @@ def choice(
     x: Tensor, head: Head | Tensor | torch.nn.Linear, choices: Tensor | Sequence[int], target: Tensor, *,
     weights: Tensor | None = None, reduction: Reduction = "mean",
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of the right one of a few classes, among these classes alone.
+    """Cross entropy over a few given classes.
 
     Args:
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap or scale.
-        choices: (K,) integer class indices, each once.
-        target: (...), integers in [0, K), which of the choices is right; −100 for rows that do not count. Or (..., K)
-            floats, a probability for each choice, such as a teacher's. No gradient.
-        weights: (...), factors of the rows' losses. No gradient.
-        reduction: "mean" over the rows that count, whatever their weights (0 where none does); "sum"; "none".
+        choices: (K,) integer class indices, all distinct.
+        target: (...), integers in [0, K), the index into `choices`; −100 for ignored rows. Or (..., K) floats, a
+            probability for each choice, such as a teacher's. No gradient.
+        weights: (...), factors on row losses. No gradient.
+        reduction: "mean" over valid rows, regardless of weights (0 if there are none); "sum"; "none".
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs).
-    Raises: ValueError for shapes, dtypes or options that do not fit, and for classes outside the head (on a GPU only
-        with TIGON_CHECKS=1).
+    Raises: ValueError for shapes, dtypes or options that do not fit, and for classes outside the head (on a GPU
+        only with TIGON_CHECKS=1).
 
-    Only K rows of the weight get a gradient. A weight that is a parameter of the model wants all V of them, so its
-    backward pass writes one (V, H) of zeros in the weight's dtype and adds K rows. A frozen weight costs nothing.
+    Only K rows of the weight get a gradient. If the weight is a parameter, the backward pass writes a (V, H) tensor of
+    zeros in the weight's dtype and adds the K rows. A frozen weight costs nothing.
 
     Replaces::
 
@@ -75,7 +75,7 @@ def choice(
                 f"{tuple(weights.shape)} on {weights.device}."
             )
         losses = losses * weights.detach().to(losses.dtype)
-        # Whatever the weight of an ignored row, NaN too, the row counts for nothing.
+        # An ignored row counts for nothing, even if its weight is NaN.
         losses = losses if counted is None else torch.where(counted, losses, 0.0)
     if reduction == "none":
         return losses
@@ -88,7 +88,7 @@ def choice(
 def choice_logits(
     x: Tensor, head: Head | Tensor | torch.nn.Linear, choices: Tensor | Sequence[int]
 ) -> Tensor:  # fmt: skip
-    """Logits of a few classes of a head, with gradients; a softmax over them gives the probabilities of a choice.
+    """Logits for a few classes, with gradients; a softmax over them gives the choice probabilities.
 
     Args:
         x, head, choices: as in `choice`.
@@ -106,7 +106,7 @@ def choice_reference(
     x: Tensor, weight: Tensor, choices: Tensor, target: Tensor, bias: Tensor | None = None,
     softcap: float | None = None, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """The specification: the losses of rows, (...), by all logits of the head."""
+    """The specification: row losses, (...), from all logits."""
     z = F.linear(x, weight, bias)
     z = z.to(torch.promote_types(z.dtype, torch.float32)) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -125,7 +125,7 @@ def _logits(name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, choices
     check_head(name, x, weight, bias)
     chosen = _parse_choices(name, choices, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
-    # Autocast would narrow the product, which is a few numbers a row.
+    # Autocast would narrow this small product.
     with torch.autocast(x.device.type, enabled=False):
         z = x.to(wide) @ weight.index_select(0, chosen).to(wide).mT
         if bias is not None:

@@ -1,12 +1,12 @@
-"""Coding rate: how many nats it takes to code the rows of z up to a squared error ε each.
+"""Coding rate: nats needed to code z's rows up to a squared error ε each.
 
     R(z)         = ½ log det(I + γ d/(n ε) zᵀz)
     R(z, groups) = Σ_j t_j/(2n) log det(I + γ d/(t_j ε) zᵀ diag(p_j) z),   t_j = the sum of the weights p_j of group j
 
-With S the k members of a group, y = √(γ d/(t ε) p) z_S is (k, d), and det(I + yᵀy) = det(I + y yᵀ): the smaller side is
-taken. Groups are padded to powers of two, and each size is one batched product and one batched Cholesky factor, in
+For a group with k members S, y = √(γ d/(t ε) p) z_S is (k, d), and det(I + yᵀy) = det(I + y yᵀ): the smaller side is
+taken. Groups are padded to powers of two; each size is a batched product and a batched Cholesky factorisation, in
 pieces. The gradient of ½ log det(I + y yᵀ) is (I + y yᵀ)⁻¹ y, two triangular solves with the factor, which repeated
-eigenvalues do not disturb. It is taken in the forward pass, while y and the factor are there.
+eigenvalues do not disturb. The forward pass computes the gradient, while y and the factor are in memory.
 
 Sources: MCR², Yu et al. 2020, https://arxiv.org/abs/2006.08558; G2R, whose groups are the neighbourhoods of a graph,
 Han et al. 2022, https://arxiv.org/abs/2202.06241.
@@ -25,19 +25,19 @@ from tigon.kernels import check_tensors, is_concrete, next_power_of_2, run_once_
 from tigon.kernels.dispatch import torch_is_forced
 from tigon.losses.options import check_positive
 
-# Bytes of the rows, Gram matrices and gradients that are in memory for one piece of a size.
+# Memory budget for a piece: rows, Gram matrices and gradients, in bytes.
 PIECE_BYTES = 2**28
-# On a GPU a size costs some forty launches, whatever is in it: one of so few rows, and numbers of Gram matrices, goes
-# with the next larger one.
+# On a GPU each size costs about forty launches. A size below both limits (rows, Gram matrix elements) is merged into
+# the next larger size.
 FEW_ROWS, FEW_NUMBERS = 2**14, 2**20
-LAUNCHES = ("cuda",)  # the types of devices to which calls are launched
+LAUNCHES = ("cuda",)  # device types with launch overhead
 
 
 class _Block(NamedTuple):
-    """Groups of one padded size K: their members (B, K), √(p/t) of each (B, K), and t (B,), both in fp64.
+    """Groups with the same padded size K: members (B, K), √(p/t) (B, K), and t (B,), both in fp64.
 
-    The padding repeats a group's own members, with the root 0: a NaN stays within its groups, and a group writes to one
-    of its rows at most twice.
+    The padding repeats the group's own members, with root 0: a NaN stays within its groups, and a group writes to each
+    row at most twice.
     """
 
     members: Tensor
@@ -51,11 +51,11 @@ class RowGroups:
     Args:
         offsets: (G + 1,) integers, from 0 to M: group j has the members offsets[j] to offsets[j + 1] − 1. Groups may be
             empty, and may share rows.
-        members: (M,) integers, rows of z. A row that a group names twice counts with both weights.
-        weights: (M,) finite floats, not negative; 1 each if left out. A row of weight 0 is no member.
+        members: (M,) integers, rows of z. A row named twice by a group counts with both weights.
+        weights: (M,) finite floats, not negative; 1 each if left out. A row with weight 0 is not a member.
     Raises: ValueError for shapes, dtypes and numbers that do not fit.
 
-    The groups lie on the device of `members`. They are prepared on the host, which waits for the device; calls do not.
+    The groups lie on the `members` device. The host prepares them and waits for the device; calls do not wait.
     """
 
     def __init__(self, offsets: Tensor, members: Tensor, weights: Tensor | None = None) -> None:
@@ -92,10 +92,10 @@ class RowGroups:
 
     @classmethod
     def from_labels(cls, labels: Tensor) -> RowGroups:
-        """A group for each label, of the rows that have it.
+        """Make a group for each label from the rows that have that label.
 
         Args:
-            labels: (n,) integers. Rows of a negative label are in no group.
+            labels: (n,) integers. Rows with a negative label are in no group.
         """
         check_tensors("RowGroups.from_labels", labels=labels)
         _check_integers("labels", labels)
@@ -107,11 +107,11 @@ class RowGroups:
         return groups
 
     def __len__(self) -> int:
-        """How many groups there are, empty ones among them."""
+        """The number of groups, including empty groups."""
         return len(self._block)
 
     def select(self, which: Tensor) -> RowGroups:
-        """Some of the groups, without padding them again: those of a step that draws its groups.
+        """Select groups without padding them again, such as the groups sampled for a step.
 
         Args:
             which: (m,) integers from 0 to G − 1, in any order; a group that is named twice counts twice. On the CPU, so
@@ -136,7 +136,7 @@ class RowGroups:
         return taken
 
     def to(self, device: torch.device | str) -> RowGroups:
-        """The groups on another device."""
+        """Move the groups to another device."""
         moved = object.__new__(RowGroups)
         blocks = [_Block(*(t.to(device) for t in block)) for block in self._blocks]
         vars(moved).update(vars(self), device=torch.empty(0, device=device).device, _blocks=blocks)
@@ -147,24 +147,24 @@ def coding_rate(
     z: Tensor, groups: RowGroups | Tensor | tuple[Tensor, ...] | None = None, *, eps: float, gamma: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """The coding rate of the rows of z, or of groups of them.
+    """The coding rate of z's rows, or of groups of rows.
 
         ½ log det(I + γ d/(n ε) zᵀz)    or    Σ_j t_j/(2n) log det(I + γ d/(t_j ε) zᵀ diag(p_j) z)
 
     Args:
         z: (n, d) floats. Rows of a common length, such as 1, make rates comparable.
-        groups: `RowGroups`; or what they are made of, which is then padded in each call: (offsets, members),
-            (offsets, members, weights), or labels (n,). t_j is the sum of the weights p_j of group j. A group without
-            members has the rate 0.
-        eps: ε, the squared error that a row may have, in squared units of z.
+        groups: `RowGroups`; or the arguments for `RowGroups`, then padded in each call: (offsets, members),
+            (offsets, members, weights), or labels (n,). t_j is the sum of group j's weights p_j. A group without
+            members has rate 0.
+        eps: ε, the squared error allowed per row, in squared units of z.
         gamma: γ, which divides eps.
-        dtype: torch.float32 or torch.float64, in which all is computed; if left out, fp64 for fp64 inputs, else fp32.
-    Returns: 0-d in that dtype, in nats, 0 of no rows. z alone gets a gradient, in its own dtype.
-    Raises: ValueError for shapes, dtypes and numbers that do not fit, and for members that are no rows of z.
+        dtype: torch.float32 or torch.float64 for the computation; by default fp64 for fp64 inputs, else fp32.
+    Returns: 0-d in that dtype, in nats, 0 without rows. Only z gets a gradient, in z's dtype.
+    Raises: ValueError for shapes, dtypes and numbers that do not fit, and for members that are not rows of z.
 
-    A NaN in z makes the rate NaN, unless it is in no group. So does a matrix that rounding leaves without a Cholesky
-    factor: in fp32 where an eigenvalue of γ d/(n ε) zᵀz nears 1e7, and much sooner where products may use TF32. Take
-    dtype=torch.float64 there. The rate has a second gradient under `tigon.use_backend("torch")` alone.
+    A NaN in z makes the rate NaN, unless the row is in no group. So does a matrix that rounding leaves without a
+    Cholesky factor: in fp32 where an eigenvalue of γ d/(n ε) zᵀz nears 1e7, and much sooner where products may use
+    TF32. Take dtype=torch.float64 there. The rate has a second gradient only under `tigon.use_backend("torch")`.
     """
     name = "coding_rate"
     check_tensors(name, z=z)
@@ -214,7 +214,7 @@ def _blocks_for(z: Tensor, groups: Any) -> list[_Block]:
 def _rate(
     z: Tensor, blocks: list[_Block] | None, scale: float, dtype: torch.dtype, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The rate, and its gradient by z, (n, d) in dtype."""
+    """The rate, and the gradient with respect to z, (n, d) in dtype."""
     n, d = z.shape
     with torch.autocast(z.device.type, enabled=False):
         z = z.to(dtype)
@@ -222,7 +222,7 @@ def _rate(
             length = math.sqrt(scale / max(n, 1))
             logdet, dy = _solve(z.unsqueeze(0) * length, gradient)
             return logdet.sum() / 2, None if dy is None else dy[0] * length
-        rate = z[:0].sum()  # 0, and no constant to autograd
+        rate = z[:0].sum()  # 0, but connected to z for autograd
         dz = torch.zeros_like(z) if gradient else None
         for members, root, trace in _pieces(blocks, d, dtype.itemsize):
             y = (root * math.sqrt(scale)).to(dtype).unsqueeze(2)
@@ -235,12 +235,12 @@ def _rate(
 
 
 def _solve(y: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """log det(I + y yᵀ) of each matrix of y (B, K, d), and (I + y yᵀ)⁻¹ y if asked for."""
+    """log det(I + y yᵀ) for each matrix in y (B, K, d), and (I + y yᵀ)⁻¹ y if requested."""
     tall = y.shape[1] > y.shape[2]
     rows = y.mT if tall else y  # the smaller side first
     gram = rows @ rows.mT
     gram.diagonal(dim1=-2, dim2=-1).add_(1)
-    # cholesky checks on the host, and waits; where it fails, cholesky_ex leaves half a factor without NaN.
+    # cholesky checks on the host, and waits; cholesky_ex, where it fails, leaves half a factor without NaN.
     factor, info = torch.linalg.cholesky_ex(gram)
     failed = info != 0
     logdet = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -257,7 +257,7 @@ def _solve(y: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
 def _pieces(blocks: list[_Block], d: int, itemsize: int) -> Iterator[_Block]:
     for block in blocks:
         B, K = block.members.shape
-        # y, its two solutions and the gradient's rows; the Gram matrix and its factor.
+        # y, two solutions and the gradient's rows; the Gram matrix and the factor.
         each = itemsize * (4 * K * d + 2 * min(K, d) ** 2)
         step = max(1, PIECE_BYTES // max(each, 1))
         for start in range(0, B, step):
@@ -265,9 +265,9 @@ def _pieces(blocks: list[_Block], d: int, itemsize: int) -> Iterator[_Block]:
 
 
 def _add_rows(dz: Tensor, members: Tensor, rows: Tensor) -> None:
-    """Add rows (B, K, d) to those of dz, in the same order on every run."""
+    """Add rows (B, K, d) to dz, in the same order on every run."""
     index, rows = members.flatten(), rows.flatten(0, 1)
-    if dz.is_cuda:  # sorts; index_add_ adds atomically there
+    if dz.is_cuda:  # index_put_ sorts; index_add_ uses atomics on a GPU
         dz.index_put_((index,), rows, accumulate=True)
     else:
         dz.index_add_(0, index, rows)
@@ -310,7 +310,7 @@ def _format(t: Tensor) -> str:
 def _pad_groups(
     offsets: Tensor, members: Tensor, weights: Tensor, device: torch.device
 ) -> tuple[list[_Block], Tensor, Tensor]:
-    """Blocks on the device; and on the host, of each group its block, −1 for none, and its line there."""
+    """Blocks on the device; on the host, each group's block (−1 for none) and line in that block."""
     G = len(offsets) - 1
     group = torch.repeat_interleave(torch.arange(G), offsets.diff())
     own = weights > 0
@@ -339,7 +339,7 @@ def _pad_groups(
 
 
 def _merge_small_sizes(sizes: Tensor) -> Tensor:
-    """The padded sizes of groups, (G,), with those of few groups raised to the next larger one that there is."""
+    """The groups' padded sizes, (G,), with rare sizes raised to the next larger existing size."""
     sizes = sizes.clone()
     known, counts = (t.tolist() for t in sizes[sizes > 0].unique(return_counts=True))
     for place in range(len(known) - 1):

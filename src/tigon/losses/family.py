@@ -1,4 +1,4 @@
-"""The interface of `tigon.losses.token_loss`: families of losses, called with parts of the batch."""
+"""The interface of `tigon.losses.token_loss`: loss families, called with parts of the batch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from tigon.losses.operator import record, with_floats
 
-ALONE = 0  # every token by itself
+ALONE = 0  # tokens are independent
 BATCH = -1  # the whole batch
 
 
 class Part(NamedTuple):
-    """Sequences that a loss sees together. Where tokens are independent, each token may be a sequence of one.
+    """Sequences that a loss sees together. Where tokens are independent, each token may be a sequence with length 1.
 
-    A batch whose logits fit a chunk is one part, in its order. A smaller part of a batch of stacks has the sequences of
-    the first stack first, in the same order as those of the others.
+    A batch whose logits fit a chunk is a single part, in order. A smaller part of a stacked batch holds the first
+    stack's sequences first, in the same order as in the other stacks.
 
-    sequences: (S',) int64, the sequences' numbers, or the tokens' places in the flattened (S · T) batch; None for the
-        whole batch.
+    sequences: (S',) int64, the sequence numbers, or token positions in the flattened (S · T) batch; None for the whole
+        batch.
     logprob: (S', T) fp32, 0 where masked. entropy, mean_logit: alike, or None if the family does not ask for them.
     reference: log-probabilities under the reference head, alike, or None.
     mask: (S', T), True where a token counts.
@@ -40,12 +40,12 @@ class Part(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A batch that is one part, as a family's own kernels see it: `Part` before anything has been computed of it.
+    """A batch that is a single part, as kernels see it: `Part` before any computation.
 
     logprob, entropy, mean_logit, reference: (S, T) fp32, contiguous, 0 where masked; None as in `Part`.
-    target: (S, T), contiguous, ignore_index where a token does not count.
-    tensors: the family's tensors, as they came.
-    visited: how many tokens the walk has visited. If more than that count, the loss is NaN.
+    target: (S, T), contiguous, ignore_index at ignored tokens.
+    tensors: the family's tensors, unprepared.
+    visited: number of visited tokens. If more than that count, the loss is NaN.
     """
 
     logprob: Tensor
@@ -70,31 +70,31 @@ class NoTensors(NamedTuple):
 
 @record
 class Term(NamedTuple):
-    """A type of loss and its weight, in a family whose types are added up."""
+    """A loss type and its weight, in a family that adds types up."""
 
     name: str
     weight: float
 
 
 class Family:
-    """A family of losses: how the loss of a part is computed, and which results it returns beside the loss.
+    """A loss family: how a part's loss is computed, and which results come with the loss.
 
-    A subclass registers itself under `key`. `Options` is the record of its options (`tigon.losses.operator.record`),
-    and `Tensors` the named tuple of its tensors, (S,) or (S, T) each, or None.
+    A subclass registers itself under `key`. `Options` is the option record (`tigon.losses.operator.record`), and
+    `Tensors` the named tuple with the tensors, each (S,), (S, T) or None.
 
     Args:
-        options: of type `Options`.
-        given: the names of the tensors that the call has, those of `Tensors` that are not None.
+        options: an `Options`.
+        given: names of the `Tensors` fields that are not None.
     """
 
     key: ClassVar[str]
     Options: ClassVar[type[Any]] = NoOptions
     Tensors: ClassVar[type[Any]] = NoTensors
-    # Names of further results: one number for the batch (a sum over parts), one a sequence, one a token.
+    # Names of further results: a number for the batch (a sum over parts), for each sequence, for each token.
     sums: tuple[str, ...] = ()
     per_sequence: tuple[str, ...] = ()
     per_token: tuple[str, ...] = ()
-    # Whether `finish` computes the results. internal: how many of `per_token`, the last, are for it alone.
+    # Whether `finish` computes the results. internal: how many trailing `per_token` results only `finish` reads.
     finishes: ClassVar[bool] = False
     internal: int = 0
     wants_entropy: bool = False
@@ -111,27 +111,27 @@ class Family:
 
     @classmethod
     def for_tensors(cls, options: Any, tensors: Any) -> Family:
-        """The family of a call that has these tensors."""
+        """The family for a call with these tensors."""
         return cls(with_floats(options), [n for n, t in zip(tensors._fields, tensors, strict=True) if t is not None])
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the numbers of the batch that the caller gets, as `finish` returns them."""
+        """Names of the batch metrics, as `finish` returns them to the caller."""
         return self.sums
 
     def prepare(self, tensors: Any, mask: Tensor, dtype: torch.dtype) -> Any:
-        """The tensors that parts see, from those of the call: a named tuple; once for the batch.
+        """Prepare the call's tensors for the parts, once per batch. Returns a named tuple.
 
-        mask: (S, T), True where a token counts. dtype: of the loss.
+        mask: (S, T), True where a token counts. dtype: the loss's dtype.
         """
         return tensors
 
     def finish(self, results: dict[str, Tensor], tensors: Any, mask: Tensor) -> Sequence[Tensor]:
-        """The metrics, 0-d each, from sums and results of tokens of all parts, and from the result of `prepare`."""
+        """The metrics, 0-d each, from all parts' sums and token results, and from the result of `prepare`."""
         raise NotImplementedError
 
     def has_kernels(self) -> bool:
-        """Whether `launch` takes a batch that is one part. Such a family's results of tokens are logprob, or none."""
+        """Whether `launch` handles a single-part batch. Such a family's only token result is logprob, or none."""
         return False
 
     def has_entropy_slope(self) -> bool:
@@ -141,22 +141,22 @@ class Family:
     def launch(
         self, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], grad_scale: float
     ) -> None:
-        """All that `prepare`, calling and `finish` do, by kernels: for the usual small batch, whose time is the host's.
+        """Do the work of `prepare`, `__call__` and `finish` in kernels: usual small batches are host-bound.
 
-        loss: 0-d. metrics: (metrics,). slopes: (S, T) of logprob and of entropy, times grad_scale, or None. All are
-        written.
+        Writes loss, 0-d; metrics, (metrics,); slopes, (S, T), with respect to logprob and entropy, times grad_scale, or
+        None.
         """
         raise NotImplementedError
 
     def group_size(self) -> int:
-        """ALONE, BATCH, or n: the batch is n equal stacks, and the sequences i of all stacks share a part.
+        """ALONE, BATCH, or n: the batch is n equal stacks, and sequence i from every stack must be in the same part.
 
-        This is the least that the family has to see together. A part may be the whole batch, whatever the answer.
+        This is a minimum. A part may always be the whole batch.
         """
         return ALONE
 
     def grad_scale(self, sequences: int, tokens: int) -> float:
-        """The factor, about 1 / the size of a slope, that keeps fp16 gradients from underflowing."""
+        """The factor, about 1 / the slope's size, that keeps fp16 gradients from underflowing."""
         return float(sequences * tokens)
 
     def __call__(self, part: Part) -> tuple[Tensor, dict[str, Tensor]]:

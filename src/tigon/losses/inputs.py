@@ -1,4 +1,4 @@
-"""The beginning of every loss of a head: its tensors, parsed, and the plan of its walk over chunks."""
+"""Input parsing shared by the head losses, and the plan for the walk over chunks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tigon.ops.targets import checked_target
 
 
 class HeadInputs(NamedTuple):
-    """The tensors of one head on this device. Functions that take them check nothing again.
+    """A head's tensors on this device. Functions that take them skip the checks.
 
     x: (..., H). weight, bias: this device's classes. target: x.shape[:-1], or None where every row counts; with shards,
-    labels of tigon.ops.shard_statistics. compute: the dtype of the products.
+    labels as in tigon.ops.shard_statistics. compute: dtype for products.
     """
 
     x: Tensor
@@ -41,13 +41,13 @@ class HeadInputs(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The most classes on any device. Chunks are sized by them, since all devices need the same chunks."""
+        """The largest class count on any device, which sizes the chunks, since all devices need the same chunks."""
         return self.weight.shape[0] if self.shards is None else self.shards.widest
 
     @property
     def rows(self) -> Tensor:
         """x as (N, H)."""
-        # Not -1: for hidden states of width 0 torch could not infer the size.
+        # Not -1: torch cannot infer the size if the width is 0.
         return self.x.reshape(self.x.shape[:-1].numel(), self.x.shape[-1])
 
     @property
@@ -64,7 +64,7 @@ def parse_inputs(
     name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor | None, ignore_index: int,
     accumulate: str, *, sequences: bool = False, beside: tuple[tuple[str, Tensor | None], ...] = (),
 ) -> HeadInputs:  # fmt: skip
-    """Check the tensors of a loss. ValueError for shapes, dtypes and devices that do not fit.
+    """Check a loss's tensors. ValueError for shapes, dtypes and devices that do not fit.
 
     accumulate: as in `ChunkOptions`. sequences: x must be (S, T, H). beside: as in `check_head`.
     """
@@ -85,10 +85,10 @@ def parse_inputs(
 
 @record
 class WalkPlan(NamedTuple):
-    """How a loss walks over the rows of a head, as its operator takes it.
+    """How a loss walks over a head's rows, as the operator takes the plan.
 
-    budget: bytes of logits a chunk may hold. fp32: several chunks' dW are summed in fp32. valid: how many targets
-    count, −1 if the host does not know. softcap: 0 for none.
+    budget: logits bytes per chunk. fp32: several chunks' dW are summed in fp32. valid: how many targets count,
+    −1 if the host does not know. softcap: 0 for none.
     """
 
     compute: torch.dtype
@@ -110,11 +110,11 @@ class WalkPlan(NamedTuple):
 def plan_walk(
     inputs: HeadInputs, chunks: ChunkOptions, valid: int, *, row_bytes: int = 0, one_chunk_saves_dw: bool = False
 ) -> WalkPlan:
-    """The plan of a loss's walk.
+    """Plan a loss's walk.
 
     Args:
-        valid: how many rows count, or −1. row_bytes: bytes of a class of a row, over all buffers of logits.
-        one_chunk_saves_dw: a single chunk needs no fp32 sum of dW, whose bytes then may serve logits.
+        valid: the number of rows that count, or −1. row_bytes: bytes per class and row, over all logits buffers.
+        one_chunk_saves_dw: a single chunk needs no fp32 dW sum, whose bytes then may serve logits.
     """
     x, weight, bias = inputs.x, inputs.weight, inputs.bias
     need_dx, need_dw, need_db = (
@@ -123,7 +123,7 @@ def plan_walk(
     spared = 0
     if need_dw and one_chunk_saves_dw:
         spared = count_spared_bytes(weight, inputs.compute, chunks.accumulate, inputs.widest)
-    # By the widest shard: every device has to come to the same chunks.
+    # Sized by the widest shard: every device has to come to the same chunks.
     rows = inputs.x.shape[:-1].numel() if valid < 0 else valid
     budget = chunk_budget(
         x.device, chunks.chunk_bytes, whole=rows * inputs.widest * row_bytes, spared=spared, frozen=not need_dw

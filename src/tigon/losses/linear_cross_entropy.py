@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head, without its logits: the loss and all gradients in one walk over chunks of rows.
+"""Cross entropy after a linear head, without logits: the loss and all gradients in one walk over chunks.
 
     logits = softcap · tanh(scale · (x Wᵀ + bias) / softcap);   loss as in tigon.cross_entropy
 
@@ -35,8 +35,7 @@ class MainGrad(NamedTuple):
     Args:
         grad: (V, H) fp32 (fp64 for fp64), to which dW is added in the forward pass, in place.
         scale: a number or a 0-d tensor, the factor by which you will multiply the loss (a loss scale, 1 / accumulation
-            steps). dW is added before the upstream gradient is known. If the upstream gradient is another number, the
-            gradient of x is NaN.
+            steps). dW is added before the upstream gradient is known. If the upstream gradient differs, dx is NaN.
     """
 
     grad: Tensor
@@ -53,25 +52,24 @@ def linear_cross_entropy(
     chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Tensor:
-    """Cross entropy of the logits x Wᵀ + bias, which are never all in memory at once.
+    """Cross entropy on the logits x Wᵀ + bias, which are never all in memory at once.
 
     Args:
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or group.
         target: (...), integer class indices.
-        config: a `tigon.CrossEntropy`: reduction, smoothing, z-loss, divisor. Its softcap and scale are the head's.
-        main_grad: a `tigon.losses.MainGrad` or its tensor, to which dW is added in place in the forward pass. The
-            weight gets no other gradient. Do not use `main_grad` under torch.compile, nor in a checkpoint
+        config: a `tigon.CrossEntropy`: reduction, smoothing, z-loss, divisor. Softcap and scale belong to the head.
+        main_grad: a `tigon.losses.MainGrad` or a tensor, to which dW is added in place in the forward pass. The weight
+            gets no other gradient. Do not use `main_grad` under torch.compile, nor in a checkpoint
             (`use_reentrant=False`), which runs the forward pass twice and would add dW twice.
-        chunks: which tokens are left out, and what the walk over the others costs.
+        chunks: which tokens are left out, and the walk's cost.
     Returns: 0-d, or (...) for reduction="none", in fp32 (fp64 for fp64 inputs); a plain tensor.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.cross_entropy` for targets.
 
-    Beyond its gradients the loss holds one chunk of logits. By default the budget grows so that one chunk suffices, if
-    that costs no more memory than the fp32 dW buffer that one chunk avoids. With "mean" and "sum" the gradients are
-    computed in the forward pass: three matrix products in all. If you never call backward you still pay for the
-    gradients; evaluate under `no_grad`. "none" computes the logits again in the backward pass, since every row has its
-    own upstream gradient.
+    Beyond the gradients, memory holds one chunk's logits. By default the budget grows so that one chunk suffices, if
+    that costs no more memory than the fp32 dW buffer thereby avoided. With "mean" and "sum" the forward pass computes
+    the gradients: three matrix products in all, even if you never call backward; evaluate under `no_grad`. "none"
+    recomputes the logits in the backward pass, since every row has its own upstream gradient.
 
     Replaces::
 
@@ -87,10 +85,10 @@ def linear_cross_entropy(
     labels, dtype, valid = inputs.labels, inputs.loss_dtype, chunks.read_valid_tokens(name)
     inverse = inverse_divisor(labels, inputs.ignore_index, reduction, config.divisor, dtype)
     if valid >= 0:
-        # Through the divisor, so that a count that is too small makes gradients NaN as well.
+        # Through the divisor, so that too small a count makes gradients NaN as well.
         guard = guard_valid_count(labels, inputs.ignore_index, valid, dtype)
         inverse = guard if inverse is None else inverse * guard
-    # Only "mean" saves dW's buffer: a "sum" keeps its fp32 dW even in one chunk, and main_grad takes dW without one.
+    # Only "mean" saves dW's buffer: "sum" keeps an fp32 dW even in a single chunk, and main_grad needs no buffer.
     saves = reduction == "mean" and main_grad is None
     plan = plan_walk(inputs, chunks, valid, row_bytes=inputs.compute.itemsize, one_chunk_saves_dw=saves)
     options = _Options(plan, reduction, config.label_smoothing, config.z_loss)
@@ -161,7 +159,7 @@ class _Options(NamedTuple):
 
     @property
     def of_rows(self) -> tuple[int, float, float, float, float]:
-        """The options of the kernels, in their order."""
+        """The kernel options, in the kernels' order."""
         plan = self.plan
         return plan.ignore_index, self.label_smoothing, self.z_loss, plan.softcap, plan.scale
 
@@ -188,8 +186,8 @@ def _forward_fake(tensors: _Tensors, options: _Options, shards: Shards | None) -
 def _sums_in_fp32(options: _Options, dtype: torch.dtype, one_chunk: Any) -> bool:
     """Whether dW is summed in fp32 and narrowed in the backward pass, together with the upstream gradient.
 
-    "mean" in one chunk needs no sum, and its divisor is folded in already: the product itself rounds once. "sum" stays
-    wide because you will divide it by the token count, which would round a second time; in fp16 it would overflow.
+    "mean" in a single chunk needs no sum, and the divisor is folded in already: the product rounds once. "sum" stays
+    wide because you will divide by the token count, which would round a second time; in fp16 the sum would overflow.
     """
     compute = options.plan.compute
     if dtype != compute:  # fp32 master weights under autocast: the accumulator is the gradient
@@ -207,21 +205,21 @@ def _forward(tensors: _Tensors, options: _Options, shards: Shards | None) -> tup
     chunks = _make_chunks(x, tensors.weight, tensors.bias, tensors.target, plan, shards)
     chunks.room = weight_gradient.room(sums)
     losses = x.new_empty(chunks.visited, dtype=loss.dtype)
-    # In fp16 the divisor would make gradients underflow: the backward pass applies it, in fp32.
+    # In fp16 the divisor would make gradients underflow: the backward pass applies the divisor in fp32.
     folded = None if plan.compute == torch.float16 or not options.early else inverse
-    # Without a place the walk skips a product: a frozen head, frozen hidden states.
+    # A gradient that is None skips a product: a frozen head, frozen hidden states.
     gradients = Gradients(chunks, dx if need_dx else None, sums, db if need_db else None)
     _walk(chunks, losses, folded, gradients, options)
     if not options.early:
         loss = chunks.scatter_to_batch(losses)
         return loss if inverse is None else loss * inverse, dx, dw, more, db
-    # The sum in fp32 is divided once. The gradients have their divisor already, but for fp16.
+    # The fp32 sum is divided once. The gradients are divided already, except in fp16.
     total = losses.sum()
     return total if inverse is None else total * inverse, dx, dw, more, db
 
 
 def _walk(chunks: Chunks, losses: Tensor, factor: Tensor | None, gradients: Gradients, options: _Options) -> None:
-    """Write the rows' losses, and add the gradients times factor, 0-d or (N,)."""
+    """Write row losses, and add gradients times factor, 0-d or (N,)."""
     for chunk in _with_gradient_logits(chunks, losses, factor, bool(gradients), options):
         gradients.add(chunk)
     gradients.finish()
@@ -230,7 +228,7 @@ def _walk(chunks: Chunks, losses: Tensor, factor: Tensor | None, gradients: Grad
 def _with_gradient_logits(
     chunks: Chunks, losses: Tensor, factor: Tensor | None, gradient: bool, options: _Options
 ) -> Iterator[Chunk]:
-    """The chunks, losses written. With `gradient` their logits become the gradient times factor, 0-d or (N,)."""
+    """Yield chunks with losses written. With `gradient` the logits become the gradient times factor, 0-d or (N,)."""
     shards, of_rows = chunks.shards, options.of_rows
     if shards is None:
         for chunk in chunks:
@@ -242,7 +240,7 @@ def _with_gradient_logits(
     one = losses.new_ones(())
     for chunk, parts in chunks.iterate_with_statistics(losses.dtype, 1.0, softcap, scale, False, smoothing != 0.0):
         stats = losses.new_empty(4 + 2 * chunk.target.numel())
-        # Every device merges the same numbers in the same order, and so gets the same loss to the bit.
+        # Every device merges the same numbers in the same order, so all get bit-identical losses.
         merge_cross_entropy(parts, chunk.target, losses[chunk.rows], stats, shards.classes, *of_rows[1:])
         if gradient:
             here = _select_factor(factor, chunk)
@@ -259,7 +257,7 @@ def _make_chunks(
 ) -> Chunks:
     valid = plan.valid
     if valid < 0 and x.device.type == "cpu":
-        valid = int((target != plan.ignore_index).sum())  # the host is the device: looking costs nothing
+        valid = int((target != plan.ignore_index).sum())  # on the CPU the count costs no synchronisation
     known = None if valid < 0 else valid
     head = Projection.cast(x, weight, bias, plan.compute)
     return Chunks(head, target, plan.ignore_index, known, plan.budget, shards)
@@ -273,7 +271,7 @@ def _backward_fake(tensors: _BackwardTensors, options: _Options, shards: Shards 
 
 
 def _backward_of_rows(tensors: _BackwardTensors, options: _Options, shards: Shards | None) -> tuple[Tensor, ...]:
-    """The gradients of reduction="none", from logits that are computed again: each row has its upstream gradient."""
+    """Gradients for reduction="none", from recomputed logits: each row has its own upstream gradient."""
     dloss, x, weight, bias, target = tensors
     plan = options.plan
     chunks = _make_chunks(x, weight, bias, target, plan, shards)
@@ -285,7 +283,7 @@ def _backward_of_rows(tensors: _BackwardTensors, options: _Options, shards: Shar
     sums = weight_gradient.parts(dw, more) if plan.need_dw else None
     gradients = Gradients(chunks, dx if plan.need_dx else None, sums, db if plan.need_db else None)
     rows = dloss if chunks.index is None else dloss.index_select(0, chunks.index)
-    losses = torch.empty_like(rows)  # scratch: the kernel writes the losses again together with the gradient
+    losses = torch.empty_like(rows)  # scratch: the kernel rewrites the losses together with the gradient
     _walk(chunks, losses, rows, gradients, options)
     dw = weight_gradient.narrow_sum(dw, more) if more.numel() else dw.to(weight.dtype)
     return dx.to(x.dtype), dw, db.to(weight.dtype) if plan.need_db else x.new_empty(0)
@@ -303,7 +301,7 @@ def _save(ctx: Any, tensors: _Tensors, options: _Options, output: tuple[Tensor, 
     ctx.options = options
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
     if options.early:
-        # The gradients are saved, not the inputs: backward has only to scale them. fp16 still lacks its divisor.
+        # The gradients are saved, not the inputs: backward only scales them. fp16 still needs the divisor.
         ctx.save_for_backward(*output[1:], inverse if options.plan.compute == torch.float16 else None)
     else:
         ctx.save_for_backward(x, weight, bias, target, inverse)
@@ -327,7 +325,7 @@ _linear_cross_entropy = make_differentiable(_fwd, _save, _backward, unsaved=(0, 
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """Adds dW to the caller's tensor, times the upstream gradient that the caller has announced."""
+    """Adds dW, times the announced upstream gradient, to the caller's tensor."""
 
     @staticmethod
     def forward(
@@ -339,7 +337,6 @@ class _IntoMainGrad(torch.autograd.Function):
         dx = x.new_empty(x.shape, dtype=options.plan.compute) if ctx.needs_input_grad[0] else None
         db = losses.new_empty(weight.shape[0]) if ctx.needs_input_grad[2] else None
         factor = upstream if inverse is None else upstream * inverse
-        # The products add to main_grad themselves, so dW needs no buffer of its own.
         _walk(chunks, losses, factor, Gradients(chunks, dx, [main_grad], db, add=True), options)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
         total = losses.sum()
@@ -354,9 +351,8 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         dx, db, upstream, *_ = ctx.saved_tensors
-        # main_grad holds dW already, so an upstream gradient that was not announced cannot be applied to it. dx becomes
-        # NaN then, decided on the device: the host does not wait. The tolerance admits the same factors rounded in
-        # another order.
+        # main_grad holds dW already, so an unannounced upstream gradient cannot be applied. dx then becomes NaN,
+        # decided on the device: the host does not wait. The tolerance admits the same factors rounded in another order.
         same = (dloss - upstream).abs() <= 8 * torch.finfo(dloss.dtype).eps * upstream.abs()
         factor = torch.where(same, 1.0, float("nan")).to(dloss.dtype)
         present = [t is not None for t in (dx, db)]

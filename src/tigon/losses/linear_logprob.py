@@ -1,10 +1,10 @@
-"""Log-probabilities of a linear head without its logits, for preference tuning and reinforcement learning.
+"""Log-probabilities under a linear head without logits, for preference tuning and reinforcement learning.
 
     logits = softcap(scale · (x Wᵀ + bias + s · (x Aᵀ) Bᵀ)) / temperature;   results as in tigon.logprob
 
-The weight's gradient is a sum over tokens, each times its upstream gradient, which the forward pass cannot know. So the
-backward pass computes the logits again: four matrix products a token. A loss of `tigon.losses` computes its gradients
-in the forward pass and takes three. The last chunk's logits are still in their buffer; `keep_bytes` keeps more.
+dW is a sum over tokens, each times an upstream gradient that the forward pass cannot know. So the backward pass
+recomputes the logits: four matrix products per token. Losses in `tigon.losses` compute gradients in the forward pass
+and take three. The last chunk's logits are still in the buffer; `keep_bytes` keeps more.
 
 Source: tigon.logprob; low-rank adapters, Hu et al. 2021, https://arxiv.org/abs/2106.09685
 """
@@ -41,19 +41,19 @@ def linear_logprob(
     temperature: float = 1.0,
     chunks: ChunkOptions = ChunkOptions(),
 ) -> LogProb:
-    """Each target's log-probability, with entropy, log-sum-exp, rank and mean of the logits, which are never all there.
+    """Log-probability, entropy, log-sum-exp, rank and mean logit for each target, without materialising all logits.
 
     Args:
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the head.
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale, group or adapter.
-            Over a group the upstream gradient has to be the same on all ranks, and the adapter's B holds the rows of
-            this rank's classes.
+            Over a group the upstream gradient has to be the same on all ranks, and the adapter's B holds this rank's
+            class rows.
         target: (...), integer class indices, which x predicts.
         ignore_index, temperature: as in `tigon.logprob`.
-        chunks: which tokens are left out, what the walk over the others costs, and with `keep_bytes` which logits are
-            kept for the backward pass.
-    Returns: `LogProb` of (...), fp32 (fp64 for fp64), is_top1 bool; gradients through logprob and entropy, exact for
-        any upstream gradient.
+        chunks: which tokens are left out, the walk's cost, and with `keep_bytes` which logits are kept for the backward
+            pass.
+    Returns: `LogProb` with (...) fields, fp32 (fp64 for fp64), is_top1 bool; gradients through logprob and entropy,
+        exact for any upstream gradient.
     Raises: ValueError for shapes, dtypes or options that do not fit, and as `tigon.logprob` for targets.
 
     Replaces::
@@ -81,12 +81,12 @@ def linear_logprob(
             )
     labels, valid = inputs.labels, chunks.read_valid_tokens(name)
     if valid < 0 and x.device.type == "cpu" and is_concrete(labels):
-        valid = int((labels != inputs.ignore_index).sum())  # the host is the device: looking costs nothing
+        valid = int((labels != inputs.ignore_index).sum())  # on the CPU the count costs no synchronisation
     options = _Options(plan_walk(inputs, chunks, valid), chunks.keep_bytes, float(lora_scale), temperature)
     tensors = _Tensors(inputs.rows, inputs.weight, inputs.bias, lora_a, lora_b, labels)
     results = _linear_logprob(tensors, options, inputs.shards)
     logprob, entropy, *rest = (r.view(inputs.target.shape) for r in results)
-    if 0 <= valid < labels.numel():  # else no row can be left out that counts
+    if 0 <= valid < labels.numel():  # otherwise no valid row can be left out
         guard = guard_valid_count(labels, inputs.ignore_index, valid, logprob.dtype)
         logprob, entropy = logprob * guard, entropy * guard
     return LogProb(logprob, entropy, *(r.detach() for r in rest))
@@ -116,7 +116,7 @@ class _Tensors(NamedTuple):
 
 
 class _BackwardTensors(NamedTuple):
-    """Those of the forward pass, its saved results, and the upstream gradients."""
+    """The forward pass's tensors and saved results, and the upstream gradients."""
 
     x: Tensor
     weight: Tensor
@@ -132,7 +132,7 @@ class _BackwardTensors(NamedTuple):
 
 @record
 class _Options(NamedTuple):
-    """keep: bytes of logits that are kept beyond the last chunk."""
+    """keep: bytes for logits kept beyond the last chunk."""
 
     plan: WalkPlan
     keep: int
@@ -150,7 +150,7 @@ class _Options(NamedTuple):
 
 @record
 class _BackwardOptions(NamedTuple):
-    """needs: of x, weight, bias, A and B. ours: the kept logits may be overwritten, and serve the other chunks."""
+    """needs: for x, weight, bias, A and B. ours: kept logits may be overwritten, and serve the other chunks."""
 
     forward: _Options
     needs: tuple[bool, ...]
@@ -158,7 +158,7 @@ class _BackwardOptions(NamedTuple):
 
 
 class _AdaptedChunks(Chunks):
-    """The walk over chunks of a head that may have an adapter, in the compute dtype."""
+    """The chunk walk for a head with an optional adapter, in the compute dtype."""
 
     def __init__(self, tensors: _Tensors | _BackwardTensors, options: _Options, shards: Shards | None) -> None:
         x, weight, bias, lora_a, lora_b, target = tensors[:6]
@@ -173,7 +173,7 @@ class _AdaptedChunks(Chunks):
     def compute(self, start: int, stop: int, logits: Tensor) -> Chunk:
         chunk = super().compute(start, stop, logits)
         if self.lora_a is not None:
-            # Through the rank: W + s · B A would be a second weight of full size.
+            # Through the rank: W + s · B A would be a second full-size weight.
             through = chunk.x @ self.lora_a.t()
             for block in class_blocks(logits.shape[1], logits.dtype):
                 logits[:, block].addmm_(through, self.lora_b[block].t(), alpha=self.lora_scale)
@@ -181,7 +181,7 @@ class _AdaptedChunks(Chunks):
 
 
 def _count_buffer_rows(rows: Any, row_bytes: int, budget: int, keep: int) -> Any:
-    """Rows of the buffer of logits: those of the chunks that are kept from the end, at least one chunk."""
+    """Rows in the logits buffer: the chunks kept from the end, at least one chunk."""
     size = chunk_rows(rows, row_bytes, budget) if rows else 0
     chunks = -(-rows // size) if rows else 0
     number = min(chunks, 1 + keep // max(1, size * row_bytes))
@@ -195,7 +195,6 @@ def _forward_fake(tensors: _Tensors, options: _Options, shards: Shards | None) -
     others = torch.empty_like(one), torch.empty_like(one), x.new_empty(x.shape[0], dtype=torch.bool)
     row_bytes = (weight.shape[0] if shards is None else shards.widest) * plan.compute.itemsize
     room = _count_buffer_rows(rows, row_bytes, plan.budget, options.keep)
-    # Statistics of the visited rows alone, in the order of the walk.
     stats = x.new_empty((rows, 3), dtype=torch.float32 if shards is None else options.acc)
     return one, *others, torch.empty_like(one), stats, empty_logits(room, weight.shape[0], x, plan.compute)
 
@@ -204,9 +203,9 @@ def _forward(tensors: _Tensors, options: _Options, shards: Shards | None) -> tup
     *results, stats, logits = _forward_fake(tensors, options, shards)
     x, acc, ignore_index, transform = tensors.x, options.acc, options.plan.ignore_index, options.transform
     chunks = _AdaptedChunks(tensors, options, shards)
-    if chunks.index is not None:  # rows that are left out: the results are in the order of the walk at first
+    if chunks.index is not None:  # rows are left out: results start in walk order
         results = [x.new_empty(chunks.visited, dtype=torch.bool if i == 3 else acc) for i in range(5)]
-    # (rows, columns) of all chunks: one exchange at the end, since nothing before the backward pass needs the sums.
+    # All chunks' (rows, columns): one exchange at the end, since only the backward pass needs the sums.
     sums = x.new_empty(chunks.visited if shards is not None else 0, columns(True, True), dtype=acc)
     for chunk in chunks.iterate_forward(logits):
         if shards is not None:
@@ -230,14 +229,14 @@ def _backward_fake(tensors: _BackwardTensors, options: _BackwardOptions, shards:
 def _backward_of_rows(
     tensors: _BackwardTensors, options: _BackwardOptions, shards: Shards | None
 ) -> tuple[Tensor, ...]:
-    """The gradients, from the last chunk on, whose logits are still in the buffer."""
+    """The gradients, starting with the last chunk, whose logits are still in the buffer."""
     x, weight, _, lora_a, lora_b, _, stats, logits, dlogprob, dentropy = tensors
     need_dx, need_dw, need_db, need_da, need_dlb = options.needs
     forward, plan = options.forward, options.forward.plan
     chunks = _AdaptedChunks(tensors, forward, shards)
     acc = forward.acc
     dx = x.new_empty(x.shape, dtype=plan.compute) if need_dx else None
-    # One chunk needs no sum: its product rounds once, into the weight's dtype.
+    # A single chunk needs no sum: the product rounds once, into the weight's dtype.
     wide = weight.dtype != plan.compute or (plan.fp32 and chunks.count > 1)
     dw, more_dw = weight_gradient.places(weight, plan.compute, wide, plan.budget, need_dw)
     db = x.new_empty(weight.shape[0], dtype=acc) if need_db else None
@@ -245,12 +244,12 @@ def _backward_of_rows(
     gradients = Gradients(chunks, dx, sums, db)
     da = dlb = None
     if lora_a is not None and lora_b is not None:
-        # Small beside dW, so they are summed in fp32 in any case.
+        # Small beside dW, so always summed in fp32.
         da, dlb = x.new_zeros(lora_a.shape, dtype=acc), x.new_zeros(lora_b.shape, dtype=acc)
     upstream = [
         d if d is None or chunks.index is None else d.index_select(0, chunks.index) for d in (dlogprob, dentropy)
     ]
-    # Another backward pass may read the kept logits, as under retain_graph: the gradient then has scratch memory.
+    # Under retain_graph another backward pass may read the kept logits: the gradient then gets scratch memory.
     scratch = None if options.ours else empty_logits(chunks.size, weight.shape[0], x, plan.compute)
     for chunk in chunks.iterate_backward(logits, scratch=scratch):
         dlogprob, dentropy = (d if d is None else d[chunk.rows] for d in upstream)
@@ -264,7 +263,7 @@ def _backward_of_rows(
         last, more = chunk.stop == chunks.visited, None
         if chunks.lora_a is not None:
             through = dlogits @ chunks.lora_b  # (n, r)
-            # dx gains s · (dlogits B) A. The product with B serves the gradient of A as well.
+            # dx gains s · (dlogits B) A. The product with B also serves A's gradient.
             more = through, chunks.lora_a, forward.lora_scale
             if da is not None and need_da:
                 weight_gradient.accumulate([da], through, chunk.x, first=last)
@@ -273,10 +272,9 @@ def _backward_of_rows(
         gradients.add(chunk, more)
     gradients.finish()
     if shards is not None and da is not None and need_da:
-        shards.sum(da).wait()  # every device holds all of A: its gradient is a sum over all classes
+        shards.sum(da).wait()  # every device holds the whole A, so dA sums over all classes
     if more_dw.numel():
         dw = weight_gradient.narrow_sum(dw, more_dw)
-    # s is applied once, to the finished sums, rather than in every chunk.
     results = (dx, dw, db, *(g if g is None else g.mul_(forward.lora_scale) for g in (da, dlb)))
     return tuple(
         g.to(t.dtype) if need and t is not None and g is not None else x.new_empty(0)
@@ -294,7 +292,7 @@ _bwd = LossOperator("linear_logprob_bwd", _BackwardTensors, _BackwardOptions, _b
 def _save(ctx: Any, tensors: _Tensors, options: _Options, output: tuple[Tensor, ...]) -> None:
     ctx.options = options
     stats, logits = output[5:]
-    # Only the kernels write statistics, and over shards the merge. Under tracing the backend is not known yet.
+    # Only kernels and the shard merge write statistics. Under tracing the backend is not known yet.
     written = ctx.shards is not None or is_traced(tensors.x) or use_triton(logits)
     ctx.save_for_backward(*tensors, stats if written else None, logits)
 

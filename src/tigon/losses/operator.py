@@ -1,8 +1,8 @@
-"""How a loss of a head becomes an operator: named tensors and frozen options on both sides of torch.library.
+"""Head losses as operators: named tensors and frozen options on both sides of torch.library.
 
-A schema of torch.library takes tensors, numbers and words, but no objects. `pack` turns a record, a NamedTuple of
-numbers, words and further records, into one list each of integers, floats and strings; `Unpacker` reads the record back
-on the other side. A loss is then four functions of (tensors, options, shards), and no function counts positions.
+A torch.library schema takes tensors, numbers and strings, but no objects. `pack` turns a record (a NamedTuple with
+numbers, strings and further records) into lists for integers, floats and strings; `Unpacker` reads the record back. A
+loss is then four functions that take (tensors, options, shards), and no function counts positions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tigon.losses.head.vocabulary_parallel import Shards
 R = TypeVar("R", bound=type)
 DTYPES = {dtype: str(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-# The types of a record's fields, field by field; found once, since torch.compile does not trace type hints.
+# Types of each record's fields; resolved once, since torch.compile does not trace type hints.
 FIELDS: dict[type, tuple[Any, ...]] = {}
 LISTS = "int[] ints, float[] floats, str[] words"
 TENSORS = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]"}
@@ -34,12 +34,12 @@ def record(cls: R) -> R:
 def _field_type(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         return (_field_type(get_args(hint)[0]),)
-    # Hints that are no class are literals, all of them words.
+    # Hints that are not classes are string literals.
     return hint if isinstance(hint, type) else str
 
 
 def with_floats(value: Any, kind: Any = None) -> Any:
-    """The record with a float in each of its float fields, where users may have written a whole number."""
+    """Convert the values in float fields to float, where users may have written a whole number."""
     kind = type(value) if kind is None else kind
     if kind is float:
         return float(value)
@@ -51,7 +51,7 @@ def with_floats(value: Any, kind: Any = None) -> Any:
 
 
 class Packed(NamedTuple):
-    """The lists that go through a schema. None is empty: torch.library takes an empty list for one of tensors."""
+    """Lists that go through a schema. None is empty: torch.library takes an empty list for a list of tensors."""
 
     ints: list[int]
     floats: list[float]
@@ -59,7 +59,7 @@ class Packed(NamedTuple):
 
 
 def pack(*records: Any) -> Packed:
-    """The records' numbers and words, field by field."""
+    """Pack the records' numbers and strings, field by field."""
     packed = Packed([], [], [])
     for each in records:
         _pack(each, type(each), packed)
@@ -107,14 +107,14 @@ class Unpacker:
 
 
 class LossOperator:
-    """A function of (tensors, options, shards) as a launch of torch.library.
+    """A function that takes (tensors, options, shards), as a torch.library operator.
 
     Args:
-        name: of the operator, `torch.ops.tigon.<name>`.
-        tensors: the NamedTuple of the function's tensors, each a Tensor, a Tensor or None, or a list of tensors.
-        options: the record of the options, or the pair of functions that pack the options, and read them from an
-            `Unpacker`.
-        fake: as the function, returns empty tensors of the right shapes and dtypes.
+        name: the operator is `torch.ops.tigon.<name>`.
+        tensors: the NamedTuple with the function's tensors, each a Tensor, a Tensor or None, or a list of tensors.
+        options: the option record, or a pair: a function that packs the options, and a function that reads them from
+            an `Unpacker`.
+        fake: as the function, returns empty tensors with the right shapes and dtypes.
         results: how many tensors the function returns.
     """
 
@@ -139,11 +139,11 @@ class LossOperator:
         self.launch = launcher(schema, run_fake)(run)
 
     def join(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        """The arguments of a launch. Without a schema on the way the options remain an object, which costs no time."""
+        """The arguments for a launch. Without a schema the options remain an object, which costs no time."""
         return (*tensors, *self.pack(options)) if is_traced(tensors[0]) else (*tensors, options)
 
     def split(self, arguments: Any) -> tuple[Any, Any]:
-        """The tensors and the options of a launch's arguments."""
+        """Split a launch's arguments into tensors and options."""
         count = len(self.tensors._fields)
         packed = arguments[count:]
         return self.tensors(*arguments[:count]), packed[0] if len(packed) == 1 else self.read(Unpacker(*packed))
@@ -157,18 +157,18 @@ def make_differentiable(
     stage: LossOperator, save: Callable[..., None], backward: Callable[..., Any], *, outputs: int = 1,
     unsaved: tuple[int, ...] = (),
 ) -> Callable[..., Any]:  # fmt: skip
-    """Give a stage its gradient, and return the function to call: (tensors, options, shards).
+    """Give a stage a gradient, and return the function to call: (tensors, options, shards).
 
     Args:
         save: (ctx, tensors, options, output) → None. `ctx.shards` is set.
-        backward: (ctx, *gradients) → gradients of the first inputs; those of the others are None.
+        backward: (ctx, *gradients) → gradients for the first inputs; the other inputs get None.
         outputs, unsaved: as in `tigon.kernels.differentiable`.
     """
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.shards = getattr(ctx, "own", {}).get("shards")
         ctx.nones = [None] * len(inputs)
-        if not getattr(ctx, "hides", False):  # torch.library wants a gradient of each tensor in a list
+        if not getattr(ctx, "hides", False):  # torch.library wants a gradient for each tensor in a list
             for i in stage.lists:
                 ctx.nones[i] = [None] * len(inputs[i])
         save(ctx, *stage.split(inputs), output)

@@ -1,4 +1,4 @@
-"""Sentences for options that do not fit, as the families' option objects raise them when they are made."""
+"""Checks and error messages for options, raised when a family's option object is made."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def check_choice(name: str, argument: str, value: Any, choices: Sequence[Any]) -
 
 
 def check_positive(name: str, **values: float | None) -> None:
-    """Each a positive number, or None."""
+    """Check that each value is positive or None."""
     for argument, value in values.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name}: {argument} must be positive, got {value}.")
 
 
 def check_share(name: str, **values: float | None) -> None:
-    """Each from 0 to 1, or None."""
+    """Check that each value is in [0, 1] or None."""
     for argument, value in values.items():
         if value is not None and not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}: {argument} must lie in [0, 1], got {value}.")
@@ -37,14 +37,14 @@ def check_smoothing(name: str, value: float) -> None:
 
 
 def make_keyword_error(name: str, unknown: Mapping[str, Any], config: type, **values: type) -> TypeError:
-    """The error for keywords that a loss does not have, with the value that has a field of that name.
+    """The error for unknown keywords, naming the object that has a field by that name.
 
     Args:
-        name: the loss. unknown: the keywords that came. config: the type of its options.
-        values: the types of its further arguments that hold several things, by the arguments' names.
+        name: the loss. unknown: the keywords that came. config: the option type.
+        values: types for further arguments that hold several values, by argument name.
     """
     homes = {}
-    # The last wins where two values have a field of one name: the softcap of a head is the head's.
+    # If two objects have a field by the same name, the last wins: softcap is the head's.
     for argument, home in {"chunks": ChunkOptions, **values, "config": config, "head": Head}.items():
         module = "tigon" if home in (Head, CrossEntropy) else "tigon.losses"
         for field in inspect.signature(home).parameters:

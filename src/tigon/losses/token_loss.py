@@ -1,14 +1,14 @@
-"""Losses that are plain PyTorch functions of tokens' log-probabilities, whose logits are never all in memory.
+"""Losses written as plain PyTorch functions on token log-probabilities, without materialising all logits.
 
     for each part, sequences that the loss has to see together:
         logits ← x Wᵀ (+ bias)                       matrix product into the buffer
-        logprob, entropy ← logits                    one reading
-        loss, slopes ← f(logprob, entropy)           plain PyTorch and its autograd, on a few numbers a token
+        logprob, entropy ← logits                    one read
+        loss, slopes ← f(logprob, entropy)           plain PyTorch and autograd, on a few numbers per token
         logits ← Σ slopes · d(logprob, entropy)/d(logits)
         dx ← logits W;  dw += logitsᵀ x              two matrix products
 
 Where a part's logits fit the budget, a token costs three products, as many as with all logits in memory. A longer part
-is walked twice and costs a fourth product. A reference model's head costs one more product, through the same buffer.
+is walked twice and costs a fourth product. A reference head costs another product, through the same buffer.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ def token_loss(
     reference: Hidden | None = None, ignore_index: int = -100, temperature: float = 1.0,
     chunks: ChunkOptions = ChunkOptions(), name: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss of a family, 0-d, and its other results, which have no gradient. The public functions call this one.
+    """A family's loss, 0-d, and other results, without gradient. The public functions call this function.
 
     Args:
-        family: the loss, with its options.
-        tensors: the family's tensors, of type `family.Tensors`; (S,) or (S, T) each, or None. No gradient.
+        family: the loss, with options.
+        tensors: the family's tensors, as `family.Tensors`; (S,) or (S, T) each, or None. No gradient.
         x: (S, T, H). target: (S, T), aligned with x: the token that x[s, t] predicts.
-        reference: the reference model's hidden states (S, T, H') and head, whose softcap, scale and group are the
-            policy's.
-        chunks: `valid_tokens` are the numbers of targets of the sequences that count.
-        name: the public function, for sentences.
+        reference: the reference model's hidden states (S, T, H') and head, with the policy's softcap, scale and group.
+        chunks: `valid_tokens` holds valid-target counts per sequence.
+        name: the public function, for error messages.
     """
     name = name or family.key
     head = parse_head(name, head)
@@ -67,10 +66,10 @@ def token_loss(
     stacks = family.group_size()
     if stacks > 1 and x.shape[0] % stacks:
         raise ValueError(f"{name}: x must hold {stacks} stacks of equal size, got {x.shape[0]} sequences.")
-    # Detached: a graph that hangs on advantages or a reference would live as long as the loss.
+    # Detached: a graph behind advantages or a reference would live as long as the loss.
     own = [t.detach() if t.requires_grad else t for t in tensors if t is not None]
     for field, t in zip(family.given, own, strict=True):
-        if t.device != x.device and t.dim():  # a kernel would read a host address; a number may be the host's
+        if t.device != x.device and t.dim():  # a kernel would read a host address; a 0-d tensor may be on the host
             raise ValueError(f"{name}: {field} must be on the device of x, {x.device}, got {t.device}.")
     lengths = _count_lengths(name, chunks.valid_tokens, target, inputs.ignore_index)
     valid = sum(lengths) if lengths else -1
@@ -96,7 +95,7 @@ def _parse_reference(
         value, own = getattr(theirs, field), getattr(head, field)
         if value not in (own, getattr(Head(theirs.weight), field)):
             raise ValueError(f"{name}: ref.head.{field} must be head.{field}, {own}, or left out, got {value}.")
-    # Split over the same devices with the same sizes: both heads' statistics are merged by one set of labels.
+    # Split over the same devices with the same sizes: both heads' statistics are merged with the same labels.
     x, weight, bias, _, shards = resolve_shards(
         f"{name}: of the reference", reference.x, theirs.weight, theirs.bias, None, theirs.group or head.group,
         accumulate,
@@ -108,14 +107,14 @@ def _parse_reference(
             f"{name}: ref.x must be (S, T, H') and ref.head's weight (V, H') beside x {tuple(inputs.x.shape)} and "
             f"weight {tuple(inputs.weight.shape)}, got {tuple(x.shape)} and {tuple(weight.shape)}."
         )
-    # One dtype, since one buffer takes the logits of both.
+    # Same dtype, since both share a logits buffer.
     if check_head(name, x, weight, bias, prefix="ref.", sequences=True) != inputs.compute:
         raise ValueError(f"{name}: ref.x must have x's dtype {inputs.x.dtype}, got {x.dtype}.")
     return x, weight, bias
 
 
 def _count_lengths(name: str, lengths: Any, target: Tensor, ignore_index: int) -> list[int]:
-    """How many targets of each sequence count; empty if the host does not know."""
+    """Valid targets per sequence; empty if the host does not know."""
     if lengths is None:
         looks = target.device.type == "cpu" and is_concrete(target)
         return (target != ignore_index).sum(1).tolist() if looks else []
@@ -141,12 +140,12 @@ class _Tensors(NamedTuple):
     ref_x: Tensor | None
     ref_weight: Tensor | None
     ref_bias: Tensor | None
-    tensors: list[Tensor]  # the family's, those that are given
+    tensors: list[Tensor]  # the family's tensors that are not None
 
 
 @record
 class _Options(NamedTuple):
-    """lengths: how many targets of each sequence count; empty if the host does not know. family: the family's key."""
+    """lengths: valid targets per sequence; empty if the host does not know. family: the family's key."""
 
     plan: WalkPlan
     temperature: float
@@ -198,7 +197,7 @@ def _empty_gradients(
     x, weight, plan, lengths = tensors.x, tensors.weight, options.plan, options.lengths
     (S, T, H), V = x.shape, weight.shape[0]
     dx = x.new_empty((S * T, H) if plan.need_dx else (0,), dtype=plan.compute)
-    # In one chunk there is nothing to sum: the product itself rounds once, into the weight's dtype.
+    # A single chunk needs no sum: the product rounds once, into the weight's dtype.
     rows = sum(lengths) if lengths else S * T
     several = rows * (V if shards is None else shards.widest) * plan.compute.itemsize > plan.budget
     wide = weight.dtype != plan.compute or plan.compute == torch.float16 or (plan.fp32 and several)
@@ -212,38 +211,37 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
     dx, dw, more, db = _empty_gradients(tensors, options, shards)
     x, weight, target, plan, lengths = tensors.x, tensors.weight, tensors.target, options.plan, options.lengths
     batch = _Batch(tensors, options, family, shards)
-    # Rows that fit: one part for all of them if possible, else whole tiles of 128, and at least one tile.
+    # Row capacity: a single part for all rows if possible, else whole tiles (128 rows), and at least one tile.
     fitting = plan.budget // max(1, (weight.shape[0] if shards is None else shards.widest) * plan.compute.itemsize)
     counted = sum(lengths) if lengths else target.numel()
     most = fitting if counted <= fitting else max(128, fitting // 128 * 128)
     alone = family.group_size() == ALONE and counted > most
-    # Sequences are cut out of the whole batch, and each part leaves out its own rows that do not count.
+    # Sequences are cut from the whole batch, and each part leaves out ignored rows.
     known = counted if lengths and alone else None
     whole = Chunks(batch.head, target.view(-1), plan.ignore_index, known, plan.budget, shards)
-    # All parts before the first product: the buffer is as large as the largest of their chunks.
+    # All parts before the first product: the buffer must fit the largest chunk.
     parts = list(split_batch(whole, target, family.group_size(), lengths, plan.ignore_index, most))
     weight_sums = weight_gradient.parts(dw, more) if plan.need_dw else None
     gradients = Gradients(whole, dx if plan.need_dx else None, weight_sums, db if plan.need_db else None)
     if not alone and counted < target.numel():
         dx.zero_()  # no part writes the rows that are left out
-    # One buffer for all parts, and for the reference's logits as well.
     room, size = weight_gradient.room(weight_sums), max((part.chunks.size for part in parts), default=0)
     room = empty_logits(size, weight.shape[0], x, plan.compute) if room is None else room
-    # Too small a length would silently leave out rows that count. The loss becomes NaN instead, decided on the device:
-    # the host does not wait.
+    # Too small a length would silently drop valid rows. The loss becomes NaN instead, decided on the device: the host
+    # does not wait.
     enough = [(target != plan.ignore_index).sum() <= known] if known is not None and known < target.numel() else []
     results = _Results(family, batch, lone=len(parts) == 1 and parts[0].sequences is None)
     grad_scale = call.grad_scale(target) if gradients else None
     for part in parts:
         stats, last, slopes = results.add(part, room, enough, grad_scale)
-        # A part without slopes, such as one that is clipped throughout, has a zero gradient and needs no product.
+        # A part without slopes, such as a part clipped throughout, has a zero gradient and needs no product.
         if all(s is None for s in slopes):
             if plan.need_dx:
                 dx[part.chunks.row_indices(0, part.chunks.visited)] = 0.0
             continue
         flat = [None if s is None else part.gather(s) for s in slopes]
-        # Backwards, because the last chunk's logits are still in the buffer. A part of one chunk, the usual case, is
-        # therefore never computed twice. The walk takes `last` over: its rows of x are memory that is needed again.
+        # Backwards, because the last chunk's logits are still in the buffer. A single-chunk part, the usual case, is
+        # never computed twice. The walk takes over `last`, so that the rows' memory can be freed.
         walk, last = part.chunks.iterate_backward(room, last), None
         for chunk in walk:
             dlogprob, dentropy = (None if s is None else s[chunk.rows] for s in flat)
@@ -260,9 +258,9 @@ def _forward(tensors: _Tensors, call: _Call, shards: Shards | None) -> tuple[Ten
 
 
 class _Results:
-    """The loss and the further results: of the parts so far, and at the end of all.
+    """Loss and further results, accumulated over parts.
 
-    lone: there is one part, which is the whole batch in its order.
+    lone: there is a single part, which is the whole batch in order.
     """
 
     def __init__(self, family: Family, batch: _Batch, lone: bool) -> None:
@@ -275,16 +273,16 @@ class _Results:
         self.mask = target != batch.ignore_index
         self.tensors = family.prepare(batch.tensors, self.mask, acc)
         sizes = (len(family.sums),), (len(family.per_sequence), len(target)), (len(family.per_token), *target.shape)
-        # Parts add to sums, and no part writes the places of tokens that do not count. A lone part writes all itself.
+        # Parts add to sums, and ignored tokens stay zero. A lone part writes everything.
         room = x.new_empty if lone else x.new_zeros
         self.loss, self.results = room((), dtype=acc), tuple(room(size, dtype=acc) for size in sizes)
 
     def add(
         self, part: PartRows, room: Tensor, enough: list[Tensor], grad_scale: float | None
     ) -> tuple[Tensor, Chunk | None, list[Tensor | None]]:
-        """Take in a part. Returns: its rows' statistics, its last chunk, the slopes of logprob and of entropy.
+        """Add a part. Returns: row statistics, the last chunk, the slopes with respect to logprob and entropy.
 
-        enough: takes whether all of the part's tokens that count were visited, if that is not certain.
+        enough: collects whether all valid tokens in the part were visited, if that is not certain.
         grad_scale: None if no gradient is wanted.
         """
         family, batch = self.family, self.batch
@@ -305,10 +303,10 @@ class _Results:
             return stats, last, slopes
         view = batch.make_part(part, values, self.mask, self.tensors)
         if part.indices is not None:
-            # By part, since the sort of its rows cuts off those beyond its lengths.
+            # Per part, since sorting the rows cuts off those beyond the part's lengths.
             enough.append(view.mask.sum() <= part.chunks.visited)
         if grad_scale is not None:
-            # Boosted from the start, in fp32: fp16 gradients of a mean over many tokens would underflow.
+            # Scaled from the start, in fp32: fp16 gradients for a mean over many tokens would underflow.
             share, outputs, slopes = _evaluate_with_slopes(family, view, grad_scale)
         else:
             share, outputs = family(view)
@@ -320,23 +318,22 @@ class _Results:
         return stats, last, slopes
 
     def finish(self) -> tuple[Tensor, ...]:
-        """The loss, the metrics, and the results of sequences and of tokens that the caller gets."""
+        """Loss, metrics, and the sequence and token results that the caller gets."""
         if self.by_kernels:
             return self.loss, *self.results
         family, (sums, per_sequence, per_token) = self.family, self.results
         if family.finishes:
             results = dict(zip((*family.sums, *family.per_token), (*sums, *per_token), strict=True))
             sums = torch.stack(list(family.finish(results, self.tensors, self.mask)))
-            per_token = per_token[: len(family.per_token) - family.internal].clone()  # the others are not kept alive
+            per_token = per_token[: len(family.per_token) - family.internal].clone()  # frees the internal results
         return self.loss, sums, per_sequence, per_token
 
 
 def _evaluate_with_slopes(
     family: Family, part: Part, grad_scale: float
 ) -> tuple[Tensor, dict[str, Tensor], list[Tensor | None]]:
-    """The family's loss, and its derivatives with respect to logprob and entropy by PyTorch's autograd,
-    times grad_scale."""
-    # An operator of torch.library runs below autograd, which is therefore switched on again for the family.
+    """The family's loss, and autograd's derivatives with respect to logprob and entropy, times grad_scale."""
+    # torch.library operators run below autograd, so autograd is switched on again for the family.
     above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with above, torch.enable_grad(), _without_hooks():
         logprob = part.logprob.detach().requires_grad_()
@@ -345,7 +342,7 @@ def _evaluate_with_slopes(
         slopes: list[Tensor | None] = [None, None]
         if share.requires_grad:
             leaves = [logprob] if entropy is None else [logprob, entropy]
-            # allow_unused: some families' losses do not depend on the entropy that they log.
+            # allow_unused: some losses do not depend on the entropy that they log.
             found_slopes = torch.autograd.grad(share, leaves, share.new_full((), grad_scale), allow_unused=True)
             slopes[: len(leaves)] = found_slopes
     return share, outputs, slopes
@@ -367,7 +364,7 @@ def _same(t: Tensor) -> Tensor:
 
 
 def _stack_results(family: Family, outputs: dict[str, Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-    """The results of a part that is the whole batch: like `results`, which are then not written."""
+    """Results for a part that is the whole batch: like `results`, which are then not written."""
     stacked = []
     for names, like in zip((family.sums, family.per_sequence, family.per_token), results, strict=True):
         with torch.no_grad():  # instead of a detach for each
@@ -378,10 +375,10 @@ def _stack_results(family: Family, outputs: dict[str, Tensor], results: Sequence
 
 def _scatter_results(family: Family, outputs: dict[str, Tensor], part: PartRows, results: Sequence[Tensor]) -> None:
     sums, per_sequence, per_token = results
-    if sums.numel():  # one launch for all: of a few tokens, launches take longer than the sums
+    if sums.numel():  # one launch for all: with few tokens, launches take longer than the sums
         sums.add_(torch.stack([outputs[name].detach().to(sums.dtype) for name in family.sums]))
     assert part.sequences is not None
-    # index_copy_ rather than indexing by a mask, whose size the host would have to wait for.
+    # index_copy_ rather than a mask index: the host would have to wait for the mask's count.
     for i, name in enumerate(family.per_sequence):
         place = per_sequence[i]
         place.index_copy_(0, part.sequences, outputs[name].detach().reshape(-1).to(place.dtype))
@@ -395,7 +392,7 @@ def _scatter_results(family: Family, outputs: dict[str, Tensor], part: PartRows,
 
 
 class _Values(NamedTuple):
-    """Results of a part's logits, (S', T) each: as in `Part`."""
+    """Results from a part's logits, (S', T) each: as in `Part`."""
 
     logprob: Tensor
     entropy: Tensor | None
@@ -405,7 +402,7 @@ class _Values(NamedTuple):
 
 
 class _Batch:
-    """The batch as the walk reads it: the heads in the compute dtype, the labels and the family's tensors."""
+    """The batch as the walk reads it: heads in the compute dtype, labels and the family's tensors."""
 
     def __init__(self, tensors: _Tensors, options: _Options, family: Family, shards: Shards | None) -> None:
         x, weight, bias, target, ref_x, ref_weight, ref_bias, own = tensors
@@ -420,12 +417,12 @@ class _Batch:
         self.ignore_index, self.transform = options.plan.ignore_index, options.transform
 
     def slice_rows(self, part: PartRows, t: Tensor) -> Tensor:
-        """The part's rows of a tensor of the batch: (S,) or (S, T) becomes (S', 1) or (S', T); with `alone` (S', 1)."""
+        """Select the part's rows: (S,) or (S, T) becomes (S', 1) or (S', T); with `alone` (S', 1)."""
         t = t.unsqueeze(1) if t.dim() == 1 else t
         if part.sequences is None:
             return t
         if part.alone:
-            # (S, 1) expands to tokens without memory; then the tokens are looked up, unless all are there.
+            # (S, 1) expands to tokens without memory; the tokens are then gathered unless all are present.
             tokens, rows = t.expand(self.target.shape).reshape(-1, 1), part.chunks
             every = rows.index is None and rows.visited == tokens.shape[0]
             return tokens if every else tokens.index_select(0, part.sequences)
@@ -434,7 +431,7 @@ class _Batch:
     def read(
         self, chunks: Chunks, room: Tensor, results: tuple[Tensor | None, ...], stats: Tensor | None
     ) -> Chunk | None:
-        """Write the results of a part's rows, as `logprob_rows` does, and return the last chunk."""
+        """Write results for a part's rows, as `logprob_rows` does, and return the last chunk."""
         along, total = results[1] is not None, results[4] is not None
         own = None
         if self.shards is not None:
@@ -454,7 +451,7 @@ class _Batch:
                 *self.transform,
             )
         if self.shards is not None and own is not None and chunks.visited:
-            # The reference needs no statistics afterwards, but merging writes them.
+            # The reference needs no statistics, but merging writes them.
             stats = own.new_empty(chunks.visited, 3) if stats is None else stats
             (labels,) = chunks.select(0, chunks.visited, chunks.target)
             parts = self.shards.gather(own).wait()
@@ -462,16 +459,16 @@ class _Batch:
         return chunk
 
     def forward(self, family: Family, part: PartRows, room: Tensor) -> tuple[_Values, Tensor, Chunk | None]:
-        """The results of the part's logits, its rows' statistics, and its last chunk, whose logits are in the room."""
+        """Results from the part's logits, row statistics, and the last chunk, whose logits stay in the room."""
         count = part.chunks.visited
         wanted = True, family.wants_entropy, family.wants_mean_logit, self.reference is not None
-        # One tensor for all, so that one launch fills in masked tokens; each begins at a multiple of 16 bytes.
+        # One tensor for all, so that one launch fills in masked tokens; rows are 16-byte aligned.
         numbers = self.head.x.new_empty((sum(wanted), -(-count // 4) * 4), dtype=self.acc)
         numbers = numbers if count % 4 == 0 else numbers[:, :count]
         rows = iter(numbers.unbind())
         logprob, entropy, mean, reference = (next(rows) if one else None for one in wanted)
         top1 = numbers.new_empty(count, dtype=torch.bool) if family.wants_is_top1 else None
-        # The gradient needs a row's maximum, the log of its sum, its entropy; over shards as wide as devices exchange.
+        # The gradient needs each row's maximum, log-sum and entropy; with shards, in the exchange dtype.
         stats = self.head.x.new_empty((count, 3), dtype=torch.float32 if self.shards is None else self.acc)
         if self.reference is not None and reference is not None:
             # The reference first: the policy's logits then stay in the buffer for the gradient.
@@ -484,7 +481,7 @@ class _Batch:
         return _Values(logprob, entropy, mean, reference, top1), stats, last
 
     def make_part(self, part: PartRows, values: _Values, mask: Tensor, tensors: Any) -> Part:
-        """The part as the family sees it. mask, tensors: of the batch, the tensors as the family has prepared them."""
+        """The part as the family sees it. mask, tensors: for the whole batch; tensors as `prepare` returned them."""
         own = tensors._make(None if t is None else self.slice_rows(part, t) for t in tensors)
         logprob, entropy, mean, reference, top1 = values
         return Part(part.sequences, logprob, entropy, mean, reference, self.slice_rows(part, mask), own, top1)
@@ -506,7 +503,7 @@ def _save(ctx: Any, tensors: _Tensors, call: _Call, output: tuple[Tensor, ...]) 
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Sequence[Tensor | None]:
     if dloss is None:
         return ()
-    # grad_scale kept fp16 gradients from underflowing; it leaves together with the upstream gradient, in fp32.
+    # grad_scale kept fp16 gradients from underflowing; it is divided out with the upstream gradient, in fp32.
     factor = dloss if ctx.grad_scale == 1.0 else dloss / ctx.grad_scale
     dx, dw, more, db, *_ = ctx.saved_tensors
     dx, dw, db = scale_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)

@@ -1,6 +1,6 @@
-"""Distillation of a linear head from a teacher's, without either's logits: the loss and all gradients in one walk.
+"""Distillation from a teacher's linear head without either's logits: the loss and all gradients in one walk.
 
-    loss = (1 − h) · soft + h · cross entropy, h the hard weight; soft, of Q = softmax(z / τ) and the teacher's P:
+    loss = (1 − h) · soft + h · cross entropy, with hard weight h; soft, for Q = softmax(z / τ) and the teacher's P:
 
     kl           KL(P ‖ Q)
     reverse_kl   KL(Q ‖ P)
@@ -12,9 +12,9 @@ Sources: Hinton et al. 2015, https://arxiv.org/abs/1503.02531; generalised JSD o
 https://arxiv.org/abs/2306.13649; reverse KL, Gu et al. 2023, https://arxiv.org/abs/2306.08543; TVD, Wen et al. 2023,
 https://arxiv.org/abs/2307.15190.
 
-In the usual order: here the promise, then reference.py; formula.py and rows.py, the values that are handed on; the
-kernels of heads.py and topk.py, with their device functions in tiles.py and the exchange between devices in
-statistics.py; walk.py, the walk over chunks, and autograd.
+File order: the public functions here, then reference.py; formula.py and rows.py, the values passed between them; the
+kernels in heads.py and topk.py, with device functions in tiles.py and the exchange between devices in statistics.py;
+walk.py, the walk over chunks, and autograd.
 """
 
 from __future__ import annotations
@@ -49,27 +49,26 @@ def distill(
     config: Distill = Distill(),
     chunks: ChunkOptions = ChunkOptions(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The distillation loss of the logits x Wᵀ + bias from a teacher's, neither of which are all in memory at once.
+    """The distillation loss between the logits x Wᵀ + bias and a teacher's, neither of which are all in memory at once.
 
     Args:
         x: (..., H), bf16, fp16, fp32 or fp64: hidden states that enter the student's head.
-        head: the student's: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or
-            group.
-        teacher: a `tigon.losses.Hidden`: the teacher's hidden states (..., H'), aligned with x, of a width and dtype of
-            their own, and its head (V, H'), with a bias, softcap and scale of its own. Over a group it is split as the
-            student's head is, into the same sizes, both plain with the student's group or both DTensors.
-        target: (...), integer class indices: where they are ignore_index, a row is left out. None: every row counts.
-        config: the kind of divergence and its numbers.
-        chunks: which rows are left out, and what the walk over the others costs. `chunk_bytes` counts both sides'
-            logits together. With `logits_dtype=torch.float32` the logits are not rounded to the dtype of the
-            products: where distributions are peaked (logits of std 30), bf16's rounding puts the gradient of x off by
-            13 to 18 %, and fp32 logits by less than 1 %. A chunk of the same bytes then holds 2/5 of the rows.
+        head: the student's weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or group.
+        teacher: a `tigon.losses.Hidden`: the teacher's hidden states (..., H'), aligned with x, in any width and dtype,
+            and the teacher's head (V, H'), with its own bias, softcap and scale. Over a group the teacher's head is
+            split into the same sizes as the student's, both plain with the student's group or both DTensors.
+        target: (...), integer class indices; rows with ignore_index are left out. None: every row counts.
+        config: the divergence and its parameters.
+        chunks: which rows are left out, and the walk's cost. `chunk_bytes` counts both sides' logits together. With
+            `logits_dtype=torch.float32` the logits are not rounded to the products' dtype: where distributions are
+            peaked (logits with std 30), bf16 rounding puts dx off by 13 to 18 %, and fp32 logits by less than 1 %. A
+            chunk with the same bytes then holds 2/5 as many rows.
     Returns: the loss, 0-d, in fp32 (fp64 for fp64 inputs), and metrics without gradient: "soft_loss" and, with a hard
         weight, "hard_loss", each reduced, before the weights.
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
-    Four matrix products a token, one of them the teacher's: the gradients are computed in the forward pass. A row whose
-    logits are NaN gives a NaN loss.
+    Each token costs four matrix products, the teacher's included: the gradients are computed in the forward pass. A row
+    with NaN logits gives a NaN loss.
 
     Replaces::
 
@@ -114,21 +113,21 @@ def distill_topk(
     config: DistillTopK = DistillTopK(),
     chunks: ChunkOptions = ChunkOptions(),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The distillation loss from the K likeliest classes that a teacher gave of each row: a server, or a data set.
+    """The distillation loss from each row's K likeliest classes under a teacher, from a server or a data set.
 
     Args:
         x: (..., H), as in `distill`.
-        head: the student's, as in `distill`.
+        head: the student's head, as in `distill`.
         teacher: a `TopK`, ids and log-probabilities (..., K), whole on all ranks.
         target: (...) or None, as in `distill`.
-        config: the kind of divergence, its numbers, and the treatment of the other classes. The cross entropy of
+        config: the divergence, its parameters, and the treatment of the other classes. The cross entropy from
             `hard_weight` is over all classes.
-        chunks: as in `distill`; the student's logits have the bytes to themselves.
+        chunks: as in `distill`; the student's logits have all the bytes.
     Returns: as `distill`.
     Raises: ValueError for shapes, dtypes or options that do not fit. An id outside [0, V) gives a NaN loss on the GPU,
         and a ValueError on the CPU.
 
-    Three matrix products a token.
+    Each token costs three matrix products.
 
     Replaces (rest="drop")::
 
@@ -161,7 +160,7 @@ def distill_topk(
 
 
 class _Teacher(NamedTuple):
-    """The teacher's tensors: (N, H'), (V, H') and (V,) of a head; or ids and log-probabilities (N, K)."""
+    """The teacher's tensors: (N, H'), (V, H') and (V,) for a head; or ids and log-probabilities (N, K)."""
 
     x: Tensor
     weight: Tensor
@@ -183,7 +182,7 @@ def _parse_student(
 def _distill(
     name: str, student: HeadInputs, teacher: _Teacher, config: Distill, chunks: ChunkOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of both, from parsed tensors."""
+    """The loss for both public functions, from parsed tensors."""
     rows, labels, dtype, valid = student.rows, student.labels, student.loss_dtype, chunks.read_valid_tokens(name)
     inverse = _inverse_divisor(rows, labels, student.ignore_index, config, dtype)
     if valid >= 0 and labels is not None:
@@ -191,7 +190,7 @@ def _distill(
         inverse = guard if inverse is None else inverse * guard
     rest = config.rest if isinstance(config, DistillTopK) else ""
     logits, theirs = (choose_logits_dtype(side, chunks.logits_dtype) for side in (student.compute, teacher.compute))
-    # Beside K given classes the student's logits have the budget to themselves.
+    # With a top-k teacher the student's logits have the whole budget.
     row_bytes = logit_bytes(student.compute, logits) + (0 if rest else theirs.itemsize)
     plan = plan_walk(student, chunks, valid, row_bytes=row_bytes, one_chunk_saves_dw=inverse is not None)
     unit = config.temperature**2 if config.temperature_squared else 1.0
@@ -210,7 +209,7 @@ def _distill(
 def _inverse_divisor(
     rows: Tensor, labels: Tensor | None, ignore_index: int, config: Distill, dtype: torch.dtype
 ) -> Tensor | None:
-    """1 / the divisor of the summed loss, 0-d, on the device. Nothing here waits for the device."""
+    """1 / the summed loss's divisor, 0-d, on the device. Nothing here waits for the device."""
     divisor = config.divisor
     if config.reduction == "sum":
         return None
@@ -224,7 +223,7 @@ def _inverse_divisor(
 
 
 def _check_ids(name: str, ids: Tensor, logprobs: Tensor, classes: int) -> None:
-    """On a GPU it would wait: there the kernel answers NaN."""
+    """Check ids on the CPU only: a GPU check would wait, so the kernel gives NaN instead."""
     if ids.device.type == "cpu" and is_concrete(ids):
         wrong = (logprobs != -torch.inf) & ((ids < 0) | (ids >= classes))
         if wrong.any():

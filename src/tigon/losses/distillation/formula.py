@@ -1,4 +1,4 @@
-"""The loss of a row as one value, `Formula`: all that a launch of a kernel depends on beside its tensors."""
+"""A row's loss as a value, `Formula`: everything a kernel launch depends on beside tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from tigon.losses.operator import record
 
-# The types of `distill`; a kind is a type whose beta is resolved.
+# The types in `distill`; a kind is a type whose beta is resolved.
 LossType = Literal["kl", "reverse_kl", "jsd", "tvd", "cosine"]
 Kind = Literal["kl", "reverse", "jsd", "tvd", "cosine"]
 Rest = Literal["tail", "renormalize", "drop"]
 
-# The least probability of the classes that a teacher did not give, where the student's is not 0: 1 − Σ p is not known
-# more exactly.
+# A lower bound for the not-given classes' probability, where the student's is not 0: 1 − Σ p is no more accurate.
 LEAST_REST = 1e-7
 
 
@@ -32,13 +31,13 @@ class Hard(IntEnum):
     """The cross entropy beside the soft loss."""
 
     NONE = 0
-    SHARED = 1  # at temperature 1: the softmax of the soft loss serves both
-    APART = 2  # beside another temperature: a sum of its own
+    SHARED = 1  # at temperature 1: shares the soft loss's softmax
+    APART = 2  # at another temperature: needs a second sum
 
 
 @record
 class Transform(NamedTuple):
-    """The transform of one side's logits: z = softcap · tanh(scale · x / softcap), or scale · x for a softcap of 0."""
+    """A transform for one side's logits: z = softcap · tanh(scale · x / softcap), or scale · x if softcap is 0."""
 
     softcap: float = 0.0
     scale: float = 1.0
@@ -53,14 +52,14 @@ class Transform(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Factors of the two gradients with respect to the logits z; that of the soft loss includes 1 / temperature."""
+    """Factors on both gradients with respect to the logits z; the soft loss's factor includes 1 / temperature."""
 
     soft: float
     hard: float
 
 
 class Formula(NamedTuple):
-    """rest: "" beside a teacher's head. gradient: the logits become the gradient, times `Rows.factor`."""
+    """rest: "" with a teacher's head. gradient: the logits become the gradient, times `Rows.factor`."""
 
     kind: Kind
     rest: Rest | Literal[""]
@@ -80,7 +79,7 @@ class Formula(NamedTuple):
 
     @property
     def k(self) -> float:
-        """The factor that turns differences of logits into logarithms to the base 2, which kernels take."""
+        """The factor that turns logit differences into base-2 logarithms, which kernels take."""
         return math.log2(math.e) / self.temperature
 
     @property
@@ -89,13 +88,13 @@ class Formula(NamedTuple):
 
 
 def terms_and_slopes(formula: Formula, lq: Tensor, lp: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each class, and its derivative along lq, up to a multiple of q, which drops out of a distribution.
+    """Each class's loss, and the derivative along lq, up to a multiple of q, which drops out for a distribution.
 
     lq, lp: log q and log p, natural. The torch path's side of `tigon.kernels.tiles.divergence.sides`.
     """
     kind, beta = formula.kind, formula.beta
     p, q = lp.exp(), lq.exp()
-    # A class of probability 0 adds nothing, also where its logarithm is -inf.
+    # A class with probability 0 adds nothing, also where the logarithm is -inf.
     if kind == "kl":
         return torch.where(p == 0, 0.0, p * (lp - lq)), -p
     if kind == "reverse":

@@ -1,14 +1,14 @@
-"""A chunk's rows from a teacher's logits: losses, and the gradient over the student's logits.
+"""Losses and student-logit gradients for a chunk's rows, from a teacher's logits.
 
-Where this device has all classes, one launch reads a row two or three times: for the normalisers, for the mean slope
-(forward KL needs none), and to write the gradient. Where classes lie on several devices, the same kernel does these
-steps one launch each, and between them the devices exchange
+Where this device has all classes, a launch reads each row two or three times: for the normalisers, for the mean slope
+(forward KL needs none), and to write the gradient. Where classes are split over devices, the same kernel runs each
+step as a separate launch, and in between the devices exchange
 
-    1  their maxima and sums of both sides (cosine: products), 3 to 6 numbers a row, as statistics.py has them
-    2  except for kl and cosine, their parts of Σ q · u, 1 number a row
+    1  both sides' maxima and sums (cosine: products), 3 to 6 numbers a row, as statistics.py has them
+    2  except for kl and cosine, partial sums Σ q · u, 1 number a row
 
-They sum the rows' divergences at the end of the walk. Every device adds up parts in the order of the devices, so that
-all devices get the same bits. The torch path is that of several devices, also where there is one.
+They sum the rows' divergences at the end of the walk. Every device adds parts in device order, so that all devices get
+the same bits. The torch path always takes the multi-device steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tigon.ops.cross_entropy.launches import _cache_sized
 
 
 def write_rows(rows: Rows, teacher: Tensor, formula: Formula, shards: Shards | None) -> None:
-    """Write the losses, and with `formula.gradient` the gradient over the logits. teacher: logits, as the rows'."""
+    """Write losses, and with `formula.gradient` overwrite the logits with the gradient. teacher: logits, same rows."""
     if shards is not None:
         _write_in_steps(rows, teacher, formula, shards)
     elif use_triton(rows.logits, teacher):
@@ -57,14 +57,14 @@ def write_rows(rows: Rows, teacher: Tensor, formula: Formula, shards: Shards | N
 
 def _write_in_steps(rows: Rows, teacher: Tensor, formula: Formula, shards: Shards | None) -> None:
     own = statistics.compute_statistics(rows, teacher, formula)
-    # The wait stands directly behind the exchange. A second buffer of logits would let the numbers travel beside the
-    # next chunk's product, in chunks half as large, which add to dW twice as often.
+    # Waiting right away is faster: a second logits buffer would overlap the exchange with the next chunk's product, but
+    # chunks would be half as large and add to dW twice as often.
     merged = statistics.merge(_gather(own, shards), rows, formula)
     means = None
     if formula.kind == "cosine":
         rows.soft.copy_(mask_ignored(1.0 - merged.select(-1, COSINE), rows.labels))
     elif formula.kind != "kl" or not formula.gradient:
-        # For forward KL the pass that writes the gradient gives the value as well, and Σ q · u is not needed.
+        # For forward KL the gradient pass also gives the value, and Σ q · u is not needed.
         mean = write_values(rows, teacher, merged, formula)
         if formula.kind != "kl" and formula.gradient:
             means = _gather(mean, shards)
@@ -77,10 +77,10 @@ def _gather(own: Tensor, shards: Shards | None) -> Tensor:
 
 
 def sum_over_devices(soft: Tensor, formula: Formula, shards: Shards | None) -> Tensor:
-    """The rows' soft losses over all classes, from those that this device wrote."""
+    """The rows' soft losses over all classes, from this device's parts."""
     if shards is None or formula.rest or formula.kind == "cosine" or not soft.numel():
         return soft
-    # A gather and a sum, in place of an all-reduce: the order of the devices is then the same on all of them.
+    # Gather and sum instead of all-reduce: all devices then add in the same order.
     return torch.sum(shards.gather(soft).wait(), 0)
 
 
@@ -88,9 +88,9 @@ def sum_over_devices(soft: Tensor, formula: Formula, shards: Shards | None) -> T
 
 
 def evaluate_classes(z: Tensor, t: Tensor, merged: Tensor, formula: Formula) -> tuple[Tensor, Tensor, Tensor]:
-    """The terms of the divergence, q, and the slopes along log q, (M, V) each."""
+    """The divergence's terms, q, and the slopes along log q, (M, V) each."""
     columns = merged.unsqueeze(-1).unbind(-2)  # (M, 1) each
-    # Maximum and log-sum are subtracted one after the other. Their sum would be rounded at the size of the maximum.
+    # Maximum and log-sum are subtracted in turn. Their sum would be rounded at the maximum's magnitude.
     lq = (z - columns[TOP_A]) / formula.temperature - columns[LOG_A]
     lp = (t - columns[TOP_B]) / formula.temperature - columns[LOG_B]
     terms, slopes = terms_and_slopes(formula, lq, lp)
@@ -100,13 +100,13 @@ def evaluate_classes(z: Tensor, t: Tensor, merged: Tensor, formula: Formula) -> 
 def values_reference(rows: Rows, teacher: Tensor, merged: Tensor, formula: Formula) -> Tensor:
     z, t = formula.student(rows.wide)[0], formula.teacher(teacher.to(rows.soft.dtype))[0]
     terms, _, slopes = evaluate_classes(z, t, merged, formula)
-    # A part of each row's divergence only: `sum_over_devices` adds up the devices' parts at the end of the walk.
+    # Only part of each row's divergence: `sum_over_devices` adds up the devices' parts at the end of the walk.
     rows.write(mask_ignored(terms.sum(-1), rows.labels), None, None)
     return mask_ignored(slopes.sum(-1), rows.labels)
 
 
 def gradients_reference(rows: Rows, teacher: Tensor, merged: Tensor, total: Tensor | None, formula: Formula) -> None:
-    """total: Σ of the slopes over all classes, (M,); for forward KL, whose total is −1, None."""
+    """total: Σ slopes over all classes, (M,); None for forward KL, whose total is −1."""
     z, slope = formula.student(rows.wide)
     t, _ = formula.teacher(teacher.to(rows.soft.dtype))
     columns, soft = merged.unsqueeze(-1).unbind(-2), None
@@ -115,12 +115,12 @@ def gradients_reference(rows: Rows, teacher: Tensor, merged: Tensor, total: Tens
         top = columns[COSINE_TOP_A]
     else:
         terms, q, slopes = evaluate_classes(z, t, merged, formula)
-        # The softmax's Jacobian. The slopes of forward KL are −p, and Σ −p over all devices' classes is −1.
+        # The softmax Jacobian. Forward KL's slopes are −p, and Σ −p over all devices' classes is −1.
         dz = slopes - q * (-1.0 if total is None else total.unsqueeze(-1))
         top = columns[TOP_A]
         if formula.kind == "kl":
             soft = mask_ignored(terms.sum(-1), rows.labels)
-    # The weights include 1 / temperature, and in fp16 the scale that the backward pass takes out again.
+    # The weights include 1 / temperature, and in fp16 the scale that the backward pass divides out.
     dz = dz * formula.weights.soft
     if formula.hard and rows.labels is not None:
         dz = dz + formula.weights.hard * ((z - top - columns[LOG_H]).exp() - one_hot(rows.labels, z))
@@ -129,13 +129,13 @@ def gradients_reference(rows: Rows, teacher: Tensor, merged: Tensor, total: Tens
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
-# One program a row of V logits of this device's classes, which the gradient overwrites. a: student, b: teacher.
-#   labels          (M,) or None. A row of ignore_index gets losses and a gradient of 0
+# One program per row: V logits for this device's classes, overwritten by the gradient. a: student, b: teacher.
+#   labels          (M,) or None. A row with ignore_index gets zero losses and gradient
 #   soft, hard      (M,), the losses; factor: 0-d, multiplies the gradient, or None
-#   merged          (M, MERGED) the normalisers over all devices; None: this row has all classes, and they are computed
-#   mean            (M,) receives this device's part of Σ q · u; means: (world, M), those of all devices. None without
-#                   an exchange
-#   soft_weight, hard_weight    factors of the two gradients with respect to the logits
+#   merged          (M, MERGED) normalisers over all devices; None: this row has all classes, and the kernel computes
+#   them mean            (M,) receives this device's part of Σ q · u; means: (world, M), all devices' parts. None
+#                   without an exchange
+#   soft_weight, hard_weight    factors on both gradients with respect to the logits
 #   VALUES          compute the divergence before the gradient. GRADIENT: write the gradient
 
 
@@ -171,7 +171,7 @@ def _distill_kernel(
         sum_h = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, DEPTH * BLOCK):
             at = start + tile
-            # Both loads before either sum: two requests are then on their way to memory at a time.
+            # Both loads before either sum: two memory requests are then in flight.
             a, _ = tiles.load_logit(logits_ptr, at, at < V, scale, softcap, none, SOFTCAP)
             b, _ = tiles.load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, none, TEACHER_SOFTCAP)
             before = top_a
@@ -211,7 +211,7 @@ def _distill_kernel(
             logits_ptr, teacher_ptr, V, blocks, tile, row_a, log_a, row_b, log_b, beta, k, softcap, scale,
             teacher_softcap, teacher_scale, KIND, SOFTCAP, TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
-        # The gradient q · (u − Σ q · u) needs this sum over the row before its first element: hence the third reading.
+        # The gradient q · (u − Σ q · u) needs the whole row's sum first: hence the third read.
         mean_u = tl.sum(sum_u, 0)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean_u)
@@ -220,11 +220,11 @@ def _distill_kernel(
             mean_u += tl.load(means_ptr + part * M + row)
     if GRADIENT:
         soft_weight, hard_weight = tiles.multiply_weights(soft_weight, hard_weight, factor_ptr)
-        # The slopes of these kinds are logarithms: one factor a row turns them from the base 2 to e.
+        # These kinds' slopes are base-2 logarithms: a factor per row converts them to natural logarithms.
         if KIND == "reverse" or KIND == "jsd":
             soft_weight *= LN2
         if merged_ptr is None:
-            # The target's logit is read above by every thread and overwritten below by one.
+            # Every thread has read the target's logit above; one thread overwrites it below.
             tl.debug_barrier()
         value = tiles.write_gradients(
             logits_ptr, teacher_ptr, label, value, V, tile, row_a, log_a, row_b, log_b, log_h, mean_u, soft_weight,
@@ -232,11 +232,11 @@ def _distill_kernel(
             DEPTH, BLOCK,
         )  # fmt: skip
     if VALUES or KIND == "kl":
-        # TVD's terms are no logarithms, the others' are to the base 2.
+        # TVD's terms are not logarithms, the others' are to base 2.
         tl.store(soft_ptr + row, tl.sum(value, 0) * (1.0 if KIND == "tvd" else LN2))
 
 
-# As above; the soft loss is 1 − a·b / (|a| |b|) of the logits themselves. With merged the soft loss is written already.
+# As above; the soft loss is 1 − a·b / (|a| |b|) on the logits themselves. With merged the soft loss is already written.
 @jit
 @do_not_specialize("ignore_index")
 def _distill_cosine_kernel(
@@ -262,7 +262,7 @@ def _distill_cosine_kernel(
             logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD, SOFTCAP,
             TEACHER_SOFTCAP, DEPTH, BLOCK,
         )  # fmt: skip
-        # One norm at a time: the product of two large norms may overflow.
+        # Divide by each norm in turn: the product of two large norms may overflow.
         over_a = 1.0 / tiles.bound_norm(tl.sqrt(tl.sum(sum_aa, 0)))
         over_b = 1.0 / tiles.bound_norm(tl.sqrt(tl.sum(sum_bb, 0)))
         cosine = tl.sum(sum_ab, 0) * over_a * over_b
@@ -289,7 +289,7 @@ def _distill_cosine_kernel(
     if GRADIENT:
         soft_weight, hard_weight = tiles.multiply_weights(soft_weight, hard_weight, factor_ptr)
         if merged_ptr is None:
-            # The target's logit is read above by every thread and overwritten below by one.
+            # Every thread has read the target's logit above; one thread overwrites it below.
             tl.debug_barrier()
         tiles.write_cosine_gradients(
             logits_ptr, teacher_ptr, label, V, blocks, tile, over_a, over_b, cosine, row_top, log_h, soft_weight,
@@ -301,10 +301,10 @@ def _distill_cosine_kernel(
 
 
 def write_values(rows: Rows, teacher: Tensor, merged: Tensor, formula: Formula) -> Tensor:
-    """Write this device's part of each row's divergence, and return its part of Σ q · u, (M,)."""
+    """Write this device's part of each row's divergence, and return the device's part of Σ q · u, (M,)."""
     # fp32, like the losses: all devices' parts are added before they are subtracted from u.
     mean = torch.empty_like(rows.soft)
-    if rows.logits.shape[1] == 0:  # a device without classes has no part in the sums, which all devices gather
+    if rows.logits.shape[1] == 0:  # a device without classes adds nothing to the sums, which all devices gather
         rows.soft.zero_()
         return mean.zero_()
     if not use_triton(rows.logits, teacher):
@@ -316,9 +316,9 @@ def write_values(rows: Rows, teacher: Tensor, merged: Tensor, formula: Formula) 
 
 
 def write_gradients(rows: Rows, teacher: Tensor, merged: Tensor, means: Tensor | None, formula: Formula) -> None:
-    """Overwrite this device's logits with their gradient; for "kl" also write its part of each row's divergence.
+    """Overwrite this device's logits with the gradient; for "kl" also write the device's part of each row's divergence.
 
-    means: (devices, M) of `write_values`. None for "kl", whose Σ q · u is known, and for "cosine", which has none.
+    means: (devices, M) from `write_values`. None for "kl", where Σ q · u is known, and for "cosine", which has none.
     """
     if rows.logits.shape[1] == 0:
         if formula.kind == "kl":  # uninitialised otherwise
@@ -343,7 +343,7 @@ def _launch(
     # With merged the merge has written the hard losses; values alone need no second softmax.
     kind_of_hard = int(formula.hard) if gradient or merged is None else 0
     ignore_index = formula.ignore_index if merged is None else IGNORED.value
-    # Strides, because rows of the buffer are padded where V is no multiple of 16 bytes (`empty_logits`).
+    # Strides, because buffer rows are padded where V is not a multiple of 16 bytes (`empty_logits`).
     arguments = (
         V, rows.logits.stride(0), teacher.stride(0), ignore_index,
         *((None, None) if means is None else (M, means.shape[0])),

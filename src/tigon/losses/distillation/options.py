@@ -1,4 +1,4 @@
-"""The options of distillation, which raise when they are made."""
+"""Distillation options, checked when they are made."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TOPK_LOSS_TYPES = tuple(kind for kind in LOSS_TYPES if kind != "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:
-    """Options of `distill`.
+    """Options for `distill`.
 
     Args:
         loss_type: "jsd", "kl" (forward: teacher ‖ student), "reverse_kl", "tvd" or "cosine".
-        beta: weight of the teacher in the mixture of "jsd", in [0, 1].
+        beta: weight of the teacher in the "jsd" mixture, in [0, 1].
         temperature: τ, divides both sides' logits for the soft loss; 1 for "cosine", which would not change.
         temperature_squared: multiply the soft loss by τ², as Hinton et al. do, so that its gradients do not shrink. TRL
             and Liger do not.
         hard_weight: h in [0, 1], the share of the cross entropy with target, at temperature 1.
-        reduction: "batchmean" divides by the rows that count, "mean" the soft loss also by V, as torch's and TRL's mean
-            over elements does, "sum" by nothing. Where no row counts the loss is 0.
-        divisor: with the two means, the divisor in place of the rows that count: a number or a 0-d tensor (TRL's
-            num_items_in_batch, the count of a whole gradient-accumulation step), without gradient.
+        reduction: "batchmean" divides by the valid rows; "mean" divides the soft loss also by V, as torch's and TRL's
+            elementwise mean does; "sum" does not divide. Without valid rows the loss is 0.
+        divisor: replaces the valid-row count in both means: a number or a 0-d tensor (TRL's num_items_in_batch, the
+            count for a whole gradient-accumulation step), without gradient.
         ignore_index: targets that do not count.
     Raises: ValueError for options that do not fit.
     """
@@ -63,13 +63,13 @@ class Distill:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillTopK(Distill):
-    """Options of `distill_topk`: those of `Distill`, of the classes that the teacher gave.
+    """Options for `distill_topk`: those of `Distill`, over the classes that the teacher gave.
 
     Args:
         loss_type: "kl", "reverse_kl", "jsd" or "tvd".
-        rest: the treatment of the classes that were not given. "tail": they are one class more, of probability
-            1 − Σ p and 1 − Σ q, the teacher's at least 1e-7 where the student's is not 0. "renormalize": they are left
-            out, and both sides' given probabilities divided by their sums. "drop": they are left out, and nothing is
+        rest: the treatment of classes that were not given. "tail": they form an extra class with probability 1 − Σ p
+            and 1 − Σ q, the teacher's at least 1e-7 where the student's is not 0. "renormalize": they are left out, and
+            both sides' given probabilities are divided by their sums. "drop": they are left out, and nothing is
             divided: the loss is the given classes' share, which for "kl" may be negative.
         temperature: τ, divides the student's logits for the soft loss.
         beta: as in `Distill`.

@@ -1,4 +1,4 @@
-"""Distillation in plain PyTorch: the specification, on whole logits, and the formulas of the torch path's chunks."""
+"""Distillation in plain PyTorch: the specification, on whole logits, and formulas for the torch path's chunks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _compute_logits(x: Tensor, head: Head) -> Tensor:
 
 
 def _reduce(rows: Tensor, z: Tensor, target: Tensor | None, config: Distill) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its parts, from the soft losses of the rows."""
+    """The loss and its parts, from row losses."""
     valid = torch.ones_like(rows, dtype=torch.bool) if target is None else target != config.ignore_index
     count = valid.sum().clamp(min=1) if config.divisor is None else config.divisor
     over = 1 if config.reduction == "sum" else count
@@ -96,9 +96,9 @@ def _rest_probability(p: Tensor, q_rest: Tensor, others: Tensor) -> Tensor:
 def given_slopes(
     formula: Formula, lq: Tensor, lp: Tensor, lq_rest: Tensor, others: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Soft losses (M,); their slopes along the given classes' logits (M, K), and along the rest's as one class (M, 1).
+    """Soft losses (M,); slopes along the given classes' logits (M, K), and along the rest as an extra class (M, 1).
 
-    lq_rest: (M, 1), the rest of q. others: (M, V) or (M, 1), whether there are other classes.
+    lq_rest: (M, 1), the rest's q. others: (M, V) or (M, 1), whether there are other classes.
     """
     K = lq.shape[-1]
     if formula.rest == "renormalize":
@@ -108,7 +108,7 @@ def given_slopes(
         lq, lp = torch.cat([lq, lq_rest], -1), torch.cat([lp, lp_rest], -1)
     terms, slopes = terms_and_slopes(formula, lq, lp)
     if formula.kind == "reverse" and formula.rest == "drop":
-        slopes = slopes + lq.exp()  # without the rest the probabilities are no distribution, whose sum has no slope
+        slopes = slopes + lq.exp()  # without the rest the probabilities are not a distribution, whose sum has no slope
     total = slopes.sum(-1, keepdim=True)
     d = slopes - lq.exp() * total
     rest_slope: Tensor | float = 0.0

@@ -1,4 +1,4 @@
-"""A chunk's rows on one device, and the launch of kernels that take a program a row."""
+"""A chunk's rows on a device, and launches with a program per row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tigon.ops.shard_statistics import local_labels
 
 
 class TopK(NamedTuple):
-    """The K likeliest classes of each row that a teacher gave: a server, or a data set.
+    """Each row's K likeliest classes under a teacher, from a server or a data set.
 
     Args:
-        ids: (..., K), integers: the classes, each at most once a row; of heads that are split, global ones.
-        logprobs: (..., K), any float dtype: their log-probabilities among all V classes, at the temperature of the
-            loss: they are not softened here. A place that holds -inf counts as not given, whatever its id.
+        ids: (..., K), integers: the classes, each at most once a row; global indices for split heads.
+        logprobs: (..., K), any float dtype: log-probabilities among all V classes, at the loss's temperature: they are
+            not softened here. An entry with -inf counts as not given, whatever the id.
     """
 
     ids: Tensor
@@ -28,13 +28,13 @@ class TopK(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """M rows of one chunk: the student's logits, and where their results go.
+    """A chunk's M rows: the student's logits, and buffers for the results.
 
     Args:
-        logits: (M, V) of this device's V classes, unit stride along V: scratch memory, which the gradient overwrites.
-        labels: (M,), dense, or None where every row counts. Over several devices those of tigon.ops.shard_statistics.
-        soft, hard: (M,), dense, for the losses; hard is None without cross entropy. In their dtype all is computed.
-        factor: 0-d factor of the gradient, or None for 1.
+        logits: (M, V), this device's V classes, unit stride along V: scratch memory, which the gradient overwrites.
+        labels: (M,), dense, or None where every row counts. Over several devices, tigon.ops.shard_statistics labels.
+        soft, hard: (M,), dense, for the losses; hard is None without cross entropy. Their dtype is the compute dtype.
+        factor: 0-d factor on the gradient, or None for 1.
     """
 
     logits: Tensor
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """The logits in the dtype of the results."""
+        """The logits in the results' dtype."""
         return self.logits.to(self.soft.dtype)
 
     def select(self, part: slice) -> Rows:
@@ -54,14 +54,14 @@ class Rows(NamedTuple):
         return Rows(self.logits[part], labels, self.soft[part], hard, self.factor)
 
     def with_local_labels(self, formula: Formula) -> Rows:
-        """The rows of a device that has all classes, with the labels of tigon.ops.shard_statistics."""
+        """The rows on a device that has all classes, with tigon.ops.shard_statistics labels."""
         if self.labels is None:
             return self
         V = self.logits.shape[1]
         return self._replace(labels=local_labels(self.labels, formula.ignore_index, 0, V, V))
 
     def write(self, soft: Tensor | None, hard: Tensor | None, gradient: Tensor | None) -> None:
-        """Write results of the torch path, those that are not None."""
+        """Write the torch path's results, those that are not None."""
         if soft is not None:
             self.soft.copy_(soft)
         if self.hard is not None and hard is not None:
@@ -74,9 +74,9 @@ def launch_rows(
     kernel: Any, rows: Rows, formula: Formula, tensors: tuple[Tensor | None, ...], arguments: tuple[Any, ...], *,
     least: int = 4, hard: bool = True,
 ) -> None:  # fmt: skip
-    """Launch a kernel of one program a row. arguments: those after the tensors, up to DEPTH and BLOCK.
+    """Launch a kernel with a program per row. arguments: those after the tensors, up to DEPTH and BLOCK.
 
-    least: warps of a short row. hard: False for a kernel that leaves the cross entropy to others.
+    least: warps for a short row. hard: False for a kernel that leaves the cross entropy to others.
     """
     M, V = rows.logits.shape
 
@@ -88,12 +88,12 @@ def launch_rows(
 
 
 def _tile(V: int, formula: Formula, least: int, hard: bool) -> tuple[int, int, int]:
-    """Warps, blocks folded at a time, and columns of a block.
+    """Warps, blocks folded at a time, and columns per block.
 
-    Many warps a row keep few rows in flight, so that the L2 cache serves more of a row's second reading.
+    Many warps a row keep few rows in flight, so that the L2 cache serves more of a row's second read.
     """
     capped, apart = any(formula.caps), hard and formula.hard is Hard.APART
-    # In a program of 16 warps a thread has 128 registers; of given classes a softcap and a second softmax need more.
+    # At 16 warps a thread has 128 registers; given classes with a softcap and a second softmax need more.
     most = 8 if formula.rest and capped and apart else 16
     warps = least if V <= 8192 else most
     block = min(next_power_of_2(V), warps * 32 * 8)

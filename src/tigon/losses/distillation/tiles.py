@@ -1,10 +1,10 @@
-"""Device functions of the distillation kernels.
+"""Device functions for the distillation kernels.
 
-Kernels take logarithms to the base 2: k = log2(e) / temperature turns differences of logits into them. The formulas are
-those of tigon.kernels.tiles.divergence.
+Kernels take base-2 logarithms: k = log2(e) / temperature converts logit differences. The formulas are those in
+tigon.kernels.tiles.divergence.
 
-HARD is `formula.Hard`: 0 without cross entropy; 1 with cross entropy at temperature 1, which shares the softmax of the
-soft loss; 2 with cross entropy beside a soft loss at another temperature, which takes a second sum.
+HARD is `formula.Hard`: 0 without cross entropy; 1 with cross entropy at temperature 1, which shares the soft loss's
+softmax; 2 with cross entropy beside a soft loss at another temperature, which takes a second sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tigon.kernels.tiles.divergence import sides
 from tigon.kernels.tiles.fold import fold
 from tigon.losses.distillation import formula
 
-# Smaller norms are raised to this one, as in torch.nn.functional.cosine_similarity.
+# Smaller norms are raised to this value, as in torch.nn.functional.cosine_similarity.
 LEAST_NORM = tl.constexpr(1e-8)
 LEAST_REST = tl.constexpr(formula.LEAST_REST)
 
@@ -26,15 +26,15 @@ LEAST_REST = tl.constexpr(formula.LEAST_REST)
 
 @jit
 def tile_columns(DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns of the DEPTH blocks that are folded into one: a running maximum then costs 1/DEPTH of an exponential."""
+    """Columns in the DEPTH blocks folded together: a running maximum then costs 1/DEPTH exponentials per column."""
     return tl.arange(0, DEPTH)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @jit
 def load_logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
     """z = softcap · tanh(scale · x / softcap), `other` where masked, and dz/dx."""
-    # fp32 at once: z − max is multiplied by k and becomes an exponent, so a rounding of the difference would be a
-    # relative error of the probability.
+    # fp32 at once: z − max is multiplied by k and exponentiated, so a rounding error in the difference would be a
+    # relative error in the probability.
     x = tl.load(x_ptr + at, mask=mask, other=other).to(tl.float32)
     slope = scale
     if SOFTCAP:
@@ -48,7 +48,7 @@ def load_logit(x_ptr, at, mask, scale, softcap, other, SOFTCAP: tl.constexpr):
 
 @jit
 def multiply_weights(soft_weight, hard_weight, factor_ptr):
-    """The gradients' weights times the factor that lies on the device, where there is one: the host never reads it."""
+    """The gradient weights times the device-side factor, if present: the host never reads the factor."""
     if factor_ptr is not None:
         factor = tl.load(factor_ptr).to(tl.float32)
         soft_weight *= factor
@@ -58,28 +58,28 @@ def multiply_weights(soft_weight, hard_weight, factor_ptr):
 
 @jit
 def fold_at_one(z, before, top, total):
-    """A lane's sum at temperature 1, relative to the maximum at the temperature, which went from before to top."""
-    # The old sum shrinks by e^(before − top), whatever the temperature is: both sums are relative to one maximum. From
-    # LOWEST the factor is 0, and the old sum is 0 as well.
+    """A lane's sum at temperature 1, relative to the running maximum, which went from before to top."""
+    # The old sum shrinks by e^(before − top) at any temperature: both sums are relative to the same maximum. From
+    # LOWEST the factor is 0, and so is the old sum.
     return total * tl.exp2((before - top) * LOG2E) + tl.sum(tl.exp2((z - top[None, :]) * LOG2E), 0)
 
 
 @jit
 def hard_loss(z_target, label, top, log2_sum, V):
     """A row's cross entropy, and log₂ Σ exp(z − max). Both are NaN for a label out of range, which reads no logit."""
-    # A label out of range was loaded as `other`, which is a plausible logit. Only NaN says that the label is wrong.
+    # A label out of range was loaded as `other`, a plausible logit. Only NaN shows that the label is wrong.
     log2_sum = tl.where((label >= 0) & (label < V), log2_sum, float("nan"))
     return (top - z_target) + log2_sum * LN2, log2_sum
 
 
 @jit
 def write_zeros(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Results of a row that does not count: losses and gradient are 0."""
+    """Write zero losses and gradient for an ignored row."""
     tl.store(soft_ptr + row, 0.0)
     if hard_ptr is not None:
         tl.store(hard_ptr + row, 0.0)
     if GRADIENT:
-        # The logits hold the gradient afterwards, and the products read it: zeros have to be written.
+        # The products read the logits as the gradient, so zeros have to be written.
         lane = tl.arange(0, BLOCK)
         for start in range(0, V, BLOCK):
             zeros = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
@@ -87,8 +87,8 @@ def write_zeros(logits_ptr, soft_ptr, hard_ptr, row, V, GRADIENT: tl.constexpr, 
 
 
 # ------------------------------------------------------------------------------------------------------ two softmaxes
-# a, b: logits of student and teacher. row_a, row_b: the row's maxima; log_a, log_b: log₂ Σ exp2((z − max) · k). A
-# maximum and a log-sum are kept apart: their sum would be rounded at its own size, and every probability with it.
+# a, b: student and teacher logits. row_a, row_b: row maxima; log_a, log_b: log₂ Σ exp2((z − max) · k). Maximum and
+# log-sum are kept apart: their sum would be rounded at a larger magnitude, and every probability with it.
 
 
 @jit
@@ -118,7 +118,7 @@ def write_gradients(
     hard_weight, beta, k, softcap, scale, teacher_softcap, teacher_scale, KIND: tl.constexpr, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the logits with the gradient. Returns value, to which forward KL, without another pass, adds terms."""
+    """Overwrite the logits with the gradient. Returns value plus, for forward KL, the terms (no other pass needed)."""
     none = float("-inf")
     for start in range(0, V, DEPTH * BLOCK):
         at = start + tile
@@ -133,7 +133,7 @@ def write_gradients(
             dz = q * (u - mean_u) * soft_weight
         if HARD:
             of_hard = q if HARD == 1 else tl.exp2((a - row_a) * LOG2E - log_h)
-            # softmax − one-hot. A label of another device is negative and equals no column.
+            # softmax − one-hot. Another device's label is negative and equals no column.
             dz += hard_weight * (of_hard - tl.where(at == label, 1.0, 0.0))
         dx = (dz * slope).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + at, dx, mask=at < V)
@@ -148,7 +148,7 @@ def sum_products(
     logits_ptr, teacher_ptr, V, tile, softcap, scale, teacher_softcap, teacher_scale, HARD: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each lane's a·a, a·b, b·b, and with HARD its maximum and sum of the student's softmax at temperature 1."""
+    """Each lane's a·a, a·b, b·b, and with HARD the maximum and sum for the student's softmax at temperature 1."""
     sum_aa = tl.zeros((BLOCK,), tl.float32)
     sum_ab = tl.zeros((BLOCK,), tl.float32)
     sum_bb = tl.zeros((BLOCK,), tl.float32)
@@ -159,8 +159,8 @@ def sum_products(
         a, _ = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
         b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
         sum_aa += tl.sum(a * a, 0)
-        # One pass gives all three products, so each side is read from DRAM once. fp32: a sum of V squares of bf16 would
-        # stop growing.
+        # A single pass gives all three products, so each side is read from DRAM once. fp32: a bf16 sum over V squares
+        # would stop growing.
         sum_ab += tl.sum(a * b, 0)
         sum_bb += tl.sum(b * b, 0)
         if HARD:
@@ -181,11 +181,11 @@ def write_cosine_gradients(
 ):  # fmt: skip
     """Overwrite the logits with the gradient. over_a, over_b: 1 / |a|, 1 / |b|."""
     for i in range(blocks):
-        # From the end: the pass before this one read that part last, and it may still be in the cache.
+        # From the end: the previous pass read that part last, so the cache may still hold it.
         at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
         a, slope = load_logit(logits_ptr, at, at < V, scale, softcap, 0.0, SOFTCAP)
         b, _ = load_logit(teacher_ptr, at, at < V, teacher_scale, teacher_softcap, 0.0, TEACHER_SOFTCAP)
-        # Each side by its own norm first: a / |a| is at most 1, while a · b or |a|² may overflow.
+        # Each side by its norm first: a / |a| is at most 1, while a · b or |a|² may overflow.
         dz = (a * over_a * cosine - b * over_b) * over_a * soft_weight
         if HARD:
             p = tl.exp2((a - row_top) * LOG2E - log_h)
@@ -195,14 +195,14 @@ def write_cosine_gradients(
 
 
 # ----------------------------------------------------------------------------------------- the classes a teacher gave
-# z_k, log_p, lq, lp: of the given classes, in BLOCK_K lanes; lane K stands for the rest, all classes not given.
-# top_rest, log_rest: the rest's maximum, and log₂ of its sum relative to that maximum.
+# z_k, log_p, lq, lp: for the given classes, in BLOCK_K lanes; lane K stands for the rest, all classes not given.
+# top_rest, log_rest: the rest's maximum, and its sum's log₂ relative to that maximum.
 
 
 @jit
 def load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP: tl.constexpr):
-    """Logits of the classes that the teacher did not give; -inf marks those that it gave."""
-    # One value, -inf, stands for a masked column and for a class that the teacher gave: neither belongs to the rest.
+    """Logits for classes that the teacher did not give; -inf marks the given classes."""
+    # -inf stands both for a masked column and for a given class: neither belongs to the rest.
     x = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
     slope = scale
     if SOFTCAP:
@@ -218,7 +218,7 @@ def sum_rest(
     logits_ptr, V, tile, k, softcap, scale, SUM: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each lane's maximum of the rest, its sum, and with HARD 2 its sum at temperature 1. Without SUM: sums of 0."""
+    """Each lane's maximum and sum over the rest; with HARD 2 the sum at temperature 1. Without SUM: LOWEST and 0."""
     top = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     sum_h = tl.zeros((BLOCK,), tl.float32)
@@ -243,12 +243,12 @@ def log2_sum(lp):
 
 @jit
 def normalize_given(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, REST: tl.constexpr):
-    """lq and lp; the row's maximum, log₂ of its sum, and the rest's share of that sum, log₂ of it."""
+    """lq and lp; the row's maximum, the sum's log₂, and log₂ of the rest's share in that sum."""
     # Finite, where no class was given: inf - inf would be NaN.
     top_k = tl.maximum(tl.max(z_k, 0), LOWEST)
     row_top = tl.maximum(top_rest, top_k)
     if REST == "renormalize":
-        # Relative to their own maximum: that of the row may be so far above that every exponential is 0.
+        # Relative to the given classes' maximum: the row's may be so far above that every exponential is 0.
         log_all = tl.log2(tl.sum(tl.exp2((z_k - top_k) * k), 0))
         lq = (z_k - top_k) * k - log_all
         lp = log_p - log2_sum(log_p)
@@ -259,7 +259,7 @@ def normalize_given(z_k, log_p, given, at_k, K, classes, top_rest, log_rest, k, 
         lp = log_p
     log_tail = (top_rest - row_top) * k + log_rest - log_all
     if REST == "tail":
-        # p of the rest is a difference, since the teacher's other classes are unknown. q of the rest is a sum.
+        # p for the rest is a difference, since the teacher's other classes are unknown. q for the rest is a sum.
         tail = 1.0 - tl.sum(tl.exp2(lp), 0)
         tail = tl.where(tail < LEAST_REST, tl.where(log_tail == float("-inf"), 0.0, LEAST_REST), tail)
         # All classes were given: 1 − Σ p is rounding.
@@ -276,16 +276,16 @@ def write_given_results(
     REST: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the soft loss, and with GRADIENT the gradient over the logits. here: given classes that this row holds.
+    """Write the soft loss, and with GRADIENT the logits' gradient. here: given classes that this row holds.
 
-    slope_k: dz/dx of the given classes, or None where it has to be told from z_k.
+    slope_k: dz/dx for the given classes, or None to derive the slopes from z_k.
     """
     terms, q, u = sides(lq, lp, beta, KIND)
     tl.store(soft_ptr + row, tl.sum(terms, 0) * (1.0 if KIND == "tvd" else LN2))
     if GRADIENT:
         if KIND == "kl":
-            # u = p, and the slope along log q is −p. Σ p is kept, and not taken as 1: with "drop" the given classes' p
-            # are no distribution.
+            # u = p, and the slope along log q is −p. Σ p is kept rather than set to 1: with "drop" the given classes' p
+            # are not a distribution.
             mean = -tl.sum(u, 0)
             d = -u - q * mean
         else:
@@ -304,7 +304,7 @@ def write_given_results(
         tile = tile_columns(DEPTH, BLOCK)
         blocks = tl.cdiv(V, DEPTH * BLOCK)
         for i in range(blocks):
-            # From the end: the pass before this one read that part last, and it may still be in the cache.
+            # From the end: the previous pass read that part last, so the cache may still hold it.
             at = (blocks - 1 - i) * (DEPTH * BLOCK) + tile
             z, slope = load_rest(logits_ptr, at, V, scale, softcap, SOFTCAP)
             dz = tl.zeros((DEPTH, BLOCK), tl.float32)
@@ -316,7 +316,7 @@ def write_given_results(
                 dz += hard_weight * (tl.exp2((z - row_top) * LOG2E - log_h) - tl.where(at == label, 1.0, 0.0))
             dx = (dz * slope).to(logits_ptr.dtype.element_ty)
             tl.store(logits_ptr + at, dx, mask=at < V)
-        # The given classes are written from registers: in memory their logits were marked before the row was first
+        # The given classes are written from registers: their logits in memory were marked before the row was first
         # read.
         dz = d * soft_weight
         if HARD:
@@ -324,9 +324,9 @@ def write_given_results(
         if slope_k is None:
             slope_k = scale
             if SOFTCAP:
-                t = z_k / softcap  # the tanh, from the capped logit: the raw one has been overwritten
+                t = z_k / softcap  # the tanh, from the capped logit: the raw logit has been overwritten
                 slope_k = scale * (1.0 - t * t)
         dx = (dz * slope_k).to(logits_ptr.dtype.element_ty)
-        # The loop has written the given classes' places too: their gradients have to come after.
+        # The loop also wrote the given classes' columns: their gradients have to come after.
         tl.debug_barrier()
         tl.store(logits_ptr + ids, dx, mask=here)

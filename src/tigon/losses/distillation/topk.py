@@ -1,13 +1,13 @@
-"""A chunk's rows from the K classes that a teacher gave: losses, and the gradient over the student's logits.
+"""Losses and student-logit gradients for a chunk's rows, from the K classes that a teacher gave.
 
-A sum over the rest, the classes that were not given, comes from the rest itself, without the cancellation of 1 − Σ q:
-the given classes' logits are held in registers, and -inf is put in their place in the row. Their gradients are written
-last. A class whose logit is -inf has no probability here, also under a softcap.
+A sum over the rest, the classes that were not given, comes from the rest itself, without the cancellation in 1 − Σ q:
+registers hold the given classes' logits, and -inf replaces them in the row. Their gradients are written last. A class
+with logit -inf has no probability here, also under a softcap.
 
-Where this device has all classes, one launch does all. Where classes lie on several devices, all devices are given the
-K classes; each sends its statistics of a row, FIXED + K numbers, and the same kernel merges them: max z and
-Σ exp(z − max) of its part of the rest, the target's logit, that sum at temperature 1, and the K given classes' logits.
-A logit of another device is 0, so that sums over the devices are the logits. All devices then compute the same losses.
+Where this device has all classes, one launch does everything. Where classes are split over devices, all devices are
+given the K classes; each sends FIXED + K row statistics, and the same kernel merges them: max z and Σ exp(z − max) over
+the local rest, the target's logit, that sum at temperature 1, and the K given classes' logits. Another device's logit
+is 0, so that sums over the devices are the logits. All devices then compute the same losses.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tigon.losses.head.vocabulary_parallel import Shards
 from tigon.ops import shard_statistics
 from tigon.ops.cross_entropy.launches import _cache_sized
 
-# The columns before those of the given classes' logits.
+# The columns before the given classes' logits.
 TOP, SUM, TARGET, SUM_AT_ONE = map(tl.constexpr, range(4))
 FIXED = tl.constexpr(4)
 
 
 def write_rows(rows: Rows, teacher: TopK, formula: Formula, shards: Shards | None) -> None:
-    """Write the losses, and with `formula.gradient` the gradient over the logits.
+    """Write the losses, and with `formula.gradient` the logits' gradient.
 
-    teacher: (M, K), dense. The logits are overwritten also without `formula.gradient`.
+    teacher: (M, K), dense. The logits are overwritten even without `formula.gradient`.
     """
     if shards is not None:
-        # One exchange: it carries the K given logits, from which every device computes the whole loss and Σ q · u.
+        # One exchange: from the K given logits every device computes the whole loss and Σ q · u.
         span = shards.first, shards.classes
         statistics = compute_statistics(rows, teacher, formula, span)
         write_merged(rows, teacher, shards.gather(statistics).wait(), formula, span)
@@ -63,16 +63,16 @@ def write_rows(rows: Rows, teacher: TopK, formula: Formula, shards: Shards | Non
 
 
 def find_local_ids(teacher: TopK, V: int, first: int) -> tuple[Tensor, Tensor]:
-    """Which places hold a class of this device, and its index there, else 0."""
-    # Ids are global, of any integer dtype. long() first: an unsigned id below `first` would wrap around.
+    """Which entries hold a local class, and the local index, else 0."""
+    # Ids are global, in any integer dtype. long() first: an unsigned id below `first` would wrap around.
     ids = teacher.ids.long() - first
     here = (teacher.logprobs != -torch.inf) & (ids >= 0) & (ids < V)
     return here, torch.where(here, ids, 0)
 
 
 def mask_given(z: Tensor, here: Tensor, at: Tensor) -> Tensor:
-    """(M, V): the logits of classes that were not given, −inf elsewhere."""
-    # A sum and not a scatter of ones: places of other devices point at index 0, and must not mark it as given.
+    """(M, V): logits for classes that were not given, −inf elsewhere."""
+    # A sum rather than a scatter: other devices' entries point at index 0, and must not mark that class as given.
     others = torch.zeros_like(z).scatter_add_(-1, at, here.to(z.dtype)) == 0
     return torch.where(others, z, -torch.inf)
 
@@ -91,7 +91,7 @@ def statistics_reference(rows: Rows, teacher: TopK, formula: Formula, first: int
 
 
 def merged_reference(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula, span: tuple[int, int], V: int) -> None:
-    """Write losses and gradient. V: this device's classes, of which `rows` have one more where there are none."""
+    """Write losses and gradient. V: local class count; if V is 0, `rows` have a stand-in class."""
     first, classes = span
     z, slope = formula.student(rows.wide)
     labels, logprobs, temperature = rows.labels, teacher.logprobs, formula.temperature
@@ -122,13 +122,19 @@ def merged_reference(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula,
 # ---------------------------------------------------------------------------------------------------------- kernels
 
 
+# One program per row with V local logits.
+#   ids, logprobs   (M, K) from the teacher; ids are global class indices
+#   labels          (M,) as in tigon.ops.shard_statistics, or None
+#   out             (M, FIXED + K) receives the statistics
+#   first, classes  this device's first global class index, and V over all devices
+#   SUMS            compute the rest's maximum and sums
 @jit
 def _topk_statistics_kernel(
     logits_ptr, ids_ptr, logprobs_ptr, labels_ptr, out_ptr, V, K, first, classes, stride_m, stride_i, stride_l, k,
     softcap, scale, SUMS: tl.constexpr, HARD: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics, and -inf over the given classes' logits, which marks them for the gradient."""
+    """Write the statistics, and -inf over the given classes' logits, which marks them for the gradient."""
     # int64: row · stride exceeds 2³¹ in a chunk of more than 4 GiB.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_m
@@ -138,16 +144,16 @@ def _topk_statistics_kernel(
     if labels_ptr is not None:
         label = tl.load(labels_ptr + row)
         if label == IGNORED:
-            # Written all the same: the numbers travel, and NaN from uninitialised memory would look like an error.
+            # Zeros are needed: the numbers travel, and NaN from uninitialised memory would look like an error.
             for i in tl.static_range(FIXED):
                 tl.store(out_ptr + i, 0.0)
             tl.store(out_ptr + FIXED + at_k, tl.zeros((BLOCK_K,), tl.float32), mask=at_k < K)
             return
     none = float("-inf")
-    # int64: from unsigned ids of few bits `first` could not be subtracted.
+    # int64: `first` cannot be subtracted from narrow unsigned ids.
     ids = tl.load(ids_ptr + row * stride_i + at_k, mask=at_k < K, other=0).to(tl.int64)
     log_p = tl.load(logprobs_ptr + row * stride_l + at_k, mask=at_k < K, other=none).to(tl.float32)
-    # Judged against all classes, before `first` is subtracted: every device comes to the same verdict.
+    # Checked against all classes, before `first` is subtracted: every device comes to the same verdict.
     outside = (log_p != none) & ((ids < 0) | (ids >= classes))
     ids -= first
     here = (log_p != none) & (ids >= 0) & (ids < V)
@@ -176,11 +182,11 @@ def _topk_statistics_kernel(
     tl.store(out_ptr + FIXED + at_k, z_k, mask=at_k < K)
 
 
-# One program a row of V logits. Labels, losses, factor and weights are those of heads.py.
-#   ids, logprobs   (M, K) of the teacher, in BLOCK_K > K lanes; lane K stands for the rest
-#   parts           (world, M, FIXED + K) statistics of all devices, which have marked the given classes' logits. None:
+# One program per row with V logits. Labels, losses, factor and weights are as in heads.py.
+#   ids, logprobs   (M, K) from the teacher, in BLOCK_K > K lanes; lane K stands for the rest
+#   parts           (world, M, FIXED + K) all devices' statistics; the given classes' logits are marked already. None:
 #                   this row has all classes, and first, classes, M and world are None
-#   first, classes  the global index of this device's first class, and V over all devices
+#   first, classes  this device's first global class index, and V over all devices
 @jit
 @do_not_specialize("ignore_index", "M", "world")
 def _distill_topk_kernel(
@@ -219,7 +225,7 @@ def _distill_topk_kernel(
         tl.debug_barrier()
         tl.store(logits_ptr + ids, tl.full((BLOCK_K,), none, logits_ptr.dtype.element_ty), mask=given)
         tl.debug_barrier()
-        # Renormalised classes know nothing of the rest, unless a cross entropy over all classes does.
+        # Renormalised classes do not need the rest, unless there is a cross entropy over all classes.
         top, total, sum_h = tiles.sum_rest(
             logits_ptr, V, tile, k, softcap, scale, REST != "renormalize" or HARD, HARD, SOFTCAP, DEPTH, BLOCK
         )
@@ -246,22 +252,22 @@ def _distill_topk_kernel(
         )  # fmt: skip
     else:
         ids = ids.to(tl.int64)
-        # given: classes of any device, for the rest's probability. here: places that this device overwrites.
+        # given: on any device, for the rest's probability. here: columns that this device overwrites.
         given = (log_p != none) & (ids >= 0) & (ids < classes)
         ids -= first
         here = given & (ids >= 0) & (ids < V)
-        # Merged in every program: few numbers, of which a launch of its own would take longer than they do.
+        # Merged in every program: for so few numbers a separate launch would take longer.
         top_rest = LOWEST
         for part in range(world):
             top_rest = tl.maximum(top_rest, tl.load(parts_ptr + (part * M + row) * (FIXED + K) + TOP))
-        # In fp32 and in the order of the devices: all of them get the same bits, and so the same loss.
+        # In fp32 and in device order: all devices get the same bits, and so the same loss.
         total = 0.0
         at_one = 0.0
         z_target = 0.0
         z_k = tl.zeros((BLOCK_K,), tl.float32)
         for part in range(world):
             own = parts_ptr + (part * M + row) * (FIXED + K)
-            # Bounded: a device without a rest has the least maximum, and its 0 · inf would be NaN.
+            # Bounded: a device without a rest has the least maximum, and 0 · inf would be NaN.
             step = tl.load(own + TOP) - top_rest
             total += tl.load(own + SUM) * tl.exp2(tl.maximum(step * k, -1000.0))
             z_target += tl.load(own + TARGET)
@@ -277,10 +283,10 @@ def _distill_topk_kernel(
         if HARD:
             step = (top_rest - row_top) * LOG2E
             log_h = tl.log2(tl.sum(tl.exp2((z_k - row_top) * LOG2E), 0) + at_one * tl.exp2(step))
-            # The label's class is on no device, and z_target would be 0. NaN makes loss and gradient say so.
+            # No device has the label's class, and z_target would be 0: loss and gradient become NaN instead.
             log_h = tl.where(label != OUTSIDE, log_h, float("nan"))
             tl.store(hard_ptr + row, (row_top - z_target) + log_h * LN2)
-        # None for slope_k: the slopes of classes here were not kept across the exchange, and follow from z_k.
+        # None for slope_k: the local slopes were not kept across the exchange, and follow from z_k.
         tiles.write_given_results(
             logits_ptr, soft_ptr, factor_ptr, row, label, V, K, ids, at_k, here, z_k, None, lq, lp, row_top, top_rest,
             log_rest, log_tail, log_h, soft_weight, hard_weight, beta, k, softcap, scale, KIND, REST, HARD, SOFTCAP,
@@ -294,7 +300,7 @@ def _distill_topk_kernel(
 def compute_statistics(rows: Rows, teacher: TopK, formula: Formula, span: tuple[int, int]) -> Tensor:
     """This device's statistics, (M, FIXED + K). The kernel replaces the given classes' logits by -inf.
 
-    span: the global index of this device's first class, and V over all devices.
+    span: this device's first global class index, and V over all devices.
     """
     ids, logprobs = teacher
     (M, V), K = rows.logits.shape, ids.shape[1]
@@ -308,7 +314,7 @@ def compute_statistics(rows: Rows, teacher: TopK, formula: Formula, span: tuple[
         for part in _cache_sized(rows.logits):
             out[part] = statistics_reference(rows.select(part), teacher.select(part), formula, span[0])
         return out
-    # The span is part of the launch's key: a kernel may be compiled for the numbers' divisibility.
+    # The span is part of the launch key: a kernel may be compiled for the numbers' divisibility.
     sizes = V, K, *span, rows.logits.stride(0), ids.stride(0), logprobs.stride(0)
     sums = formula.rest != "renormalize" or formula.hard > 0
     branches = sums, int(formula.hard), formula.caps[0], next_power_of_2(K + 1)
@@ -318,13 +324,13 @@ def compute_statistics(rows: Rows, teacher: TopK, formula: Formula, span: tuple[
 
 
 def write_merged(rows: Rows, teacher: TopK, parts: Tensor, formula: Formula, span: tuple[int, int]) -> None:
-    """`write_rows` from the statistics of all devices, (devices, M, FIXED + K)."""
+    """`write_rows` from all devices' statistics, (devices, M, FIXED + K)."""
     M, V = rows.logits.shape
-    if V == 0:  # every device computes all losses: here from rows of one class of no probability
-        # The buffer has no column to write to. This row of one class stands in for it, and its gradient is thrown away.
+    if V == 0:  # every device computes all losses: here from a stand-in class with probability 0
+        # The buffer has no column to write to. The stand-in's gradient is thrown away.
         rows = rows._replace(logits=rows.logits.new_full((M, 1), -torch.inf))
     if use_triton(rows.logits):
-        # V of this device, also in the stand-in, so that no mask lets a store pass.
+        # The local V, also for the stand-in, so that no mask lets a store pass.
         _launch(rows, teacher, formula, parts, span, V)
         return
     for part in _cache_sized(rows.logits):
@@ -343,6 +349,6 @@ def _launch(rows: Rows, teacher: TopK, formula: Formula, parts: Tensor | None, s
         # BLOCK_K is a power of two above K: tl.arange allows no other length.
         formula.kind, formula.rest, int(formula.hard), formula.caps[0], formula.gradient, next_power_of_2(K + 1),
     )  # fmt: skip
-    # ids and logprobs keep their dtypes: a copy of them in int64 or fp32 would be read once and thrown away.
+    # ids and logprobs keep their dtypes: an int64 or fp32 copy would be read once and thrown away.
     tensors = rows.logits, ids, logprobs, rows.labels, rows.soft, rows.hard, rows.factor, parts
     launch_rows(_distill_topk_kernel, rows, formula, tensors, arguments)

@@ -1,4 +1,4 @@
-"""The walk over chunks: both heads' logits for one chunk of rows at a time, and all gradients along the way.
+"""The walk over chunks: both heads' logits for a chunk's rows at a time, and all gradients along the way.
 
 for each chunk of rows:
     logits  ← x Wᵀ (+ bias)       matrix product into the student's buffer
@@ -29,9 +29,9 @@ from tigon.ops.linear.padded_product import empty_logits
 
 
 class Tensors(NamedTuple):
-    """teacher_x, teacher_weight: with `rest`, the ids and log-probabilities (N, K) of a `TopK`.
+    """teacher_x, teacher_weight: with `rest`, the ids and log-probabilities (N, K) from a `TopK`.
 
-    inverse: 1 / the divisor of the summed loss, 0-d.
+    inverse: 1 / the summed loss's divisor, 0-d.
     """
 
     x: Tensor
@@ -46,9 +46,9 @@ class Tensors(NamedTuple):
 
 @record
 class Options(NamedTuple):
-    """plan.budget is of both sides' logits. logits, teacher_logits: the dtypes of the logits.
+    """plan.budget covers both sides' logits. logits, teacher_logits: dtypes.
 
-    per_class: the soft loss is divided by V. unit: factor of the soft loss. rest: "" beside a teacher's head.
+    per_class: the soft loss is divided by V. unit: factor on the soft loss. rest: "" with a teacher's head.
     """
 
     plan: WalkPlan
@@ -70,11 +70,11 @@ class Options(NamedTuple):
 
     @property
     def share(self) -> int:
-        """The student's share of the budget: all of it beside a teacher's K classes."""
+        """The student's share of the budget: everything with a top-k teacher."""
         if self.rest:
             return self.plan.budget
         # Both buffers have the same rows and V columns, so a row's bytes divide the budget. The student's bytes include
-        # the narrowed gradient of wide logits.
+        # the narrowed gradient for wide logits.
         return max(1, self.plan.budget * self.logit_bytes // (self.logit_bytes + self.teacher_logits.itemsize))
 
     @property
@@ -83,21 +83,20 @@ class Options(NamedTuple):
 
     def factors(self, classes: int) -> Factors:
         unit = self.unit / classes if self.per_class else self.unit
-        # dz of a divergence of softmax(z / τ) is slope / τ. The cross entropy is taken at temperature 1 and has no such
-        # factor.
+        # dz for a divergence on softmax(z / τ) is slope / τ. The cross entropy has temperature 1 and no such factor.
         soft = (1 - self.hard_weight) * unit / self.temperature
         if self.plan.compute != torch.float16:
             return Factors(unit, Weights(soft, self.hard_weight))
-        # An element of cosine's gradient is about 1 / V: a / |a| has elements of 1 / √V, and |a| grows as √V.
+        # Elements in cosine's gradient are about 1 / V: a / |a| has elements near 1 / √V, and |a| grows as √V.
         scale = 1 / max(soft / (classes if self.kind == "cosine" else 1), self.hard_weight)
         return Factors(unit, Weights(soft * scale, self.hard_weight * scale), scale)
 
 
 class Factors(NamedTuple):
-    """The factor of the sum of soft losses; the weights of the gradients in the logits, and the scale in them.
+    """The factor on the soft loss sum; the gradient weights in the logits, and the scale in them.
 
-    In fp16 the divisor, or the norms of logits, would make gradients underflow. The scale leaves them at the size of a
-    probability; the backward pass divides by it, in fp32.
+    In fp16 the divisor, or logit norms, would make gradients underflow. The scale keeps them near a probability's
+    magnitude; the backward pass divides by the scale, in fp32.
     """
 
     unit: float
@@ -106,14 +105,14 @@ class Factors(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of the operator: three losses, 0-d, and the gradients, empty where none is needed."""
+    """The operator's results: three losses, 0-d, and gradients, empty where not needed."""
 
     loss: Tensor
     soft: Tensor
     hard: Tensor
     dx: Tensor
     dw: Tensor
-    more: Tensor  # the second place of dW's sum: see `weight_gradient.places`
+    more: Tensor  # the second tensor for dW's sum: see `weight_gradient.places`
     db: Tensor
 
 
@@ -126,12 +125,12 @@ def _forward_fake(tensors: Tensors, options: Options, shards: Shards | None) -> 
     (V, H), rows = weight.shape, x.shape[0]
     loss, soft, hard = (x.new_empty((), dtype=acc) for _ in range(3))
     dx = x.new_empty((rows, H) if plan.need_dx else (0,), dtype=plan.compute)
-    # The rule by which `Chunks` leaves rows out: its rows of one chunk have to be one product here. On a CPU the walk
-    # may count fewer rows later, and dW is then wider than it had to be.
+    # The rule by which `Chunks` leaves rows out: a single chunk there has to be a single product here. On a CPU the
+    # walk may later count fewer rows, and dW is then wider than necessary.
     visited = rows if plan.valid < 0 or plan.valid > rows else plan.valid
     one = visited * (V if shards is None else shards.widest) * options.logit_bytes <= options.share
-    # One chunk with its divisor folded in is one product, which rounds once. A "sum" stays wide: its factor comes with
-    # the upstream gradient and would round a second time.
+    # A single chunk with a folded divisor is a single product, which rounds once. "sum" stays wide: the divisor arrives
+    # with the upstream gradient and would round a second time.
     several = tensors.inverse is None or not one
     wide = weight.dtype != plan.compute or plan.compute == torch.float16 or (plan.fp32 and several)
     only = visited if one and shards is None and options.logits == plan.compute else 0
@@ -144,17 +143,17 @@ def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> Resul
     results, plan = _forward_fake(tensors, options, shards), options.plan
     x, target, inverse, valid = tensors.x, tensors.target, tensors.inverse, plan.valid
     if target is not None and valid < 0 and x.device.type == "cpu":
-        valid = int((target != plan.ignore_index).sum())  # the host is the device: looking costs nothing
-    # Without targets every row counts: one zero, expanded, serves as all labels.
+        valid = int((target != plan.ignore_index).sum())  # on the CPU the count costs no synchronisation
+    # Without targets every row counts: an expanded zero serves as all labels.
     labels = x.new_zeros(1, dtype=torch.long).expand(x.shape[0]) if target is None else target
-    # Rows are left out only where the host knows how many count: shapes may not depend on numbers of the device.
+    # Rows are left out only where the host knows the valid count: shapes may not depend on device values.
     known = None if target is None or valid < 0 else valid
     head = Projection.cast(x, tensors.weight, tensors.bias, plan.compute)
     sums = weight_gradient.parts(results.dw, results.more) if plan.need_dw else None
     room = weight_gradient.room(sums)
     chunks = Chunks(head, labels, plan.ignore_index, known, options.share, shards, options.logits, room)
-    # Each program writes its row's loss to its own place. One sum at the end has one order, hence the same bits on
-    # every run; atomics would not.
+    # Each program writes its row's loss, summed at the end in a fixed order, hence the same bits on every run; atomics
+    # would not guarantee that.
     soft_rows = x.new_empty(chunks.visited, dtype=results.loss.dtype)
     hard_rows = torch.empty_like(soft_rows) if options.hard_weight else None
     gradients = Gradients(chunks, results.dx if plan.need_dx else None, sums, results.db if plan.need_db else None)
@@ -168,7 +167,7 @@ def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> Resul
         rows = Rows(
             chunk.logits, None if target is None else chunk.target, soft_rows[chunk.rows],
             None if hard_rows is None else hard_rows[chunk.rows],
-            None if plan.compute == torch.float16 else inverse,  # fp16 gets it in the backward pass, in fp32
+            None if plan.compute == torch.float16 else inverse,  # fp16 applies the divisor in backward, in fp32
         )  # fmt: skip
         if isinstance(theirs, TopK):
             topk.write_rows(rows, theirs, formula, shards)
@@ -187,7 +186,7 @@ def _forward(tensors: Tensors, options: Options, shards: Shards | None) -> Resul
 
 
 def _with_teacher(chunks: Chunks, tensors: Tensors, options: Options) -> Iterator[tuple[Chunk, Tensor | TopK]]:
-    """Each chunk with its rows' teacher logits, in one reused buffer, or with its rows of a `TopK`."""
+    """Each chunk with the teacher's logits, in a reused buffer, or with the chunk's rows from a `TopK`."""
     x, weight = tensors.teacher_x, tensors.teacher_weight
     if options.rest:
         for chunk in chunks:
@@ -196,7 +195,7 @@ def _with_teacher(chunks: Chunks, tensors: Tensors, options: Options) -> Iterato
     head = Projection.cast(x, weight, tensors.teacher_bias, options.teacher_compute)
     buffer = empty_logits(chunks.size, weight.shape[0], head.x, options.teacher_logits)
     for chunk in chunks:
-        # Gathered by the student's index: where rows are left out, teacher and student have to see the same tokens.
+        # Gathered with the student's index: where rows are left out, teacher and student have to see the same tokens.
         (theirs,) = chunks.select(chunk.start, chunk.stop, head.x)
         yield chunk, head.logits(theirs, buffer[: chunk.stop - chunk.start])
 
@@ -212,7 +211,7 @@ def _save(ctx: Any, tensors: Tensors, options: Options, output: tuple[Tensor, ..
     ctx.needs = options.plan.needs
     ctx.dtypes = tensors.x.dtype, tensors.weight.dtype, None if tensors.bias is None else tensors.bias.dtype
     ctx.grad_scale = options.factors(_count_classes(tensors.weight, ctx.shards)).grad_scale
-    # The gradients are saved, not the inputs: backward has only to scale them. fp16 still lacks its divisor.
+    # The gradients are saved, not the inputs: backward only scales them. fp16 still needs the divisor.
     inverse = tensors.inverse if options.plan.compute == torch.float16 else None
     ctx.save_for_backward(results.dx, results.dw, results.more, results.db, inverse)
 
@@ -222,7 +221,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> Sequence[Tensor | None
         return ()
     dx, dw, more, db, inverse, *_ = ctx.saved_tensors
     factor = dloss if inverse is None else dloss * inverse
-    # On the factor, which is fp32, and not on the gradients: those would leave fp16's range again.
+    # Applied to the fp32 factor rather than the gradients, which would leave fp16's range again.
     factor = factor if ctx.grad_scale == 1.0 else factor / ctx.grad_scale
     return scale_gradients((dx, (dw, more), db), factor, ctx.dtypes, ctx.needs)
 

@@ -1,1 +1,1 @@
-"""The head of a model and the walk over chunks of its logits, which every loss without logits shares."""
+"""A model's head and the chunked logits walk, shared by all losses without logits."""

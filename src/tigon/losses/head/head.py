@@ -1,4 +1,4 @@
-"""The head that every fused-linear loss begins with: the argument that you pass, its checks, and its product with x."""
+"""The head argument that fused-linear losses take, its checks, and its product with x."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ if TYPE_CHECKING:
 class Head(NamedTuple):
     """The head that turns hidden states x into logits: softcap · tanh(scale · (x Wᵀ + bias) / softcap), W the weight.
 
-    Every loss of a head takes one of these; or the weight alone, or a `torch.nn.Linear`.
+    Every head loss takes a `Head`, the weight alone, or a `torch.nn.Linear`.
 
     Args:
         weight: (V, H), x's dtype; under autocast both are cast as `F.linear` casts them.
         bias: (V,) or None.
-        softcap: c > 0 for logits of c · tanh(z / c); None for none.
+        softcap: c > 0 for logits c · tanh(z / c); None for none.
         scale: multiplies the logits, before the softcap; positive.
-        group: the tensor-parallel group, or mesh of one dimension, over which the classes are split. `weight` and
-            `bias` are then this rank's rows of the head, consecutive in the order of the ranks, any number of them,
-            also none; V is their sum. x and target (global indices) are the same on all ranks, and so are the loss and
-            dx, which is summed over them. Left out for a weight that is a DTensor, Shard(0) on such a mesh, with its
-            bias alike: the gradients are then such DTensors too, and x may be a DTensor, Replicate or split by tokens
-            (sequence parallel), with its gradient as x is. All ranks have to make the same calls. They also have to
-            replace or resize a plain weight together: they exchange its sizes when they first see it. torch.compile
-            leaves the call out.
-        lora: (A, B, s) of an adapter on the head, A (r, H), B (V, r): adds s · (x Aᵀ) Bᵀ, with gradients of A and B.
-            `tigon.linear_logprob` takes it, and no other loss.
+        group: the tensor-parallel group, or one-dimensional mesh, over which the classes are split. `weight` and `bias`
+            are then this rank's rows, consecutive in rank order, any number per rank, also none; V is the sum. x and
+            target (global indices) are the same on all ranks, and so are the loss and dx, which is summed over ranks.
+            Leave group out for a DTensor weight, Shard(0) on such a mesh, with the bias alike: the gradients are then
+            such DTensors too, and x may be a DTensor, Replicate or split by tokens (sequence parallel), with dx placed
+            as x is. All ranks have to make the same calls. They also have to replace or resize a plain weight together:
+            they exchange sizes when they first see a weight. torch.compile leaves the call out.
+        lora: (A, B, s), an adapter on the head, A (r, H), B (V, r): adds s · (x Aᵀ) Bᵀ, with gradients for A and B.
+            Only `tigon.linear_logprob` takes an adapter.
     """
 
     weight: Tensor
@@ -46,10 +45,10 @@ class Head(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """Another model's hidden states x (..., H'), aligned with the policy's or the student's, and the head they enter.
+    """Another model's hidden states x (..., H'), aligned with the policy's or the student's, and that model's head.
 
-    A reference or a teacher gets no gradient, and one chunk of its logits exists at a time. Its width and dtype may
-    differ; its V classes are the same, so cut padding off the longer of two vocabularies.
+    A reference or a teacher gets no gradient, and only a chunk of its logits exists at a time. Width and dtype may
+    differ from the student's; the V classes are the same, so cut padding off the longer vocabulary.
     """
 
     x: Tensor
@@ -57,7 +56,7 @@ class Hidden(NamedTuple):
 
 
 def parse_head(name: str, head: Any, argument: str = "head", lora: bool = False) -> Head:
-    """The argument as a Head, whatever its form; a ValueError if it is none, or its numbers do not fit."""
+    """Parse any head argument to a Head; a ValueError if that fails, or for invalid numbers."""
     found: Head
     if isinstance(head, Head):
         found = head
@@ -83,12 +82,12 @@ def check_head(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, prefix: str = "", sequences: bool = False,
     beside: tuple[tuple[str, Tensor | None], ...] = (),
 ) -> torch.dtype:  # fmt: skip
-    """Raise a ValueError for tensors that do not fit, else return the dtype of the products: x's, or autocast's.
+    """Raise a ValueError for tensors that do not fit, else return the products' dtype: x's, or autocast's.
 
     Args:
-        name: the operator's name. prefix: the prefix of x, weight and bias in its arguments' names.
-        x: (..., H), or (S, T, H) for a loss of sequences. weight: (V, H). bias: (V,) or None.
-        beside: other tensors of the products, as pairs of name and tensor.
+        name: the operator's name. prefix: prefix for x, weight and bias in argument names.
+        x: (..., H), or (S, T, H) for a sequence loss. weight: (V, H). bias: (V,) or None.
+        beside: other tensors in the products, as pairs: name and tensor.
     """
     check_tensors(name, **{f"{prefix}x": x, f"{prefix}weight": weight, f"{prefix}bias": bias})
     if weight.dim() != 2 or (x.dim() != 3 if sequences else x.dim() == 0) or x.shape[-1] != weight.shape[-1]:
@@ -116,22 +115,22 @@ def check_head(
 
 
 def choose_logits_dtype(compute: torch.dtype, logits_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the logits: that of the products, or the wider logits_dtype."""
+    """The logits' dtype: the products' dtype, or the wider logits_dtype."""
     return compute if logits_dtype is None else torch.promote_types(compute, logits_dtype)
 
 
 def logit_bytes(compute: torch.dtype, logits: torch.dtype) -> int:
-    """Bytes of a logit, plus those of its gradient if that is narrower and has a buffer of its own."""
+    """Bytes per logit, plus the gradient's if that is narrower and has a separate buffer."""
     return logits.itemsize + (compute.itemsize if logits != compute else 0)
 
 
 def select_rows(t: Tensor, rows: Tensor | slice) -> Tensor:
-    """Rows of t: a range of rows, or the rows whose indices a tensor holds."""
+    """Select rows of t by a range or an index tensor."""
     return t[rows] if isinstance(rows, slice) else t.index_select(0, rows)
 
 
 def append_bias(weight: Tensor, bias: Tensor) -> Tensor:
-    """(V, H + 1), padded by zeros to a multiple of 8: the bias is the weight of one more column, in which x is 1."""
+    """(V, H + 1), zero-padded to a multiple of 8: the bias is the weight for an extra column, in which x is 1."""
     V, H = weight.shape
     both = weight.new_zeros(V, (H // 8 + 1) * 8)
     both[:, :H] = weight
@@ -152,12 +151,12 @@ class Projection(NamedTuple):
         x, weight, bias = x.to(compute), weight.to(compute), bias if bias is None else bias.to(compute)
         both = None
         if bias is not None and x.is_cuda and compute.itemsize == 2 and needs_padding(weight.shape[0], compute):
-            # Unless the result is contiguous, PyTorch rounds a GPU's product before it adds the bias, and then again.
+            # Unless the result is contiguous, PyTorch rounds a GPU's product before adding the bias, and then again.
             both = append_bias(weight, bias)
         return cls(x, weight, bias, both)
 
     def logits(self, x: Tensor, out: Tensor) -> Tensor:
-        """out (n, V) ← x Wᵀ (+ bias) of n rows; out may be fp32 under half-precision factors."""
+        """out (n, V) ← x Wᵀ (+ bias) for n rows; out may be fp32 with half-precision factors."""
         if out.dtype != x.dtype:
             for block in class_blocks(self.weight.shape[0], x.dtype):
                 product_into(out[:, block], x, self.weight[block].t(), first=True)
@@ -178,7 +177,7 @@ class Projection(NamedTuple):
 
     def input_gradient(self, dlogits: Tensor, out: Tensor) -> Tensor:
         """out (n, H) ← dlogits W; out may be fp32."""
-        # The few classes of a second block come first: their sum is small, and so is the error of rounding it.
+        # A second block's few classes come first: their sum is small, and so is the rounding error.
         for i, block in enumerate(reversed(class_blocks(self.weight.shape[0], dlogits.dtype))):
             product_into(out, dlogits[:, block], self.weight[block], first=i == 0)
         return out

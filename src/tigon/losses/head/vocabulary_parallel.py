@@ -1,14 +1,14 @@
-"""A head whose classes lie on several devices: vocabulary-parallel losses.
+"""Vocabulary-parallel losses: the head's classes are split over several devices.
 
-Each device of a group holds consecutive rows of the weight, and all tokens of x. The logits of its classes stay on the
-device. The devices exchange
+Each device in a group holds consecutive weight rows, and all tokens of x. The local classes' logits stay on the device.
+The devices exchange
 
-    once a chunk of tokens     3 to 5 numbers a token, the statistics of tigon.ops.shard_statistics; in distillation
+    once per token chunk       3 to 5 numbers a token, the statistics from tigon.ops.shard_statistics; in distillation
                                others, twice (tigon.losses.distillation.heads)
-    once a chunk of tokens     the sum of the devices' dx, while the chunk's dw is computed
+    once per token chunk       the devices' dx sum, while the chunk's dw is computed
 
-The weight's gradient needs nothing from other devices. `linear_logprob` sends the numbers of all tokens at once, 5 in
-fp32 from each device, and a token loss those of a part: both need all of them before the gradient.
+dW needs nothing from other devices. `linear_logprob` sends all tokens' numbers at once, 5 in fp32 from each device, and
+a token loss those for a part: both need all of them before the gradient.
 
 Source: Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053
 """
@@ -29,28 +29,28 @@ from tigon.ops.shard_statistics import local_labels
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Shard sizes by weight: asking the other ranks for their sizes makes the host wait for the device.
-# Weak keys: a weight that is freed takes its entry along, and a new tensor at its address is not taken for it.
+# Shard sizes by weight: exchanging sizes makes the host wait for the device.
+# Weak keys: a freed weight drops its entry, and a new tensor at the same address is not mistaken for it.
 _SIZES: Any = WeakTensorKeyDictionary()
 
 
 class PendingTensor(NamedTuple):
-    """A tensor that a collective operation is filling. Holding source and work keeps both alive until `wait`."""
+    """A tensor that a collective is filling. Holding source and work keeps both alive until `wait`."""
 
     value: Tensor
     work: Any
     source: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The tensor, for work that is queued from now on. On a GPU the stream waits, and the host does not."""
+        """The tensor, for work queued from now on. On a GPU the stream waits, and the host does not."""
         self.work.wait()
         return self.value
 
 
 class Shards(NamedTuple):
-    """Which classes this device holds, and the collectives with the devices that hold the other classes.
+    """This device's classes, and collectives with the devices that hold the other classes.
 
-    sizes: classes of each device, in the order of ranks. wide: dx is summed over the devices in fp32, and rounded once.
+    sizes: class counts in rank order. wide: dx is summed over the devices in fp32, and rounded once.
     """
 
     group: ProcessGroup
@@ -64,32 +64,30 @@ class Shards(NamedTuple):
 
     @property
     def widest(self) -> int:
-        """The most classes on any device. Chunks are sized by them, since all devices need the same chunks."""
-        # The widest and not the own shard: ranks with different chunk counts would call different numbers of
-        # collectives, and hang.
+        """The largest class count on any device, which sizes the chunks, since all devices need the same chunks."""
+        # Not the local shard: ranks with different chunk counts would call different numbers of collectives, and hang.
         return max(self.sizes)
 
     @property
     def first(self) -> int:
-        """The global index of this device's first class."""
+        """This device's first global class index."""
         return sum(self.sizes[: self.rank])
 
     def describe(self) -> str:
-        """For sentences: which ranks have how many classes."""
+        """For error messages: which ranks have how many classes."""
         import torch.distributed as dist
 
         return f"{self.sizes} classes on ranks {tuple(dist.get_process_group_ranks(self.group))}"
 
     def labels(self, target: Tensor, ignore_index: int) -> Tensor:
         """Global targets as this device's labels (`tigon.ops.shard_statistics`)."""
-        # int64, whatever dtype the targets have: a narrow unsigned dtype could not hold the negative marks.
+        # int64, whatever the targets' dtype: a narrow unsigned dtype could not hold the negative marks.
         return local_labels(target, ignore_index, self.first, self.sizes[self.rank], self.classes)
 
     def gather(self, own: Tensor) -> PendingTensor:
-        """This device's (M, K), dense, and those of all other devices: (devices, M, K)."""
+        """Gather all devices' (M, K), dense: (devices, M, K)."""
         world = len(self.sizes)
-        # A gather, not a reduction: each rank adds the parts itself, in the order of ranks, and all of them get the
-        # same bits.
+        # A gather, not a reduction: each rank adds the parts in rank order, and all get the same bits.
         parts = own.new_empty(world * own.shape[0], *own.shape[1:])
         work = all_gather(parts, own, group=self.group, async_op=True)
         # `own` is held too: the allocator does not know that the collective's stream still reads it.
@@ -105,7 +103,7 @@ class Shards(NamedTuple):
 class InputGradient:
     """dx (N, H), chunk by chunk: a product with the chunk's dlogits, and a sum over the devices.
 
-    A chunk's sum travels until the next chunk arrives. Meanwhile the device computes the chunk's share of dw.
+    A chunk's sum travels until the next chunk arrives, while the device computes the chunk's share of dw.
     """
 
     def __init__(self, head: Projection, shards: Shards | None) -> None:
@@ -119,15 +117,15 @@ class InputGradient:
         # `apart`: rows are an index where ignored rows are left out, and a product cannot write to scattered rows.
         dtype, apart = dx.dtype, isinstance(rows, Tensor)
         if self.shards is not None and self.shards.wide:
-            # fp32 on the wire, 4 bytes a number: rounding each rank's share to bf16 first would make dx more than twice
-            # as wrong.
+            # fp32 on the wire, 4 bytes a number: rounding each rank's share to bf16 first would more than double dx's
+            # error.
             dtype = torch.promote_types(dtype, torch.float32)
-        # Rows that are scattered, or summed in fp32, go through a buffer; else the product writes to dx itself.
+        # Rows that are scattered, or summed in fp32, go through a buffer; else the product writes to dx directly.
         own = dx.new_empty(dlogits.shape[0], dx.shape[1], dtype=dtype) if apart or dtype != dx.dtype else dx[rows]
         self.head.input_gradient(dlogits, own)
         if more is not None and dtype == dx.dtype:
-            # An adapter's share of dx enters before the sum over the ranks: each rank has its own rows of B, and so its
-            # own share.
+            # An adapter's share enters before the sum over ranks: each rank has different rows of B, and so a different
+            # share.
             own.addmm_(more[0], more[1], alpha=more[2])
         elif more is not None:
             product_into(own, more[0] * more[2], more[1], first=False)
@@ -138,11 +136,11 @@ class InputGradient:
             dx.index_copy_(0, rows, own)
 
     def flush(self) -> None:
-        """Write the chunk that is still on its way. Call this at the end of a walk."""
+        """Write the pending chunk. Call this at the end of a walk."""
         if self._on_the_way is None:
             return
         sum_, rows, dx = self._on_the_way
-        # A wide sum is rounded once, here: shares that are rounded before they are added double the error of dx.
+        # A wide sum is rounded once, here: rounding shares before they are added doubles dx's error.
         here = sum_.wait()
         if isinstance(rows, Tensor):
             dx.index_copy_(0, rows, here.to(dx.dtype))
@@ -152,21 +150,21 @@ class InputGradient:
 
 
 def is_sharded(weight: Any, group: Any) -> bool:
-    # Asked by attribute: an import of torch.distributed.tensor costs a process that never uses it.
+    # hasattr avoids importing torch.distributed.tensor in a process that never uses DTensors.
     return group is not None or hasattr(weight, "device_mesh")
 
 
 def resolve_shards(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, group: Any, accumulate: str
 ) -> tuple[Tensor, Tensor, Tensor | None, Any, Shards | None]:
-    """This device's plain tensors, and their `Shards`, None if one device holds all classes.
+    """This device's plain tensors, and their `Shards`, None if a single device holds all classes.
 
     Args:
-        weight, bias: DTensors that are Shard(0) on a mesh of one dimension; or plain tensors, with `group`.
-        x: replicated; or a DTensor on the same mesh, Replicate, or Shard of a dimension of tokens.
+        weight, bias: DTensors with Shard(0) on a one-dimensional mesh; or plain tensors, with `group`.
+        x: replicated; or a DTensor on the same mesh, Replicate, or Shard on a token dimension.
         target: as x, but whole everywhere.
-        group: a ProcessGroup or a DeviceMesh of one dimension.
-        accumulate: "fp32" or "weight", in which dx is summed over the devices.
+        group: a ProcessGroup or a one-dimensional DeviceMesh.
+        accumulate: "fp32" or "weight": how dx is summed over the devices.
     """
     check_tensors(name, x=x, weight=weight, bias=bias, target=target)
     if not is_sharded(weight, group):
@@ -188,7 +186,7 @@ def resolve_shards(
     if rank < 0:
         raise ValueError(f"{name}: this process must be a member of the group, which it is not.")
     sizes = _exchange_sizes(weight, group)
-    # A group of one rank takes the plain path: no collective, and torch.compile's operator.
+    # A group with a single rank takes the plain path: no collective, and torch.compile's operator.
     return x, weight, bias, target, Shards(group, rank, sizes, wide) if len(sizes) > 1 else None
 
 
@@ -197,7 +195,7 @@ def _resolve_dtensors(
 ) -> tuple[Tensor, Tensor, Tensor | None, Any, Shards | None]:
     from torch.distributed.tensor import Replicate
 
-    # One dimension alone: its group is then the group of every collective here.
+    # One dimension only: the mesh's group is then the group for every collective here.
     mesh = weight.device_mesh
     if mesh.ndim != 1 or not weight.placements[0].is_shard(0):
         raise ValueError(
@@ -214,7 +212,7 @@ def _resolve_dtensors(
                 f"{name}: x must be on the weight's mesh, whole or split by tokens, got {tuple(x.placements)} on "
                 f"{x.device_mesh}."
             )
-        # dx is the whole sum here: of a sequence that is split, each device takes its own tokens of it.
+        # dx is the whole sum here: for a split sequence, each device takes its tokens.
         x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
     if hasattr(target, "device_mesh"):
         target = target.full_tensor()
@@ -222,7 +220,7 @@ def _resolve_dtensors(
     chunk = -(-V // world)
     sizes = tuple(max(0, min(V, (r + 1) * chunk) - r * chunk) for r in range(world))  # as torch.chunk
     local, rank = weight.to_local(), mesh.get_local_rank()
-    # An uneven layout would give wrong global indices without any other sign.
+    # An uneven layout would silently give wrong global indices.
     if local.shape[0] != sizes[rank]:
         raise ValueError(f"{name}: weight must be split as torch.chunk splits {V} rows, got {local.shape[0]} of them.")
     bias = None if bias is None else bias.to_local()
@@ -230,19 +228,19 @@ def _resolve_dtensors(
 
 
 def localize_adapter(name: str, a: Any, b: Any) -> tuple[Tensor | None, Tensor | None]:
-    """An adapter's factors on this device: all of A, and the rows of B that belong to this device's classes."""
+    """An adapter's factors on this device: all of A, and the rows of B for this device's classes."""
     if hasattr(a, "device_mesh"):
         from torch.distributed.tensor import Replicate
 
         if any(not placement.is_replicate() for placement in a.placements):
             raise ValueError(f"{name}: lora A must be whole on every device, got {tuple(a.placements)}.")
-        # The gradient that comes back is the whole one on every rank: `linear_logprob` sums dA over the ranks.
+        # The returned gradient is the whole sum on every rank: `linear_logprob` sums dA over the ranks.
         a = a.to_local(grad_placements=[Replicate()] * a.device_mesh.ndim)
     return a, b.to_local() if hasattr(b, "device_mesh") else b
 
 
 def process_group(name: str, group: Any, argument: str = "group") -> ProcessGroup:
-    """The group of a mesh of one dimension, or the group itself."""
+    """A one-dimensional mesh's group, or the group itself."""
     if not hasattr(group, "get_group"):
         return group  # type: ignore[no-any-return]
     if group.ndim != 1:
@@ -251,17 +249,17 @@ def process_group(name: str, group: Any, argument: str = "group") -> ProcessGrou
 
 
 def _exchange_sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
-    """Classes of each device. The ranks exchange their sizes when a weight is seen for the first time."""
+    """Class counts by device. The ranks exchange sizes when they first see a weight."""
     import torch.distributed as dist
 
-    # The local size is part of the check: a weight that was resized has new sizes everywhere.
+    # The local size is part of the check: a resized weight has new sizes everywhere.
     known = _SIZES.get(weight)
-    # The group too: one weight may be used under two groups, whose ranks differ.
+    # The group too: the same weight may be used under two groups, whose ranks differ.
     if known is not None and known[0] is group and known[1] == weight.shape[0]:
         return known[2]  # type: ignore[no-any-return]
     world = dist.get_world_size(group)
     found = torch.empty(world, dtype=torch.int64, device=weight.device)
-    # Blocking, once a weight: the sizes decide the host's loop, so the host has to have them.
+    # Blocking, once per weight: the sizes decide the host's loop, so the host has to have them.
     all_gather(found, torch.full((1,), weight.shape[0], device=weight.device), group=group)
     sizes = tuple(found.tolist())
     _SIZES[weight] = group, weight.shape[0], sizes
@@ -269,7 +267,7 @@ def _exchange_sizes(weight: Tensor, group: ProcessGroup) -> tuple[int, ...]:
 
 
 def all_gather(out: Tensor, own: Tensor, **options: Any) -> Any:
-    """Into out the tensors of all ranks, in their order, one behind the other."""
+    """Gather all ranks' tensors into out, in rank order."""
     import torch.distributed as dist
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13

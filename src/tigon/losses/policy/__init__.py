@@ -1,22 +1,22 @@
 """Policy gradients for language models: GRPO, its relatives and RLOO, without logits.
 
-    r = exp(logprob − old)                        of a token; or of a sequence, exp of the mean over its tokens (GSPO)
+    r = exp(logprob − old)                        per token; per sequence, exp of the mean over tokens (GSPO)
     clipped(r) = −min(min(r, δ) · A, clip(r, 1 − ε, 1 + ε_high) · A)
 
     grpo     mean over sequences of the mean over tokens of clipped(r)       https://arxiv.org/abs/2402.03300
-    bnpo     Σ clipped(r) / tokens of this batch that count
+    bnpo     Σ clipped(r) / valid tokens in this batch
     dr_grpo  Σ clipped(r) / (S · max_completion_length)                      https://arxiv.org/abs/2503.20783
     dapo     Σ clipped(r) / num_items_in_batch                               https://arxiv.org/abs/2503.14476
     luspo    mean over sequences of Σ clipped(r)                             https://arxiv.org/abs/2602.05261
     cispo    Σ −sg(min(r, ε_high)) · A · logprob / num_items_in_batch        https://arxiv.org/abs/2506.13585
-    sapo     as grpo, of −A · σ(τ (r − 1)) · 4 / τ, τ by the sign of A       https://arxiv.org/abs/2511.20347
+    sapo     as grpo, with −A · σ(τ (r − 1)) · 4 / τ, τ by the sign of A     https://arxiv.org/abs/2511.20347
     vespo    Σ −sg(φ(w)) · A · logprob / num_items_in_batch,                 https://arxiv.org/abs/2602.10693
              φ(w) = e^λ · w^k · e^(−λ w), w = Π r over the sequence, k and λ by the sign of A
 
     + β · kl, kl = (e^d − d − 1) [· r], d = reference − logprob              https://arxiv.org/abs/2512.02556
     − entropy_coefficient · mean entropy
 
-Sources: beside each. Formulas and names of the kinds follow TRL 1.16, which trains with them. GSPO:
+Sources: beside each formula. Formulas and names follow TRL 1.16, which trains with them. GSPO:
 https://arxiv.org/abs/2507.18071. RLOO: https://arxiv.org/abs/2402.14740. δ: https://arxiv.org/abs/2505.07291.
 """
 
@@ -47,25 +47,25 @@ def grpo(
     chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of sampled completions whose tokens have advantages, and metrics to log.
+    """The loss for sampled completions whose tokens have advantages, and metrics to log.
 
     Without `rollout.old`, right after the sampling, every ratio is 1 and the gradient is the policy's own: REINFORCE.
-    With advantages of tokens, as from a critic, loss_type "bnpo" is PPO's. GSPO is loss_type "grpo" with
+    With token advantages, as from a critic, loss_type "bnpo" is PPO's. GSPO is loss_type "grpo" with
     importance_sampling_level "sequence".
 
     Args:
-        x: (S, T, H) hidden states of S completions; x[s, t] predicts target[s, t].
+        x: (S, T, H), hidden states for S completions; x[s, t] predicts target[s, t].
         head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head`.
         target: (S, T) the sampled tokens; ignore_index where a token does not count (prompt, padding, tool output).
-        rollout: a `tigon.losses.Rollout` of advantages and, as far as you have them,
-            log-probabilities under the old policy, the reference and the sampler; or the advantages alone.
-        config: the kind of loss and its numbers.
-        chunks: its `valid_tokens` are the numbers of tokens that count; the others then cost nothing.
-    Returns: the 0-d loss, and detached: "logprob" (S, T), 0 where masked; and 0-d, means over tokens that count:
-        "entropy"; "kl" with a reference; "clip_ratio/low_mean", "/high_mean", "/region_mean", "/low_min", "/high_max"
-        with the clipped types (over sequences, where a ratio is one a sequence); "cispo_clip_ratio";
-        "vespo/phi_seq_mean"; "policy_loss", without the entropy bonus, where there is one;
-        "sampling/importance_sampling_ratio/min", "/mean" and "/max" with a sampler.
+        rollout: a `tigon.losses.Rollout` with advantages and, as far as you have them, log-probabilities under the old
+            policy, the reference and the sampler; or the advantages alone.
+        config: the loss type and its parameters.
+        chunks: `valid_tokens` holds the valid-token counts; other tokens then cost nothing.
+    Returns: the 0-d loss, and detached: "logprob" (S, T), 0 where masked; and 0-d, means over valid tokens: "entropy";
+        "kl" with a reference; "clip_ratio/low_mean", "/high_mean", "/region_mean", "/low_min", "/high_max" with the
+        clipped types (over sequences, if each sequence has one ratio); "cispo_clip_ratio"; "vespo/phi_seq_mean";
+        "policy_loss", without the entropy bonus, if there is a bonus; "sampling/importance_sampling_ratio/min", "/mean"
+        and "/max" with a sampler.
     Raises: ValueError for options that do not go together, and shapes that do not fit.
 
     Replaces, of the default loss_type::
@@ -93,15 +93,15 @@ def rloo(
     chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with a completion as one action: mean over sequences of clipped(r), r = exp(Σ logprob − Σ old).
+    """REINFORCE with a completion as the action: mean over sequences of clipped(r), r = exp(Σ logprob − Σ old).
 
     Args:
-        x: (S, T, H) hidden states of S completions.
+        x: (S, T, H), hidden states for S completions.
         head: as in `grpo`.
         target: (S, T), ignore_index where a token does not count. A completion without tokens has a ratio of 1.
-        rollout: a `tigon.losses.Rollout` of advantages (S,) and, if the policy has changed since the sampling, `old`;
+        rollout: a `tigon.losses.Rollout` with advantages (S,) and, if the policy has changed since the sampling, `old`;
             or the advantages alone.
-        config: the bounds of the ratio.
+        config: the ratio's bounds.
         chunks: as in `grpo`.
     Returns: the 0-d loss, and detached "logprob" (S, T), "entropy" and "clip_ratio/…" as in `grpo`.
     Raises: ValueError for shapes that do not fit.

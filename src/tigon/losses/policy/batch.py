@@ -1,4 +1,4 @@
-"""From a batch of completions to the call of `token_loss`."""
+"""From a batch of completions to the `token_loss` call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tigon.losses.token_loss import token_loss
 
 
 class Objective(NamedTuple):
-    """The computation of one call: the options of `grpo` or of `rloo` as the family takes them, and those of the batch.
+    """A call's computation: the `grpo` or `rloo` options as the family takes them, and the batch's options.
 
-    bonus: the entropy's coefficient. items: the divisor of a type that has one, as in `GRPO`.
+    bonus: the entropy's coefficient. items: the divisor for types that have one, as in `GRPO`.
     """
 
     options: PolicyOptions
@@ -37,7 +37,7 @@ def grpo_objective(config: GRPO, rollout: Rollout) -> Objective:
         raise ValueError(f"{name}: beta = {c.beta} wants a reference, rollout.ref: log-probabilities, or a Hidden.")
     high, low = c.importance_sampling_clip_max, c.importance_sampling_clip_min
     items = c.num_items_in_batch if POLICY_LOSSES[c.loss_type].share == "items" else None
-    # Of a tensor the host does not know the value: fp16's grad_scale then does without it.
+    # The host does not know a tensor's value: fp16's grad_scale then does without the divisor.
     divisor = max(1.0, float(items)) if isinstance(items, int | float) else 0.0
     reference, drift = rollout.ref, c.off_policy_mask_threshold
     options = PolicyOptions(
@@ -56,14 +56,14 @@ def grpo_objective(config: GRPO, rollout: Rollout) -> Objective:
 
 
 def rloo_objective(config: RLOO) -> Objective:
-    # The clipped loss of GRPO with one ratio a sequence, that of the sums.
+    # GRPO's clipped loss with a ratio per sequence, computed from sums.
     c, high = config, config.epsilon if config.epsilon_high is None else config.epsilon_high
     options = PolicyOptions("grpo", "total", c.epsilon, high, bonus=_read_number(c.entropy_coefficient))
     return Objective(options, c.entropy_coefficient, None, c.ignore_index, c.temperature)
 
 
 def _read_number(value: float | Tensor) -> float:
-    """The number, or 0 where it is a tensor."""
+    """The number, or 0 for a tensor."""
     return 0.0 if isinstance(value, Tensor) else float(value)
 
 
@@ -75,7 +75,7 @@ def policy_loss(
     name: str, x: Tensor, head: Head | Tensor | torch.nn.Linear, target: Tensor, rollout: Rollout,
     objective: Objective, chunks: ChunkOptions,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The loss of an objective, and its metrics."""
+    """An objective's loss and metrics."""
     if x.dim() != 3 or target.shape != x.shape[:2]:
         raise ValueError(
             f"{name}: x must be (S, T, H) and target (S, T), got {tuple(x.shape)} and {tuple(target.shape)}."
@@ -84,7 +84,7 @@ def policy_loss(
     options = objective.options
 
     def check(argument: str, t: Tensor | None, of_sequences: bool = False) -> Tensor | None:
-        """A tensor of the rollout, checked."""
+        """Check a rollout tensor."""
         if t is None:
             return None
         if t.shape != (S, T) and not (of_sequences and t.shape in ((S,), (S, 1))):
@@ -96,10 +96,10 @@ def policy_loss(
         return t if t.dim() == 1 or t.shape == (S, T) else t.view(S)
 
     def number(argument: str, t: float | Tensor | None) -> Tensor | None:
-        """A 0-d tensor of the options, or None where it is a number, which the host knows."""
+        """An option as a 0-d tensor, or None if the option is a number, which the host knows."""
         if not isinstance(t, Tensor):
             return None
-        if t.device.type != "cpu":  # one of the CPU is a number of the host, which no kernel waits for
+        if t.device.type != "cpu":  # a CPU tensor is a host number, which no kernel waits for
             _check_device(name, f"config.{argument}", t, x)
         return t.reshape(())
 
@@ -111,11 +111,11 @@ def policy_loss(
     reference = None if isinstance(rollout.ref, Hidden) else check("ref", rollout.ref)
     sampled, ratio = check("sampler", sampled), check("sampler.ratio", ratio, True)
     if options.mode == "none" and options.drift == math.inf:
-        sampled = None  # nothing in the loss looks at it
+        sampled = None  # nothing in the loss reads it
     if options.loss_type == "vespo" and ratio is not None and ratio.shape != (S, T):
         raise ValueError(f"{name}: vespo wants rollout.sampler.ratio of tokens, (S, T), got {tuple(ratio.shape)}.")
     if target.numel() == 0:
-        # A quantile of no tokens does not exist.
+        # A quantile over no tokens does not exist.
         options = options._replace(top=1.0)
     bonus = number("entropy_coefficient", objective.bonus)
     tensors = PolicyTensors(

@@ -1,8 +1,8 @@
-"""Policy losses as functions of the log-probabilities of a part of the batch, in forms that are finite in fp32.
+"""Policy losses as functions of log-probabilities for a part of the batch, in forms that are finite in fp32.
 
-The walk of `tigon.losses.token_loss` passes a part of the batch at a time to `Policy`, which returns the part's share
-of the loss. Means over the batch are sums here, weighted by the tensor `share`. A batch that is one part goes to the
-kernels of `tigon.losses.policy.kernels`, which compute the same.
+The walk in `tigon.losses.token_loss` passes a part of the batch at a time to `Policy`, which returns the part's share
+of the loss. Batch means are sums here, weighted by the tensor `share`. A single-part batch goes to the kernels in
+`tigon.losses.policy.kernels`, which compute the same.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tigon.losses.policy.kernels import KERNEL_FORMULAS, Formula, write_policy_s
 from tigon.losses.policy.metrics import SAMPLER_NAMES, clip_metric_names, clip_ratios, select_counted
 from tigon.losses.policy.options import POLICY_LOSSES, Mode, PolicyLoss
 
-RATIO_BOUND = 80.0  # nats: its exponential is far beyond any bound, and finite in fp32 times an advantage
+RATIO_BOUND = 80.0  # nats: the exponential is far beyond any bound, and finite in fp32 times an advantage
 
 
 @record
 class PolicyOptions(NamedTuple):
     """A `Policy`'s options; bounds are infinite where they are off.
 
-    level: whether tokens or sequences have a ratio; "total" is a sequence's ratio that is not a mean over its tokens.
-    mode: how the sampler's ratio is used, "none" if there is nothing left to compute. reference: the source of its
+    level: whether tokens or sequences have a ratio; "total" is a sequence ratio without the mean over tokens.
+    mode: how the sampler's ratio is used, "none" if nothing is left to compute. reference: the source of reference
     log-probabilities.
-    divisor: of "dapo", "cispo" and "vespo", 0 where it is a tensor or the number of tokens; of "dr_grpo", a sequence's.
+    divisor: for "dapo", "cispo" and "vespo", 0 for a tensor or the token count; for "dr_grpo", per sequence.
     bonus: the entropy's coefficient, unless that is a tensor.
     """
 
@@ -58,9 +58,9 @@ class PolicyOptions(NamedTuple):
 
 
 class PolicyTensors(NamedTuple):
-    """A `Policy`'s tensors beside the log-probabilities, (S, T) or (S,): those of a `Rollout` that the loss uses.
+    """A `Policy`'s tensors beside the log-probabilities, (S, T) or (S,): the `Rollout` tensors that the loss uses.
 
-    Padding may hold anything. items, bonus: 0-d, the divisor and the entropy's coefficient where these are tensors.
+    Padding may hold anything. items, bonus: 0-d, the divisor and the entropy's coefficient if these are tensors.
     """
 
     advantages: Tensor
@@ -73,9 +73,9 @@ class PolicyTensors(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """`PolicyTensors` as a part sees them, in the dtype of the loss, 0 where masked.
+    """`PolicyTensors` as a part sees them, in the loss's dtype, 0 where masked.
 
-    share: (S,) the weight of one token of each sequence in the loss. bonus: (S,) that of a token's entropy.
+    share: (S,) each sequence's weight per token in the loss. bonus: (S,) the weight of a token's entropy.
     """
 
     advantages: Tensor
@@ -88,9 +88,9 @@ class Prepared(NamedTuple):
 
 
 class Policy(Family, key="policy"):
-    """GRPO and its relatives, as a family of `token_loss`.
+    """GRPO and related losses, as a `token_loss` family.
 
-    Token-level ratios need one token at a time. Sequence-level ratios, VESPO and the off-policy mask need the whole
+    Token-level ratios need a token at a time. Sequence-level ratios, VESPO and the off-policy mask need the whole
     sequence first, and an entropy quantile the whole batch.
     """
 
@@ -106,7 +106,7 @@ class Policy(Family, key="policy"):
 
     @property
     def mode(self) -> str:
-        """How the sampler's ratio is computed along the walk; "none" where `old` and sampler give it beforehand."""
+        """How the sampler's ratio is computed along the walk; "none" if `old` and sampler already give the ratio."""
         return "none" if "old" in self.given else self.options.mode
 
     @property
@@ -151,9 +151,9 @@ class Policy(Family, key="policy"):
         return min(size, self.options.divisor) if self.options.divisor and self.loss.share == "items" else size
 
     def prepare(self, tensors: PolicyTensors, mask: Tensor, dtype: torch.dtype) -> Prepared:
-        # The weight of a token is known before the walk, which then only sums.
+        # Token weights are known before the walk, which then only sums.
         counts = mask.sum(1).to(dtype)
-        tokens = counts.sum().clamp(min=1)  # the mean over no token is 0
+        tokens = counts.sum().clamp(min=1)  # the mean over no tokens is 0
 
         def widen(t: Tensor | None) -> Tensor | None:
             # Padding may hold anything, also -inf and NaN, which 0 · x would keep.
@@ -165,16 +165,16 @@ class Policy(Family, key="policy"):
             # Old and sampler log-probabilities are both constants: the ratio is computed once.
             ratio = sampler_ratio(old - sampler, mask, self.options.mode, self.options)
         if self.mode == "none" and self.options.drift == math.inf:
-            sampler = None  # nothing in the walk looks at it
+            sampler = None  # nothing in the walk reads it
         by_token = None
         if self.has_entropy_slope():
-            # With a quantile only the parts know how many tokens the bonus is a mean over: they divide themselves.
+            # With a quantile only the parts know the bonus mean's token count: they divide themselves.
             of_all = self.options.bonus if bonus is None else bonus
             by_token = (of_all if self.options.top < 1.0 else of_all / tokens) * torch.ones_like(counts)
         return Prepared(A, self._share(counts, tokens, items), old, ref, sampler, ratio, by_token)
 
     def _share(self, counts: Tensor, tokens: Tensor, items: Tensor | None) -> Tensor:
-        """(S,) the weight of one token of each sequence in the loss."""
+        """(S,) each sequence's weight per token in the loss."""
         share, divisor, S = self.loss.share, self.options.divisor, max(1, counts.shape[0])
         if share == "sequence":
             return (counts.clamp(min=1) * S).reciprocal()
@@ -193,7 +193,7 @@ class Policy(Family, key="policy"):
         level = self.options.level
         tokens = mask.sum().clamp(min=1)
         metrics = [results[name] if name == "policy_loss" else results[name] / tokens for name in self.sums]
-        # As TRL logs: means over sequences where advantages are of sequences.
+        # As TRL logs: means over sequences if advantages are per sequence.
         by_sequence = tensors.advantages.shape != mask.shape
         if "phi" in results:
             metrics.append(select_counted(results["phi"], mask, by_sequence).mean())
@@ -231,7 +231,7 @@ class Policy(Family, key="policy"):
         formula, level, reference = self.loss.formula, of.level, of.reference
         given: Prepared = part.tensors
         A, own = given.advantages, logprob.detach()
-        # Without `old` every ratio is 1 in value, and its gradient is that of the log-probability.
+        # Without `old` every ratio is 1 in value, with the log-probability's gradient.
         old = own if given.old is None else given.old
         results = {"logprob": own, "entropy": part.entropy.detach().sum()}
 
@@ -242,10 +242,10 @@ class Policy(Family, key="policy"):
         log_weight = log_ratio
         if level == "sequence":
             log_weight = (log_ratio * mask).sum(1, keepdim=True) / _counts(mask)
-        # A clipped ratio has a slope of 0, but 0 · inf is NaN: ratios that may be clipped are kept finite.
+        # A clipped ratio has slope 0, but 0 · inf is NaN: ratios that may be clipped are kept finite.
         finite = log_weight.clamp(max=RATIO_BOUND)
         if formula == "clipped" and of.delta == math.inf:
-            # At negative advantages the smaller term is the one without an upper bound: a ratio there stays infinite.
+            # At negative advantages the minimum is the term without an upper bound: a ratio there stays infinite.
             finite = torch.where(A >= 0, finite, log_weight)
         ratio = finite.exp()
         sampler = given.ratio
@@ -268,7 +268,7 @@ class Policy(Family, key="policy"):
             bounded = ratio if of.delta == math.inf else ratio.clamp(max=of.delta)
             loss = -torch.minimum(bounded * A, ratio.clamp(1 - of.low, 1 + of.high) * A)
             up, down = (bounded > 1 + of.high) & (A > 0), (bounded < 1 - of.low) & (A < 0)
-            # 1 where the upper bound holds, −1 where the lower does: one number a token instead of two masks.
+            # 1 where the upper bound holds, −1 where the lower does: a number per token instead of two masks.
             results["clipped"] = (up.to(A.dtype) - down.to(A.dtype)).expand_as(mask)
         else:
             raise NotImplementedError(f"grpo: {of.loss_type!r} has no formula {formula!r}.")
@@ -283,7 +283,7 @@ class Policy(Family, key="policy"):
         if of.top < 1.0:
             chosen = mask & (part.entropy >= _quantile(part.entropy.detach(), mask, 1.0 - of.top))
             loss = loss * chosen
-        if sampler is not None and formula != "vespo":  # whose φ has it already
+        if sampler is not None and formula != "vespo":  # vespo's φ includes the ratio
             loss = loss * sampler
         if reference != "none":
             ref = given.ref if part.reference is None else part.reference
@@ -299,7 +299,7 @@ class Policy(Family, key="policy"):
         # torch.where, not a product with the mask: padding may have any logits, and 0 · inf is NaN.
         total = torch.where(mask, loss * given.share, 0.0).sum()
         if level == "total":
-            # A completion without tokens has a ratio of 1, a constant, which TRL's mean over sequences counts.
+            # A completion without tokens has ratio 1, a constant, which TRL's mean over sequences counts.
             empty = ~mask.any(1, keepdim=True)
             total = total + torch.where(empty, loss[:, :1] * given.share, 0.0).sum()
         if given.bonus is not None:
@@ -317,12 +317,12 @@ class Policy(Family, key="policy"):
         log_w = log_w.clamp(least, 20.0)
         k = _by_sign(A >= 0, of.k_pos, of.k_neg, A)
         lam = _by_sign(A >= 0, of.lambda_pos, of.lambda_neg, A).clamp(min=1e-4)
-        # One exponential of the sum: the factors by themselves overflow fp32 where their product does not.
+        # A single exponential of the sum: the factors overflow fp32 where their product does not.
         return (lam + k * log_w - lam * log_w.exp()).exp()
 
 
 def sampler_ratio(difference: Tensor, mask: Tensor, mode: str, of: PolicyOptions) -> Tensor:
-    """exp(old − sampler), clipped or masked to its bounds: (S, T), or (S, 1) for a mode of sequences."""
+    """exp(old − sampler), clipped or masked to the bounds: (S, T), or (S, 1) for a sequence mode."""
     difference = torch.nan_to_num(difference * mask, nan=0.0)  # NaN where the sampler reported none: ratio 1
     if mode.startswith("sequence"):
         difference = difference.sum(1, keepdim=True)
@@ -337,12 +337,12 @@ def _counts(mask: Tensor) -> Tensor:
 
 
 def _by_sign(positive: Tensor, above: float, below: float, like: Tensor) -> Tensor:
-    # torch.where of two Python numbers is fp32, which rounds 1.05: wrong for an fp64 loss.
+    # torch.where on two Python numbers is fp32, which rounds 1.05: wrong for an fp64 loss.
     return torch.full_like(like, below).masked_fill(positive, above)
 
 
 def _quantile(values: Tensor, mask: Tensor, q: float) -> Tensor:
-    """torch.quantile(values[mask], q), of any size. Indexing by the mask would make the host wait for a count."""
+    """torch.quantile(values[mask], q), for any size. Indexing by the mask would make the host wait for a count."""
     ordered = torch.where(mask, values, math.inf).flatten().sort().values
     last = mask.sum().clamp(min=1) - 1
     rank = last.double() * q

@@ -1,11 +1,11 @@
-"""Policy losses of a batch that is one part, in two launches; `tigon.losses.policy.family` in kernels.
+"""Policy losses for a single-part batch, in two launches; `tigon.losses.policy.family` in kernels.
 
-    of each sequence   its tokens → sums of loss and metrics; d loss / d logprob and d loss / d entropy of each token
-    of the batch       sums → the loss, the metrics
+    per sequence   tokens → sums for loss and metrics; d loss / d logprob and d loss / d entropy per token
+    per batch      sums → the loss, the metrics
 
-Of few tokens the host's time is the loss's time, and in PyTorch each step of the formula is a launch, forward and
-backward. `Policy` is the specification; slopes are those of its autograd, ties and infinities included: half to
-each side where both terms of a minimum are equal, a select and no product where 0 would meet an infinite number.
+With few tokens the loss is host-bound, and in PyTorch each step in the formula is a launch, forward and backward.
+`Policy` is the specification; slopes match autograd, ties and infinities included: half to each side where both terms
+in a minimum are equal, a select and no product where 0 would meet an infinite number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from tigon.kernels import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
 from tigon.losses.family import Whole
 
-# The sums of a sequence, one column each.
+# A sequence's sums, a column each.
 COUNT, LOSS, ENTROPY, KL, BONUS, LOW, HIGH, PHI, RATIO, LEAST, MOST = (tl.constexpr(i) for i in range(11))
 COLUMNS = 11
 # As in `family`.
@@ -28,7 +28,7 @@ RATIO_BOUND = tl.constexpr(80.0)
 LOG_LEAST = tl.constexpr(math.log(1e-8))
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 INFINITY = tl.constexpr(math.inf)
-# Up to here each program counts the tokens of the batch by itself, out of the cache; beyond it they are counted once.
+# Reads, over all programs, up to which each program counts the batch's tokens itself; beyond, they are counted once.
 COUNTED_ANEW = 2**24
 
 
@@ -36,13 +36,13 @@ KERNEL_FORMULAS = ("clipped", "cispo", "sapo", "vespo")
 
 
 class Formula(NamedTuple):
-    """A `Policy`, as its kernels take it.
+    """A `Policy`, as the kernels take it.
 
     kind: the formula, as in `PolicyLoss`. options: `PolicyOptions`.
-    share: the weight of a token: 1 over S and over the tokens of its "sequence", over all "tokens", over "items", a
-        tensor; or a "number".
-    number: that number times S, if it is `per_sequence`.
-    places: of each metric in the result.
+    share: a token's weight: 1 over S and over the "sequence" length, over all "tokens", over "items", a tensor; or a
+        "number".
+    number: that number times S, if `per_sequence`.
+    places: each metric's index in the result.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Formula(NamedTuple):
 def write_policy_slopes(
     formula: Formula, batch: Whole, loss: Tensor, metrics: Tensor, slopes: Sequence[Tensor | None], grad_scale: float
 ) -> None:
-    """Write loss, metrics and slopes, as `Family.launch` has it."""
+    """Write loss, metrics and slopes, as `Family.launch` specifies."""
     (S, T), of, target = batch.target.shape, formula.options, batch.target
     rows = [None if t is None else _as_contiguous_floats(t) for t in batch.tensors]
     A, old, ref, sampler, ratio, items, bonus = rows
@@ -87,7 +87,7 @@ def write_policy_slopes(
     def plan() -> Plan:
         block = min(1024, next_power_of_2(T))
         warps = max(1, block // 128)
-        # Without a limit the assembler takes 64 registers, and spills one of them where it could have more.
+        # Without a limit the assembler takes 64 registers and spills one, although more are available.
         options = {"num_warps": warps, **register_limit(loss.device, 128)}
         return S, (*numbers, *constants, block, 256 * min(4, warps)), options
 
@@ -105,12 +105,12 @@ def write_policy_slopes(
 
 
 def _as_contiguous_floats(t: Tensor) -> Tensor:
-    """A tensor as the kernel reads it: contiguous numbers."""
+    """A tensor as the kernel reads it: contiguous floats."""
     return t.contiguous() if t.dtype.is_floating_point else t.float().contiguous()
 
 
 def _on_device(t: Tensor, like: Tensor) -> Tensor:
-    """A 0-d tensor where kernels can read it. One on the CPU is filled in: no copy makes the host wait."""
+    """A 0-d tensor where kernels can read it. A CPU tensor is filled in: no copy makes the host wait."""
     return like.new_full((), float(t)) if t.device.type == "cpu" != like.device.type else t
 
 
@@ -119,7 +119,7 @@ def _on_device(t: Tensor, like: Tensor) -> Tensor:
 
 @jit
 def _load_tokens(ptr, sequence, at, valid, BY_TOKENS: tl.constexpr):
-    """Values of tokens, or the sequence's for each of them; 0 for tokens that do not count."""
+    """Token values, or the sequence's value for each token; 0 for ignored tokens."""
     if BY_TOKENS:
         values = tl.load(ptr + at, mask=valid, other=0.0).to(tl.float32)
     else:
@@ -129,7 +129,7 @@ def _load_tokens(ptr, sequence, at, valid, BY_TOKENS: tl.constexpr):
 
 @jit
 def _clamp(x, least, most):
-    """As torch clamps: a NaN stays one."""
+    """As torch clamps: a NaN stays NaN."""
     return tl.where(x < least, least, tl.where(x > most, most, x))
 
 
@@ -141,7 +141,7 @@ def _nan_to_zero(x):
 
 @jit
 def _bound_ratio(difference, low, high, MODE: tl.constexpr):
-    """The sampler's ratio, clipped or masked to its bounds."""
+    """The sampler's ratio, clipped or masked to the bounds."""
     ratio = tl.exp(difference)
     if MODE == "token_truncate" or MODE == "sequence_truncate":
         bounded = _clamp(ratio, low, high)
@@ -155,7 +155,7 @@ def _load_sampler_ratio(
     ratio_ptr, sampler_ptr, sequence, at, valid, near, of_sequence, low, high, MODE: tl.constexpr,
     BY_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The ratio that is given, or of_sequence, or that of the tokens. near: the old log-probabilities, or the own."""
+    """The given ratio, of_sequence, or the token ratio. near: old log-probabilities, or the policy's."""
     if ratio_ptr is not None:
         ratio = _load_tokens(ratio_ptr, sequence, at, valid, BY_TOKENS)
     elif MODE == "sequence_truncate" or MODE == "sequence_mask":
@@ -184,7 +184,7 @@ def _sum_sequence(
 ):  # fmt: skip
     """The sums over a sequence that the formula needs before any token.
 
-    Returns: count; Σ of the log-ratio, of the drift, and of old − sampler; log w of "vespo".
+    Returns: count; Σ over the log-ratio, the drift, and old − sampler; log w for "vespo".
     """
     HAS_RATIO: tl.constexpr = (ratio_ptr is not None) or (MODE != "none")
     OF_SEQUENCE: tl.constexpr = (MODE == "sequence_truncate") or (MODE == "sequence_mask")
@@ -227,7 +227,7 @@ def _sum_sequence(
 
 @jit
 def _count_tokens(target_ptr, total_ptr, S, T, ignore_index, COUNT_BLOCK: tl.constexpr):
-    """Tokens of the batch that count, at least 1."""
+    """Valid tokens in the batch, at least 1."""
     if total_ptr is not None:
         total = tl.load(total_ptr)
     else:
@@ -241,13 +241,13 @@ def _count_tokens(target_ptr, total_ptr, S, T, ignore_index, COUNT_BLOCK: tl.con
 
 @jit
 def _clip_loss(A, ratio, open_, low, high, delta, DELTA: tl.constexpr):
-    """The "clipped" loss of tokens, its slope along the ratio, and where the upper and the lower bound hold."""
+    """The "clipped" loss per token, the slope along the ratio, and where the upper and the lower bound hold."""
     bounded, unbounded = ratio, open_ | True
     if DELTA:
         bounded, unbounded = tl.where(ratio > delta, delta, ratio), ratio <= delta
     one, other = bounded * A, _clamp(ratio, low, high) * A
     loss = -tl.where(one < other, one, other)
-    # torch's slope of a minimum: half for each of two equal terms.
+    # torch's slope for a minimum: half for each of two equal terms.
     of_one = tl.where(one == other, 0.5, tl.where(one > other, 0.0, 1.0))
     of_other = tl.where(one == other, 0.5, tl.where(one < other, 0.0, 1.0))
     dratio = -tl.where(unbounded, of_one * A, 0.0)
@@ -259,18 +259,18 @@ def _clip_loss(A, ratio, open_, low, high, delta, DELTA: tl.constexpr):
 def _vespo_weight(A, log_w, k_pos, k_neg, lambda_pos, lambda_neg):
     k, lam = tl.where(A >= 0, k_pos, k_neg), tl.where(A >= 0, lambda_pos, lambda_neg)
     lam = tl.where(lam < 1e-4, 1e-4, lam)
-    # One exponential of the sum: the factors by themselves overflow fp32 where their product does not.
+    # A single exponential of the sum: the factors overflow fp32 where their product does not.
     return tl.exp(lam + k * log_w - lam * tl.exp(log_w))
 
 
-# One program a sequence of T tokens; S sequences.
-#   target, logprob, entropy        (S, T) of the policy; 0 where a token does not count
-#   A, old, ref, sampler, ratio     of the rollout, (S, T), or (S,) where …_BY_TOKENS is off; None if not given
-#   items, bonus, total             0-d on the device: num_items_in_batch, the entropy's coefficient, the tokens that
+# One program per sequence with T tokens; S sequences.
+#   target, logprob, entropy        (S, T) for the policy; 0 at ignored tokens
+#   A, old, ref, sampler, ratio     from the rollout, (S, T), or (S,) where …_BY_TOKENS is off; None if not given
+#   items, bonus, total             0-d on the device: num_items_in_batch, the entropy's coefficient, the valid-token
 #                                   count; None where the number is an argument, or counted here
 #   dlogprob, dentropy              (S, T) slopes, times boost, or None; sums: (COLUMNS, S)
-#   low, high, cispo_high, delta    bounds of a ratio; number: the weight of a token with SHARE "number"
-#   KIND, LEVEL, MODE, SHARE        the formula; token or sequence has a ratio; the sampler's ratio; a token's weight
+#   low, high, cispo_high, delta    ratio bounds; number: a token's weight with SHARE "number"
+#   KIND, LEVEL, MODE, SHARE        the formula; token or sequence ratio; the sampler's ratio; a token's weight
 @jit
 @do_not_specialize("S", "T", "ignore_index")
 def _policy_kernel(
@@ -302,7 +302,6 @@ def _policy_kernel(
         sampled_of_sequence = _bound_ratio(difference_sum, sampler_low, sampler_high, MODE)
     log_w = _clamp(log_w, LOG_LEAST, 20.0)
 
-    # The weight of a token.
     tokens = 1.0
     if SHARE == "tokens" or WITH_BONUS:
         tokens = _count_tokens(target_ptr, total_ptr, S, T, ignore_index, COUNT_BLOCK)
@@ -321,7 +320,6 @@ def _policy_kernel(
         bonus = bonus / tokens
     slope = share * boost
 
-    # Each token: its loss, and its slopes before the share, dratio and dlogprob.
     loss_sum, entropy_sum, kl_sum, low_sum, high_sum, phi_sum, ratio_sum = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     ratio_least, ratio_most, dlog_weight_sum = INFINITY, -INFINITY, 0.0
     for start in range(0, T, BLOCK):
@@ -333,24 +331,23 @@ def _policy_kernel(
         old = logprob
         if old_ptr is not None and OLD_BY_TOKENS:
             old = tl.load(old_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        # The one number of a sequence is logged where its first token would be, whether that counts or not.
+        # A sequence-level value is logged at the first token's column, whether that token counts or not.
         first = t == 0
         logged = valid
         if LEVEL != "token" and not A_BY_TOKENS:
             logged = first
         counts = valid
         if LEVEL == "total":
-            # A completion without tokens has a ratio of 1, a constant, which TRL's mean over sequences counts.
             counts = valid | (first & (count == 0))
         if LEVEL == "token":
             log_weight = logprob - old
         else:
             log_weight = tl.zeros((BLOCK,), tl.float32) + log_weight_of_sequence
-        # A clipped ratio has a slope of 0, but 0 · inf is NaN: ratios that may be clipped are kept finite.
+        # A clipped ratio has slope 0, but 0 · inf is NaN: ratios that may be clipped are kept finite.
         finite = tl.where(log_weight > RATIO_BOUND, RATIO_BOUND, log_weight)
         open_ = log_weight <= RATIO_BOUND
         if KIND == "clipped" and not DELTA:
-            # At negative advantages the smaller term is the one without an upper bound: a ratio there stays infinite.
+            # At negative advantages the minimum is the term without an upper bound: a ratio there stays infinite.
             finite = tl.where(A >= 0, finite, log_weight)
             open_ = open_ | (A < 0)
         ratio = tl.exp(finite)
@@ -381,7 +378,7 @@ def _policy_kernel(
                 ratio_ptr, sampler_ptr, sequence, at, valid, old, sampled_of_sequence, sampler_low, sampler_high, MODE,
                 RATIO_BY_TOKENS,
             )  # fmt: skip
-            if KIND != "vespo":  # whose φ has it already
+            if KIND != "vespo":  # vespo's φ includes the ratio
                 loss, dratio, dlogprob = loss * sampled, dratio * sampled, dlogprob * sampled
             seen = valid
             if OF_SEQUENCE or (ratio_ptr is not None and not RATIO_BY_TOKENS):
@@ -417,11 +414,11 @@ def _policy_kernel(
             tl.store(dentropy_ptr + at, tl.where(valid, -bonus * boost, 0.0), mask=t < T)
 
     if LEVEL != "token" and dlogprob_ptr is not None:
-        # The slope of the sequence's one ratio, to each of its tokens.
+        # The slope of the sequence-level ratio, for each token.
         of_each = dlog_weight_sum
         if LEVEL == "sequence":
             of_each = dlog_weight_sum / at_least_one
-        tl.debug_barrier()  # other threads may have written what is read again
+        tl.debug_barrier()  # other threads may have written the values read again below
         for start in range(0, T, BLOCK):
             t = start + lanes
             at = sequence * T + t
@@ -441,6 +438,10 @@ def _policy_kernel(
     tl.store(sums_ptr + MOST * S + sequence, ratio_most)
 
 
+# One program.
+#   sums            (COLUMNS, S) from `_policy_kernel`; loss: 0-d; metrics: one number each
+#   visited         number of visited tokens
+#   …_OF_SEQUENCES  the metric averages over sequences instead of tokens
 @jit
 @do_not_specialize("S", "visited")
 def _metrics_kernel(
@@ -449,7 +450,7 @@ def _metrics_kernel(
     AT_ENTROPY: tl.constexpr, AT_KL: tl.constexpr, AT_LOSS: tl.constexpr, AT_PHI: tl.constexpr, AT_CISPO: tl.constexpr,
     AT_CLIPS: tl.constexpr, AT_RATIO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, which adds the sequences' sums in one order. AT_…: the place of a metric, -1 if there is none."""
+    """A single program adds the sequences' sums in a fixed order. AT_…: a metric's index, -1 if there is none."""
     total = tl.zeros((), tl.int64)
     loss, entropy, kl, bonus, lows, highs, phi, ratio = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     low_least, high_most, ratio_least, ratio_most = INFINITY, -INFINITY, INFINITY, -INFINITY
@@ -471,7 +472,7 @@ def _metrics_kernel(
             high = tl.load(i + HIGH * S, mask=here, other=0.0)
             lows += tl.sum(low, 0)
             highs += tl.sum(high, 0)
-            # A sequence without tokens, 0 / 0, is in no extreme.
+            # A sequence without tokens, 0 / 0, does not enter the extremes.
             each = tl.where(count > 0, count, 1.0)
             some = here & (count > 0)
             if CLIPS_OF_SEQUENCES:
@@ -483,7 +484,7 @@ def _metrics_kernel(
             ratio_least = tl.minimum(ratio_least, tl.min(tl.load(i + LEAST * S, mask=here, other=INFINITY), 0))
             ratio_most = tl.maximum(ratio_most, tl.max(tl.load(i + MOST * S, mask=here, other=-INFINITY), 0))
     tokens, sequences = tl.maximum(total, 1).to(tl.float32), tl.maximum(S, 1).to(tl.float32)
-    # Too few tokens were visited, and those left out would be missing without a word.
+    # Too few tokens were visited: NaN instead of silently dropping the rest.
     tl.store(loss_ptr, tl.where(total <= visited, loss - bonus, float("nan")))
     tl.store(metrics_ptr + AT_ENTROPY, entropy / tokens)
     if AT_KL >= 0:

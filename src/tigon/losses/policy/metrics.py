@@ -1,4 +1,4 @@
-"""The metrics of policy losses, by TRL's names: shares of clipped ratios, means and extremes."""
+"""Policy loss metrics, by TRL's names: clipped-ratio shares, means and extremes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLER_NAMES = tuple(f"sampling/importance_sampling_ratio/{name}" for name in (
 
 
 def clip_metric_names(formula: str) -> tuple[str, ...]:
-    """The names of the results of `clip_ratios`."""
+    """Names for the `clip_ratios` results."""
     return {"cispo": ("cispo_clip_ratio",), "sapo": (), "vespo": ()}.get(formula, CLIP_NAMES)
 
 
@@ -22,11 +22,11 @@ def clip_ratios(clipped: Tensor, mask: Tensor, by_sequence: bool, formula: str) 
     if formula == "cispo":  # which has no lower bound
         return {"cispo_clip_ratio": select_counted((clipped > 0).to(clipped.dtype), mask, by_sequence).mean()}
     clipped, mask = select_counted(clipped, mask, by_sequence)
-    # Both bounds together: of short completions the launches take longer than the numbers.
+    # Both bounds together: with short completions the launches take longer than the computation.
     hits = (torch.stack((clipped < 0, clipped > 0)) & mask).sum(-1, dtype=clipped.dtype)
     counts = mask.sum(-1)
     low, high = (hits.sum(-1) / counts.sum().clamp(min=1)).unbind()
-    # A sequence without tokens, 0 / 0, is in no extreme; without any other sequence the extremes are NaN.
+    # A sequence without tokens, 0 / 0, does not enter the extremes; without any other sequence the extremes are NaN.
     lows, highs = (hits / counts).unbind()
     least, most = (torch.full_like(low, math.nan),) * 2
     if counts.numel():
@@ -36,7 +36,7 @@ def clip_ratios(clipped: Tensor, mask: Tensor, by_sequence: bool, formula: str) 
 
 
 class CountedValues(NamedTuple):
-    """Values of tokens (…, S, T), or of sequences (…, S, 1); the mask of those that count has the last two sizes."""
+    """Token values (…, S, T), or sequence values (…, S, 1), and the valid mask in the last two sizes."""
 
     values: Tensor
     mask: Tensor

@@ -1,4 +1,4 @@
-"""The options of policy losses, which raise when they are made, and a trainer's data of sampled completions."""
+"""Policy loss options, checked when they are made, and a trainer's sampled completions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Level = Literal["token", "sequence"]
 
 
 class PolicyLoss(NamedTuple):
-    """A type of policy loss.
+    """A policy loss type.
 
-    formula: of a token; the branch of `Policy` that computes it.
-    share: the divisor of the sum over tokens. "sequence": sequences · tokens of the token's sequence; "tokens": all
-        tokens that count; "items": num_items_in_batch; "sequences"; "length": sequences · max_completion_length.
+    formula: per token; the branch in `Policy` that computes the loss.
+    share: the divisor of the token sum. "sequence": sequences · the token's sequence length; "tokens": all valid
+        tokens; "items": num_items_in_batch; "sequences"; "length": sequences · max_completion_length.
     """
 
     formula: Literal["clipped", "cispo", "sapo", "vespo"]
     share: Literal["sequence", "tokens", "items", "sequences", "length"]
 
 
-# By TRL's names. A type is a row here, and a word of LossType, which type checkers see.
+# By TRL's names. A type is a row here and a literal in LossType, for type checkers.
 POLICY_LOSSES = {
     "grpo": PolicyLoss("clipped", "sequence"),
     "bnpo": PolicyLoss("clipped", "tokens"),
@@ -44,30 +44,30 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
-    """Options of `grpo`, by TRL's names. Frozen: `dataclasses.replace` makes another.
+    """Options for `grpo`, by TRL's names. Frozen: use `dataclasses.replace` for changes.
 
     Args:
         loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo" or "vespo".
-        importance_sampling_level: "token", or "sequence": one ratio, exp of the mean difference, for all its tokens.
+        importance_sampling_level: "token", or "sequence": a single ratio, exp of the mean difference, for all tokens.
         epsilon: how far below 1 a ratio counts.
         epsilon_high: how far above 1 a ratio counts, None for epsilon. With "cispo", which has no lower bound, the
             largest ratio itself (such as 5.0).
         delta: the largest ratio at negative advantages, where clipping has no upper bound. None for no bound.
         beta: weight of the KL divergence from the reference.
-        use_bias_correction_kl: multiply the KL by the ratio, so that its gradient is not biased.
+        use_bias_correction_kl: multiply the KL by the ratio, so that the gradient is not biased.
         entropy_coefficient: weight of the entropy bonus, a number or a 0-d tensor.
-        top_entropy_quantile: the share of this batch's tokens, those of highest entropy, that have a loss at all. Below
-            1.0 the loss sees all tokens before it has a gradient: a batch beyond one chunk costs a fourth product.
-        num_items_in_batch: the divisor of "dapo", "cispo" and "vespo", a number or a 0-d tensor: the tokens that count
-            in the whole step, over the number of ranks. None: the tokens that count in this batch.
-        max_completion_length: the divisor of "dr_grpo", per sequence; no other type needs it.
+        top_entropy_quantile: the share of this batch's tokens, those with the highest entropy, that have a loss at all.
+            Below 1.0 the loss sees all tokens before the gradient: a batch beyond one chunk costs a fourth product.
+        num_items_in_batch: the divisor for "dapo", "cispo" and "vespo", a number or a 0-d tensor: valid tokens in the
+            whole step, over the number of ranks. None: valid tokens in this batch.
+        max_completion_length: the divisor for "dr_grpo", per sequence; no other type needs this.
         importance_sampling_mode: how the sampler's ratio is used: "token_…" for one ratio a token, "sequence_…" for
             the product over a sequence; "…_truncate" clips ratios to their bounds, "…_mask" drops tokens whose ratio is
             outside. None: no ratio.
         importance_sampling_clip_max: the upper bound of that ratio, or None.
         importance_sampling_clip_min: the lower bound of that ratio, or None.
-        off_policy_mask_threshold: drop sequences of negative advantage whose mean of the sampler's (or the old)
-            log-probabilities − logprob is larger. In nats; None: never.
+        off_policy_mask_threshold: drop sequences with negative advantage whose mean difference, the sampler's (or old)
+            log-probabilities − logprob, is larger. In nats; None: never.
         sapo_temperature_pos: τ of "sapo" at positive advantages.
         sapo_temperature_neg: τ at other advantages.
         vespo_k_pos: k of "vespo" at advantages from 0 on.
@@ -131,7 +131,7 @@ class GRPO:
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO:
-    """Options of `rloo`.
+    """Options for `rloo`.
 
     Args:
         epsilon: how far below 1 a ratio counts.
@@ -154,7 +154,7 @@ class Sampler(NamedTuple):
     Args:
         logprob: (S, T), the engine's log-probabilities. NaN where the engine reported none means a ratio of 1.
             The ratio exp(old − logprob) multiplies the loss.
-        ratio: (S,) or (S, T), that ratio if you have computed it already.
+        ratio: (S,) or (S, T), that ratio if you have already computed it.
     """
 
     logprob: Tensor | None = None
@@ -162,15 +162,15 @@ class Sampler(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A trainer's data of S sampled completions of at most T tokens. A loss takes the advantages alone, too.
+    """A trainer's S sampled completions with at most T tokens. A loss also takes the advantages alone.
 
     Args:
-        advantages: (S,) or (S, T); (S,) for `rloo`, each reward less the mean of the others of its prompt.
-        old: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" of an earlier
-            call. `rloo` takes sums of sequences as well, (S,). None: this policy's own.
-        ref: (S, T) log-probabilities under the reference model, or a `tigon.losses.Hidden`, its hidden states and head.
-            beta wants one; with beta = 0, "kl" is still reported. For `grpo` only.
-        sampler: (S, T) log-probabilities of the sampling engine, or a `Sampler` that holds the ratio. For `grpo` only.
+        advantages: (S,) or (S, T); (S,) for `rloo`, each reward less the mean of the prompt's other rewards.
+        old: (S, T) log-probabilities, in nats, under the policy before this step's updates: "logprob" from an earlier
+            call. `rloo` also takes sequence sums, (S,). None: this policy's own.
+        ref: (S, T) log-probabilities under the reference model, or a `tigon.losses.Hidden` with the model's hidden
+            states and head. Needed for beta > 0; with beta = 0, "kl" is still reported. For `grpo` only.
+        sampler: (S, T) log-probabilities from the sampling engine, or a `Sampler` with the ratio. For `grpo` only.
     """
 
     advantages: Tensor
@@ -180,7 +180,7 @@ class Rollout(NamedTuple):
 
 
 def parse_rollout(name: str, rollout: Rollout | Tensor) -> Rollout:
-    """The argument as a Rollout; a ValueError if it is neither that nor advantages."""
+    """The argument as a Rollout; a ValueError if the argument is neither that nor advantages."""
     if isinstance(rollout, Tensor):
         return Rollout(rollout)
     if not isinstance(rollout, Rollout):

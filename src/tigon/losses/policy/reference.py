@@ -1,4 +1,4 @@
-"""Policy losses of logits that are all there: their specification, in plain PyTorch and as the papers write it."""
+"""Policy losses on whole logits: the specification, in plain PyTorch and as the papers write the formulas."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def grpo_reference(
     if loss_type in ("grpo", "sapo"):
         total = (loss.sum(1, keepdim=True) / counts).mean()
         if level == "total" and S:
-            # The mean is over completions without tokens too, whose ratio is 1.
+            # The mean also counts completions without tokens, whose ratio is 1.
             total = total - torch.where(mask.any(1), 0.0, A[:, 0]).mean()
     elif loss_type == "dr_grpo":
         total = loss.sum() / (S * (c.max_completion_length or 1))

@@ -1,24 +1,24 @@
-"""Preference tuning without logits: DPO and its relatives, ORPO, CPO, SimPO and KTO, of a linear head.
+"""Preference tuning without logits for a linear head: DPO and related losses, ORPO, CPO, SimPO and KTO.
 
     log π(y) = Σ_t log softmax(softcap(scale · (x Wᵀ + bias)) / temperature)[target_t]       over targets that count
     loss     = mean over pairs of f(log π(chosen), log π(rejected), the same under a reference)
 
-Names and semantics are those of TRL 1.16. All functions take their tensors and common options alike:
+Names and semantics follow TRL 1.16. All functions take their tensors and common options alike:
 
     x: (S, T, H), bf16, fp16, fp32 or fp64: hidden states that enter the head. For pairs S = 2B: B chosen sequences,
         then the B rejected ones in the same order.
     head: the weight (V, H), a `torch.nn.Linear`, or a `tigon.Head` with a bias, softcap, scale or group.
     target: (S, T), integers: the token that x[s, t] predicts (already shifted), or ignore_index where it does not count
         (prompt, padding).
-    ref: the reference model: log-probabilities of the sequences, or a `tigon.losses.Hidden`, its hidden
-        states and head, whose log-probabilities are then computed along the way. No gradient.
-    config: a frozen object of the family's options, each with a `temperature`, which divides the logits, and an
+    ref: the reference model: sequence log-probabilities, or a `tigon.losses.Hidden` with the model's hidden states
+        and head, from which log-probabilities are then computed along the way. No gradient.
+    config: a frozen object with the family's options, each with a `temperature`, which divides the logits, and an
         `ignore_index`.
-    chunks: a `tigon.losses.ChunkOptions`. Its `valid_tokens` are the numbers of targets of the sequences that count:
-        the other tokens are then left out, and time and memory follow those that count.
+    chunks: a `tigon.losses.ChunkOptions`. `valid_tokens` holds valid-target counts per sequence: other tokens are
+        then left out, and time and memory follow the valid tokens.
 
 They return the loss, 0-d in fp32 (fp64 for fp64), and metrics by the names TRL logs, 0-d tensors on the device, without
-gradient. An empty completion counts as one of probability 1, an empty batch has a loss of 0.
+gradient. An empty completion counts as having probability 1; an empty batch has loss 0.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def dpo(
     chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Result:
-    """Direct preference optimisation: with r = log π(y) − log π_ref(y) of the chosen and of the rejected completion,
+    """Direct preference optimisation: with r = log π(y) − log π_ref(y) for the chosen and the rejected completion,
 
         loss = mean over pairs of −log σ(β (r_chosen − r_rejected))        for "sigmoid"
 
@@ -79,19 +79,19 @@ def dpo(
         x: (2B, T, H).
         head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
-        ref: (chosen, rejected), (B,) each, sums of log-probabilities under the reference; or a `tigon.losses.Hidden`,
-            its hidden states and head; None with `reference_free`.
-        config: the kinds of loss and their numbers.
-        chunks: which tokens are left out, and what the walk over the others costs.
+        ref: (chosen, rejected), (B,) each, sums of log-probabilities under the reference; or a `tigon.losses.Hidden`
+            with the reference's hidden states and head; None with `reference_free`.
+        config: the loss types and their parameters.
+        chunks: which tokens are left out, and the walk's cost.
     Returns: the loss, and rewards/chosen, /rejected, /accuracies, /margins (β r), logps/chosen, /rejected (sums),
-        logits/chosen, /rejected (means over tokens that count, before the temperature), entropy (in nats a token),
-        mean_token_accuracy (share of the chosen's tokens than which none is likelier).
+        logits/chosen, /rejected (means over valid tokens, before the temperature), entropy (in nats a token),
+        mean_token_accuracy (share of chosen tokens that no other token beats).
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
-    Types that sort the batch, "aot" and "aot_unpaired", need the log-probabilities of all of it before the first
-    gradient: a batch whose logits do not fit a chunk then costs a fourth matrix product a token.
+    Types that sort the batch, "aot" and "aot_unpaired", need all log-probabilities before the first gradient: a batch
+    whose logits do not fit a chunk then costs a fourth matrix product a token.
 
-    Sources: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; the types' in docs/losses/preference.md.
+    Sources: Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; for each type in docs/losses/preference.md.
 
     Replaces::
 
@@ -109,7 +109,7 @@ def dpo(
             "dpo: ref must be (chosen, rejected) log-probabilities or a Hidden, or left out with reference_free=True, "
             f"got {'none' if ref is None else 'one'} with reference_free={c.reference_free}."
         )
-    # Log-probabilities of sequences enter as a tensor beside them; a Hidden goes through the walk's buffer.
+    # Sequence log-probabilities enter as a tensor; a Hidden goes through the walk's buffer.
     given = () if ref is None or isinstance(ref, Hidden) else tuple(ref)
     for t, side in zip(given, ("chosen", "rejected"), strict=True) if given else ():
         _check_logps("dpo", f"ref's {side}", t, pairs)
@@ -139,7 +139,7 @@ def orpo(
     chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Result:
-    """Odds ratio preference optimisation: with p = exp(mean over tokens of the log-probability), odds = p / (1 − p),
+    """Odds ratio preference optimisation: with p = exp(mean token log-probability), odds = p / (1 − p),
 
         loss = NLL(chosen) − β · mean over pairs of log σ(log odds(chosen) − log odds(rejected))
 
@@ -147,12 +147,12 @@ def orpo(
         x: (2B, T, H).
         head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
-        completion_mask: (2B, T) bool, the tokens that the odds are of, among those of `target`; all of them by default.
-            The NLL is over all of the chosen's: TRL has it over prompt and completion, the odds over the completion.
+        completion_mask: (2B, T) bool, the tokens in `target` that enter the odds; all by default. The NLL is over all
+            chosen tokens: TRL takes the NLL over prompt and completion, the odds over the completion.
         config: β.
-        chunks: which tokens are left out, and what the walk over the others costs.
-    Returns: the loss, and the metrics of `dpo` but its last two, with rewards β · mean log-probability and logps means;
-        nll_loss, log_odds_ratio (mean of log σ), log_odds_chosen (mean of the difference of log odds).
+        chunks: which tokens are left out, and the walk's cost.
+    Returns: the loss, and `dpo`'s metrics except the last two, with rewards β · mean log-probability and logps means;
+        nll_loss, log_odds_ratio (mean log σ), log_odds_chosen (mean log odds difference).
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
     Source: Hong et al. 2024, https://arxiv.org/abs/2403.07691
@@ -189,9 +189,9 @@ def cpo(
         x: (2B, T, H).
         head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
-        config: the kind of loss and its numbers.
-        chunks: which tokens are left out, and what the walk over the others costs.
-    Returns: the loss, and the metrics of `dpo` but its last two, with rewards β r; nll_loss.
+        config: the loss type and its parameters.
+        chunks: which tokens are left out, and the walk's cost.
+    Returns: the loss, and `dpo`'s metrics except the last two, with rewards β r; nll_loss.
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
     Sources: Xu et al. 2024, https://arxiv.org/abs/2401.08417; AlphaPO, https://arxiv.org/abs/2501.03884
@@ -216,7 +216,7 @@ def simpo(
     chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Result:
-    """Simple preference optimisation: with r the mean over tokens of the log-probability, and no reference,
+    """Simple preference optimisation: with r the mean token log-probability, and no reference,
 
         loss = mean over pairs of −log σ(β (r_chosen − r_rejected) − γ) + sft_weight · NLL(chosen)
 
@@ -224,9 +224,9 @@ def simpo(
         x: (2B, T, H).
         head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (2B, T).
-        config: the kind of loss and its numbers.
-        chunks: which tokens are left out, and what the walk over the others costs.
-    Returns: the loss, and the metrics of `cpo`.
+        config: the loss type and its parameters.
+        chunks: which tokens are left out, and the walk's cost.
+    Returns: the loss, and `cpo`'s metrics.
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
     Source: Meng et al. 2024, https://arxiv.org/abs/2405.14734
@@ -255,21 +255,21 @@ def kto(
     chunks: ChunkOptions = ChunkOptions(),
     **unknown: NoReturn,
 ) -> Result:
-    """Kahneman-Tversky optimisation, of completions that are good or bad by themselves: with r = log π(y) / π_ref(y),
+    """Kahneman-Tversky optimisation, for unpaired good or bad completions: with r = log π(y) / π_ref(y),
 
-        loss = mean over sequences of w · (1 − σ(±β (r − KL)))      + and desirable_weight for desirable ones, else −
-        KL   = max(0, mean of r over completions that belong to other prompts)                 no gradient
+        loss = mean over sequences of w · (1 − σ(±β (r − KL)))      + and desirable_weight if desirable, else −
+        KL   = max(0, mean r over mismatched completions)           no gradient
 
     Args:
-        x: (S, T, H), one completion a sequence.
+        x: (S, T, H), a completion per sequence.
         head: as in `tigon.losses.preference`, as are x, target and chunks.
         target: (S, T).
         unpaired: a `tigon.losses.Unpaired`: which completions are desirable, their log-probabilities under the
             reference, and the KL term.
-        config: the kind of loss and its numbers.
-        chunks: which tokens are left out, and what the walk over the others costs.
+        config: the loss type and its parameters.
+        chunks: which tokens are left out, and the walk's cost.
     Returns: the loss, and rewards/chosen, /rejected, /margins, logps/chosen, /rejected, logits/chosen, /rejected, means
-        over the desirable sequences and over the others (of logits: over their tokens), NaN where there are none;
+        over the desirable sequences and over the others (for logits: over their tokens), NaN where there are none;
         entropy, in nats a token; kl.
     Raises: ValueError for shapes, dtypes or options that do not fit.
 
@@ -301,7 +301,7 @@ def kto(
                 f"kto: unpaired.kl's two must have one shape, got {tuple(kl[0].shape)} and {tuple(kl[1].shape)}."
             )
         kl = (kl[0].detach() - kl[1].detach()).mean()
-    # Numbers become tensors on the device by arithmetic: a copy from the host would make it wait.
+    # Numbers become device tensors by arithmetic: a copy from the host would make the host wait.
     zero = to_scalar(0.0, x.device, torch.promote_types(x.dtype, torch.float32))
     kl = (zero if kl is None else zero + kl).detach().clamp(min=0)
     sequence_weight = torch.where(label, zero + c.desirable_weight, zero + c.undesirable_weight) / max(1, S)
@@ -310,8 +310,8 @@ def kto(
         KTOFamily.for_tensors(Beta(c.beta), tensors), tensors, x, head, target, reference=_hidden_or_none(ref),
         ignore_index=c.ignore_index, temperature=c.temperature, chunks=chunks,
     )  # fmt: skip
-    # The walk sums over sequences, as parts do not know how many there are: the means are taken here. Without sequences
-    # of a kind they are 0 / 0, NaN.
+    # The walk sums over sequences, since parts do not know the sequence count: the means are taken here. Without
+    # sequences of a kind they are 0 / 0, NaN.
     tokens = (as_labels(target, c.ignore_index) != c.ignore_index).sum(1)
     chosen, tokens_chosen, all_tokens = label.sum(), torch.where(label, tokens, 0).sum(), tokens.sum()
     for name, of_chosen, of_all in (
@@ -369,8 +369,8 @@ def _fill_sequences(x: Tensor, value: Tensor | float) -> Tensor:
 
 
 def _token_weights(mask: Tensor, ld_alpha: float, dtype: torch.dtype) -> Tensor:
-    """Weights of tokens: 1 up to the length of the pair's shorter completion, ld_alpha for tokens beyond it."""
-    # A token's number among those of its sequence that count: prompts are of different lengths.
+    """Token weights: 1 up to the length of the pair's shorter completion, ld_alpha for tokens beyond."""
+    # A token's index among the valid tokens in the sequence: prompts have different lengths.
     nth, counts = mask.cumsum(1), mask.sum(1)
     shared = torch.minimum(*counts.chunk(2)).repeat(2).unsqueeze(1) if mask.shape[0] else counts.unsqueeze(1)
     ones = mask.to(dtype)
@@ -390,7 +390,7 @@ def _contrast(
 
 
 def _estimate_kl(kl: Mismatched, head: AnyHead, config: KTO, chunks: ChunkOptions) -> Tensor:
-    """Mean of log π(y) / π_ref(y) over the sequences, without gradient."""
+    """Mean log π(y) / π_ref(y) over the sequences, without gradient."""
     _check_ref("kto", "unpaired.kl.ref", kl.ref, kl.x.shape[0])
     tensors = MeanRatioTensors(_fill_sequences(kl.x, 1 / max(1, kl.x.shape[0])), _logps_or_none(kl.ref))
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""The preference losses as functions of the log-probabilities of whole sequences, in forms that are stable in fp32.
+"""Preference losses as functions of sequence log-probabilities, in forms that are stable in fp32.
 
-The walk of `tigon.losses.token_loss` passes a part of the batch at a time to a family, which returns the part's share
-of the loss. Means over the batch are therefore sums here, weighted by shares, which `prepare` puts first. A batch that
-is one part goes to the kernels of `tigon.losses.preference.kernels`, where these know the type.
+The walk in `tigon.losses.token_loss` passes a part of the batch at a time to a family, which returns the part's share
+of the loss. Batch means are therefore sums here, weighted by shares, which `prepare` puts first. A single-part batch
+goes to the kernels in `tigon.losses.preference.kernels`, if these support the type.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PAIR_METRICS = (
 
 
 class PairTensors(NamedTuple):
-    """The tensors of losses of pairs; (S,) each.
+    """Tensors for pair losses; (S,) each.
 
-    pair_share: 1 / pairs. token_share: 1 / tokens that count in all chosen sequences; of the rejected ones, in those.
+    pair_share: 1 / pairs. token_share: 1 / valid tokens in all chosen sequences; for rejected sequences, in those.
     """
 
     pair_share: Tensor
@@ -36,7 +36,7 @@ class PairTensors(NamedTuple):
 
 
 class Pairs(Family):
-    """Chosen sequences, then as many rejected ones. Its tensors begin as `PairTensors` does, for `pair_metrics`."""
+    """Chosen sequences, then as many rejected ones. Tensors begin like `PairTensors`, for `pair_metrics`."""
 
     sums: tuple[str, ...] = PAIR_METRICS
     wants_mean_logit = True
@@ -45,16 +45,16 @@ class Pairs(Family):
         return 2
 
     def shares(self, mask: Tensor, dtype: torch.dtype) -> tuple[PairTensors, Tensor]:
-        """The tensors of all losses of pairs, and (2,) how many tokens count in each half."""
+        """The tensors that all pair losses need, and (2,) each half's valid-token count."""
         S = mask.shape[0]
         pair = mask.new_full((), 2 / max(2, S), dtype=dtype).expand(S)
-        # By halves: the NLL is a mean over the chosen's tokens, and no part of the walk sees them all.
+        # By halves: the NLL is a mean over the chosen tokens, and no part sees them all.
         counts = mask.sum(1).view(2, S // 2).sum(1)
         token = counts.clamp(min=1).to(dtype).reciprocal().unsqueeze(1).expand(2, S // 2).reshape(S)
         return PairTensors(pair, token), counts
 
     def contrast(self) -> Contrast | None:
-        """The family as the kernels take it; None if they do not know it."""
+        """The family as the kernels take it; None if the kernels do not support the type."""
         return None
 
     def has_kernels(self) -> bool:
@@ -69,7 +69,7 @@ class Pairs(Family):
         write_pair_slopes(contrast, batch, reference, completion, loss, metrics, slopes, grad_scale)
 
     def halves(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen and the rejected rows of (S', ...)."""
+        """Split (S', ...) into chosen and rejected rows."""
         chosen, rejected = t.split(t.shape[0] // 2) if t.shape[0] else (t, t)
         return chosen, rejected
 
@@ -81,7 +81,7 @@ class Pairs(Family):
             logits = (part.mean_logit * part.mask * token).sum(1)
             (r_w, r_l), (share, _) = self.halves(rewards.detach()), self.halves(pair)
             found = {"rewards/accuracies": ((r_w > r_l) * share).sum(), "rewards/margins": ((r_w - r_l) * share).sum()}
-            # One sum for all six: of few sequences, launches take longer than the numbers.
+            # A single sum for all six: with few sequences, launches take longer than the computation.
             values = torch.cat((rewards * pair, logps * pair, logits.unsqueeze(1)), 1)
             for side, sums in zip(("chosen", "rejected"), values.view(2, -1, 3).sum(1).unbind(), strict=True):
                 names = (f"{name}/{side}" for name in ("rewards", "logps", "logits"))
@@ -89,17 +89,17 @@ class Pairs(Family):
             return found
 
     def grad_scale(self, sequences: int, tokens: int) -> float:
-        return max(1.0, sequences / 2)  # slopes of a mean over pairs are smaller by the number of pairs
+        return max(1.0, sequences / 2)  # slopes of a mean over pairs shrink with the pair count
 
 
 # -------------------------------------------------------------------------------------------------------------- dpo
 
 
 class Pair(NamedTuple):
-    """The terms of the types of DPO, (n, 1) each: w of the chosen (winner), l of the rejected.
+    """Terms for the DPO types, (n, 1) each: w for the chosen (winner), l for the rejected.
 
-    ratio: log πθ(y) / π_ref(y). score: f'(ratio), the ratio itself for the reverse KL. margin: β · difference of
-    scores. count: tokens. delta: bco_pair subtracts it from the rewards.
+    ratio: log πθ(y) / π_ref(y). score: f'(ratio), the ratio itself for the reverse KL. margin: β · score difference.
+    count: tokens. delta: bco_pair subtracts this from the rewards.
     """
 
     ratio_w: Tensor
@@ -132,7 +132,7 @@ def _sort(t: Tensor) -> Tensor:
 
 def _exo_pair(p: Pair) -> Tensor:
     q = torch.sigmoid(p.margin)
-    # The labels' own distribution, (1 − ε, ε): the loss is a KL divergence from it, hence ε above 0.
+    # The label distribution is (1 − ε, ε): the loss is a KL divergence from that, hence ε above 0.
     log_p, log_rest = math.log1p(-p.smoothing), math.log(p.smoothing)
     return q * (F.logsigmoid(p.margin) - log_p) + torch.sigmoid(-p.margin) * (F.logsigmoid(-p.margin) - log_rest)
 
@@ -148,24 +148,24 @@ def _nca_pair(p: Pair) -> Tensor:
 
 
 def _aot(p: Pair) -> Tensor:
-    # Sorted differences are compared in rank: the policy's distribution with the reference's, not pair with pair.
+    # Sorted differences are compared by rank: the policy's distribution with the reference's, not pair with pair.
     between = _sort(p.logps[0] - p.logps[1]) - _sort(p.reference[0] - p.reference[1])
     return _smooth_log_sigmoid(p.beta * between, p.smoothing)
 
 
 def _discopop(p: Pair) -> Tensor:
     of = p.margin / p.tau
-    # exp(-margin) · sigmoid(of) as one exponential: at margins far below 0 the first factor overflows although the
+    # exp(-margin) · sigmoid(of) as a single exponential: far below margin 0 the first factor overflows although the
     # product is 0.
     return -F.logsigmoid(p.margin) * torch.sigmoid(-of) + torch.exp(F.logsigmoid(of) - p.margin)
 
 
 class PairLoss(NamedTuple):
-    """A type of DPO.
+    """A DPO type.
 
-    formula: of pairs, (n, 1). None: of tokens, which the family has.
-    any_divergence: defined for other divergences than the reverse KL; elsewhere log Z(x) of the prompt does not cancel.
-    bounded: its slopes do not pass β.
+    formula: per pair, (n, 1). None: per token, in the family.
+    any_divergence: also defined for divergences other than reverse KL; else the prompt's log Z(x) does not cancel.
+    bounded: slopes do not exceed β.
     whole_batch: compares sequences across pairs.
     """
 
@@ -175,7 +175,7 @@ class PairLoss(NamedTuple):
     whole_batch: bool = False
 
 
-# By TRL's names. A type is a row here, and a word of DPOType, which type checkers see.
+# By TRL's names. A type is a row here and a literal in DPOType, for type checkers.
 DPO_LOSSES: dict[str, PairLoss] = {
     "sigmoid": PairLoss(lambda p: -F.logsigmoid(p.margin), any_divergence=True, bounded=True),
     "hinge": PairLoss(lambda p: torch.relu(1 - p.margin), any_divergence=True, bounded=True),
@@ -206,15 +206,15 @@ DPOType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft",
 ]  # fmt: skip
-# Slopes of pairs that are far apart already are much smaller than those that a bounded type can have at most: in fp16,
-# whose largest number is 65504, there is ROOM for all to be larger.
+# For pairs that are already far apart, slopes are much smaller than a bounded type's maximum: in fp16, whose largest
+# number is 65504, there is ROOM for all to be larger.
 ROOM = 256.0
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 DIVERGENCES: tuple[str, ...] = get_args(Divergence)
 
 
 def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(u) of u = exp(ratio)."""
+    """f'(u) for u = exp(ratio)."""
     if divergence == "forward_kl":
         return -torch.expm1(-ratio)
     if divergence == "js_divergence":
@@ -227,7 +227,7 @@ def f_score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 
 @record
 class DPOOptions(NamedTuple):
-    """alpha: α of the divergence. tau: τ of "discopop". terms: rows of `DPO_LOSSES`, which are added up."""
+    """alpha: the divergence's α. tau: τ for "discopop". terms: rows of `DPO_LOSSES`, which are added up."""
 
     beta: float
     smoothing: float
@@ -238,7 +238,7 @@ class DPOOptions(NamedTuple):
 
 
 class DPOTensors(NamedTuple):
-    """reference: (S,) log-probabilities that are given. token_weights: (S, T), in the sequences' log-probabilities.
+    """reference: (S,) given log-probabilities. token_weights: (S, T), in the sequence log-probabilities.
     delta: (S,), which "bco_pair" subtracts from the rewards.
     """
 
@@ -248,7 +248,7 @@ class DPOTensors(NamedTuple):
 
 
 class DPOPrepared(NamedTuple):
-    """After those of all pairs, all_tokens_share: (S,), 1 / all tokens that count; and `DPOTensors`."""
+    """After the common pair tensors, all_tokens_share: (S,), 1 / all valid tokens; and `DPOTensors`."""
 
     pair_share: Tensor
     token_share: Tensor
@@ -281,7 +281,7 @@ class DPOFamily(Pairs, key="dpo"):
         return BATCH if any(DPO_LOSSES[term.name].whole_batch for term in self.options.terms) else 2
 
     def grad_scale(self, sequences: int, tokens: int) -> float:
-        # "sft" also divides by tokens: the scale is the geometric mean of those of "sft" and of the other types.
+        # "sft" also divides by tokens: the scale is the geometric mean of the scales for "sft" and for the other types.
         if any(term.name == "sft" for term in self.options.terms):
             return float(super().grad_scale(sequences, tokens) * max(1, tokens) ** 0.5)
         bounded = self.options.divergence == "reverse_kl" and all(
@@ -296,7 +296,6 @@ class DPOFamily(Pairs, key="dpo"):
         token, given = tensors.token_share, tensors.reference
         weights = part.mask if tensors.token_weights is None else tensors.token_weights
         delta = 0.0 if tensors.delta is None else self.halves(tensors.delta)[0]
-        # (S', 1) from here on, so that the tensors of sequences broadcast.
         logps = (part.logprob * weights).sum(1, keepdim=True)
         reference = torch.zeros_like(logps) if given is None else given
         if part.reference is not None:
@@ -304,7 +303,7 @@ class DPOFamily(Pairs, key="dpo"):
         ratio = logps - reference
         ratio_w, ratio_l = self.halves(ratio)
         score_w, score_l = self.halves(f_score(ratio, divergence, alpha))
-        # At least 1: an empty completion has probability 1, and its mean over tokens is 0, not NaN.
+        # At least 1: an empty completion has probability 1, and the mean over tokens is 0, not NaN.
         count_w, count_l = self.halves(part.mask.sum(1, keepdim=True).clamp(min=1))
         margin = beta * (score_w - score_l)
         of_pair = Pair(
@@ -312,7 +311,7 @@ class DPOFamily(Pairs, key="dpo"):
             delta, beta, smoothing, tau,
         )  # fmt: skip
         share = self.halves(tensors.pair_share)[0]
-        # A zero that hangs on nothing: the slopes are those of the terms alone.
+        # A zero without a graph: the slopes come from the terms alone.
         loss = torch.zeros_like(logps[:0]).sum()
         for name, weight in terms:
             formula = DPO_LOSSES[name].formula
@@ -332,12 +331,12 @@ class DPOFamily(Pairs, key="dpo"):
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 − exp(x)) of x < 0, exact on both sides of −log 2, with gradients that stay finite.
+    """log(1 − exp(x)) for x < 0, exact on both sides of −log 2, with gradients that stay finite.
 
     An x that rounds to 0, a probability of 1, counts as half a unit in the last place below.
     """
-    # torch.where multiplies the derivative of the branch that is not taken by 0. The clamp keeps that derivative
-    # finite, since 0 · inf would be NaN.
+    # torch.where multiplies the derivative of the branch not taken by 0. The clamp keeps that derivative finite, since
+    # 0 · inf would be NaN.
     x = x.clamp(max=-torch.finfo(x.dtype).eps / 2)
     return torch.where(x < -math.log(2), torch.log1p(-torch.exp(x)), torch.log(-torch.expm1(x)))
 
@@ -352,13 +351,13 @@ class Beta(NamedTuple):
 
 
 class ORPOTensors(NamedTuple):
-    """completion: (S, T), the tokens that the odds are of, if not all."""
+    """completion: (S, T), the tokens that enter the odds, if not all."""
 
     completion: Tensor | None = None
 
 
 class ORPOPrepared(NamedTuple):
-    """After those of all pairs, `ORPOTensors`."""
+    """The common pair tensors, then `ORPOTensors`."""
 
     pair_share: Tensor
     token_share: Tensor
@@ -403,7 +402,7 @@ AVERAGED = ("ipo", "simpo", "alphapo")
 
 @record
 class CPOOptions(NamedTuple):
-    """average: a sequence's log-probability is the mean over its tokens. gamma: γ / β. alpha: α of AlphaPO."""
+    """average: a sequence's log-probability is the mean over tokens. gamma: γ / β. alpha: AlphaPO's α."""
 
     loss_type: CPOType
     average: bool

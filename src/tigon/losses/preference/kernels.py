@@ -1,10 +1,10 @@
-"""Losses of pairs of a batch that is one part, in two launches: `tigon.losses.preference.families` by kernels.
+"""Pair losses for a single-part batch, in two launches: `tigon.losses.preference.families` in kernels.
 
-    of each pair    its tokens → log-probabilities of both sequences → the loss, its slopes, the metrics' terms
-    of the batch    terms → the loss, the metrics
+    per pair     tokens → both sequences' log-probabilities → the loss, slopes, metric terms
+    per batch    terms → the loss, the metrics
 
-Of few tokens the host's time is the loss's time, and in PyTorch each step of the formula is a launch, forward and
-backward. The types that most runs use have kernels; the others, and the specification, are the families.
+With few tokens the loss is host-bound, and in PyTorch each step in the formula is a launch, forward and backward. The
+types that most runs use have kernels; the families implement the others, and are the specification.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from tigon.kernels import Plan, do_not_specialize, jit, launch, next_power_of_2, register_limit, tl
 from tigon.losses.family import Whole
 
-# The terms of a pair, one column each: those of `PAIR_METRICS`, three that differ by family, the loss, the counts.
+# A pair's terms, a column each: those in `PAIR_METRICS`, three that differ by family, the loss, the counts.
 COLUMNS = 14
-# Half a unit in the last place below 1: as `log1mexp` has it.
+# Half a unit in the last place below 1, as in `log1mexp`.
 LEAST = tl.constexpr(2.0**-24)
 LN2 = tl.constexpr(0.6931471805599453)
-# Up to here each program counts the tokens of the chosen by itself, out of the cache; beyond it they are counted once.
+# Reads, over all programs, up to which each program counts the chosen tokens itself; beyond, they are counted once.
 COUNTED_ANEW = 2**24
 
 
 class Contrast(NamedTuple):
-    """A family of pairs, as its kernels take it.
+    """A pair family, as the kernels take it.
 
     kind: "dpo", "orpo", or how CPO compares rewards: "sigmoid", "hinge", "ipo".
-    average: a sequence's log-probability is the mean over its tokens.
-    gamma: taken off the difference of rewards, before β. weight: of the contrast. nll_weight: of the chosen's NLL.
+    average: a sequence's log-probability is the mean over tokens.
+    gamma: subtracted from the reward difference, before β. weight: on the contrast. nll_weight: on the chosen's NLL.
     """
 
     kind: str
@@ -48,9 +48,9 @@ def write_pair_slopes(
     of: Contrast, batch: Whole, reference: Tensor | None, completion: Tensor | None, loss: Tensor, metrics: Tensor,
     slopes: Sequence[Tensor | None], grad_scale: float,
 ) -> None:  # fmt: skip
-    """Write loss, metrics and slopes, as `Family.launch` has it.
+    """Write loss, metrics and slopes, as `Family.launch` specifies.
 
-    reference: log-probabilities of sequences, (S,). completion: (S, T), the tokens that a mean is over.
+    reference: sequence log-probabilities, (S,). completion: (S, T), the tokens that a mean is over.
     """
     (S, T), target = batch.target.shape, batch.target
     pairs = S // 2
@@ -98,15 +98,15 @@ def _as_bytes(mask: Tensor | None) -> Tensor | None:
 @jit
 def _log_sigmoid(z):
     u = tl.exp(-tl.abs(z))
-    # log(1 + u), and the part that rounding 1 + u has lost: near 0 that is all.
+    # log(1 + u), and the part lost by rounding 1 + u: near 0 that is everything.
     w = 1.0 + u
     return tl.where(z < 0, z, 0.0) - (tl.log(w) + (u - (w - 1.0)) / w)
 
 
 @jit
 def _one_minus_exp(x):
-    """1 − exp(x) of x < 0, to the last digits also near 0."""
-    # Above −log 2 by its series: expm1(x) = x (1 + x/2 (1 + x/3 (1 + …))).
+    """1 − exp(x) for x < 0, to the last digits also near 0."""
+    # Above −log 2 by a series: expm1(x) = x (1 + x/2 (1 + x/3 (1 + …))).
     series = 1.0
     for i in tl.static_range(9):
         series = 1.0 + series * x / (10 - i)
@@ -115,7 +115,7 @@ def _one_minus_exp(x):
 
 @jit
 def _log_odds(logp):
-    """log p − log(1 − p), and its slope by log p."""
+    """log p − log(1 − p), and the slope with respect to log p."""
     x = tl.where(logp > -LEAST, -LEAST, logp)
     rest = _one_minus_exp(x)
     return logp - tl.log(rest), 1.0 + tl.where(logp <= -LEAST, tl.exp(x) / rest, 0.0)
@@ -123,7 +123,7 @@ def _log_odds(logp):
 
 @jit
 def _in_completion(ptr, at, counts):
-    """Whether tokens count that are in the completion, too."""
+    """Whether valid tokens are also in the completion."""
     if ptr is not None:
         here = counts & (tl.load(ptr + at, mask=counts, other=0) != 0)
     else:
@@ -136,8 +136,8 @@ def _sum_sequence(
     target_ptr, logprob_ptr, entropy_ptr, mean_ptr, theirs_ptr, top1_ptr, completion_ptr, sequence, T, ignore_index,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a sequence: tokens, tokens of the completion; log-probabilities over each, the reference's, entropies,
-    mean logits; the tokens than which none is likelier."""
+    """Sums over a sequence: tokens, completion tokens; log-probabilities over each, the reference's, entropies, mean
+    logits; the tokens that no other token beats."""
     count, within = 0, 0
     all_logprob, logprob, theirs, entropy, logits, hits = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     for start in range(0, T, BLOCK):
@@ -164,7 +164,7 @@ def _sum_sequence(
 def _write_slopes(
     target_ptr, completion_ptr, dlogprob_ptr, sequence, T, ignore_index, of_completion, of_all, BLOCK: tl.constexpr
 ):
-    """Write the slope of each token: that of the sequence's log-probability, and that of the NLL."""
+    """Write each token's slope from the sequence log-probability's slope and the NLL's."""
     for start in range(0, T, BLOCK):
         t = start + tl.arange(0, BLOCK)
         at = sequence * T + t
@@ -174,6 +174,13 @@ def _write_slopes(
         tl.store(dlogprob_ptr + at, slope, mask=t < T)
 
 
+# One program per pair, for B pairs with T tokens per sequence.
+#   target, logprob, entropy, mean, theirs, top1    (2B, T), as in `Whole`; theirs: under the reference model
+#   reference       (2B,) given sequence log-probabilities, or None
+#   completion      (2B, T) bytes, the tokens that a mean is over, or None for all
+#   total           0-d, the valid tokens in all chosen sequences, or None to count them here
+#   dlogprob        (2B, T) slopes, times boost, or None; terms: (COLUMNS, B) for `_pair_metrics_kernel`
+#   beta … nll_weight, KIND, AVERAGE    as in `Contrast`; ipo: 1 / (2 β). NLL: nll_weight is not 0
 @jit
 @do_not_specialize("B", "T", "ignore_index")
 def _pairs_kernel(
@@ -182,7 +189,7 @@ def _pairs_kernel(
     B, T, ignore_index, boost, beta, gamma, smoothing, weight, nll_weight, ipo,
     KIND: tl.constexpr, AVERAGE: tl.constexpr, NLL: tl.constexpr, BLOCK: tl.constexpr, COUNT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a pair: the chosen sequence (…_w), and the rejected one (…_l), B sequences behind it."""
+    """One program per pair: the chosen sequence (…_w), and the rejected sequence (…_l), B sequences behind."""
     w = tl.program_id(0).to(tl.int64)
     l = w + B  # noqa: E741
     count_w, within_w, all_w, logp_w, theirs_w, entropy_w, logits_w, hits_w = _sum_sequence(
@@ -200,7 +207,7 @@ def _pairs_kernel(
         theirs_w = tl.load(reference_ptr + w).to(tl.float32)
         theirs_l = tl.load(reference_ptr + l).to(tl.float32)
     first, second, third = 0.0, 0.0, 0.0  # the terms that differ by family
-    # slope_w, slope_l: of the contrast, by the log-probability of each.
+    # slope_w, slope_l: the contrast's slope with respect to each log-probability.
     if KIND == "orpo":
         odds_w, slope_w = _log_odds(logp_w)
         odds_l, slope_l = _log_odds(logp_l)
@@ -211,7 +218,6 @@ def _pairs_kernel(
         slope_w, slope_l = slope * slope_w, -slope * slope_l
         first, second, third = -all_w, log_ratio, odds
     else:
-        # The order of the families: β multiplies the difference of rewards.
         margin = (logp_w - theirs_w) - (logp_l - theirs_l) - gamma
         z = beta * margin
         if KIND == "hinge":
@@ -275,12 +281,15 @@ def _sum_column(terms_ptr, column, B, BLOCK: tl.constexpr):
     return total
 
 
+# One program.
+#   terms           (COLUMNS, B); loss: 0-d; metrics: one number each, in the family's order
+#   visited         number of visited tokens
 @jit
 @do_not_specialize("B", "visited")
 def _pair_metrics_kernel(
     terms_ptr, loss_ptr, metrics_ptr, B, visited, nll_weight, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program, which adds the pairs' terms in one order."""
+    """A single program adds the pairs' terms in a fixed order."""
     count_w, count_l = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, B, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -305,5 +314,5 @@ def _pair_metrics_kernel(
         if KIND == "orpo":
             tl.store(metrics_ptr + 9, _sum_column(terms_ptr, 9, B, BLOCK) / pairs)
             tl.store(metrics_ptr + 10, _sum_column(terms_ptr, 10, B, BLOCK) / pairs)
-    # Too few tokens were visited, and those left out would be missing without a word.
+    # Too few tokens were visited: NaN instead of silently dropping the rest.
     tl.store(loss_ptr, tl.where(count_w + count_l <= visited, loss, float("nan")))

@@ -1,4 +1,4 @@
-"""The options of preference losses, which raise when they are made, and a trainer's data of unpaired completions."""
+"""Preference loss options, checked when they are made, and a trainer's unpaired completions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tigon.losses.preference.families import DPO_LOSSES, CPOType, Divergence, DP
 
 @dataclass(frozen=True, kw_only=True)
 class DPO:
-    """Options of `dpo`, by TRL's names.
+    """Options for `dpo`, by TRL's names.
 
     Args:
-        loss_type: a type of the table in docs/losses/preference.md, such as "sigmoid", "ipo" or "sft", or several that
-            are added up.
-        loss_weights: a weight for each of several; 1 by default.
-        beta: β > 0; for "ipo" the paper's τ, for "sppo_hard" its 1 / η.
-        label_smoothing: in [0, 1), of "robust" (below 0.5), "exo_pair" (above 0), "aot" and "aot_unpaired".
+        loss_type: a type from the table in docs/losses/preference.md, such as "sigmoid", "ipo" or "sft", or several,
+            which are added up.
+        loss_weights: a weight for each of several types; 1 by default.
+        beta: β > 0; for "ipo" the paper's τ, for "sppo_hard" the paper's 1 / η.
+        label_smoothing: in [0, 1), for "robust" (below 0.5), "exo_pair" (above 0), "aot" and "aot_unpaired".
         reference_free: a reference that finds all completions equally likely, in place of `ref`.
         f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence", which keeps the policy
-            near the reference. For types that see r of pairs alone.
-        f_alpha_divergence_coef: α of "alpha_divergence".
-        ld_alpha: in [0, 1]: weight of the tokens of a pair's longer completion that the shorter has no counterpart for.
-            Reference log-probabilities that are given have to be computed with it as well.
-        discopop_tau: temperature of "discopop".
-        bco_delta: "bco_pair" subtracts it from the rewards, a number or 0-d tensor: the running mean of
+            near the reference. For types that depend only on pairs' r.
+        f_alpha_divergence_coef: α for "alpha_divergence".
+        ld_alpha: in [0, 1]: weight of tokens in a pair's longer completion beyond the shorter completion's length.
+            Given reference log-probabilities have to be computed with the same ld_alpha.
+        discopop_tau: temperature for "discopop".
+        bco_delta: "bco_pair" subtracts this from the rewards, a number or 0-d tensor: the running mean of
             (rewards/chosen + rewards/rejected) / 2. 0 by default, as in TRL.
         temperature: divides the logits.
         ignore_index: targets that do not count.
@@ -84,7 +84,7 @@ class DPO:
 
 @dataclass(frozen=True, kw_only=True)
 class ORPO:
-    """Options of `orpo`.
+    """Options for `orpo`.
 
     Args:
         beta: β > 0, the paper's λ.
@@ -102,15 +102,15 @@ class ORPO:
 
 @dataclass(frozen=True, kw_only=True)
 class CPO:
-    """Options of `cpo`, by TRL's names.
+    """Options for `cpo`, by TRL's names.
 
     Args:
         loss_type: "sigmoid"; "hinge": relu(1 − β m); "ipo": (m − 1 / 2β)²; "simpo": −log σ(β m − simpo_gamma);
             "alphapo": "simpo" with cpo_alpha = 0. The last three have mean log-probabilities in place of sums.
         beta: β > 0.
-        label_smoothing: in [0, 1), of "sigmoid" and "simpo".
+        label_smoothing: in [0, 1), for "sigmoid" and "simpo".
         cpo_alpha: weight of the chosen's NLL.
-        simpo_gamma: the margin that "simpo" wants.
+        simpo_gamma: the target margin for "simpo".
         alpha: not 0 for AlphaPO's r = (1 − π(y)^−alpha) / alpha.
         temperature: divides the logits.
         ignore_index: targets that do not count.
@@ -133,13 +133,13 @@ class CPO:
 
 @dataclass(frozen=True, kw_only=True)
 class SimPO:
-    """Options of `simpo`.
+    """Options for `simpo`.
 
     Args:
         loss_type: "sigmoid", or "hinge": relu(1 − β (r_chosen − r_rejected) + γ).
         beta: β > 0.
         gamma_beta_ratio: γ / β, the margin in nats a token.
-        label_smoothing: in [0, 1), of "sigmoid".
+        label_smoothing: in [0, 1), for "sigmoid".
         sft_weight: weight of the chosen's NLL.
         temperature: divides the logits.
         ignore_index: targets that do not count.
@@ -161,13 +161,13 @@ class SimPO:
 
 @dataclass(frozen=True, kw_only=True)
 class KTO:
-    """Options of `kto`.
+    """Options for `kto`.
 
     Args:
         loss_type: "kto", or "apo_zero_unpaired", which has no KL term.
         beta: β > 0.
-        desirable_weight: of desirable completions, to balance unequal numbers.
-        undesirable_weight: of the others.
+        desirable_weight: on desirable completions, to balance unequal numbers.
+        undesirable_weight: on the others.
         temperature: divides the logits.
         ignore_index: targets that do not count.
     """
@@ -185,13 +185,13 @@ class KTO:
 
 
 class Mismatched(NamedTuple):
-    """Completions that belong to other prompts, of which `kto` computes its KL term with the policy's head.
+    """Mismatched completions (for other prompts), from which `kto` computes the KL term with the policy's head.
 
     Args:
         x: (S', T', H) hidden states.
         target: (S', T').
         ref: (S',) sums of log-probabilities under the reference, or a `tigon.losses.Hidden`.
-        valid_tokens: how many targets of each count, as in `tigon.losses.ChunkOptions`.
+        valid_tokens: valid targets per completion, as in `tigon.losses.ChunkOptions`.
     """
 
     x: Tensor
@@ -201,13 +201,13 @@ class Mismatched(NamedTuple):
 
 
 class Unpaired(NamedTuple):
-    """A trainer's data of S completions, each of which is good or bad by itself.
+    """A trainer's S completions, each good or bad by itself.
 
     Args:
         label: (S,) bool, True for desirable completions.
         ref: (S,), sums of log-probabilities under the reference, or a `tigon.losses.Hidden`.
-        kl: the KL term, which "kto" wants: a number or 0-d tensor, the mean of r (as over all processes); or
-            (logps, ref_logps), (S',) each, of mismatched completions; or a `Mismatched`, of which it is computed.
+        kl: the KL term, which "kto" needs: a number or 0-d tensor, the mean r (as over all processes); or
+            (logps, ref_logps), (S',) each, for mismatched completions; or a `Mismatched`, to compute the term from.
     """
 
     label: Tensor

@@ -1,4 +1,4 @@
-"""The preference losses of logits that are all there: their specification, in plain PyTorch and as the papers write it.
+"""Preference losses on whole logits: the specification, in plain PyTorch and as the papers write the formulas.
 
 Options as in the public functions; logits and ref_logits (S, T, V) after softcap, scale and temperature.
 """
@@ -112,7 +112,7 @@ def orpo_reference(
 ) -> Tensor:  # fmt: skip
     logps, mask = token_logps(logits, target, ignore_index), target != ignore_index
     among = mask if completion_mask is None else mask & completion_mask
-    # A probability that rounds to 1 counts as the next below.
+    # A probability that rounds to 1 counts as the next value below.
     log_p = [p.clamp(max=-torch.finfo(p.dtype).eps / 2) for p in _averages(logps, among)]
     odds_w, odds_l = (p.exp() / -torch.expm1(p) for p in log_p)
     return _nll(logps, mask) - beta * torch.log(torch.sigmoid(torch.log(odds_w / odds_l))).mean()
@@ -160,7 +160,7 @@ def kto_reference(
     ref_logits: Tensor | None = None, loss_type: str = "kto", beta: float = 0.1, desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0, ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """kl: the mean over mismatched completions of log π(y) / π_ref(y)."""
+    """kl: the mean log π(y) / π_ref(y) over mismatched completions."""
     logps = token_logps(logits, target, ignore_index).sum(1)
     if ref_logits is not None:
         ref_logps = token_logps(ref_logits, target, ignore_index).sum(1).detach()
