@@ -1,1 +1,1 @@
-"""tigon.fuse: puts Tigon's operators in place of a model's own, in one instance, and takes them out again."""
+"""tigon.fuse: replaces a model's forwards by Tigon's operators, in one instance, and restores them again."""

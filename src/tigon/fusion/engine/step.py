@@ -1,4 +1,4 @@
-"""The forward of a fused model: begins a step, and tells the head inside whether there are labels.
+"""A fused model's forward: begins a step, and tells the head inside whether there are labels.
 
 The backbone inside has such a forward too, for losses that call the backbone alone.
 """
@@ -23,7 +23,7 @@ from tigon.fusion.logits.labels import count_labels
 
 
 def make_step_forward(model: nn.Module, ledger: Ledger, *, inner: bool = False) -> tuple[Callable[..., Any], Patch]:
-    """The forward that replaces a model's own, with its patch. inner: of a backbone, which begins a step only when
+    """The forward that replaces a model's own, with its patch. inner: for a backbone, which begins a step only when
     called alone."""
     before = vars(model).get("forward")
     patch = Patch(None, ledger, before=before, labels_at=find_labels_position(model))
@@ -32,7 +32,7 @@ def make_step_forward(model: nn.Module, ledger: Ledger, *, inner: bool = False) 
 
 
 def find_labels_position(model: nn.Module) -> int | None:
-    """The position of `labels` in the signature of the model's forward; None if the forward takes no labels."""
+    """The position that `labels` has in the model's forward signature; None if the forward takes no labels."""
     try:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
     except (TypeError, ValueError):
@@ -47,7 +47,7 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
     """
 
     # Dynamo puts a CrossEntropyLoss that the forward creates into its graph without tracing the module. Such a graph
-    # node takes only tensors, and the lazy logits under torch.compile are none.
+    # node takes only tensors, and the lazy logits under torch.compile are not tensors.
     code = getattr(inspect.unwrap(before), "__code__", None)
     makes_loss_module = "CrossEntropyLoss" in getattr(code, "co_names", ())
 
@@ -103,7 +103,7 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
 
 
 def _advise(ledger: Ledger) -> None:
-    """Warn once if a library that computes the loss itself calls the model, in the words of `ledger.adviser`."""
+    """Warn once, by `ledger.adviser`, if a library that computes the loss itself calls the model."""
     adviser, ledger.adviser = ledger.adviser, None
     advice = "" if adviser is None or ledger.lazy else adviser()
     if advice:
@@ -122,7 +122,7 @@ def describe_foreign_loss() -> str:
 
 
 def find_backbones(model: nn.Module, is_replaced: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The modules inside a model that hold all of its replaced modules, and which a loss may call in its place."""
+    """The modules inside a model that hold every replaced module, and which a loss may call in the model's place."""
     backbones: list[nn.Module] = []
     holder = model
     while True:
