@@ -1,1 +1,1 @@
-"""tigon.fuse: replaces a model's forwards by Tigon's operators, in one instance, and restores them again."""
+"""tigon.fuse: replaces forwards in one model instance by Tigon's operators, and restores them."""

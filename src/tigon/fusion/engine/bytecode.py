@@ -105,7 +105,7 @@ def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
 
 
 def _list_functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[types.FunctionType, bool]]:
-    """The function, and the functions from the same file and class that it names; each with: is this a method."""
+    """The function, and every function named there from the same file or class; each with a flag: is a method."""
     todo: list[tuple[types.FunctionType, bool]] = [(first, cls is not None)]
     seen: set[Any] = set()
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__] if cls is not None else []

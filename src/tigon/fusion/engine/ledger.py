@@ -1,4 +1,4 @@
-"""The state that all replaced forwards in one model share, written while the model runs."""
+"""The state that all replaced forwards of a model share, written while the model runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Calls(threading.local):
 
 
 class Ledger:
-    """The state that all replaced forwards in one model share.
+    """The state that all replaced forwards of a model share.
 
     owner: the model whose replaced forwards share this ledger, by weak reference.
     active: False after remove(), for replaced forwards that other code wrapped before, and still calls.

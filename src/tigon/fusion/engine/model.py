@@ -101,8 +101,8 @@ def fuse(
             that is computed once. Calls without such a batch run as before.
         Returns: a Fusion. `report()` lists the replaced and the skipped modules; `remove()` restores the model exactly.
             A Fusion is also a context manager. If the model is fused already, fuse returns the existing
-            Fusion unchanged, with a warning if you passed other options. A Fusion that replaced no module is
-            replaced by a new Fusion with those options.
+            Fusion unchanged, with a warning if you passed other options. A Fusion that replaced no module gives way
+            to a new Fusion with those options.
         Raises: TypeError if model is not a module; ValueError for an unknown part or recompute level, for a flag
             that is no boolean, and with shared_prefix for a model whose tokens meet elsewhere than in causal
             attention; the message names the layer.
@@ -244,7 +244,7 @@ class Fusion:
         return f"<Fusion of {self.report().headline()}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion | None:
-        # copy.deepcopy(model) calls this after it has copied the modules, and their bound forwards with them.
+        # copy.deepcopy(model) calls this after copying the modules, and their bound forwards with them.
         model = memo.get(id(self._model()))
         if model is None:
             return None
@@ -303,7 +303,7 @@ class Fusion:
                 self._ledger.has_entrance = True
 
     def _refresh(self) -> None:
-        """Let the parts that act on the whole model act again, where the model has changed since."""
+        """Run the parts that act on the whole model again, where the model has changed since."""
         if not self._ledger.active or self._model() is None:
             return
         site = self._open_site()

@@ -1,4 +1,4 @@
-"""The kinds of replacement that `fuse` knows. Each file in tigon.fusion.parts registers its part."""
+"""The kinds of replacement that `fuse` knows. Each file in tigon.fusion.parts registers a part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["REGISTRY", "ModulePart", "Part", "Site", "Stage", "list_kinds", "reg
 class ModulePart(Part):
     """A kind of module whose whole forward is replaced: the simplest part to write.
 
-    recognize: (a module, its code's analysis) → the formula, a Reason why it has none, or None for another kind of
+    recognize: (a module, the code's analysis) → the formula, a Reason why there is none, or None for another kind of
         module. The formula's text is the row in the report. Modules that one probe can stand for
         (`compute_signature`) are recognised once.
     forward: replaces the module's forward. The formula is in `self._tigon.formula`; calls are counted by
@@ -40,7 +40,7 @@ class ModulePart(Part):
         formula = site.recognize(self, self.recognize, module)
         if formula is None:
             return
-        name = getattr(formula, "act_module", None)  # Reasons lack it, and so do some formulas
+        name = getattr(formula, "act_module", None)  # missing on Reasons and on some formulas
         act = None if name is None else getattr(module, name)
         if self.owns_activation and act is not None:
             site.claim(act)

@@ -1,4 +1,4 @@
-"""Installs a forward on one module instance, and removes the forward again."""
+"""Installs a forward on a module instance, and removes the forward again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BoundForward:
         return self.__func__(self.__self__ if module is None else module, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__func__", "_module"):  # copy and pickle ask a half-made object
+        if name in ("__func__", "_module"):  # copy and pickle ask an uninitialised object
             raise AttributeError(name)
         return getattr(self.__func__, name)
 
@@ -59,11 +59,11 @@ class BoundForward:
         return BoundForward(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce__(self) -> Any:
-        return getattr, (self.__self__, "forward")  # by name: a loaded module has its class's forward
+        return getattr, (self.__self__, "forward")  # by name: a loaded module has the class's forward
 
 
 class Patch:
-    """The state behind one replaced forward, in the module's `_tigon`, and copied along with the module.
+    """The state behind a replaced forward, in the module's `_tigon`, and copied along with the module.
 
     part: the Part whose forward this is; None for a model's forward, which begins a step.
     before: the forward set on this instance before, if there was one.
@@ -166,7 +166,7 @@ def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> No
     state["_replicate_for_data_parallel"] = BoundForward(_replicate_for_data_parallel, module)
     if sys.version_info >= (3, 11):
         # copy and pickle look __getstate__ up on the instance. Before 3.11 no class had a __getstate__, and a wrapper
-        # that passes missing attributes on to the wrapped model, as PEFT does, would find this one. There each patch
+        # that passes missing attributes on to the wrapped model, as PEFT does, would find this method. There each patch
         # pickles as None, and copy.copy copies the patches.
         state["__getstate__"] = BoundForward(_state, module)
 
@@ -177,7 +177,7 @@ def restore(module: nn.Module) -> None:
     if patch is None:
         return
     # If other code has wrapped the replaced forward since, the wrapper stays; the replaced forward, inactive now,
-    # calls the plain one. If `forward` still equals `before`, install was interrupted: the rest goes too.
+    # calls the plain forward. If `forward` still equals `before`, install was interrupted: the rest goes too.
     if not patch.is_installed_on(module) and state.get("forward") is not patch.before:
         return
     for name in INSTALLED:
@@ -190,7 +190,7 @@ class _State(dict[str, Any]):
     """A fused module's state for copy and pickle: the plain module's state; a deep copy stays fused.
 
     A shallow copy shares child modules with the original, but the copy's children may be replaced later: a forward
-    bound to the original would ignore the new ones.
+    bound to the original would ignore the replacements.
     """
 
     def __init__(self, state: dict[str, Any], plain: dict[str, Any]) -> None:

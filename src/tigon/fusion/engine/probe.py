@@ -66,7 +66,7 @@ class Case:
         )
 
     def input(self, *widths: int) -> Tensor:
-        """Random numbers with the shape (sequences, tokens, *widths)."""
+        """Random numbers of shape (sequences, tokens, *widths)."""
         generator = torch.Generator().manual_seed(2)
         sequences, tokens = self.shape[0], min(self.shape[1], max(1, LARGEST // math.prod(widths)))
         x = torch.randn(sequences, tokens, *widths, generator=generator)
@@ -135,7 +135,7 @@ _ATTEMPTS: contextvars.ContextVar[list[Attempt] | None] = contextvars.ContextVar
 
 @dataclass(frozen=True)
 class Attempt:
-    """A comparison between a module and a formula. error: the largest difference, in the dtype's rounding units."""
+    """A comparison between a module and a formula. error: the largest difference, in units of the dtype's rounding."""
 
     formula: str
     inputs: str
@@ -297,7 +297,7 @@ def build_probe(
     for name in HOOKS:
         if name in state:
             state[name] = type(state[name])()  # no hooks
-    # A forward that appends to a list on its module must append to the probe's list.
+    # A forward that appends to a module's list must append to the probe's list.
     state = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in state.items()}
     state["_parameters"] = {k: nn.Parameter(weights[k]) if k in weights else p for k, p in module._parameters.items()}
     state["_buffers"] = dict(module._buffers)

@@ -1,4 +1,4 @@
-"""Why a module is skipped, and how to have it fused."""
+"""Why a module is skipped, and how to have that module fused."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Report:
     kinds: the fused kinds, in the order in which fuse tries them. calls: how often each ran in the last step.
     under_compile: sentences about the parts that run otherwise under torch.compile.
     recompute_auto: the choice made by recompute="auto" for the last forward pass with gradients, and why; else empty.
-        The text leaves it out for a model on a CPU (on_cpu).
+        The text omits this choice for a model on a CPU (on_cpu).
     outside: calls to parts since then by code that called them alone; they belong to no step, and `calls` lacks them.
     adapters_off: layers whose adapters were switched off or merged in the last step, as a reference has them;
     adapters_before: layers with adapters that ran fused in the most recent earlier step in which any did.

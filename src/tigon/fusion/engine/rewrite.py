@@ -101,7 +101,7 @@ def parse_function(forward: Any) -> ast.FunctionDef | None:
 
 
 def _may_rebuild(code: types.CodeType) -> bool:
-    # A closure (super() makes one) cannot be compiled by itself, nor can a private name outside its class.
+    # A closure (as made by super()) cannot be compiled alone, nor can a private name outside its class.
     return not code.co_freevars and not any(n.startswith("__") and not n.endswith("__") for n in code.co_names)
 
 
@@ -230,7 +230,7 @@ def _always(body: list[ast.stmt]) -> Iterator[ast.AST]:
     todo: list[ast.AST] = []
     for statement in body:
         if any(isinstance(node, ast.Return) for node in ast.walk(statement)) and isinstance(statement, sometimes):
-            break  # the statements after it run only where this one did not return
+            break  # later statements run only where this statement did not return
         todo.append(statement)
     while todo:
         node = todo.pop()

@@ -104,10 +104,10 @@ class Record:
 
 
 class Site:
-    """A model while fuse goes over it once: how parts change the model and fill its report.
+    """A model during a single fuse pass: how parts change the model and fill the report.
 
     model: the model being fused. ledger: the state that its replaced forwards share.
-    entrances: models inside it, or the model itself, whose forward begins a step and tells the head about labels.
+    entrances: models inside, or the model itself, whose forward begins a step and tells the head of labels.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Site:
     def replace(
         self, part: Part, module: nn.Module, forward: Callable[..., Any] | Reason, formula: Any, what: str, *, key: Any
     ) -> None:
-        """Replace a module's forward by a forward that counts its calls under `key`, and add the row for it.
+        """Replace a module's forward by a forward that counts calls under `key`, and add the report row.
 
         forward: or the Reason why there is none, which then is the row.
         """
@@ -202,12 +202,12 @@ class Site:
             self.record_fused(part, module, what, key=key)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute on an object that the model holds, such as its configuration, until remove()."""
+        """Set an attribute on an object that the model holds, such as the configuration, until remove()."""
         self._record.settings.append((owner, name, value, getattr(owner, name)))
         setattr(owner, name, value)
 
     def rewrite(self, part: Part, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Replace another part's forward by a forward made from it."""
+        """Replace another part's forward by a forward made from the replaced forward."""
         patch = vars(module)["_tigon"]
         patch.rewritten_by = (*patch.rewritten_by, part)
         install(module, forward, patch)

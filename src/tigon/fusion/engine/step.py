@@ -43,10 +43,10 @@ def find_labels_position(model: nn.Module) -> int | None:
 def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any]:
     """The model's forward, which also tells the head whether the caller passed labels.
 
-    before: the forward that this one replaces: the class's or, where `bound`, one set on the instance.
+    before: the forward being replaced: the class's or, where `bound`, the instance's.
     """
 
-    # Dynamo puts a CrossEntropyLoss that the forward creates into its graph without tracing the module. Such a graph
+    # Dynamo puts a CrossEntropyLoss that the forward creates into the graph without tracing the module. Such a graph
     # node takes only tensors, and the lazy logits under torch.compile are not tensors.
     code = getattr(inspect.unwrap(before), "__code__", None)
     makes_loss_module = "CrossEntropyLoss" in getattr(code, "co_names", ())
@@ -55,13 +55,12 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: Patch | None = getattr(self, "_tigon", None)
         if patch is None or patch.function is not forward:
-            # This forward was removed, but a wrapper still calls this one, and the model was fused again around the
-            # wrapper.
+            # This forward was removed, but a wrapper still calls it, and the model was fused again around the wrapper.
             return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
         if not ledger.active or (
-            # In the backward pass a checkpoint calls the function again, which is no step.
+            # In the backward pass a checkpoint calls the function again; that call begins no step.
             patch.is_inner
             and (torch.compiler.is_compiling() or ledger.is_running or torch._C._current_graph_task_id() != -1)
         ):
@@ -111,7 +110,7 @@ def _advise(ledger: Ledger) -> None:
 
 
 def describe_foreign_loss() -> str:
-    """The advice for a library on the stack that computes the loss by its own code; else empty."""
+    """The advice for a library on the stack that computes the loss itself; else empty."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         library = str(frame.f_globals.get("__name__", "")).partition(".")[0]

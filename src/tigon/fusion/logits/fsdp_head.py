@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Regather:
-    """One forward through a head whose weight FSDP2 frees."""
+    """A forward through a head whose weight FSDP2 frees."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head: Any = head

@@ -21,10 +21,10 @@ IGNORED = -100
 
 
 class Labels(Tensor):
-    """The labels that a model was called with, or some subset.
+    """The labels that a model was called with, or a subset of them.
 
     count: an upper bound on the number of labels that are not ignored.
-    version: the tensor's version up to which every write to its memory has kept the count.
+    version: the tensor's version up to which every write to the memory has kept the count.
     """
 
     count: Any = None
@@ -48,7 +48,7 @@ class Labels(Tensor):
             return first if isinstance(result, Tensor) else result
         if type(result) is not Tensor or result.dtype != torch.int64:
             return result
-        # A mask that is larger than the labels spreads them.
+        # A mask that is larger than the labels broadcasts them.
         spread = func is not F.pad and result.numel() > first.numel()
         return result if spread else _labels(result, first.count)
 
@@ -59,7 +59,7 @@ class Labels(Tensor):
 def count_labels(labels: Any) -> Any:
     """Start counting the labels, and copying the count to the host. Only a plain label tensor on a GPU is counted.
 
-    On a CPU the loss counts its targets itself.
+    On a CPU the loss counts the targets itself.
     """
     if type(labels) is not Tensor or labels.dtype != torch.int64 or torch.compiler.is_compiling():
         return labels

@@ -32,7 +32,7 @@ from tigon.fusion.logits.recipe import Recipe, fusable, is_number
 class LazyLogits(Tensor):
     """The (..., V) logits as a tensor without data. `recipe` builds the real tensor, which `built` then holds.
 
-    A view taken from unbuilt logits keeps its `origin`, and is built as the same view into the built origin: a write to
+    A view taken from unbuilt logits keeps the `origin`, and is built as the same view into the built origin: a write to
     either is then seen in the other, as with real tensors.
     """
 
@@ -165,7 +165,7 @@ class LazyLogits(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.built is not None:
             return repr(self.built)
-        # Printing, or a debugger that shows its locals, should not allocate gigabytes.
+        # Printing, or a debugger that shows locals, should not allocate gigabytes.
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, not built)"
 
 
@@ -191,7 +191,7 @@ class GatheredLogits(LazyLogits):
 def _kept_from_checkpoints() -> AbstractContextManager[Any]:
     """Hide the tensors that building saves from the hooks of a checkpoint that these logits were handed to.
 
-    The checkpoint counts the tensors that its function saves, and runs the function again in the backward pass. There
+    The checkpoint counts the tensors that the function saves, and runs the function again in the backward pass. There
     the logits are built already and save no tensors. Offloading hooks stay in force.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -230,7 +230,7 @@ class _Unbuilt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Any, ...]:
         needed, recipe = ctx.needs_input_grad[2:], ctx.recipe
-        again = torch.is_grad_enabled()  # create_graph=True: the gradient keeps its graph
+        again = torch.is_grad_enabled()  # create_graph=True: the gradient keeps a graph
         with torch.enable_grad():
             leaves = [
                 t if t is None or again else t.detach().requires_grad_(need)

@@ -83,7 +83,7 @@ class Recipe:
                 return None
             hidden, tensors = whole, (whole, *map(here, tensors[1:]))
         for t in tensors:
-            # A DTensor, a ZeRO-3 shard or any other subclass brings its own F.linear.
+            # A DTensor, a ZeRO-3 shard or any other subclass overrides F.linear.
             if type(t) not in (Tensor, torch.nn.Parameter) or hasattr(t, "ds_id") or t.dtype not in DTYPES:
                 return None
             if t.device != hidden.device or (autocast is None and t.dtype != hidden.dtype):
@@ -296,7 +296,7 @@ def get_version(t: Tensor | None) -> int:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About two thousand elements all over the weight, copied."""
+    """A copy of about two thousand elements spread over the weight."""
     weight = here(weight)
     rows, columns = weight.shape
     return weight.detach()[:: max(1, rows // 64), :: max(1, columns // 32)].clone()

@@ -35,7 +35,7 @@ def whole_input(hidden: Any, weight: Any, bias: Any) -> Tensor | None:
     if hidden.device_mesh != weight.device_mesh or not hidden.placements[0].is_replicate():
         return None
     local = hidden.to_local(grad_placements=hidden.placements)
-    return local if type(local) is Tensor else local.clone()  # an AsyncCollectiveTensor: clone() waits for its data
+    return local if type(local) is Tensor else local.clone()  # an AsyncCollectiveTensor: clone() waits for the data
 
 
 def gathered_linear(hidden: Tensor, weight: Any, bias: Any) -> Tensor:

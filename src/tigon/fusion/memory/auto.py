@@ -7,7 +7,8 @@ for memory that such small batches leave free. So a forward pass recomputes if e
     tokens · width² ≥ 2·10¹⁰       the device is the limit
     results > weights + gradients  (and more than 1 GiB) the results are large beside the model
 
-The bits are the same at both levels, and recipes call no collective, so ranks with unlike batches may decide unlike.
+The bits are the same at both levels, and recipes call no collective, so ranks with different batches may choose
+different levels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-# A layer with width D has about 14 D² weights, so its forward and backward pass take 84 · tokens · D² operations. At
+# A layer with width D has about 14 D² weights, so the forward and backward pass take 84 · tokens · D² operations. At
 # 2·10¹⁰ that is 3 ms on a GPU that does 6·10¹⁴ operations a second. A host takes 2.4 ms to launch a fused layer's
 # forward and backward pass, and 3.2 ms with the hooks (Llama-3.2-1B, 16 layers: 39 and 51 ms a step on an H200). The
 # bound is derived from these figures, not measured.
@@ -82,7 +83,7 @@ class Choice:
         return size > max(self.extent.own_bytes, LEAST_BYTES)
 
     def __str__(self) -> str:
-        """The decision and its reason, for the report."""
+        """The decision and the reason, for the report."""
         if not self.extent.width:
             return ""  # no norm: there is little to choose
         again = "cheap: the results of norms are computed again in the backward pass"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tigon.kernels.dispatch import stands_for_gpu
 from tigon.kernels.graph_capture import is_captured
 
-# A smaller tensor stays: launching its copy costs more than the memory is worth.
+# A smaller tensor stays: launching the copy costs more than the memory is worth.
 LEAST_BYTES = 2**20
 # torch's names for the autograd nodes of views that keep the element order.
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -61,7 +61,7 @@ class Trip:
         key = t.untyped_storage()._cdata, t._version, t.dtype, t.size(), t.stride(), t.storage_offset()
         known = self._known.get(key)
         away = None if known is None else known()
-        if away is None or away.origin() is None:  # the first tensor is gone, and t may have its memory
+        if away is None or away.origin() is None:  # the first tensor is gone, and t may have reused the memory
             if counted:
                 away = CountedAway(t, self._last.get(t.device))
             else:
@@ -138,7 +138,7 @@ class Away:
 
 
 class CountedAway(Away):
-    """A meta tensor that stands for a GPU tensor: no data is copied; fetching counts its memory again."""
+    """A meta tensor that stands for a GPU tensor: no data is copied; fetching counts the memory again."""
 
     def __init__(self, t: Tensor, before: weakref.ref[Away] | None) -> None:
         self.before, self.origin, self.version = before, weakref.ref(t), t._version

@@ -1,7 +1,7 @@
 """Activations that the backward pass recomputes instead of the forward pass keeping them: norms, rotated heads.
 
-A linear layer keeps its input for the weight gradient. Where a norm made that input, the norm keeps its own
-input as well, and running the norm again costs one pass over the memory. So while a fused model runs forward,
+A linear layer keeps the input for the weight gradient. Where a norm made that input, the norm keeps the norm's input
+as well, and running the norm again costs one pass over the memory. So while a fused model runs forward,
 `torch.autograd.graph.saved_tensors_hooks` replace such a tensor by a recipe, whichever operation saves the tensor: a
 projection, an adapter, a router, attention. The recipe gives the backward pass the same bits.
 
@@ -62,7 +62,7 @@ class Recompute:
         self.auto = level == "auto"
         rank = LEVELS.index("cheap" if self.auto else level)
         self.product, self.cheap, self.mlp = (rank >= LEVELS.index(least) for least in ("product", "cheap", "mlp"))
-        # Either offload or recipes, not both: a recipe keeps its inputs on the device, and offload sends them away.
+        # Either offload or recipes, not both: a recipe keeps inputs on the device, and offload sends them away.
         self.offload = Offload() if offload else None
         self.cheap = self.cheap and not offload
         self.extent = Extent()
@@ -103,7 +103,7 @@ class Recompute:
             yield
             return
         if self.auto and self.offload is None:
-            # Installed hooks are the choice: all that asks for the level in this pass asks for the hooks on top.
+            # Installed hooks mark the choice: code that asks for the level in this pass looks at the hooks on top.
             self.choice = self.extent.choice(args, kwargs or {})
             if not self.choice.cheap:
                 self._last = None
@@ -126,7 +126,7 @@ class Recompute:
     ) -> None:
         """Note that again(*inputs) gives the same results, bit for bit. The operator keeps these inputs in any case.
 
-        where_known: the operator does not keep its inputs, so note the results only if an input has a recipe.
+        where_known: the operator does not keep the inputs, so note the results only if an input has a recipe.
         """
         if not self.cheap or torch.compiler.is_compiling():
             return
@@ -180,7 +180,7 @@ class Pass:
             return
         results = results if isinstance(results, tuple) else (results,)
         for y in results:
-            # A result without a gradient has no autograd node that keeps its inputs.
+            # A result without a gradient has no autograd node that keeps the inputs.
             if not _is_plain(y) or not y.requires_grad or not y.numel() or y.storage_offset():
                 return
         for t in inputs:
@@ -215,8 +215,8 @@ class Pass:
     def _cast(self, t: Tensor) -> tuple[_Work, int] | None:
         """How to make t, and which result t is, if t is a noted result cast to other dtypes, else None.
 
-        Under autocast each projection narrows its input itself. Each adapter in fp32 widens its input, and autocast
-        narrows that again: a chain of casts, whose end may have the numbers from the beginning.
+        Under autocast each projection narrows the input itself. Each adapter in fp32 widens the input, and autocast
+        narrows the input again: a chain of casts, whose end may have the numbers from the beginning.
         """
         node, _ = _behind_views(t.grad_fn, 0)
         if node is None or node.name() != CAST:
@@ -235,7 +235,7 @@ class Pass:
             return None
         y = result.tensor()
         if t._version or (y is not None and y._version != result.version):
-            return None  # other code wrote into the result, or into its cast
+            return None  # other code wrote into the result, or into the cast
         if t.dtype == result.dtype and all(torch.promote_types(d, t.dtype) == d for d in dtypes):
             return result.work, result.index  # widened and narrowed again
         key = tuple(dtypes)
@@ -275,7 +275,7 @@ class Pass:
     def _stand_in(self, t: Tensor) -> Kept | _Again:
         # The hooks run for every tensor that autograd saves, so the common cases return as early as they can. No
         # version is read from an inference tensor: torch refuses to save such a tensor before calling a hook.
-        if type(t) is torch.nn.Parameter:  # nobody's result
+        if type(t) is torch.nn.Parameter:  # not a computed result
             return t, t._version
         node = t.grad_fn
         if node is None:
@@ -296,7 +296,7 @@ class Pass:
                 made = self._cast(t)
                 if made is not None:
                     return _Again(*made, t.size(), t.stride(), 0)
-        # Detached, since its autograd node may be the node that saves it, which would form a reference cycle. A view's
+        # Detached, since t's own autograd node may save t, which would form a reference cycle. A view's
         # node saves no tensors, unless an operation wrote into the view: then that operation's node is behind the view.
         return t if is_view and not version else t.detach(), version
 
@@ -309,7 +309,7 @@ class Pass:
         work = packed.work
         results = work.results or self._compute(work)  # a local name: another thread may drop work.results now
         value = results[packed.index].as_strided(packed.size, packed.stride, packed.offset)
-        if not work.wanted or work.given % work.wanted == 0:  # %: with retain_graph=True backward comes again
+        if not work.wanted or work.given % work.wanted == 0:  # %: with retain_graph=True backward runs again
             self._drop(work)
         return value
 
@@ -324,7 +324,7 @@ class Pass:
         if torch.is_grad_enabled() or autocast_dtype(work.device.type) != work.autocast:
             with torch.no_grad(), autocast_as(work.device.type, work.autocast):
                 made = work.again(*inputs)
-        else:  # as nearly always: the backward pass runs without gradients of its own
+        else:  # the usual case: backward itself records no gradients
             made = work.again(*inputs)
         results = work.results = made if isinstance(made, tuple) else (made,)
         held = self._held.setdefault(work.device, [])
@@ -366,9 +366,9 @@ class _Again:
 
 
 class _Work:
-    """A computation that stands for its results.
+    """A computation that stands for the results.
 
-    wanted: how often autograd saved its results. given: how often backward got them.
+    wanted: how often autograd saved a result. given: how often backward got them.
     """
 
     __slots__ = (

@@ -119,7 +119,7 @@ def read_lora(layer: Any, x: Any) -> LoRA | Reason:
     first, second, scale, dropout = adapter
     base = layer._modules["base_layer"]
     hooked = not _calls_nothing_else(base)
-    # If a layer multiplies by itself, its hooks run as in PEFT: in the layer's own call.
+    # A layer that multiplies by itself runs hooks as PEFT does: in the layer's own call.
     if torch.nn.modules.module._has_any_global_hook() or (hooked and not multiplies_itself(base)):
         return BASE_HOOKED
     a, b = first._parameters["weight"], second._parameters["weight"]

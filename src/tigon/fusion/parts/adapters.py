@@ -1,7 +1,7 @@
 """LoRA adapters on linear layers, as PEFT adds them: layers that share an input run together by `tigon.lora_linear`.
 
 Attention calls the projections that share an input one after the other. The first computes for all, and the others
-find their result. The groups are read from the source of the calling forward: calls with the same local name as
+find their results ready. The groups are read from the source of the calling forward: calls with the same local name as
 argument, `self.q_proj(hidden_states)` and so on, that all happen at every call. At run time the input has to be the
 same tensor, else each layer computes for itself. No state is learnt from calls: a checkpoint has to save the same
 tensors when recomputing.
@@ -167,7 +167,7 @@ class Siblings:
         return siblings
 
     def behind(self, layer: nn.Module) -> Iterator[nn.Module]:
-        """The layers that are called after the first, where `layer` is the first and they are as they were found."""
+        """The layers that are called after the first, if `layer` is the first and the group is unchanged."""
         parent = self.parent()
         if parent is None or len(self.names) == 1 or parent._modules.get(self.names[0]) is not layer:
             return

@@ -3,10 +3,10 @@
 transformers has a registry that names expert implementations. This file does not use the registry: the registry belongs
 to the process, and models choose from it by a configuration field that several models may share. Instead fuse
 replaces a single module's forward, so that no state outside the instance changes. A module that is set to an
-implementation other than transformers' general ones keeps that implementation. An implementation that
+implementation other than transformers' general implementations keeps that implementation. An implementation that
 `set_experts_implementation` chooses after fuse runs instead of Tigon's.
 
-The router, its auxiliary loss and shared experts are other modules, and stay the model's own.
+The router, the auxiliary loss and shared experts are other modules, and stay the model's own.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) -> bool:
-    """Whether all are plain tensors on one device, and the weights have x's dtype or get it from autocast."""
+    """Whether all are plain tensors on one device, and the weights have x's dtype or get that dtype from autocast."""
     floats = (x, weights, *(t for t in experts if t is not None))
     if any(not isinstance(t, Tensor) or hasattr(t, "device_mesh") or hasattr(t, "ds_id") for t in (index, *floats)):
         return False

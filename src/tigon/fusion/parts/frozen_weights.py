@@ -1,10 +1,10 @@
-"""How products use a frozen layer under PEFT's adapters: the layer's weight, a dense copy, or the layer's own forward.
+"""How to multiply by a frozen layer under PEFT's adapters: its weight, a dense copy, or the layer's own forward.
 
     plain torch.nn.Linear                      the weight itself
     4-bit layers from bitsandbytes             `FourBit`: made dense for one product at a time
     weight-only tensor classes from torchao    `DequantizedWeight`: the same. Their forward leaves the dense weight
                                                in the graph until the backward pass
-    8-bit layers from bitsandbytes             `Opaque` with a dense weight backward: their own Function hides its
+    8-bit layers from bitsandbytes             `Opaque` with a dense weight backward: their own Function hides the
                                                input from all hooks, also where a checkpoint means to drop
                                                the input, and never reads it
     all other layers in PEFT's known classes   `Opaque`: the layer's own forward under autograd, the adapters beside it
@@ -27,7 +27,7 @@ from tigon.ops.linear.opaque import Opaque
 _PLAIN = (Tensor, nn.Parameter)
 
 # PEFT's linear-layer classes with LoRA, all with the form y = base(x) + scale · B(A(x)); and whether the sum always
-# has base(x)'s dtype, or under CUDA's autocast the wider dtype of its two parts.
+# has base(x)'s dtype, or under CUDA's autocast the wider dtype of the two parts.
 FORWARDS = {
     "peft.tuners.lora.layer.Linear": True,
     "peft.tuners.lora.torchao.TorchaoLoraLinear": True,
@@ -53,7 +53,7 @@ WEIGHT_ONLY = {
 # Libraries whose tensor classes torch.nn.Linear's own forward multiplies by.
 TENSOR_CLASSES = ("torchao",)
 
-# Base layers whose result and input gradient belong to nobody else; and whether they take rows (M, H) as well as
+# Base layers whose result and input gradient no other code holds; and whether they take rows (M, H) as well as
 # (..., H).
 FRESH = {
     "bitsandbytes.Linear8bitLt": True,
@@ -126,14 +126,14 @@ class DequantizedWeight:
 
 
 def _weight_only(base: Any) -> Any:
-    """A torch.nn.Linear's weight, if its tensor class quantises the weight alone."""
+    """A torch.nn.Linear's weight, if the tensor class quantises the weight alone."""
     weight = base.weight if type(base) is nn.Linear else None
     inputs = WEIGHT_ONLY.get(qualify_name(type(weight)))
     return None if inputs is None or any(getattr(weight, name, None) is not None for name in inputs) else weight
 
 
 def read_dequantized(base: Any, x: Tensor, dtype: torch.dtype) -> DequantizedWeight | None:
-    """The base layer's weight, if only the weight is quantised, and its dtype is that of x and the products."""
+    """The base layer's weight, if only the weight is quantised, and the dtype is that of x and the products."""
     weight = _weight_only(base)
     if weight is None or weight.requires_grad or weight.dim() != 2:
         return None

@@ -116,7 +116,7 @@ class Head(Part):
                 before = vars(layer).get("forward")
                 site.install(layer, head_forward, Patch(self, site.ledger, before=before))
             biased = " + b" if layer.bias is not None else ""
-            # The lazy logits count the calls, by no key: whichever head made them.
+            # The lazy logits count the calls without a key, whichever head made them.
             site.record_fused(self, layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
             site.claim(layer)
             fused = True

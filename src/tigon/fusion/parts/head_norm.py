@@ -1,4 +1,4 @@
-"""Norms on attention heads that wait for these heads' rotation, so that both run in one pass.
+"""Norms of attention heads that wait for the heads' rotation, so that both run in one pass.
 
 Attention modules norm each q and k head, transpose, and rotate:
 
@@ -28,7 +28,7 @@ from tigon.ops.rms_norm import rms_norm
 class HeadNorm:
     """The (B, T, H, D) or (B, H, T, D) result of a norm over D, not computed yet.
 
-    A HeadNorm is no Tensor, and `isinstance` says so. The object lives within one attention module's forward, from the
+    A HeadNorm is not a Tensor, also for `isinstance`. The object lives within one attention module's forward, from the
     norm to the rotation.
     """
 
@@ -69,7 +69,7 @@ class HeadNorm:
         return func(*(as_tensor(a) for a in args), **{k: as_tensor(v) for k, v in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("x", "normed"):  # copy and pickle ask a half-made object
+        if name in ("x", "normed"):  # copy and pickle ask an uninitialised object
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 

@@ -51,7 +51,7 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if (formula.between is not None or formula.same_dtypes) and not _same_dtype(
         getattr(self, formula.gate), getattr(self, formula.down)
     ):
-        return plain_forward(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts the product
+        return plain_forward(self, x)  # T5 in fp16 keeps the last layer in fp32, and casts the product
     recompute = patch.ledger.recompute
     if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tiled = _tiled_mlp(self, patch, x)
@@ -59,7 +59,7 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             tiled = _adapted_mlp(self, patch, x, tiled=True)
         if tiled is not None:
             return _after_mlp(self, formula, tiled)
-        if recompute.is_running():  # a layer with an adapter or a hook: recipes replace its saved tensors, too
+        if recompute.is_running():  # a layer with an adapter or a hook: recipes replace the saved tensors, too
             run = functools.partial(_mlp, self, patch)
             return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
     return _mlp(self, patch, x)
@@ -193,7 +193,7 @@ def _may_be_adapted(self: Any, formula: Gated) -> bool:
 def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual: Tensor | None = None) -> Tensor | None:
     """The whole unit for three layers with adapters, in tiles or at once; None if any layer is another kind.
 
-    residual: the tensor that the unit adds its result to, not in tiles.
+    residual: the tensor that the unit's result is added to, not in tiles.
     """
     formula: Gated = patch.formula
     recompute = patch.ledger.recompute
@@ -363,7 +363,7 @@ def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gat
                 gated = _place_children(module, formula, rest, list(numbers))
                 if gated is not None:
                     return gated
-                # A probability 0, or a factor 1, that has no place in the formula: the formula holds while they stay.
+                # A probability of 0, or a factor of 1, without a place in the formula, which holds while they stay.
                 gated = _place_children(module, formula, rest, []) if numbers else None
                 if gated is not None:
                     return replace(gated, held=tuple(numbers.items()))
@@ -397,7 +397,7 @@ def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None
 
 
 class _Recorder(nn.Linear):
-    """A linear layer that records its inputs, and when each call happened."""
+    """A linear layer that records inputs, and when each call happened."""
 
     name: str
     seen: list[Tensor]
@@ -515,7 +515,7 @@ def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales:
     probe, layers, _ = _probe(module, formula, factors, scales, case.dtype, training, generator)
     x = case.input(NARROW)
     if case.dtype == torch.float16:
-        x = x / 8  # the marks multiply a product from two layers, whose fp16 values end at 65504
+        x = x / 8  # the marks multiply a product of two layers, and fp16 holds no more than 65504
     numbers: dict[Any, float] = {None: 1.0, **factors, **scales}
     down = layers[formula.down]
     with torch.set_grad_enabled(case.gradients):

@@ -27,7 +27,7 @@ from tigon.ops.rms_norm import rms_norm
 
 @recognition
 def recognize_norm(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
-    """A norm's formula over the last dimension; a Reason if a module normalises and Tigon lacks the formula."""
+    """The formula of a norm over the last dimension; a Reason if a module normalises and Tigon lacks the formula."""
     return find_formula(module, analysis)
 
 
@@ -67,7 +67,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if bias is not None:
             norm, inputs = functools.partial(_with_bias, norm), (x, weight, bias)
     y = on_own_rows(norm, *inputs) if split else norm(*inputs)
-    if not split and patch.is_entire_call(self):  # hooks on the norm may gather its weight, and free it afterwards
+    if not split and patch.is_entire_call(self):  # hooks on the norm may gather and free the weight
         patch.ledger.recompute.note(y, norm, *inputs)
     return swiglu(args[1], y) if formula.gated else y
 

@@ -1,4 +1,4 @@
-"""Whether a module normalises its rows, and by which eps: both are measured on results, wherever the code has eps."""
+"""Whether a module normalises rows, and by which eps: both are measured on results, wherever the code has eps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tigon.fusion.engine.probe import build_probe, get_full_shape, run
 
-# Row magnitudes from which eps is read: for any eps from 1e-24 to 1, some magnitude is near its root.
+# Row magnitudes from which eps is read: for any eps from 1e-24 to 1, some magnitude is near the root.
 _SIZES = torch.logspace(-12, 0, 25, dtype=torch.float64)
 _CLOSE = 2e-6  # how near, relatively, an eps measured on fp32 results lies to the eps in the code
 
@@ -60,7 +60,7 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
         module, {k: torch.ones(get_full_shape(p)) for k, p in module._parameters.items() if p is not None}
     )
     probe.training = False
-    # A clone: the module may write into its input.
+    # A clone: the module may write into the input.
     y = run(probe, x.clone(), torch.ones_like(x)) if gated else run(probe, x.clone())
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not bool(torch.isfinite(y).all()):
         return None

@@ -49,11 +49,11 @@ class Norm:
     x − mean(x), plus bias, as `tigon.layer_norm` computes it. If `gated`: the result times silu(gate), a second input.
 
     weight, bias, eps: the module's attribute names; None for a norm without them. eps is a number if no attribute
-        holds it.
+        holds eps.
     mixed: the formula also holds for an fp32 weight beside a narrower x.
     native: the module calls operations that autocast runs in fp32, so that under autocast the result is fp32.
     width: the only width that a norm without weight accepts.
-    ranks: the ranks (numbers of dimensions) in x that probes showed the formula for.
+    ranks: the numbers of dimensions of x for which probes showed the formula.
     stepwise: the module rounds every step's result to x's dtype. Tigon's result, rounded once, is nearer to the
         formula's, and differs from the module's by these roundings.
     """
@@ -121,7 +121,7 @@ def find_formula(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm
     """The formula for a norm over the last dimension.
 
     Returns a Reason if a module normalises and Tigon lacks the formula, and None for any other module. A module that
-    no probe can run gets a Reason if its class is called a norm.
+    no probe can run gets a Reason if the class is called a norm.
     """
     named = "norm" in type(module).__name__.lower()  # decides whether a module that cannot be probed has a row
     if next(module.children(), None) is not None:
@@ -206,7 +206,7 @@ def _select_formula(
 
 
 def _ignores_nothing_else(module: nn.Module, width: int) -> bool:
-    """Whether a second input with zeros changes nothing: a residual, which is added, and no gate, which multiplies."""
+    """Whether a second input of zeros changes nothing: a residual, which is added, and no gate, which multiplies."""
     x = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0))
     probe = build_probe(
         module, {k: torch.ones(get_full_shape(p)) for k, p in module._parameters.items() if p is not None}
@@ -271,7 +271,7 @@ def _is_norm(
     if case is not None:
         pairs, values, trainings, x = [(case.dtype, case.dtype)], (None,), (case.training,), case.input(width)
         if case.broken and not added:
-            x[:, 3] = 0.0  # without eps a row with zeros is 0 / 0, where a limit on the root would give zeros
+            x[:, 3] = 0.0  # without eps a row of zeros is 0 / 0, where a limit on the root would give zeros
     for (x_dtype, w_dtype), value, training in itertools.product(pairs, values, trainings):
         typed = x.to(x_dtype)
         weight, bias = (None if n is None else v.to(w_dtype) for n, v in ((formula.weight, w), (formula.bias, b)))
@@ -294,7 +294,7 @@ def _is_norm(
             if formula.gated:
                 expected = gated_reference(gate, expected, "silu")
         # Without a weight there is a single formula, and the module may round 1 / rms(x) first. Other dtypes have told
-        # the formula by its roundings already; in fp16 the difference's magnitude decides.
+        # the formula by roundings already; in fp16 the difference's magnitude decides.
         roundings = 0 if weights and x_dtype != torch.float16 else 2
         roundings = STEPS if formula.stepwise else roundings
         leaves = [t for t in (typed, weight, bias, *((gate,) if formula.gated else ())) if t is not None]

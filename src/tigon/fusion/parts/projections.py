@@ -62,7 +62,7 @@ class ProjectionsPart(Part):
         elif patch is not None and _shares_code(vars(module)["forward"], forward):
             original = vars(module)["forward"].__func__  # another part's, with the code from the class's forward
         else:
-            return  # a fused MLP joins its layers itself, and no other replacement is to be undone
+            return  # a fused MLP joins the layers itself, and no other replacement is to be undone
         rewritten = _rewrite(site, original, groups)
         if isinstance(rewritten, Reason):
             site.record_skipped(self, module, rewritten)
@@ -94,7 +94,7 @@ def _rewrite(site: Site, forward: Any, groups: Groups) -> Any:
 
 
 def find_groups(module: nn.Module) -> Groups:
-    """The names of the module's own linear layers that its forward calls with the same input, in groups."""
+    """The names of the module's own linear layers that the forward calls with the same input, in groups."""
     children = module._modules
     linear = ([n for n in names if type(children.get(n)) is nn.Linear] for names in _read_groups(type(module).forward))
     return tuple(tuple(names) for names in linear if len(names) > 1)

@@ -15,8 +15,8 @@ The rewritten forward is made from the layer's source. Where a norm follows the 
 which computes the same by construction, for any other code in the layer: where `add_rms_norm` does not apply,
 `_tigon_add_norm` adds and calls the norm's module. Line numbers, globals and decorators stay.
 
-The rewritten forward joins two more pairs of statements, in the same way. Where the stream goes on beside its norm,
-the norm's backward pass sums the stream's two gradients, and an adapted MLP adds its result to the stream itself:
+The rewritten forward joins two more pairs of statements, in the same way. Where the stream goes on beside a norm,
+the norm's backward pass sums the stream's two gradients, and an adapted MLP adds the result to the stream itself:
 
     residual = hidden_states                                →  residual, _tigon_norm = _tigon_fork_norm(
     hidden_states = self.input_layernorm(hidden_states)            self.input_layernorm, hidden_states)
@@ -126,7 +126,7 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
 
 
 def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
-    """x, and norm(x): where x goes on as the residual stream, and its two gradients are summed."""
+    """x, and norm(x): where x goes on as the residual stream, and x's two gradients are summed."""
     # Without a gradient for x there are no gradients to sum.
     if torch.compiler.is_compiling() or type(x) is not Tensor or not x.requires_grad or is_functorch_active():
         return x, norm(x)
@@ -165,7 +165,7 @@ def _is_plain_sum(one: Any, other: Any) -> bool:
 
 def _join_statements(function: ast.FunctionDef) -> None:
     sums = list(_find_sums(function))
-    # A statement is rewritten once: a norm after a sum comes first, then a unit's sum, then the stream beside its norm.
+    # A statement is rewritten once: a norm after a sum comes first, then a unit's sum, then the stream beside a norm.
     used = [statements[i] for statements, at, until, _ in sums for i in (at, until)]
     units = list(_find_units(function, used))
     used += [statements[i] for statements, at, *_ in units for i in (at, at + 1)]
@@ -240,7 +240,7 @@ def _find_forks(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.
 
 
 def _find_units(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str, str, str]]:
-    """The places where a name is assigned `self.unit(x)`, and next the sum of another name and itself: unit, the other
+    """The places where a name is assigned `self.unit(x)`, and next the sum of that name and another: unit, the other
     name and x."""
     for statements, at, first, second in _list_pairs(function, used):
         made, total = _read_assignment(first), _read_sum(second)

@@ -46,7 +46,7 @@ class RotaryPart(Part):
 
 
 class _Forwards(ForwardCache):
-    """A forward → the same with tigon.rope for its rotary functions, counting by the model's ledger."""
+    """A forward → the same with tigon.rope for the rotary functions, counting by the model's ledger."""
 
 
 class _Formulas(ForwardCache):
@@ -72,7 +72,7 @@ def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Reason]:
     if inner not in cache:
         names = getattr(getattr(inner, "__code__", None), "co_names", ())
         candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
-        # The name decides whether the report mentions a function, never whether it is replaced.
+        # The name decides whether the report mentions a function, never whether the function is replaced.
         rotary = {n: g for n, g in candidates.items() if read_arguments(g) or _sounds_rotary(g)}
         cache[inner] = {n: recognize_rotary(g) for n, g in rotary.items()}
     formulas: dict[str, Rotary | Reason] = cache[inner]
@@ -80,7 +80,7 @@ def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Reason]:
 
 
 def list_names_before(site: Site, forward: Any) -> tuple[str, ...]:
-    """The names that a forward reads before calling its rotary function."""
+    """The names that a forward reads before calling the rotary function."""
     names: tuple[str, ...] = inspect.unwrap(forward).__code__.co_names  # in the order in which they are first used
     functions = find_rotary(site, forward).items()
     return names[: min((names.index(n) for n, f in functions if isinstance(f, Rotary)), default=0)]
@@ -107,7 +107,7 @@ def _make_rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledg
             return turn.spread(cos, sin)
         known = spread.get(first)
         if known is None or known[0]() is not second or known[1] != (get_version(first), get_version(second)):
-            # A value that holds its own key would keep the key alive, so unchanged tensors are left out.
+            # A value that holds the entry's key would keep the key alive, so unchanged tensors are left out.
             made = tuple(None if t is s else t for t, s in zip(turn.spread(cos, sin), (cos, sin), strict=True))
             known = ref(second), (get_version(first), get_version(second)), made
             spread[first] = known

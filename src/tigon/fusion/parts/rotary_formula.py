@@ -1,7 +1,7 @@
-"""Probes for rotary functions: running a function shows its formula, as probe.py does for modules.
+"""Probes for rotary functions: running a function shows the formula, as probe.py does for modules.
 
 Functions differ in the angles' form, in the head dimensions that they pair, and in their arguments. A
-`Turn` is such a variant, and `Turn.apply` computes it by `tigon.rope`, for the probe and for the model alike.
+`Turn` is such a variant, and `Turn.apply` computes the rotation by `tigon.rope`, for the probe and for the model alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Turn:
     """A way to write a rotation.
 
     angles: "whole" if cos has an entry for each rotated dimension; "half" if cos has an entry for each pair; "first
-        half" if cos is as wide as in "whole" and its second half is ignored.
+        half" if cos is as wide as in "whole" and the second half is ignored.
     pairs: "halves" pairs the first half of the dimensions with the second; "neighbours" pairs neighbours; "parted"
         pairs neighbours, rotates them and then sorts them into two halves.
     back: rotate by the negative angle. tail: the rotated dimensions are a head's last dimensions.

@@ -1,1 +1,1 @@
-"""Shared prefixes: batches with prefixes and suffixes, for models that compute each prefix once."""
+"""Shared prefixes: batches of prefixes and suffixes, for models that compute each prefix once."""

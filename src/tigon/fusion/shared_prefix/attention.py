@@ -35,7 +35,7 @@ HARMLESS = {
 class Shared(str):
     """The attention function's name in a configuration, with the name that stood there before.
 
-    A copied model stays fused, and so does the name in its configuration. Pickled, the configuration is plain again.
+    A copied model stays fused, and so does the name in the configuration. Pickled, the configuration is plain again.
     """
 
     previous: str | None
@@ -190,7 +190,7 @@ def shared_prefix_mask(*args: Any, config: Any, mask_function: Any = None, **opt
 
 
 def _find_window(mask_function: Any) -> int | None:
-    """The window in a transformers causal mask function, None for no window; an error for any other mask."""
+    """The window of a transformers causal mask function, None for no window; an error for any other mask."""
     from transformers import masking_utils as masks
 
     window, causal, waiting = None, False, [mask_function]
@@ -249,9 +249,9 @@ def shared_prefix_attention(
     width = v.shape[-1]
     if width < q.shape[-1]:  # multi-head latent attention: values are narrower than keys
         v = F.pad(v, (0, q.shape[-1] - width))
-    q, k, v = (t.squeeze(0) for t in (q, k, v))  # t[0] would have its gradient copied into zeros
+    q, k, v = (t.squeeze(0) for t in (q, k, v))  # t[0] would copy the gradient into zeros
     o = prefix_attention(q, k, v, layout, scale=options.get("scaling"), softcap=options.get("softcap"), window=window)
-    if _running.ledger is not None:  # None while a checkpoint runs again
+    if _running.ledger is not None:  # None while a checkpoint recomputes
         _running.ledger.count("prefix", name)
     return o[..., :width].unsqueeze(0), None
 
@@ -289,7 +289,7 @@ class _Before:
 
 
 def find_registry(kind: type) -> tuple[Any, Any]:
-    """The registry that a class's forward asks, and its module's own eager attention; (None, None) if none."""
+    """The registry that a class's forward asks, and that module's eager attention; (None, None) if none."""
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     if REGISTRY not in names:

@@ -1,4 +1,4 @@
-"""A batch with prefixes and suffixes: packed ids, the rows that predict tokens, and a model's losses over them."""
+"""A batch of prefixes and suffixes: packed ids, the rows that predict tokens, and a model's losses over them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class SharedPrefixBatch:
         }  # fmt: skip
 
     def to(self, device: torch.device | str | int) -> SharedPrefixBatch:
-        """This batch with its tensors on a device; this object if they lie there."""
+        """This batch with all tensors on a device; this object if they lie there."""
         layout = self.layout.to(device)
         if layout is self.layout:
             return self
@@ -140,7 +140,7 @@ class SharedPrefixBatch:
         batch, logits = self._logits(model)
         if isinstance(logits, Recipe) and logits.regather is None:
             return logits.logprob(batch.target, temperature)
-        if isinstance(logits, Recipe):  # FSDP2 frees the head's weight, which linear_logprob reads in its backward pass
+        if isinstance(logits, Recipe):  # FSDP2 frees the head's weight, which linear_logprob reads in the backward pass
             logits = logits.hand_on(logits.logits())
         return logprob(logits, batch.target, temperature=temperature)
 
@@ -159,7 +159,7 @@ class SharedPrefixBatch:
     def next_logits(self, model: nn.Module, tokens: Tensor | Sequence[int]) -> Tensor:
         """Logits for a few tokens right after each suffix, (C, K), as `tigon.losses.choice_logits` has them.
 
-        Only each suffix's last row reaches the head, and only these tokens' rows in the head are read. A softmax over
+        Only each suffix's last row reaches the head, and only these tokens' rows of the head are used. A softmax over
         them is the probability for each answer to a question that all suffixes end with.
 
         Args:

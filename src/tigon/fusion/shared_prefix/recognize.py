@@ -1,4 +1,4 @@
-"""The attention in a model that can share prefixes, and the reason, by name, why a model cannot."""
+"""The attention modules of a model that can share prefixes, or the named reason why a model cannot."""
 
 from __future__ import annotations
 
