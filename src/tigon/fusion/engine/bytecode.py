@@ -3,8 +3,8 @@
 A probe shows a module's results for the probe's inputs only. The bytecode shows for which other inputs the formula
 holds, which attributes can matter, and whether the forward does more than return a result. Tigon reads bytecode,
 since the source may be missing or edited. The analysis covers the innermost function behind decorators, the functions
-in the same file that this function names, and the methods that the module's class defines and the function names, up
-to torch's own classes.
+in the same file that this function names, and the methods of the module's class that it names, up to torch's own
+classes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
 
 
 def _list_functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[types.FunctionType, bool]]:
-    """The function, and every function named there from the same file or class; each with a flag: is a method."""
+    """The function, and every function named there from the same file or class; each with whether it is a method."""
     todo: list[tuple[types.FunctionType, bool]] = [(first, cls is not None)]
     seen: set[Any] = set()
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__] if cls is not None else []
@@ -140,7 +140,7 @@ def _list_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class _Body:
-    """The instructions in one code object.
+    """The instructions of one code object.
 
     own: the name by which the code knows the module, or None. closed: the names in the function's closure,
     whose values are the same at every call.
@@ -207,7 +207,7 @@ class _Body:
         return False
 
     def _find_start(self, end: int) -> int | None:
-        """The start offset for the expression whose value is on top when `end` is reached; None if unclear."""
+        """The start of the expression whose value is on top of the stack before `end`; None if unclear."""
         need = 1
         for n in range(end - 1, -1, -1):
             i = self.instructions[n]
@@ -243,7 +243,7 @@ class _Body:
         return ""
 
     def branches(self) -> str:
-        """Where the first condition is that probes do not decide."""
+        """The place of the first condition that probes do not decide."""
         loops = self._names_in_loops()
         for n, i in enumerate(self.instructions):
             if "_IF_" not in i.opname or i.opname.endswith(("_NONE", "NOT_EXC_MATCH")):

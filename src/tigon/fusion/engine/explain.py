@@ -21,7 +21,7 @@ class Trial:
     """A formula that the module was compared with.
 
     agreed: the number of comparisons that agreed. inputs: the first inputs that disagreed; empty if all agreed. error:
-    the largest difference there, in units in the last place, relative to the row's largest number.
+    the largest difference there, in units in the last place of the row's largest number.
     """
 
     formula: str

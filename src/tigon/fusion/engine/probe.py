@@ -37,7 +37,7 @@ HOOKS = (
 # The entries that fuse adds to a module's `__dict__`.
 INSTALLED = ("_tigon", "forward", "_replicate_for_data_parallel", "__getstate__")
 
-ULPS = 8  # in fp32: a sum over N squares in another order differs by about log2(N) roundings, and the root halves that
+ULPS = 8  # in fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
 
 
 @dataclass(frozen=True)
@@ -345,8 +345,8 @@ def same_gradients(y: Any, expected: Tensor, leaves: Sequence[Tensor]) -> bool:
 
     A formula that holds in the forward pass may lack or scale a term in the backward pass, where the module detaches a
     tensor. Such terms exceed roundings. The threshold is a thousandth of the row's largest number, in bf16 a sixteenth.
-    For a bf16 parameter the reference is the largest number in all rows: a weight row whose unit is saturated gets
-    little but the roundings in the module's slope.
+    For a bf16 parameter it is a sixteenth of the largest number of all rows: a weight row whose unit is saturated gets
+    little but the roundings of the module's slope.
     """
     generator = torch.Generator().manual_seed(3)
     upstream = torch.randn(expected.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""The report about the parts that a fusion replaced, skipped, and ran."""
+"""The report of the parts that a fusion replaced, skipped, and ran."""
 
 from __future__ import annotations
 

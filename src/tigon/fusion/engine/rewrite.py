@@ -74,7 +74,7 @@ def _rewrite_function(
 
 
 def name_forward(forward: Any) -> str:
-    """The qualified name behind a forward's decorators; a rewritten forward has the same name."""
+    """The qualified name of the function inside a forward's decorators; a rewritten forward has the same name."""
     inner = inspect.unwrap(forward)
     return f"{inner.__module__}.{inner.__qualname__}"
 

@@ -62,7 +62,7 @@ class MemorySnapshot:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory in a single step.
+    """The memory of a single step.
 
     peak: the moment at which most memory is allocated. kept: the end of the forward pass, when every tensor that the
     backward pass needs is alive. update: the optimizer's step.

@@ -75,7 +75,7 @@ class Trip:
 
 
 def is_weight(t: Tensor) -> bool:
-    """Whether t is a parameter, a parameter's view, or autocast's copy of a parameter.
+    """Whether t is a parameter, a view of a parameter, or autocast's copy of a parameter.
 
     Such tensors are in device memory in the backward pass anyway, or are soon made again.
     """

@@ -1,6 +1,6 @@
 """Activations that the backward pass recomputes instead of the forward pass keeping them: norms, rotated heads.
 
-A linear layer keeps the input for the weight gradient. Where a norm made that input, the norm keeps the norm's input
+A linear layer keeps the input for the weight gradient. Where a norm made that input, the norm keeps its own input
 as well, and running the norm again costs one pass over the memory. So while a fused model runs forward,
 `torch.autograd.graph.saved_tensors_hooks` replace such a tensor by a recipe, whichever operation saves the tensor: a
 projection, an adapter, a router, attention. The recipe gives the backward pass the same bits.
@@ -357,7 +357,7 @@ Kept: TypeAlias = tuple[Tensor, int]  # a saved tensor that is kept unchanged, a
 
 
 class _Again:
-    """A saved tensor that is recomputed: a view into a `_Work`'s result."""
+    """A saved tensor that is recomputed: a view of a `_Work`'s result."""
 
     __slots__ = ("index", "offset", "size", "stride", "work")
 
@@ -366,7 +366,7 @@ class _Again:
 
 
 class _Work:
-    """A computation that stands for the results.
+    """A computation that stands for its results.
 
     wanted: how often autograd saved a result. given: how often backward got them.
     """
@@ -395,7 +395,7 @@ class _Result:
         self.casts: dict[tuple[torch.dtype, ...], _Work] = {}
 
     def lies_like(self, t: Tensor) -> bool:
-        """Whether the elements in t, a cast of this result's views, are in the result's order."""
+        """Whether the elements of t, a cast of this result's views, are in the result's order."""
         if self.contiguous:
             return t.is_contiguous() and t.numel() == self.size.numel()
         return (t.size(), t.stride()) == (self.size, self.stride)

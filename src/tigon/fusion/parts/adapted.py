@@ -73,7 +73,7 @@ def _is_elsewhere(layer: Any) -> bool:
 
 
 def _adapter(layer: Any) -> Reason | tuple[Any, Any, float, float]:
-    """A, B, the scale and the dropout for the only active adapter."""
+    """A, B, the scale and the dropout of the only active adapter."""
     if layer.disable_adapters or layer.merged:
         return SWITCHED_OFF
     modules = layer._modules  # nn.Module.__getattr__ takes longer, and this runs for every layer in every call
@@ -159,7 +159,7 @@ def _of_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Reaso
     fits = x.dtype == weight.dtype or (cast is not None and x.dtype != torch.float64)
     if not fits or weight.device != x.device or (bias is not None and bias.device != x.device):
         return DTYPES_DIFFER
-    # Shape and dtype fit as well unless changed by hand. If they were, the operator's checks raise.
+    # Shapes and dtypes that were not changed by hand fit as well. If they were, the operator's checks raise.
     shapes = weight.dim() == 2 and layer.b.shape == (weight.shape[0], layer.a.shape[0]) and layer.a.dim() == 2
     plain = shapes and weight.shape[1] == x.shape[-1] and weight.dtype.is_floating_point
     own = bias is None or (bias.shape == weight.shape[:1] and (cast is not None or bias.dtype == x.dtype))

@@ -148,7 +148,7 @@ def _state_of_torch(x: Tensor) -> tuple[Any, ...]:
 
 
 class Siblings:
-    """Layers in one module that get the same input, in call order."""
+    """Layers of one module that get the same input, in call order."""
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
         self.parent, self.names = weakref.ref(parent), names
@@ -157,7 +157,7 @@ class Siblings:
         return "LoRA: " + (f"{', '.join(self.names)} in one" if len(self.names) > 1 else self.names[0])
 
     def copy_for(self, memo: dict[int, Any]) -> Siblings:
-        """The siblings in a model's copy; a layer copied alone has none."""
+        """The siblings in a copy of the model; a layer copied alone has none."""
         if id(self) not in memo:
             parent = memo.get(id(self.parent()))
             memo[id(self)] = (
@@ -200,7 +200,7 @@ class Adapters(Part):
         ours = []
         for name, layer in children.items():
             patch = site.find_patch(layer)
-            there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # reads it again
+            there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # the patch re-reads
             reason = lasting_reason(layer) or (None if there else site.why_not(layer))
             if reason is None or there:
                 ours.append(name)
@@ -251,7 +251,7 @@ def _groups(parent: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
 
 @functools.lru_cache(maxsize=4096)
 def _together(forward: Callable[..., Any]) -> list[tuple[str, ...]]:
-    """Child names that a forward always calls, once and with the same local name as their only argument."""
+    """Names of children that a forward always calls, once and with the same local name as their only argument."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):

@@ -152,7 +152,7 @@ class _Layout:
 
 
 def _layouts(shapes: dict[str, tuple[int, ...]]) -> Iterator[_Layout]:
-    """The roles that the parameters may have, by their shapes."""
+    """The possible roles of the parameters, by their shapes."""
     matrices = [k for k, s in shapes.items() if len(s) == 3]
     vectors = [k for k, s in shapes.items() if len(s) == 2]
     if len(matrices) != 2 or len(vectors) not in (0, 2) or len(matrices) + len(vectors) != len(shapes):
@@ -204,7 +204,7 @@ def _formulas(gated: bool, attributes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 class _Probes:
-    """Module copies with small random weights, run once in each dtype, in training and in evaluation."""
+    """Copies of a module with small random weights, run once in each dtype, in training and in evaluation."""
 
     D, INNER, TOKENS = 12, 20, 12
 
@@ -255,7 +255,7 @@ class _Probes:
         return probe
 
     def _holds(self, formula: Experts, case: Case) -> bool:
-        """Whether the formula holds in another case, with the gradients for inputs and parameters."""
+        """Whether the formula holds in another case, with the gradients of inputs and parameters."""
         probe = self._probe(case.dtype, case.training)
         x = case.input(self.D).detach().flatten(0, 1).requires_grad_(case.gradients)
         places = torch.arange(len(x)) % self.TOKENS

@@ -26,7 +26,7 @@ from tigon.ops.linear.opaque import Opaque
 
 _PLAIN = (Tensor, nn.Parameter)
 
-# PEFT's linear-layer classes with LoRA, all with the form y = base(x) + scale · B(A(x)); and whether the sum always
+# PEFT's linear-layer classes with LoRA, all of the form y = base(x) + scale · B(A(x)); and whether the sum always
 # has base(x)'s dtype, or under CUDA's autocast the wider dtype of the two parts.
 FORWARDS = {
     "peft.tuners.lora.layer.Linear": True,
