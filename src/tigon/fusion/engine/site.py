@@ -63,7 +63,7 @@ class Part:
         return False
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
-        """The forward for a module in a copied model. None: the original's forward serves the copy, too."""
+        """The forward for a module of a copied model. None: the original's forward serves the copy, too."""
         return None
 
 
@@ -89,7 +89,7 @@ class Record:
         return [module for reference in self.modules if (module := reference()) is not None]
 
     def copy_for(self, memo: dict[int, Any]) -> Record:
-        """The record for a copied model. memo: copy.deepcopy's memo, from the originals to their copies."""
+        """The record of a copied model. memo: copy.deepcopy's memo, from the originals to their copies."""
         modules = [weakref.ref(memo[id(m)]) for m in self.list_modules() if id(m) in memo]
         settings = [(memo[id(owner)], *rest) for owner, *rest in self.settings if id(owner) in memo]
         cache = {make: copy.deepcopy(made, memo) for make, made in self.cache.items()}
@@ -147,7 +147,7 @@ class Site:
         return None
 
     def analyze(self, module: nn.Module) -> tuple[BytecodeAnalysis | Reason, tuple[Any, ...]]:
-        """The analysis for the module's code, and the signature by which a single probe stands for several modules."""
+        """The analysis of the module's code, and the signature by which a single probe stands for several modules."""
         if self._analyzed is None or self._analyzed[0] is not module:
             analysis = analyze_forward(module)
             self._analyzed = module, analysis, compute_signature(module, analysis)
@@ -207,13 +207,13 @@ class Site:
         setattr(owner, name, value)
 
     def rewrite(self, part: Part, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Replace another part's forward by a forward made from the replaced forward."""
+        """Replace another part's forward by a forward made from it."""
         patch = vars(module)["_tigon"]
         patch.rewritten_by = (*patch.rewritten_by, part)
         install(module, forward, patch)
 
     def claim(self, module: nn.Module) -> None:
-        """Keep later stages, and parts not tried yet, away from a module."""
+        """Keep a module from the parts of later stages, and from parts not tried yet."""
         self._claimed.add(id(module))
 
     # ----------------------------------------------------------------------------------------------------- the report
@@ -237,7 +237,7 @@ class Site:
         self._record.rows[part.kind, type(module).__name__, False, reason] += 1
 
     def forget(self, part: Part) -> None:
-        """Drop a part's rows, and restore those modules that have left the model."""
+        """Drop a part's rows, and restore those of its modules that have left the model."""
         inside = {id(module) for module in self.model.modules()}
         outside = [module for module in self._record.list_modules() if id(module) not in inside]
         gone = [m for m in outside if (patch := self.find_patch(m)) is not None and patch.part is part]

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-# A layer with width D has about 14 D² weights, so the forward and backward pass take 84 · tokens · D² operations. At
+# A layer of width D has about 14 D² weights, so the forward and backward pass take 84 · tokens · D² operations. At
 # 2·10¹⁰ that is 3 ms on a GPU that does 6·10¹⁴ operations a second. A host takes 2.4 ms to launch a fused layer's
 # forward and backward pass, and 3.2 ms with the hooks (Llama-3.2-1B, 16 layers: 39 and 51 ms a step on an H200). The
 # bound is derived from these figures, not measured.
@@ -44,7 +44,7 @@ class Extent:
     own_bytes: int = 0
 
     def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """The token count in the arguments to the model's forward; None if these do not tell."""
+        """The number of tokens in the arguments to the model's forward; None if unknown."""
         counts = [t.numel() for t in _tensors(kwargs, IDS)]
         counts += [t.numel() // max(t.shape[-1], 1) for t in _tensors(kwargs, EMBEDDINGS) if t.dim()]
         if not counts:

@@ -57,7 +57,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def lasting_reason(layer: Any) -> Reason | None:
-    """Why a layer is left to PEFT for every input; None if calls decide."""
+    """Why a layer is left to PEFT whatever the input; None if calls decide."""
     if not type(layer).__module__.startswith("peft."):
         return NOT_PEFT
     if not layer.lora_A:

@@ -110,7 +110,7 @@ def recognize_experts(module: nn.Module, analysis: BytecodeAnalysis | Reason) ->
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in parameters.values()) == 0:
         return None
-    named = "expert" in type(module).__name__.lower()  # decides only if the report mentions the module
+    named = "expert" in type(module).__name__.lower()  # decides only whether the report mentions it
 
     def skip(reason: str) -> Reason | None:
         return Reason(reason) if named else None

@@ -163,5 +163,5 @@ def make_opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
 
 
 def multiplies_itself(base: Any) -> bool:
-    """Whether calls run the base layer's own forward for every input; for the report."""
+    """Whether calls run the base layer's own forward whatever the input; for the report."""
     return not is_plain(base) and not is_4bit(base) and _weight_only(base) is None

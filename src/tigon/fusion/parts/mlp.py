@@ -363,7 +363,7 @@ def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gat
                 gated = _place_children(module, formula, rest, list(numbers))
                 if gated is not None:
                     return gated
-                # A probability of 0, or a factor of 1, without a place in the formula, which holds while they stay.
+                # A probability of 0 or a factor of 1 needs no place in the formula, which holds while they stay.
                 gated = _place_children(module, formula, rest, []) if numbers else None
                 if gated is not None:
                     return replace(gated, held=tuple(numbers.items()))
@@ -486,7 +486,7 @@ def _probe(
     module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], dtype: torch.dtype,
     training: bool, generator: torch.Generator,
 ) -> tuple[nn.Module, dict[str, _Recorder], list[str]]:  # fmt: skip
-    """A module copy with small layers that record their inputs, and the order in which they are called."""
+    """A copy of the module with small layers that record their inputs, and the order in which they are called."""
     layers: dict[str, _Recorder] = {}
     order: list[str] = []
     for name in (formula.gate, formula.up, formula.down):

@@ -1,4 +1,4 @@
-"""Whether a module normalises rows, and by which eps: both are measured on results, wherever the code has eps."""
+"""Whether a module normalises rows, and by which eps: both are read off the results, wherever the code has eps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CLOSE = 2e-6  # how near, relatively, an eps measured on fp32 results lies to t
 
 @dataclass(frozen=True)
 class Look:
-    """Facts shown by a norm's results.
+    """Facts that a norm's results show.
 
-    eps: the number added to the mean square, approximately; 0 if rows with any magnitude give the same result.
+    eps: the number added to the mean square, approximately; 0 if rows of any magnitude give the same result.
     centered: adding a number to all elements in a row changes no result.
     """
 

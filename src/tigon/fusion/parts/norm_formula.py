@@ -102,7 +102,7 @@ class Norm:
         return f"{'(x − mean) / std' if self.centered else 'x / rms(x)'}{weight}{bias}{gate}"
 
 
-# Ranks to probe. A norm over another dimension than the last, or a dimension counted from the first, differs in a rank.
+# Ranks to probe. A norm over a dimension other than the last, or counted from the first, differs in some rank.
 RANKS = (2, 3, 4)
 FREE_WIDTH = 96  # the probe's width for a norm without a weight
 # Square, mean, sum with eps, root, product, weight and bias, and the subtraction of the mean.
@@ -118,7 +118,7 @@ GATE_FORMULA = Reason("its second input does not multiply the normed rows by sil
 
 
 def find_formula(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
-    """The formula for a norm over the last dimension.
+    """The formula of a norm over the last dimension.
 
     Returns a Reason if a module normalises and Tigon lacks the formula, and None for any other module. A module that
     no probe can run gets a Reason if the class is called a norm.
@@ -254,7 +254,7 @@ def _is_norm(
     rank: int = 3,
     case: Case | None = None,
 ) -> bool | None:
-    """Whether the module computes this formula for inputs with this rank; None if the module refuses such inputs."""
+    """Whether the module computes this formula for inputs of this rank; None if the module refuses such inputs."""
     generator = torch.Generator().manual_seed(0)
     rows = 4 * max(2, 512 // width)  # many numbers: formulas differ in how often their bf16 roundings differ
     x = torch.randn(rows, width, generator=generator) + 0.5

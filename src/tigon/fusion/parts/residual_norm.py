@@ -218,7 +218,7 @@ class _ResultInPlace(ast.NodeTransformer):
 
 
 def _find_sums(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
-    """The places where a name is assigned a sum, and the next statement other than renaming the sum norms the sum."""
+    """The places where a name is assigned a sum, and the next statement that is no renaming norms the sum."""
     for statements in list_bodies(function):
         for at, statement in enumerate(statements):
             total = _read_sum(statement)
@@ -254,7 +254,7 @@ def _find_units(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.
 
 
 def _list_pairs(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.stmt, ast.stmt]]:
-    """Adjacent statements, both unused."""
+    """Pairs of adjacent statements, neither of them used."""
     for statements in list_bodies(function):
         for at, (first, second) in enumerate(itertools.pairwise(statements)):
             if first not in used and second not in used:

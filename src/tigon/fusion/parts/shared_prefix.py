@@ -16,7 +16,7 @@ class SharedPrefix(Part):
     kind, stage, argument = "prefix", Stage.MODEL, "shared_prefix"
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        # Imported only here: without transformers there is no attention to share, and tigon.fuse must not import it.
+        # Imported only here: sharing needs transformers, which importing tigon.fuse does not import.
         from tigon.fusion.shared_prefix import attention
         from tigon.fusion.shared_prefix.recognize import shared_attention
 

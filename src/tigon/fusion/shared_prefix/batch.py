@@ -28,8 +28,8 @@ class SharedPrefixBatch:
 
     Args:
         prefixes: R token id sequences, lists of ints or 1-d integer tensors. None is empty.
-        suffixes: R lists; `suffixes[r]` holds the suffixes for prefix r, each a token id sequence.
-        device: where the tensors lie. Default: the device that the passed tensors have, or the CPU for lists of ints.
+        suffixes: R lists; `suffixes[r]` holds the suffixes of prefix r, each a token id sequence.
+        device: where the tensors lie. Default: the device of the passed tensors, or the CPU for lists of ints.
     Raises: ValueError for an empty prefix, list of suffixes or suffix, and for a value that is no sequence of token
     ids.
 
