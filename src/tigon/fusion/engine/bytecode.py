@@ -3,8 +3,8 @@
 A probe shows a module's results for the probe's inputs only. The bytecode shows for which other inputs the formula
 holds, which attributes can matter, and whether the forward does more than return a result. Tigon reads bytecode,
 since the source may be missing or edited. The analysis covers the innermost function behind decorators, the functions
-in the same file that this function names, and the methods of the module's class that it names, up to torch's own
-classes.
+in the same file that this function names, and the methods of the module's class that it names, except those
+inherited from torch.nn.Module.
 """
 
 from __future__ import annotations

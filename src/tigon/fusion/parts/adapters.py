@@ -200,7 +200,7 @@ class Adapters(Part):
         ours = []
         for name, layer in children.items():
             patch = site.find_patch(layer)
-            there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # the patch re-reads
+            there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # on a repeated pass
             reason = lasting_reason(layer) or (None if there else site.why_not(layer))
             if reason is None or there:
                 ours.append(name)

@@ -363,7 +363,7 @@ def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gat
                 gated = _place_children(module, formula, rest, list(numbers))
                 if gated is not None:
                     return gated
-                # A probability of 0 or a factor of 1 needs no place in the formula, which holds while they stay.
+                # A probability of 0 or a factor of 1 needs no place in the formula, which holds while both stay.
                 gated = _place_children(module, formula, rest, []) if numbers else None
                 if gated is not None:
                     return replace(gated, held=tuple(numbers.items()))
