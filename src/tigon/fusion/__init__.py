@@ -1,1 +1,1 @@
-"""tigon.fuse: puts Tigon's operators in place of a model's own, in one instance, and takes them out again."""
+"""tigon.fuse: replaces forwards in one model instance by Tigon's operators, and restores them."""

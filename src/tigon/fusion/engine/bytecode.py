@@ -1,9 +1,10 @@
 """Analysis of a forward's bytecode: attributes read, state left behind, branches taken.
 
-A probe shows the results of a module for the inputs of that probe. The code says for which other inputs the formula
-holds, which attributes can matter, and whether the forward does more than return its result. Tigon reads bytecode,
+A probe shows a module's results for the probe's inputs only. The bytecode shows for which other inputs the formula
+holds, which attributes can matter, and whether the forward does more than return a result. Tigon reads bytecode,
 since the source may be missing or edited. The analysis covers the innermost function behind decorators, the functions
-of the same file that this function names, and the methods of the module's class that it names, down to torch's.
+in the same file that this function names, and the methods of the module's class that it names, except those
+inherited from torch.nn.Module.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class BytecodeAnalysis:
     """The facts about a forward that probes cannot show.
 
     names: the attributes that the forward may read; None for any, as by vars(self) or by passing self to a
-        function of another file.
+        function in another file.
     stores: the first write that outlives the call, in words; empty if there is none.
     branches: the first condition that the module's own attributes do not decide, as "file:line"; empty if none.
-    compares_dtypes: the forward branches on whether an input has the dtype of a weight.
+    compares_dtypes: the forward branches on whether an input has a weight's dtype.
     asks_autocast: the forward branches on whether autocast is on.
     asks_rank: the forward branches on how many dimensions an input has.
     """
@@ -51,7 +52,7 @@ class BytecodeAnalysis:
 
     @property
     def reason(self) -> Reason | None:
-        """Why the results of probes are not enough to replace this forward."""
+        """Why probe results are not enough to replace this forward."""
         if self.stores:
             return Reason(f"its forward leaves something behind: {self.stores}")
         if self.branches:
@@ -60,13 +61,13 @@ class BytecodeAnalysis:
 
 
 def analyze_forward(module: nn.Module) -> BytecodeAnalysis | Reason:
-    """The analysis of a module's forward, made once for its class; a Reason if the forward has no bytecode."""
-    cls: Any = type(module)  # Any: the cache wants a Hashable, and mypy does not accept a class as one
+    """A forward's analysis, cached per class; a Reason if the forward has no bytecode."""
+    cls: Any = type(module)  # Any: the cache wants a Hashable, and mypy does not accept a class there
     return _analyze(cls.forward, cls)
 
 
 def analyze_function(fn: Any) -> BytecodeAnalysis | Reason:
-    """The analysis of a function that is no method. A module or a functools.partial is read through to its function."""
+    """A plain function's analysis. A module or functools.partial is read through to the function inside."""
     if isinstance(fn, functools.partial):
         return analyze_function(fn.func)
     return analyze_forward(fn) if isinstance(fn, nn.Module) else _analyze(fn, None)
@@ -104,7 +105,7 @@ def _analyze(forward: Any, cls: type | None) -> BytecodeAnalysis | Reason:
 
 
 def _list_functions(first: types.FunctionType, cls: type | None) -> Iterator[tuple[types.FunctionType, bool]]:
-    """The function, and the functions of its file and the module's class that it names; with each, is it a method."""
+    """The function, and every function named there from the same file or class; each with whether it is a method."""
     todo: list[tuple[types.FunctionType, bool]] = [(first, cls is not None)]
     seen: set[Any] = set()
     bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__] if cls is not None else []
@@ -159,7 +160,7 @@ class _Body:
         self._find_constant_locals()
 
     def _find_constant_locals(self) -> None:
-        """Add to `constants` the local names that are only assigned values of the module: `kind = self.kind`."""
+        """Add to `constants` the locals that are only ever assigned module values: `kind = self.kind`."""
         arguments = self.code.co_varnames[: self.code.co_argcount + self.code.co_kwonlyargcount]
         assigned: dict[str, bool] = dict.fromkeys(arguments, False)
         for n, i in enumerate(self.instructions):
@@ -269,7 +270,7 @@ class _Body:
         if last.opname == "IS_OP" and any(self.instructions[n].argval is None for n in condition[-3:]):
             return True  # whether an argument is None depends only on how many arguments the call passes
         locals_ = {name for n in condition for name in self._loaded_names(n)} - self.constants
-        if locals_ and locals_ <= loops:  # a loop over experts, say: the probes run through every one
+        if locals_ and locals_ <= loops:  # a loop over experts, say: the probes run through all iterations
             names = {str(self.instructions[n].argval) for n in condition if "LOAD" in self.instructions[n].opname}
             return names.isdisjoint(_ABOUT_INPUTS)
         return self._is_constant(condition)

@@ -13,15 +13,15 @@ from tigon.fusion.engine.part import ModulePart, Stage, select_parts
 from tigon.fusion.engine.probe import Attempt, collect_attempts
 from tigon.fusion.engine.reasons import Reason
 
-SHOWN = 6  # formulas of a kind in the text
+SHOWN = 6  # formulas per kind in the text
 
 
 @dataclass(frozen=True)
 class Trial:
     """A formula that the module was compared with.
 
-    agreed: how many comparisons agreed. inputs: those of the first comparison that did not; empty if all did. error:
-    the largest difference there, in units in the last place of the largest number of its row.
+    agreed: the number of comparisons that agreed. inputs: the first inputs that disagreed; empty if all agreed. error:
+    the largest difference there, in units in the last place of the row's largest number.
     """
 
     formula: str
@@ -32,7 +32,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of one part of `tigon.fuse`: the module's formula, or why it has none, and the formulas tried.
+    """One part's verdict on a module: the module's formula, or why there is none, and the formulas tried.
 
     what: the formula or the reason; empty if this part replaces no such module. advice: how to have the module fused.
     trials: the formulas, the nearest first.
@@ -47,7 +47,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The verdicts of all parts on one module. replaced: the kinds of parts that have replaced its forward.
+    """All parts' verdicts on one module. replaced: the kinds that have replaced the module's forward.
 
     str(explanation) is for a screen; to_dict() is JSON.
     """
@@ -106,7 +106,7 @@ def explain(model: nn.Module, name: str, kinds: Collection[str]) -> Explanation:
 
 
 def _summarize_trials(comparisons: list[Attempt]) -> list[Trial]:
-    """One Trial for each formula, that in which most agreed first."""
+    """One Trial per formula, sorted by the number of comparisons that agreed, most first."""
     by_formula: dict[str, list[Attempt]] = {}
     for comparison in comparisons:
         by_formula.setdefault(comparison.formula, []).append(comparison)

@@ -1,4 +1,4 @@
-"""The state that all replaced forwards of one model share, written while the model runs."""
+"""The state that all replaced forwards of a model share, written while the model runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tigon.fusion.memory.recompute import Recompute
 
 
 class Call:
-    """One call of a fused model, or of a model around it, on the thread that makes it.
+    """A call to a fused model, or to a model around it, on the calling thread.
 
     lazy: the call has labels, so the head may leave the logits unbuilt.
-    outer: the call that this call is part of.
+    outer: the call that this call is nested in.
     """
 
     def __init__(self, lazy: bool, outer: Call | None) -> None:
@@ -30,26 +30,25 @@ class Call:
 class _Calls(threading.local):
     def __init__(self) -> None:
         self.innermost: Call | None = None
-        # The first of the layers that share an input computes the results of the others, which wait here.
+        # The first layer that gets a shared input computes the other layers' results, which wait here.
         self.waiting: dict[Any, Any] = {}
 
 
 class Ledger:
-    """The state that all replaced forwards of one model share.
+    """The state that all replaced forwards of a model share.
 
     owner: the model whose replaced forwards share this ledger, by weak reference.
     active: False after remove(), for replaced forwards that other code wrapped before, and still calls.
-    check_arguments: raises for keyword arguments of the model's forward that the host of this fusion does not honour.
+    check_arguments: raises for keyword arguments to the model's forward that this fusion's host does not honour.
     around: called in place of the model's forward: around(ledger, forward, *args, **kwargs).
-    fallbacks: why replaced forwards ran their module's own code in the last step, by the key of `count`.
-    outside: how often parts ran outside of the model's forward, since the last step began.
+    fallbacks: why replaced forwards ran their module's own code in the last step, by the key given to `count`.
+    outside: how often parts ran outside the model's forward, since the last step began.
     has_entrance: whether a forward begins steps. Where the model itself is a part none does, and all calls count.
     adviser: returns the warning about a library that computes the loss itself; called once, at the first step with
         gradients and without labels.
     recompute: which activations the backward pass recomputes instead of keeping them.
 
-    A `Call`, the state of one call of the model, belongs to its thread: threads may run one model at the same time, as
-    the threads of torch.nn.DataParallel do.
+    A `Call` belongs to a single thread: threads may run one model at the same time, as in torch.nn.DataParallel.
     """
 
     def __init__(self, owner: nn.Module, recompute: Recompute | None = None) -> None:
@@ -81,11 +80,11 @@ class Ledger:
 
     @property
     def waiting(self) -> dict[Any, Any]:
-        """Results that wait on this thread for the layers they belong to; gone when the call of the model ends."""
+        """Results that wait on this thread for the layers they belong to; cleared when the model call ends."""
         return self._calls.waiting
 
     def enter(self, lazy: bool) -> Call:
-        """A call of the model begins. Calls inside this call, and concurrent calls, belong to the same step."""
+        """A model call begins. Calls inside this call, and concurrent calls, belong to the same step."""
         outer = self._calls.innermost
         call = self._calls.innermost = Call(lazy, outer)
         if outer is None and not torch.compiler.is_compiling():
@@ -120,13 +119,13 @@ class Ledger:
 
     @property
     def is_running(self) -> bool:
-        """Whether a call of the model runs on this thread."""
+        """Whether the model is being called on this thread."""
         return self._calls.innermost is not None
 
     def count(self, kind: str, key: Any = None, *, outside: bool = False) -> None:
-        """Count one call of a part. key: tells which row of the report, among those of this kind.
+        """Count one call to a part. key: tells which row in the report, among those with this kind.
 
-        outside: the call belongs to the step although the model's forward does not run, as a loss of another library.
+        outside: the call belongs to the step although the model's forward does not run, as in another library's loss.
         The backward pass, in which checkpoints run parts again, belongs to the step as well.
         """
         if torch.compiler.is_compiling():  # a counter in compiled code would cause a recompilation at every step
@@ -154,7 +153,7 @@ class Ledger:
             self.unfused_adapters[why] += 1
 
     def count_disabled_adapter(self) -> None:
-        """Count a layer whose adapters are switched off or merged, as in the forward pass of a reference."""
+        """Count a layer whose adapters are switched off or merged, as in a reference model's forward pass."""
         if not torch.compiler.is_compiling():
             self.adapters_off += 1
 

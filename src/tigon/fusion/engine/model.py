@@ -1,6 +1,6 @@
-"""tigon.fuse(model): puts Tigon's operators in place of a model's own, in this one instance, until remove().
+"""tigon.fuse(model): replaces forwards by Tigon's operators, in this one instance, until remove().
 
-fuse replaces the attribute `forward` of single modules: the head, norms, gated MLPs, experts, and attention modules,
+fuse replaces the attribute `forward` on single modules: the head, norms, gated MLPs, experts, and attention modules,
 whose rewritten forward sees another `apply_rotary_pos_emb`. Classes, module globals, loss tables and torch stay
 untouched. Probes decide by numbers which formula a module computes (probe.py). Each replaced forward falls
 back to the module's own forward where the operator does not apply.
@@ -37,7 +37,7 @@ PARTS = frozenset(list_kinds())
 
 @dataclass(frozen=True)
 class FuseOptions:
-    """The options of `tigon.fuse`, checked. parts: in the order in which fuse tries them."""
+    """The options given to `tigon.fuse`, checked. parts: in the order in which fuse tries them."""
 
     parts: tuple[str, ...]
     where: ModuleFilter | None = None
@@ -65,7 +65,7 @@ class FuseOptions:
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of the parts that are on."""
+        """The kinds that are switched on."""
         by_argument = list_kinds("shared_prefix") if self.shared_prefix else []
         return {*self.parts, *set(by_argument).difference(list_kinds())}
 
@@ -79,36 +79,35 @@ def fuse(
     Args:
         model: a transformers model, plain or inside PEFT or a wrapper. In any other module fuse replaces the parts
             that are recognised.
-        parts: names of the parts to fuse, by default all of `tigon.PARTS`; all but the head are
-            `tigon.PARTS - {"head"}`.
+        parts: names of the parts to fuse, by default `tigon.PARTS`; all but the head are `tigon.PARTS - {"head"}`.
             "head": when you pass labels, compute the loss without building the logits.
-            "norm", "add_norm", "qk_norm": run RMS and layer norms as one kernel each, together with the residual sum
-            before a norm, and with the rotation behind a norm of heads.
-            "mlp", "rotary": run gated MLPs and relu², and rotary embeddings as one kernel each.
-            "experts": run the experts of a mixture together, without a loop or a copy of their tokens; the router
-            stays.
-            "adapters": run the frozen linear layers that carry LoRA adapters of PEFT together with their adapters, all
-            layers of one input at once.
-            "linear": run the linear layers of one input, those of queries, keys and values, as one operation, which
-            sums their gradients of that input as it computes them.
-        where: (name, module) → whether fuse may replace the module's forward; the name is that in
+            "norm", "add_norm", "qk_norm": run each RMS or layer norm as a single kernel, together with the residual
+            sum before a norm, and with the rotation after a head norm.
+            "mlp", "rotary": run gated MLPs, relu² and rotary embeddings as a single kernel each.
+            "experts": run a mixture's experts together, without a loop or a copy of their tokens; the router stays.
+            "adapters": run the frozen linear layers that carry PEFT's LoRA adapters together with their adapters, all
+            layers with a shared input at once.
+            "linear": run the linear layers that share an input (queries, keys and values) as one operation, which
+            sums their input gradients while computing them.
+        where: (name, module) → whether fuse may replace the module's forward; the name as in
             `model.named_modules()`. By default every module. A replaced module still calls the modules inside it.
-        recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": the
-            product of a gated unit; "cheap": also results of norms, and heads that are normed and rotated, for about
-            1 % of a step; "mlp": also gate and up, a tile of tokens at a time, for about a seventh of a step. "auto":
-            "cheap" for a batch that is large enough to keep the device busy, "product" for a smaller one.
+        recompute: which activations the backward pass recomputes instead of keeping them. "none"; "product": a
+            gated unit's product; "cheap": also norm results, and heads that are normed and rotated, for about 1 % of
+            the step time; "mlp": also gate and up, a token tile at a time, for about a seventh of the step time.
+            "auto": "cheap" for a batch that is large enough to keep the device busy, else "product".
         offload: keep saved activations in pinned host memory until backward (GPU only). With checkpointing these are
             the layers' inputs.
-        shared_prefix: let the model take a `tigon.SharedPrefixBatch`, in which several continuations of one prefix are
-            computed with that prefix once. Calls without one run as before.
+        shared_prefix: let the model take a `tigon.SharedPrefixBatch`, in which several continuations share a prefix
+            that is computed once. Calls without such a batch run as before.
         Returns: a Fusion. `report()` lists the replaced and the skipped modules; `remove()` restores the model exactly.
-            A Fusion is also a context manager. If the model is fused already, fuse leaves it as it is and returns its
-            Fusion, with a warning if you passed other options. A Fusion that replaced nothing gives way to them.
-        Raises: TypeError if model is not a module; ValueError for an unknown part or level of recompute, for a flag
-            that is no boolean, and with shared_prefix for a model whose tokens meet elsewhere than in causal attention,
-            by the name of the layer.
+            A Fusion is also a context manager. If the model is fused already, fuse returns the existing
+            Fusion unchanged, with a warning if you passed other options. A Fusion that replaced no module gives way
+            to a new Fusion with those options.
+        Raises: TypeError if model is not a module; ValueError for an unknown part or recompute level, for a flag
+            that is no boolean, and with shared_prefix for a model whose tokens meet elsewhere than in causal
+            attention; the message names the layer.
 
-    Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a Fusion of its own; a pickled
+    Nothing changes outside this instance. `copy.deepcopy(model)` gives a model with a separate Fusion; a pickled
     model is plain when loaded.
     """
     if not isinstance(model, nn.Module):
@@ -118,7 +117,7 @@ def fuse(
     if present is not None:
         if present._record.modules or present._options == options:
             return _keep_present(present, options)
-        present.remove()  # that Fusion replaced nothing, so new options have nothing to keep
+        present.remove()  # that Fusion replaced nothing, so new options have nothing to preserve
     fusion = Fusion(model, options)
     fusion._ledger.adviser = describe_foreign_loss
     try:
@@ -137,7 +136,7 @@ def fuse(
 
 
 def _keep_present(fusion: Fusion, options: FuseOptions) -> Fusion:
-    """The Fusion of a model that is fused already, with a warning if those options contradict the ones passed.
+    """A fused model's existing Fusion, with a warning if its options contradict the ones passed.
 
     A default never contradicts: hosts call fuse without options on models that may be fused.
     """
@@ -156,7 +155,7 @@ def _keep_present(fusion: Fusion, options: FuseOptions) -> Fusion:
 
 
 class Fusion:
-    """The handle of one fused model. The model keeps its Fusion; a Fusion does not keep its model."""
+    """The handle for one fused model. The model keeps its Fusion; a Fusion does not keep its model."""
 
     def __init__(self, model: nn.Module, options: FuseOptions) -> None:
         self._model = weakref.ref(model)
@@ -216,17 +215,17 @@ class Fusion:
         )
 
     def explain(self, name: str) -> Explanation:
-        """Why a module was recognised, or was not: the formulas that were tried, and the error of each.
+        """Why a module was recognised, or was not: the formulas that were tried, and the error for each.
 
         Args:
-            name: of the module in the model, as `named_modules()` has it: "model.layers.0.mlp".
+            name: the module's name in `named_modules()`: "model.layers.0.mlp".
         Returns: an Explanation, whose text is for a screen.
         Raises: ValueError for a name that the model does not have.
         """
         return explain(self.model, name, self._options.kinds)
 
     def remove(self) -> None:
-        """Restore the model exactly. A second call does nothing."""
+        """Restore the model exactly. A second call has no effect."""
         self._ledger.active = False
         for module in self._record.list_modules():
             restore(module)
@@ -245,7 +244,7 @@ class Fusion:
         return f"<Fusion of {self.report().headline()}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion | None:
-        # copy.deepcopy(model) calls this after it has copied the modules, and their bound forwards with them.
+        # copy.deepcopy(model) calls this after copying the modules, and their bound forwards with them.
         model = memo.get(id(self._model()))
         if model is None:
             return None
@@ -254,7 +253,7 @@ class Fusion:
         copied._record = self._record.copy_for(memo)
         site = copied._open_site()
         for module in self._record.list_modules():
-            # Through the memo: the copy of the model itself has no attributes yet.
+            # Through the memo: the model's copy has no attributes yet.
             patch = memo.get(id(vars(module).get("_tigon")))
             if isinstance(patch, Patch):
                 patch.fusion = copied
@@ -278,7 +277,7 @@ class Fusion:
 
     def _fuse(self) -> None:
         site = self._open_site()
-        # Before any part puts a forward on the model itself: a forward of another's stays, and no step begins there.
+        # Read before any part sets a forward on the model itself: a foreign forward stays, and no step begins there.
         is_plain = "forward" not in vars(site.model)
         for stage in Stage:
             parts = select_parts(self._options.kinds, stage)
@@ -304,7 +303,7 @@ class Fusion:
                 self._ledger.has_entrance = True
 
     def _refresh(self) -> None:
-        """Let the parts that act on the whole model act again, where the model has changed since."""
+        """Run the parts that act on the whole model again, where the model has changed since."""
         if not self._ledger.active or self._model() is None:
             return
         site = self._open_site()
@@ -317,12 +316,12 @@ class Fusion:
 
 
 def _acts_on_model(patch: Patch) -> bool:
-    """Whether a patch is a model's, or of a part that acts on the whole model, as the head."""
+    """Whether a patch sits on a model, or belongs to a part that acts on the whole model, such as the head."""
     return patch.part is None or patch.part.stage is Stage.MODEL
 
 
 def measure_extent(model: nn.Module) -> Extent:
-    """The sizes of a model, by its fused norms and its weights, by which recompute="auto" chooses."""
+    """The model sizes by which recompute="auto" chooses, from the fused norms and the weights."""
     weights = list(model.parameters())
     formulas = [(m, p.formula) for m in model.modules() if (p := vars(m).get("_tigon")) is not None]
     noted = [(m, formula) for m, formula in formulas if hasattr(formula, "noted_widths")]

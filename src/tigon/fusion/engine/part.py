@@ -1,4 +1,4 @@
-"""The kinds of replacement that `fuse` knows. Each file in tigon.fusion.parts registers its part."""
+"""The kinds of replacement that `fuse` knows. Each file in tigon.fusion.parts registers a part."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["REGISTRY", "ModulePart", "Part", "Site", "Stage", "list_kinds", "reg
 
 @dataclass(eq=False)
 class ModulePart(Part):
-    """One kind of module, whose whole forward is replaced: the part to begin with.
+    """A kind of module whose whole forward is replaced: the simplest part to write.
 
-    recognize: (a module, the analysis of its code) → the formula, a Reason why it has none, or None for another kind of
-        module. The formula's text is the row of the report. Modules that one probe can stand for
+    recognize: (a module, the code's analysis) → the formula, a Reason why there is none, or None for another kind of
+        module. The formula's text is the row in the report. Modules that one probe can stand for
         (`compute_signature`) are recognised once.
     forward: replaces the module's forward. The formula is in `self._tigon.formula`; calls are counted by
         `ledger.count(kind, patch.key)`; `plain_forward` runs where the formula does not apply.
     owns_activation: the child that the formula names as `act_module` belongs to this part, and is not fused by itself.
-    add: (module, residual, x) → residual + module(x) in one pass, or None where the caller is to add. For a layer
+    add: (module, residual, x) → residual + module(x) in one pass, or None where the caller must add. For a layer
         whose forward adds the module's result to the residual stream.
     """
 
@@ -40,7 +40,7 @@ class ModulePart(Part):
         formula = site.recognize(self, self.recognize, module)
         if formula is None:
             return
-        name = getattr(formula, "act_module", None)  # neither a Reason nor every formula has one
+        name = getattr(formula, "act_module", None)  # missing on Reasons and on some formulas
         act = None if name is None else getattr(module, name)
         if self.owns_activation and act is not None:
             site.claim(act)
@@ -66,10 +66,10 @@ def register(part: Part) -> Part:
 
 
 def select_parts(kinds: Collection[str], *stages: Stage) -> list[Part]:
-    """The parts of these kinds, and of these stages if there are any, in the order in which fuse tries them."""
+    """The parts with these kinds, and with these stages if any are given, in the order in which fuse tries them."""
     return [part for part in REGISTRY if part.kind in kinds and (not stages or part.stage in stages)]
 
 
 def list_kinds(*arguments: str) -> list[str]:
-    """The kinds of the parts that are on by default, and of those that these arguments of fuse switch on."""
+    """The kinds that are on by default, plus those that these arguments to fuse switch on."""
     return list(dict.fromkeys(part.kind for part in REGISTRY if part.argument in ("", *arguments)))

@@ -1,4 +1,4 @@
-"""Installs a forward on one module instance, and removes the forward again."""
+"""Installs a forward on a module instance, and removes the forward again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tigon.fusion.engine.probe import INSTALLED
 
 
 def load_as_none() -> None:
-    """Patches and Fusions are pickled as a call of this function, so they load as None."""
+    """Patches and Fusions are pickled as a call to this function, so they load as None."""
     return
 
 
@@ -45,7 +45,7 @@ class BoundForward:
         return self.__func__(self.__self__ if module is None else module, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__func__", "_module"):  # copy and pickle ask a half-made object
+        if name in ("__func__", "_module"):  # copy and pickle ask an uninitialised object
             raise AttributeError(name)
         return getattr(self.__func__, name)
 
@@ -59,27 +59,27 @@ class BoundForward:
         return BoundForward(self.__func__, copy.deepcopy(self.__self__, memo))
 
     def __reduce__(self) -> Any:
-        return getattr, (self.__self__, "forward")  # by name: a loaded module has its class's forward
+        return getattr, (self.__self__, "forward")  # by name: a loaded module has the class's forward
 
 
 class Patch:
-    """The state of one replaced forward, in `_tigon` of the module, and copied along with the module.
+    """The state behind a replaced forward, in the module's `_tigon`, and copied along with the module.
 
-    part: the Part whose forward this is; None for the forward of a model, which begins a step.
+    part: the Part whose forward this is; None for a model's forward, which begins a step.
     before: the forward set on this instance before, if there was one.
     act: the activation module whose formula was recognised. If another module replaces it, the plain forward runs.
     watched: the attributes that the module's code reads, with their values when the formula was recognised, except
-        attributes that the formula reads at each call, as eps. watched_act: the same for the activation module.
+        attributes that the formula reads at each call, such as eps. watched_act: the same for the activation module.
     fusion: the Fusion that owns this patch. The modules keep the Fusion alive; the Fusion does not keep the modules.
-    is_head_norm: whether this is a norm of attention heads, whose result the module around it rotates next.
-    is_inner: whether this is the forward of a backbone, which begins a step only where it is called alone.
+    is_head_norm: whether this norm acts on attention heads, whose result the module around it rotates next.
+    is_inner: whether this is a backbone's forward, which begins a step only where it is called alone.
     rewritten_by: parts that have rewritten this forward since, in order.
     """
 
     fusion: Any = None
     watched: tuple[tuple[str, Any], ...] = ()
     watched_act: tuple[tuple[str, Any], ...] = ()
-    key: Any = None  # by which the ledger counts the calls of its row in the report
+    key: Any = None  # the ledger key under which calls are counted
     is_head_norm = False
     is_inner = False
     rewritten_by: tuple[Any, ...] = ()
@@ -131,14 +131,14 @@ class Patch:
         copied = Patch(self.part, ledger, formula, act, before=before, labels_at=self.labels_at)
         copied.function, copied.key, copied.is_inner = self.function, self.key, self.is_inner
         copied.is_head_norm, copied.rewritten_by = self.is_head_norm, self.rewritten_by
-        # A copy of the whole model gets a Fusion when the modules are copied.
+        # When the whole model is copied, the copy gets a Fusion once the modules are copied.
         copied.fusion = self.fusion if ledger is self.ledger else None
         copied.watched, copied.watched_act = self.watched, self.watched_act
         return copied
 
 
 def get_child(module: nn.Module, name: str) -> Any:
-    """module.name of a child or a parameter. nn.Module looks for these last, after an exception of Python's."""
+    """module.name for a child or a parameter. nn.Module looks these up last, after Python raises an exception."""
     child: Any = module._modules.get(name)
     if child is None:
         child = module._parameters.get(name)
@@ -146,7 +146,7 @@ def get_child(module: nn.Module, name: str) -> Any:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own."""
+    """Whether the module itself has hooks."""
     # Asked several times a layer. Hooks with keyword arguments, and those that always run, are among the forward hooks.
     state = vars(module)
     return bool(
@@ -166,8 +166,8 @@ def install(module: nn.Module, function: Callable[..., Any], patch: Patch) -> No
     state["_replicate_for_data_parallel"] = BoundForward(_replicate_for_data_parallel, module)
     if sys.version_info >= (3, 11):
         # copy and pickle look __getstate__ up on the instance. Before 3.11 no class had a __getstate__, and a wrapper
-        # that passes missing attributes on to its model, as PEFT's does, would find this one. There each patch pickles
-        # as None, and copy.copy copies the patches.
+        # that passes missing attributes on to the wrapped model, as PEFT does, would find this method. There each patch
+        # pickles as None, and copy.copy copies the patches.
         state["__getstate__"] = BoundForward(_state, module)
 
 
@@ -177,7 +177,7 @@ def restore(module: nn.Module) -> None:
     if patch is None:
         return
     # If other code has wrapped the replaced forward since, the wrapper stays; the replaced forward, inactive now,
-    # calls the plain one. If `forward` is still the one from before, install was interrupted: the rest goes too.
+    # calls the plain forward. If `forward` still equals `before`, install was interrupted: the rest goes too.
     if not patch.is_installed_on(module) and state.get("forward") is not patch.before:
         return
     for name in INSTALLED:
@@ -187,10 +187,10 @@ def restore(module: nn.Module) -> None:
 
 
 class _State(dict[str, Any]):
-    """The state of a fused module for copy and pickle: the state of the plain module; a deep copy stays fused.
+    """A fused module's state for copy and pickle: the plain module's state; a deep copy stays fused.
 
     A shallow copy shares child modules with the original, but the copy's children may be replaced later: a forward
-    bound to the original would ignore the new ones.
+    bound to the original would ignore the replacements.
     """
 
     def __init__(self, state: dict[str, Any], plain: dict[str, Any]) -> None:

@@ -3,12 +3,12 @@
 A probe is a copy of the module with small random weights on the CPU. The probe runs in fp32 and in bf16, beside every
 formula that Tigon has. A formula is accepted when it agrees
 
-    in fp32   to a few units in the last place: both sides round, in orders of summation that may differ;
+    in fp32   to a few units in the last place: both sides round, in summation orders that may differ;
     in bf16   rounding for rounding, or, where Tigon rounds once and the module more often, within those roundings;
-    and the same holds in the other CASES: for one token and for many, large and small numbers, in fp16, with numbers
-    that are not finite, and for the gradients of the input and of every parameter.
+    and the same holds in the other CASES: for one token and for many, large and small numbers, in fp16, with
+    non-finite numbers, and for the gradients with respect to the input and every parameter.
 
-Probing does not touch the module itself, so modules on the meta device can be probed like any other.
+Probing does not touch the module itself, so modules on the meta device can be probed as well.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-# The entries that fuse puts into the `__dict__` of a module.
+# The entries that fuse adds to a module's `__dict__`.
 INSTALLED = ("_tigon", "forward", "_replicate_for_data_parallel", "__getstate__")
 
-ULPS = 8  # of fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
+ULPS = 8  # in fp32: a sum of N squares in another order differs by about log2(N) roundings, and the root halves that
 
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of a probe, besides the inputs that tell one formula from another.
+    """Inputs for a probe, besides the inputs that tell formulas apart.
 
-    shape: sequences and tokens. powers: the sizes of the first and the last token, as powers of ten. gradients:
-    autograd records, as in training, and the gradients are compared. broken: some of the numbers are infinite or NaN.
+    shape: sequences and tokens. powers: the first and the last token's sizes, as powers of ten. gradients:
+    autograd records, as in training, and the gradients are compared. broken: some numbers are infinite or NaN.
     """
 
     dtype: torch.dtype = torch.float32
@@ -66,7 +66,7 @@ class Case:
         )
 
     def input(self, *widths: int) -> Tensor:
-        """Random numbers of the shape (sequences, tokens, *widths)."""
+        """Random numbers of shape (sequences, tokens, *widths)."""
         generator = torch.Generator().manual_seed(2)
         sequences, tokens = self.shape[0], min(self.shape[1], max(1, LARGEST // math.prod(widths)))
         x = torch.randn(sequences, tokens, *widths, generator=generator)
@@ -86,7 +86,7 @@ class Case:
             return torch.equal(*(torch.isfinite(t).all(-1) for t in (y, expected)))
         with torch.no_grad():
             # The first inputs have told the formula from others. Among so many more numbers some are further off: in
-            # fp32 by roundings of the largest number in their row.
+            # fp32 by roundings relative to their row's largest number.
             size = expected.float().abs() if size is None else size
             if expected.dtype == torch.float32:
                 size = size.amax(-1, keepdim=True).expand_as(size)
@@ -95,7 +95,7 @@ class Case:
         return not self.gradients or same_gradients(y, expected, leaves)
 
 
-LARGEST = 2**19  # elements of a long input
+LARGEST = 2**19  # elements in a long input
 CASES = (
     Case(gradients=True), Case(gradients=True, training=False, powers=(-6.0, 6.0)),
     Case(gradients=True, dtype=torch.bfloat16), Case(shape=(1, 1), powers=(0.0, 0.0)), Case(shape=(1, 4099)),
@@ -106,8 +106,8 @@ CASES = (
 def recognition(recognize: Callable[..., Any]) -> Callable[..., Any]:
     """Runs a recognition shielded, and accepts a formula only if the module's code is safe to replace.
 
-    Safe code leaves nothing behind after a call, and branches on the module's own attributes alone. The wrapped
-    function takes a module and the analysis of its code; callers may leave the analysis out.
+    Safe code leaves no state behind after a call, and branches on the module's own attributes alone. The wrapped
+    function takes a module and its code's analysis; callers may leave the analysis out.
     """
 
     @functools.wraps(recognize)
@@ -135,7 +135,7 @@ _ATTEMPTS: contextvars.ContextVar[list[Attempt] | None] = contextvars.ContextVar
 
 @dataclass(frozen=True)
 class Attempt:
-    """One comparison of a module with a formula. error: the largest difference, in units of the dtype's rounding."""
+    """A comparison between a module and a formula. error: the largest difference, in units of the dtype's rounding."""
 
     formula: str
     inputs: str
@@ -188,7 +188,7 @@ def shield_probes() -> Iterator[None]:
 
 
 def list_integers(module: nn.Module) -> list[int]:
-    """The whole numbers among a module's attributes, alone or in tuples: one may be the width."""
+    """The integers among a module's attributes, alone or in tuples: any may be the width."""
     values = [n for v in vars(module).values() for n in (v if isinstance(v, tuple) else (v,))]
     return sorted({n for n in values if type(n) is int and 2 <= n <= 2**16})
 
@@ -205,7 +205,7 @@ _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
 def _read_attributes(module: nn.Module, names: frozenset[str] | None) -> dict[str, Any]:
-    """A module's attributes with these names, without torch's; all of them if `names` is None."""
+    """A module's attributes with these names, without torch's; every attribute if `names` is None."""
     state = vars(module).items()
     return {k: v for k, v in state if k not in _MODULE_ATTRIBUTES and (names is None or k in names)}
 
@@ -223,10 +223,10 @@ def compute_signature(
     analysis: BytecodeAnalysis | Reason | None = None,
     read_by_parent: frozenset[str] = frozenset(),
 ) -> tuple[Any, ...]:
-    """A key that is equal for modules that one probe can stand for.
+    """A key that is equal for modules that share a probe.
 
-    Such modules have the same class, children of the same shapes, and the same values of the attributes, private ones
-    too, that the code of their forward can read. A `layer_idx` that the code does not name does not enter.
+    Such modules have the same class, children with the same shapes, and the same values for the attributes, private
+    ones too, that their forward's code can read. A `layer_idx` that the code does not name does not enter.
     read_by_parent: names that the code around the module reads.
     """
     analysis = analyze_forward(module) if analysis is None else analysis
@@ -245,7 +245,7 @@ def compute_signature(
 
 
 def _value(v: Any) -> Any:
-    """A key of a setting: equal for equal settings; objects are equal only to themselves."""
+    """A setting's key: equal for equal settings; objects are equal only to themselves."""
     if isinstance(v, (tuple, list)):
         return type(v), tuple(map(_value, v))
     if isinstance(v, dict):
@@ -261,13 +261,13 @@ def get_full_shape(p: Tensor) -> torch.Size:
 
 
 def linear_widths(module: nn.Module) -> tuple[int, int] | None:
-    """in and out features of any module that acts as a linear layer: plain, LoRA, quantised, parallel."""
+    """in and out features for any module that acts as a linear layer: plain, LoRA, quantised, parallel."""
     widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return widths if all(isinstance(w, int) and w > 0 for w in widths) else None  # type: ignore[return-value]
 
 
 def list_arguments(module: nn.Module) -> list[str]:
-    """The names of the arguments of the module's forward."""
+    """The argument names in the module's forward."""
     try:
         return list(inspect.signature(type(module).forward).parameters)[1:]
     except (TypeError, ValueError):
@@ -289,15 +289,15 @@ def takes_one_argument(module: nn.Module) -> bool:
 def build_probe(
     module: nn.Module, weights: dict[str, Tensor], children: dict[str, nn.Module] | None = None
 ) -> nn.Module:
-    """A module of the same class and settings, with these weights and children, without hooks."""
-    probe = object.__new__(module.__class__)  # FSDP2's __new__ would make a module of the class that FSDP2 wrapped
+    """A module with the same class and settings, with these weights and children, without hooks."""
+    probe = object.__new__(module.__class__)  # FSDP2's __new__ would make a module with the class that FSDP2 wrapped
     state = dict(vars(module))
     for name in INSTALLED:
         state.pop(name, None)
     for name in HOOKS:
         if name in state:
             state[name] = type(state[name])()  # no hooks
-    # A forward that appends to a list on its module must append to the probe's list.
+    # A forward that appends to a module's list must append to the probe's list.
     state = {k: copy.copy(v) if type(v) in (list, dict, set) else v for k, v in state.items()}
     state["_parameters"] = {k: nn.Parameter(weights[k]) if k in weights else p for k, p in module._parameters.items()}
     state["_buffers"] = dict(module._buffers)
@@ -321,7 +321,7 @@ def same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor |
     """Whether y equals `expected`, up to rounding.
 
     roundings: how many times y may have been rounded to a narrow dtype where `expected` was rounded once. With 0 both
-        must be rounded alike, except where an fp32 difference falls on a tie: at most one element in a hundred.
+        must be rounded alike, except where an fp32 difference falls on a tie: at most 1 % of the elements.
     size: the numbers that the roundings are relative to; `expected` by default.
     """
     if not isinstance(y, Tensor) or y.shape != expected.shape or y.dtype != expected.dtype:
@@ -329,7 +329,7 @@ def same_numbers(y: Any, expected: Tensor, *, roundings: int = 0, size: Tensor |
     if not bool(torch.isfinite(y).all()):
         return False
     unit = torch.finfo(y.dtype).eps
-    # The roundings of fp16 are absolute among the smallest numbers.
+    # fp16 roundings are absolute among the smallest numbers.
     least = max(1e-30, (roundings + 1) * unit * torch.finfo(y.dtype).smallest_normal)
     size = expected.float().abs() if size is None else size
     error = (y.float() - expected.float()).abs()
@@ -344,9 +344,9 @@ def same_gradients(y: Any, expected: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Whether y and the expected result, computed from the same leaves, give each leaf the same gradient.
 
     A formula that holds in the forward pass may lack or scale a term in the backward pass, where the module detaches a
-    tensor. Such terms exceed roundings: a thousandth of the largest number of a row tells, in bf16 a sixteenth. For a
-    parameter in bf16 it is a sixteenth of the largest number of all rows: a row of a weight whose unit is saturated
-    gets next to nothing but the roundings of the module's slope.
+    tensor. Such terms exceed roundings. The threshold is a thousandth of the row's largest number, in bf16 a sixteenth.
+    For a bf16 parameter it is a sixteenth of the largest number of all rows: a weight row whose unit is saturated gets
+    little but the roundings of the module's slope.
     """
     generator = torch.Generator().manual_seed(3)
     upstream = torch.randn(expected.shape, generator=generator)

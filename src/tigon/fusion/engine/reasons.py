@@ -1,4 +1,4 @@
-"""Why a part of a model is skipped, and how to have the part fused."""
+"""Why a module is skipped, and how to have that module fused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Reason:
-    """A row of the report about modules that were skipped.
+    """A report row about modules that were skipped.
 
     text: the reason, a clause whose subject is the module. advice: how to have the module fused; empty if skipping
     costs nothing. This file holds the reasons that several files give, and all with advice; a part's other reasons are
@@ -56,7 +56,7 @@ NO_LABELS_CAME = (
     "the model was called without labels: its loss was computed elsewhere, from real logits "
     "(label smoothing, a loss function of your own, or evaluation)"
 )
-# Libraries whose trainers compute the loss of a model themselves → how to have Tigon's loss there.
+# Libraries whose trainers compute a model's loss themselves → how to have Tigon's loss there.
 OWN_LOSSES = {
     "trl": "fuse: TRL computes the loss of this model by its own code, so that the layers alone run in Tigon. Call "
     "tigon.integrations.trl.fuse(trainer) before training to have the loss in Tigon too."

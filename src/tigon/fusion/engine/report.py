@@ -10,7 +10,7 @@ SHOWN = 20  # rows in the text
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of module: replaced, with the formula, or skipped, with the reason.
+    """A kind of module: replaced, with the formula, or skipped, with the reason.
 
     calls: how often these modules ran fused in the last step. advice: how to have a skipped kind fused; empty if
     skipping costs nothing. idle: why replaced modules ran their own code in the last step, or did not run.
@@ -30,14 +30,13 @@ class Row:
 class Report:
     """The parts that tigon.fuse replaced, the parts skipped and why, and the parts that ran in the last step.
 
-    kinds: the kinds of the fused parts, in the order in which fuse tries them. calls: how often each ran in the last
-    step.
+    kinds: the fused kinds, in the order in which fuse tries them. calls: how often each ran in the last step.
     under_compile: sentences about the parts that run otherwise under torch.compile.
-    recompute_auto: the choice of recompute="auto" for the last forward pass with gradients, and why; else empty. The
-        text leaves it out for a model on a CPU (on_cpu).
-    outside: calls of parts since then by code that called them alone; they belong to no step, and `calls` lacks them.
+    recompute_auto: the choice made by recompute="auto" for the last forward pass with gradients, and why; else empty.
+        The text omits this choice for a model on a CPU (on_cpu).
+    outside: calls to parts since then by code that called them alone; they belong to no step, and `calls` lacks them.
     adapters_off: layers whose adapters were switched off or merged in the last step, as a reference has them;
-    adapters_before: layers with adapters that ran fused in the last of the steps before in which any did.
+    adapters_before: layers with adapters that ran fused in the most recent earlier step in which any did.
 
     str(report) is a table for one screen; to_dict() is JSON; to_rich() a rich table.
     """

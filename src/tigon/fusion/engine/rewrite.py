@@ -1,4 +1,4 @@
-"""Rewritten forwards: the code of a forward with other globals or statements, behind the same decorators.
+"""Rewritten forwards: a forward's code with other globals or statements, behind the same decorators.
 
 A function rebuilt from source with some statements changed computes the same by construction.
 """
@@ -19,8 +19,7 @@ from tigon.fusion.engine.reasons import NO_SOURCE, WRITES_GLOBALS, Reason
 
 
 class ForwardCache(dict[Any, Any]):
-    """The rewritten forwards of one model. Their globals may hold the model's ledger, so a copied model begins without
-    any."""
+    """A model's rewritten forwards. Their globals may hold the model's ledger, so a copied model starts without any."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCache:
         return type(self)()
@@ -33,7 +32,7 @@ def rewrite_forward(
 ) -> Any:
     """The forward with other globals and statements in the innermost function, or the Reason why there is none.
 
-    make_globals: the innermost function → the globals to add. edit: changes the syntax tree of that function; None
+    make_globals: the innermost function → the globals to add. edit: changes that function's syntax tree; None
     leaves the code as it is. Defaults, decorators and line numbers stay.
     """
     if writes_globals(forward):
@@ -75,7 +74,7 @@ def _rewrite_function(
 
 
 def name_forward(forward: Any) -> str:
-    """The qualified name of the function inside the decorators of a forward; a rewritten forward has the same name."""
+    """The qualified name of the function inside a forward's decorators; a rewritten forward has the same name."""
     inner = inspect.unwrap(forward)
     return f"{inner.__module__}.{inner.__qualname__}"
 
@@ -95,14 +94,14 @@ def rebuild_function(
 
 
 def parse_function(forward: Any) -> ast.FunctionDef | None:
-    """The syntax tree of the innermost function of a forward; None if that function cannot be rebuilt from source."""
+    """The syntax tree for a forward's innermost function; None if that function cannot be rebuilt from source."""
     inner = inspect.unwrap(forward) if callable(forward) else None
     tree = _parse_source(inner) if isinstance(inner, types.FunctionType) else None
     return None if tree is None else _first_function(tree)
 
 
 def _may_rebuild(code: types.CodeType) -> bool:
-    # A closure (super() makes one) cannot be compiled by itself, nor can a private name outside its class.
+    # A closure (as made by super()) cannot be compiled alone, nor can a private name outside its class.
     return not code.co_freevars and not any(n.startswith("__") and not n.endswith("__") for n in code.co_names)
 
 
@@ -140,7 +139,7 @@ def _parse_source(fn: types.FunctionType) -> ast.Module | None:
 
 
 def _first_function(tree: ast.Module) -> ast.FunctionDef:
-    """The function of `_parse_source`."""
+    """The function that `_parse_source` parsed."""
     (function, *_) = tree.body
     assert isinstance(function, ast.FunctionDef)
     return function
@@ -148,7 +147,7 @@ def _first_function(tree: ast.Module) -> ast.FunctionDef:
 
 @functools.lru_cache(maxsize=256)
 def _imported_names(filename: str) -> frozenset[str]:
-    """The names that a file imports outside of its functions and classes."""
+    """The names that a file imports at module level."""
     try:
         todo: list[ast.AST] = list(ast.parse("".join(linecache.getlines(filename))).body)
     except SyntaxError:
@@ -179,7 +178,7 @@ def list_bodies(function: Any) -> Iterator[list[ast.stmt]]:
 
 
 class ChildCall(NamedTuple):
-    """A call `own.name(x)` of a child, by syntax node."""
+    """A child's call `own.name(x)`, by syntax node."""
 
     node: ast.Call
     own: ast.expr
@@ -188,9 +187,9 @@ class ChildCall(NamedTuple):
 
 
 def group_calls(function: ast.FunctionDef) -> list[list[ChildCall]]:
-    """The calls of children that a forward always makes, once and with the same local name as their only argument.
+    """The child calls that a forward always makes, once and with the same local name as their only argument.
 
-    Grouped by this argument, in order; groups of two and more.
+    Grouped by this argument, in order; only groups with two or more calls.
     """
     if not function.args.args:
         return []
@@ -223,8 +222,7 @@ def _is_name(node: ast.AST, name: str) -> bool:
 
 
 def _always(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The nodes that every call runs, unless an error interrupts: outside of conditions, loops, and functions of their
-    own."""
+    """The nodes that every call runs, unless an error interrupts: outside conditions, loops, and nested functions."""
     sometimes = (
         ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.BoolOp, ast.Lambda, ast.FunctionDef, ast.ListComp,
         ast.GeneratorExp, ast.SetComp, ast.DictComp, ast.Match, ast.ClassDef, ast.AsyncFunctionDef,
@@ -232,7 +230,7 @@ def _always(body: list[ast.stmt]) -> Iterator[ast.AST]:
     todo: list[ast.AST] = []
     for statement in body:
         if any(isinstance(node, ast.Return) for node in ast.walk(statement)) and isinstance(statement, sometimes):
-            break  # the statements after it run only where this one did not return
+            break  # later statements run only where this statement did not return
         todo.append(statement)
     while todo:
         node = todo.pop()

@@ -1,4 +1,4 @@
-"""The contract between fuse and its parts: a Part replaces forwards, by the methods of a Site alone."""
+"""The contract between fuse and its parts: a Part replaces forwards through a Site's methods alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tigon.fusion.engine.probe import compute_signature
 from tigon.fusion.engine.reasons import EXCLUDED, FUSED_BEFORE, REPLACED, Reason
 
 T = TypeVar("T")
-RowKey = tuple[str, str, bool, "str | Reason"]  # kind, class, whether the row is of fused modules, formula or reason
+RowKey = tuple[str, str, bool, "str | Reason"]  # kind, class, whether the row's modules are fused, formula or reason
 ModuleFilter = Callable[[str, nn.Module], bool]  # (name in the model, module) → whether fuse may replace the module
 
 
@@ -38,11 +38,11 @@ class Stage(enum.IntEnum):
 
 
 class Part:
-    """One kind of replacement. A part changes the model by the methods of a Site alone, so remove() undoes all changes.
+    """One kind of replacement. A part changes the model by a Site's methods alone, so remove() undoes all changes.
 
-    kind: the part's name: in `tigon.fuse(parts=…)`, in the rows of the report, and in the ledger's counts.
+    kind: the part's name: in `tigon.fuse(parts=…)`, in the report's rows, and in the ledger's counts.
     stage: when fuse tries the part.
-    argument: the keyword of `tigon.fuse` that switches on a part that is off by default; empty for all others.
+    argument: the keyword in `tigon.fuse` that switches on a part that is off by default; empty for all others.
     compiled: a sentence for the report about torch.compile, if other code than the part's runs there.
     """
 
@@ -52,30 +52,30 @@ class Part:
     compiled: str = ""
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        """Replace a module of this part's kind, or add a row with the reason why not. Ignore other modules."""
+        """Replace a module that is this part's kind, or add a row with the reason why not. Ignore other modules."""
         raise NotImplementedError
 
     def is_stale(self, site: Site) -> bool:
         """Whether the model has changed since, so that this part must be tried again.
 
-        fuse asks this of parts of Stage.MODEL only, before each call of the model.
+        fuse asks only parts with Stage.MODEL, before each model call.
         """
         return False
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
-        """The forward for a module of a copied model. None: the forward of the original serves the copy, too."""
+        """The forward for a module of a copied model. None: the original's forward serves the copy, too."""
         return None
 
 
 @dataclass
 class Record:
-    """The replaced and the skipped modules of one model: for the report, for remove(), and for copies of the model.
+    """The replaced and the skipped modules in one model: for the report, for remove(), and for the model's copies.
 
     modules: those with a replaced forward; the model keeps them, the record does not.
-    rows: how many modules each row of the report stands for.
+    rows: how many modules each report row stands for.
     settings: attributes set on other objects than modules: the object, the name, the value, and the value before.
     keys: a row → the ledger's key for the calls, if that is not the row itself.
-    cache: the objects of `Site.get_cached`.
+    cache: the objects made by `Site.get_cached`.
     """
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Record:
         return [module for reference in self.modules if (module := reference()) is not None]
 
     def copy_for(self, memo: dict[int, Any]) -> Record:
-        """The record of a copied model. memo: that of copy.deepcopy, from the originals to their copies."""
+        """The record of a copied model. memo: copy.deepcopy's memo, from the originals to their copies."""
         modules = [weakref.ref(memo[id(m)]) for m in self.list_modules() if id(m) in memo]
         settings = [(memo[id(owner)], *rest) for owner, *rest in self.settings if id(owner) in memo]
         cache = {make: copy.deepcopy(made, memo) for make, made in self.cache.items()}
@@ -104,10 +104,10 @@ class Record:
 
 
 class Site:
-    """A model while fuse goes over it once: how parts change the model and fill its report.
+    """A model during a single fuse pass: how parts change the model and fill the report.
 
-    model: the model that is fused. ledger: the state that its replaced forwards share.
-    entrances: models inside it, or the model itself, whose forward begins a step and tells the head of its labels.
+    model: the model being fused. ledger: the state that its replaced forwards share.
+    entrances: models inside, or the model itself, whose forward begins a step and tells the head of labels.
     """
 
     def __init__(
@@ -118,8 +118,7 @@ class Site:
         self._record, self._fusion = record, fusion
         self._claimed: set[int] = set()
         self._where = where
-        # A signature holds addresses of objects, so neither signatures nor formulas known by them may outlive this
-        # pass.
+        # A signature holds object addresses, so neither signatures nor formulas known by them may outlive this pass.
         self._formulas: dict[Any, Any] = {}
         self._analyzed: tuple[nn.Module, BytecodeAnalysis | Reason, tuple[Any, ...]] | None = None
 
@@ -130,7 +129,7 @@ class Site:
         return list(dict.fromkeys(self.model.modules()))
 
     def find_patch(self, module: Any) -> Patch | None:
-        """The patch of a module whose forward this fusion has replaced; None for anything else."""
+        """The patch on a module whose forward this fusion has replaced; None for anything else."""
         patch = vars(module).get("_tigon") if isinstance(module, nn.Module) else None
         return patch if patch is not None and patch.ledger is self.ledger else None
 
@@ -148,14 +147,14 @@ class Site:
         return None
 
     def analyze(self, module: nn.Module) -> tuple[BytecodeAnalysis | Reason, tuple[Any, ...]]:
-        """The analysis of the module's code, and the signature by which one probe stands for several modules."""
+        """The analysis of the module's code, and the signature by which a single probe stands for several modules."""
         if self._analyzed is None or self._analyzed[0] is not module:
             analysis = analyze_forward(module)
             self._analyzed = module, analysis, compute_signature(module, analysis)
         return self._analyzed[1:]
 
     def recognize(self, part: Part, recognize: Callable[..., T], module: nn.Module) -> T:
-        """The part's formula for a module, or the answer for a module before that one probe stands for as well."""
+        """The part's formula for a module, reused from an earlier module with the same signature."""
         analysis, signature = self.analyze(module)
         key = part, signature
         if key not in self._formulas:
@@ -172,8 +171,8 @@ class Site:
         return id(module) in self._claimed
 
     def get_cached(self, make: Callable[[], T]) -> T:
-        """make(), once for this model: state that a part needs again when the model changes. A copy of the model gets
-        a deep copy."""
+        """make(), called once per model: state that a part needs again when the model changes. A copied model gets a
+        deep copy."""
         if make not in self._record.cache:
             self._record.cache[make] = make()
         made: T = self._record.cache[make]
@@ -182,7 +181,7 @@ class Site:
     # -------------------------------------------------------------------------------------------------------- changes
 
     def install(self, module: nn.Module, forward: Callable[..., Any], patch: Patch) -> None:
-        """Replace the forward of a module. Ask `why_not` before. remove() restores the module."""
+        """Replace a module's forward. Ask `why_not` before. remove() restores the module."""
         patch.fusion = self._fusion
         # First, so that remove() restores the module even if install is interrupted.
         self._record.modules.append(weakref.ref(module))
@@ -191,7 +190,7 @@ class Site:
     def replace(
         self, part: Part, module: nn.Module, forward: Callable[..., Any] | Reason, formula: Any, what: str, *, key: Any
     ) -> None:
-        """Replace a module's forward by one that counts its calls under `key`, and add the row for it.
+        """Replace a module's forward by a forward that counts calls under `key`, and add the report row.
 
         forward: or the Reason why there is none, which then is the row.
         """
@@ -203,27 +202,27 @@ class Site:
             self.record_fused(part, module, what, key=key)
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object that the model holds, such as its configuration, until remove()."""
+        """Set an attribute on an object that the model holds, such as the configuration, until remove()."""
         self._record.settings.append((owner, name, value, getattr(owner, name)))
         setattr(owner, name, value)
 
     def rewrite(self, part: Part, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Put a forward in the place of another part's forward, from which it was made."""
+        """Replace another part's forward by a forward made from it."""
         patch = vars(module)["_tigon"]
         patch.rewritten_by = (*patch.rewritten_by, part)
         install(module, forward, patch)
 
     def claim(self, module: nn.Module) -> None:
-        """Keep a module from the parts of the later stages, and from the parts not tried yet."""
+        """Keep a module from the parts of later stages, and from parts not tried yet."""
         self._claimed.add(id(module))
 
     # ----------------------------------------------------------------------------------------------------- the report
 
     def record_fused(self, part: Part, module: nn.Module, what: str, *patches: Patch, key: Any = None) -> None:
-        """Add a replaced module to a row of the report.
+        """Add a replaced module to a report row.
 
         patches: the row counts the calls that these count under `patch.key`. A group of layers that one module holds
-            has one row, that of the module, with the layers' patches here.
+            has a single row, the module's, with the layers' patches here.
         key: without patches, the row counts the calls that the part counts under this key.
         """
         row = part.kind, type(module).__name__, True, what
@@ -234,7 +233,7 @@ class Site:
             self._record.keys[row] = key
 
     def record_skipped(self, part: Part, module: nn.Module, reason: Reason) -> None:
-        """Add a skipped module to a row of the report."""
+        """Add a skipped module to a report row."""
         self._record.rows[part.kind, type(module).__name__, False, reason] += 1
 
     def forget(self, part: Part) -> None:

@@ -1,4 +1,4 @@
-"""The forward of a fused model: begins a step, and tells the head inside whether there are labels.
+"""A fused model's forward: begins a step, and tells the head inside whether there are labels.
 
 The backbone inside has such a forward too, for losses that call the backbone alone.
 """
@@ -23,7 +23,7 @@ from tigon.fusion.logits.labels import count_labels
 
 
 def make_step_forward(model: nn.Module, ledger: Ledger, *, inner: bool = False) -> tuple[Callable[..., Any], Patch]:
-    """The forward that replaces a model's own, with its patch. inner: of a backbone, which begins a step only when
+    """The forward that replaces a model's own, with its patch. inner: for a backbone, which begins a step only when
     called alone."""
     before = vars(model).get("forward")
     patch = Patch(None, ledger, before=before, labels_at=find_labels_position(model))
@@ -32,7 +32,7 @@ def make_step_forward(model: nn.Module, ledger: Ledger, *, inner: bool = False) 
 
 
 def find_labels_position(model: nn.Module) -> int | None:
-    """The position of `labels` in the signature of the model's forward; None if the forward takes no labels."""
+    """The position that `labels` has in the model's forward signature; None if the forward takes no labels."""
     try:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
     except (TypeError, ValueError):
@@ -43,11 +43,11 @@ def find_labels_position(model: nn.Module) -> int | None:
 def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any]:
     """The model's forward, which also tells the head whether the caller passed labels.
 
-    before: the forward that this one replaces: the class's or, where `bound`, one set on the instance.
+    before: the forward being replaced: the class's or, where `bound`, the instance's.
     """
 
-    # Dynamo puts a CrossEntropyLoss that the forward creates into its graph without tracing the module. Such a graph
-    # node takes only tensors, and the lazy logits under torch.compile are none.
+    # Dynamo puts a CrossEntropyLoss that the forward creates into the graph without tracing the module. Such a graph
+    # node takes only tensors, and the lazy logits under torch.compile are not tensors.
     code = getattr(inspect.unwrap(before), "__code__", None)
     makes_loss_module = "CrossEntropyLoss" in getattr(code, "co_names", ())
 
@@ -55,13 +55,12 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: Patch | None = getattr(self, "_tigon", None)
         if patch is None or patch.function is not forward:
-            # This forward was removed, but a wrapper still calls this one, and the model was fused again around the
-            # wrapper.
+            # This forward was removed, but a wrapper still calls it, and the model was fused again around the wrapper.
             return before(*args, **kwargs) if bound else before(self, *args, **kwargs)
         run = functools.partial(type(self).forward, self) if patch.before is None else patch.before
         ledger = patch.ledger
         if not ledger.active or (
-            # In the backward pass a checkpoint calls the function again, which is no step.
+            # In the backward pass a checkpoint calls the function again; that call begins no step.
             patch.is_inner
             and (torch.compiler.is_compiling() or ledger.is_running or torch._C._current_graph_task_id() != -1)
         ):
@@ -103,7 +102,7 @@ def _model_forward(before: Callable[..., Any], bound: bool) -> Callable[..., Any
 
 
 def _advise(ledger: Ledger) -> None:
-    """Warn once if a library that computes the loss itself calls the model, in the words of `ledger.adviser`."""
+    """Warn once, by `ledger.adviser`, if a library that computes the loss itself calls the model."""
     adviser, ledger.adviser = ledger.adviser, None
     advice = "" if adviser is None or ledger.lazy else adviser()
     if advice:
@@ -111,7 +110,7 @@ def _advise(ledger: Ledger) -> None:
 
 
 def describe_foreign_loss() -> str:
-    """The advice for a library on the stack that computes the loss by its own code; else empty."""
+    """The advice for a library on the stack that computes the loss itself; else empty."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         library = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -122,7 +121,7 @@ def describe_foreign_loss() -> str:
 
 
 def find_backbones(model: nn.Module, is_replaced: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The modules inside a model that hold all of its replaced modules, and which a loss may call in its place."""
+    """The modules inside a model that hold every replaced module, and which a loss may call in the model's place."""
     backbones: list[nn.Module] = []
     holder = model
     while True:

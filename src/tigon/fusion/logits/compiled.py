@@ -15,7 +15,7 @@ from tigon.fusion.logits.recipe import Recipe, fusable, is_number
 class CompiledLogits:
     """The (..., V) logits while torch.compile traces. Outside the compiled code they act as the tensor they build.
 
-    CompiledLogits is no Tensor, and `isinstance` says so. Without gradients, where loops gather logits for metrics, the
+    CompiledLogits is not a Tensor, also for `isinstance`. Without gradients, where loops gather logits for metrics, the
     head under torch.compile therefore returns real logits.
     """
 
@@ -129,7 +129,7 @@ class CompiledLogits:
         return func(*_real(list(args), name), **{k: _real(a, name) for k, a in kwargs.items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("recipe", "origin", "built"):  # copy and pickle ask a half-made object
+        if name in ("recipe", "origin", "built"):  # copy and pickle ask an uninitialised object
             raise AttributeError(name)
         return getattr(self.build(name), name)
 

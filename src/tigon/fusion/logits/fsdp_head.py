@@ -1,6 +1,6 @@
 """A head whose weight exists only while the head's forward runs, although the loss needs the weight afterwards.
 
-FSDP2 frees the weight of a head in a group of its own when the head's forward ends. Tigon gathers the weight again
+FSDP2 frees the weight when the head's forward ends, if the head forms a separate group. Tigon gathers the weight again
 for the product, and frees it afterwards. For the backward pass FSDP gathers the weight by a hook on the logits; Recipe
 hands this hook on to the loss.
 """
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class Regather:
-    """One forward of a head whose weight FSDP2 frees."""
+    """A forward through a head whose weight FSDP2 frees."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head: Any = head
 
     @contextmanager
     def gather(self, weight: Tensor) -> Iterator[None]:
-        """Inside, the weight's memory holds its values. A collective, unless the weight is gather already."""
+        """Inside, the weight's memory holds the values. A collective, unless the weight is gathered already."""
         if not is_released(weight):
             yield
             return

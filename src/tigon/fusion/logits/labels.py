@@ -1,9 +1,9 @@
-"""Labels that know how many of them count, whatever a loss does to the labels first.
+"""Labels that know how many labels count, whatever a loss does to them first.
 
-On a GPU the loss leaves ignored rows out if their number is on the host before the loss starts. So the labels are
+On a GPU the loss skips ignored rows if their number is on the host before the loss starts. So the labels are
 counted when the model is called, and the count is copied to the host while the forward pass runs. The loss receives
 a tensor made from the labels: shifted, padded, flattened, masked. `Labels` follows these steps, each of which keeps
-or lowers the count. It follows no other step: a loss that makes other targets (a prompt's tokens too, labels twice)
+or lowers the count, and no other step: a loss that makes other targets (a prompt's tokens too, labels twice)
 gets a plain tensor, and visits every row.
 """
 
@@ -21,10 +21,10 @@ IGNORED = -100
 
 
 class Labels(Tensor):
-    """The labels that a model was called with, or some of them.
+    """The labels that a model was called with, or a subset of them.
 
-    count: an upper bound of the labels that are not ignored.
-    version: the tensor's version up to which every write to its memory has kept the count.
+    count: an upper bound on the number of labels that are not ignored.
+    version: the tensor's version up to which every write to the memory has kept the count.
     """
 
     count: Any = None
@@ -48,7 +48,7 @@ class Labels(Tensor):
             return first if isinstance(result, Tensor) else result
         if type(result) is not Tensor or result.dtype != torch.int64:
             return result
-        # A mask that is larger than the labels spreads them.
+        # A mask that is larger than the labels broadcasts them.
         spread = func is not F.pad and result.numel() > first.numel()
         return result if spread else _labels(result, first.count)
 
@@ -57,9 +57,9 @@ class Labels(Tensor):
 
 
 def count_labels(labels: Any) -> Any:
-    """Start counting the labels, and copying the count to the host. Only a plain tensor of labels on a GPU is counted.
+    """Start counting the labels, and copying the count to the host. Only a plain label tensor on a GPU is counted.
 
-    On a CPU the loss counts its targets itself.
+    On a CPU the loss counts the targets itself.
     """
     if type(labels) is not Tensor or labels.dtype != torch.int64 or torch.compiler.is_compiling():
         return labels
@@ -71,12 +71,12 @@ def count_labels(labels: Any) -> Any:
 
 
 def is_far(labels: Tensor) -> bool:
-    """Whether the host would have to wait for a count of these labels, and an asynchronous copy can avoid that."""
+    """Whether the host would have to wait to count these labels, and an asynchronous copy can avoid that."""
     return labels.is_cuda and not is_captured(labels)
 
 
 def valid_count(target: Tensor, ignore_index: int) -> Any:
-    """An upper bound of the targets that count, being copied to the host; None where no bound is certain."""
+    """An upper bound on the targets that count, being copied to the host; None where no bound is certain."""
     if not isinstance(target, Labels) or ignore_index != IGNORED or _version(target) != target.version:
         return None
     return target.count
@@ -150,7 +150,7 @@ def _is_ignored(value: Any) -> bool:
 
 
 def _takes_each_once(index: Any) -> bool:
-    """Whether the index is a slice, a number or a mask; a list or tensor of positions may name a position twice."""
+    """Whether the index is a slice, a number or a mask; a list or tensor with positions may name a position twice."""
     if isinstance(index, Tensor):
         return index.dtype == torch.bool
     return index is None or index is Ellipsis or isinstance(index, (int, slice))

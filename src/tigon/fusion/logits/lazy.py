@@ -3,7 +3,7 @@
 A fused head returns `LazyLogits` in place of x Wᵀ + bias. They hold the hidden states, the weight, the bias and the
 elementwise steps applied since (`Recipe`), and answer three kinds of use:
 
-    * / by a number, + a vector, tanh, float,     noted, nothing is computed
+    * / by a number, + a vector, tanh, float,     noted, no computation
     views, slices, DDP's clone
     F.cross_entropy(logits, target)               tigon.linear_cross_entropy with the scale and softcap that were noted
     anything else                                 the logits are built, as the plain head builds them, with autograd
@@ -30,10 +30,10 @@ from tigon.fusion.logits.recipe import Recipe, fusable, is_number
 
 
 class LazyLogits(Tensor):
-    """The (..., V) logits as a tensor that holds no data. `recipe` builds the real tensor, and `built` then holds it.
+    """The (..., V) logits as a tensor without data. `recipe` builds the real tensor, which `built` then holds.
 
-    A view of unbuilt logits keeps its `origin`, and is built as the same view of the built origin: a write to either
-    is then seen in the other, as with real tensors.
+    A view taken from unbuilt logits keeps the `origin`, and is built as the same view into the built origin: a write to
+    either is then seen in the other, as with real tensors.
     """
 
     recipe: Recipe
@@ -68,7 +68,7 @@ class LazyLogits(Tensor):
             return LazyLogits._make(recipe, _make_meta(self.like.shape, recipe.dtype))
 
     def make_view(self, view: Callable[[Tensor], Tensor], take: Callable[[Recipe], Recipe]) -> LazyLogits:
-        """A view of these logits. `view` maps the logits and `take` the recipe, to the same rows and columns."""
+        """A view into these logits. `view` maps the logits and `take` the recipe, to the same rows and columns."""
         like = view(self.like)
         # A copy (reshape of a slice, a mask) shares no memory with the logits that it was taken from.
         shares = like.untyped_storage()._cdata == self.like.untyped_storage()._cdata
@@ -76,7 +76,7 @@ class LazyLogits(Tensor):
             return LazyLogits._make(take(self.recipe), like, (self, view) if shares else None)
 
     def _grad_mode(self) -> Any:
-        """The gradient mode for results of these logits: on if the logits require a gradient and recording is on now.
+        """The gradient mode for these logits' results: on if the logits require a gradient and recording is on now.
 
         The hidden states and the weight may require a gradient where the logits, made under no_grad, do not.
         """
@@ -87,15 +87,15 @@ class LazyLogits(Tensor):
             return self.grad_fn
 
     def has_foreign_node(self) -> bool:
-        """Whether other code put its own autograd node on this tensor. That node has to see the gradient.
+        """Whether other code put an autograd node on this tensor. That node has to see the gradient.
 
-        Reentrant checkpointing puts one there.
+        Reentrant checkpointing adds such a node.
         """
         graph = self._graph()
         return graph is not self.node and not _only_passes_on(graph)
 
     def pending(self) -> bool:
-        """Whether neither these logits nor the logits that they are a view of have been built."""
+        """Whether neither these logits nor the logits that they view have been built."""
         if self.has_foreign_node():
             return False
         origin = self
@@ -106,7 +106,7 @@ class LazyLogits(Tensor):
         return False
 
     def build(self, why: str) -> Tensor:
-        """The real logits, built under the gradient mode and autocast of the forward that made these."""
+        """The real logits, built under the gradient mode and autocast state in which these were made."""
         if self.built is None:
             has_foreign_node = self.has_foreign_node()
             with torch.set_grad_enabled(self._graph() is not None):
@@ -133,7 +133,7 @@ class LazyLogits(Tensor):
                     self.value = self.recipe.logits()
         return self.value
 
-    # Dynamo would compile this frame for one function and reuse the code for another: inside a compiled function
+    # Dynamo would compile this frame for one function and reuse the code for another, so inside a compiled function
     # the frame is not compiled.
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -165,18 +165,18 @@ class LazyLogits(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.built is not None:
             return repr(self.built)
-        # Printing, or a debugger that shows its locals, should not allocate gigabytes.
+        # Printing, or a debugger that shows locals, should not allocate gigabytes.
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, not built)"
 
 
 def _make_meta(shape: Any, dtype: torch.dtype) -> Tensor:
-    """A meta tensor like the logits, made out of sight of the modes that count the memory of meta tensors."""
+    """A meta tensor like the logits, hidden from the modes that count meta tensors' memory."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class GatheredLogits(LazyLogits):
-    """The logits of a head that is split over a mesh: whole already, although torch's hook expects a DTensor."""
+    """The logits from a head that is split over a mesh: whole already, although torch's hook expects a DTensor."""
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -189,10 +189,10 @@ class GatheredLogits(LazyLogits):
 
 
 def _kept_from_checkpoints() -> AbstractContextManager[Any]:
-    """Hide what building saves from the hooks of a checkpoint that these logits were handed to.
+    """Hide the tensors that building saves from the hooks of a checkpoint that these logits were handed to.
 
-    The checkpoint counts the tensors that its function saves, and runs the function again in the backward pass. There
-    the logits are built already and save nothing. The hooks of offloading are left in force.
+    The checkpoint counts the tensors that the function saves, and runs the function again in the backward pass. There
+    the logits are built already and save no tensors. Offloading hooks stay in force.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
@@ -204,8 +204,8 @@ def _kept_from_checkpoints() -> AbstractContextManager[Any]:
 def _only_passes_on(graph: Any) -> bool:
     """Whether DDP's node around the outputs hands gradients on unchanged.
 
-    DDP that looks for unused parameters, the Trainer's default, clones the model's outputs in a node of its own. Only
-    the node of a static graph does more in the backward pass.
+    When DDP looks for unused parameters, the Trainer's default, DDP clones the model's outputs in an extra node. Only
+    a static graph's node does more in the backward pass.
     """
     ddp = getattr(graph, "ddp_weakref", None)
     ddp = None if ddp is None else ddp()
@@ -230,7 +230,7 @@ class _Unbuilt(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor) -> tuple[Any, ...]:
         needed, recipe = ctx.needs_input_grad[2:], ctx.recipe
-        again = torch.is_grad_enabled()  # create_graph=True: the gradient keeps its graph
+        again = torch.is_grad_enabled()  # create_graph=True: the gradient keeps a graph
         with torch.enable_grad():
             leaves = [
                 t if t is None or again else t.detach().requires_grad_(need)
@@ -369,7 +369,7 @@ def _flatten(lazy: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _getitem(lazy: LazyLogits, index: Any) -> Any:
-    """Note slices of the rows, the first words, and masks over whole leading dimensions."""
+    """Note row slices, the first words, and masks over whole leading dimensions."""
     if isinstance(index, Tensor):
         if index.dtype != torch.bool or not 0 < index.dim() < lazy.dim():
             return NotImplemented
@@ -416,10 +416,10 @@ def _register_hook(lazy: LazyLogits, hook: Any) -> Any:
     author = _find_author(hook)
     if author.startswith(("torch.distributed.", "deepspeed.")):
         # FSDP and DeepSpeed put a hook on every output, to prepare for the backward pass. The loss that the model
-        # returns has such a hook too; a loss that is computed from these logits later is given this one.
+        # returns has such a hook too; a loss that is computed from these logits later is given this hook.
         lazy.recipe.waiting.hooks.append(hook)
     elif author.startswith("torch."):
-        pass  # torch's module trackers and operation counters only observe, and see no backward pass of these logits
+        pass  # torch's module trackers and operation counters only observe; they miss these logits' backward pass
     else:
         _wait_for_gradient(lazy, "register_hook")
     with torch._C.DisableTorchFunctionSubclass():
@@ -451,7 +451,7 @@ def _find_author(hook: Any) -> str:
 def _grad(*args: Any, **kwargs: Any) -> Any:
     """torch.autograd.grad with lazy logits among its arguments.
 
-    The logits are built first. A gradient of None would say that the loss does not depend on the logits.
+    The logits are built first. A None gradient would say that the loss does not depend on the logits.
     """
     given = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = given if isinstance(given, (list, tuple)) else (given,)

@@ -1,4 +1,4 @@
-"""The recipe of logits: hidden states, weight, bias, the elementwise steps since; and the logits' cross entropy."""
+"""The recipe for logits: hidden states, weight, bias, the elementwise steps since; and the logits' cross entropy."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GradientHooks:
-    """The code that waits for the gradient of logits, and of every tensor derived from these logits.
+    """The code that waits for the gradient with respect to logits, and to every tensor derived from these logits.
 
-    hooks: backward hooks of an engine (FSDP, DeepSpeed), which the loss takes over. in_vain: a loss was computed
+    hooks: an engine's backward hooks (FSDP, DeepSpeed), which the loss takes over. in_vain: a loss was computed
     without the logits, so that no gradient will reach them.
     """
 
@@ -58,7 +58,7 @@ class Recipe:
         self.regather, self.autocast, self.dtype = regather, autocast, autocast or hidden.dtype
         self.steps: tuple[tuple[str, Any], ...] = ()
         self.waiting = GradientHooks()
-        # Optimizers with fused=True do not bump version counters, so the recipe keeps a sample of the weight as well.
+        # Optimizers with fused=True do not bump version counters, so the recipe keeps a weight sample as well.
         self.sample = sample
         self.split = is_split(weight)
         self._note_versions()
@@ -70,7 +70,7 @@ class Recipe:
     def build(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, ledger: Any, regather: Regather | None = None
     ) -> Recipe | None:
-        """The recipe of F.linear(hidden, weight, bias), or None where only the plain head can run.
+        """The recipe for F.linear(hidden, weight, bias), or None where only the plain head can run.
 
         regather: gathers a weight that is freed before the logits or the loss are computed.
         """
@@ -83,7 +83,7 @@ class Recipe:
                 return None
             hidden, tensors = whole, (whole, *map(here, tensors[1:]))
         for t in tensors:
-            # A DTensor, a ZeRO-3 shard or a tensor of another subclass brings its own F.linear.
+            # A DTensor, a ZeRO-3 shard or any other subclass overrides F.linear.
             if type(t) not in (Tensor, torch.nn.Parameter) or hasattr(t, "ds_id") or t.dtype not in DTYPES:
                 return None
             if t.device != hidden.device or (autocast is None and t.dtype != hidden.dtype):
@@ -100,7 +100,7 @@ class Recipe:
         return self._with(steps=(*self.steps, (step, value)), dtype=dtype)
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors that the recipe reads; this device's part of a split head."""
+        """The tensors that the recipe reads; for a split head this device's part."""
         return self.hidden, here(self.weight), here(self.bias), *(v for step, v in self.steps if step == "add")
 
     def plus(self, other: Any) -> Recipe | None:
@@ -125,7 +125,7 @@ class Recipe:
         return self._with(hidden=take(self.hidden))
 
     def columns(self, count: int) -> Recipe:
-        """The logits of the first `count` words. A head that is split has no such recipe."""
+        """The logits for the first `count` words. A split head has no such recipe."""
         bias = None if self.bias is None else self.bias[:count]
         steps = tuple((step, v[:count] if step == "add" else v) for step, v in self.steps)
         with self.gather():
@@ -149,7 +149,7 @@ class Recipe:
         """Raise if this recipe would no longer give the logits that the plain head computed in its forward.
 
         use: the logits or the loss are computed next, so that a weight that is gathered for them must be in memory.
-        sample: compare values of the weight as well. Where a head is split, either all devices raise or none does: an
+        sample: compare weight values as well. Where a head is split, either all devices raise or none does: an
             optimizer step may change one device's part only, and the other devices would wait for that device's logits.
         """
         reason = self._stale(use)
@@ -177,7 +177,7 @@ class Recipe:
         return None
 
     def logits(self) -> Tensor:
-        """Build the logits: the operations of the plain model, in its order, under the autocast of its forward."""
+        """Build the logits: the plain model's operations in the same order, under the autocast state in its forward."""
         with self.gather(), autocast_as(self.hidden.device.type, self.autocast):
             if not torch.compiler.is_compiling():
                 self.check(use=True, sample=True)
@@ -220,7 +220,7 @@ class Recipe:
         assert form is not None  # callers check `scale_and_softcap` first
         scale, softcap = form
         device = self.hidden.device.type
-        # The dtype that F.cross_entropy would return: fp32 under autocast, else the dtype of the logits.
+        # The dtype that F.cross_entropy would return: fp32 under autocast, else the logits' dtype.
         dtype = self.dtype if autocast_dtype(device) is None else torch.float32
         valid, target = valid_count(target, ignore_index), plain(target)
         # Tigon's losses define the mean over no label as 0. A fused model must agree with torch's F.cross_entropy,
@@ -243,7 +243,7 @@ class Recipe:
         return self.hand_on(loss.to(dtype))
 
     def logprob(self, target: Tensor, temperature: float) -> LogProb:
-        """The targets' log-probabilities, and what `linear_logprob` finds with them, of a weight that stays."""
+        """The targets' `linear_logprob` results, for a weight that stays in memory."""
         form = self.scale_and_softcap()
         assert form is not None  # callers check `scale_and_softcap` first
         scale, softcap = form
@@ -257,7 +257,7 @@ class Recipe:
         return result._replace(logprob=self.hand_on(result.logprob), entropy=self.hand_on(result.entropy))
 
     def choices(self, tokens: Any) -> Tensor:
-        """The logits of a few classes, (…, K), of a weight that stays."""
+        """The logits for a few classes, (…, K), for a weight that stays in memory."""
         form = self.scale_and_softcap()
         assert form is not None  # callers check `scale_and_softcap` first
         scale, softcap = form
@@ -296,7 +296,7 @@ def get_version(t: Tensor | None) -> int:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About two thousand elements all over the weight, copied."""
+    """A copy of about two thousand elements spread over the weight."""
     weight = here(weight)
     rows, columns = weight.shape
     return weight.detach()[:: max(1, rows // 64), :: max(1, columns // 32)].clone()
@@ -316,7 +316,7 @@ def fusable(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> tuple[Any, ...] | None:
-    """The arguments of `Recipe.cross_entropy`, from F.cross_entropy's; None for a use that the fused loss lacks.
+    """The arguments for `Recipe.cross_entropy`, from F.cross_entropy's; None for a use that the fused loss lacks.
 
     Only two dimensions: in (N, C, d) the classes are not the last dimension. Probabilities as targets, class weights
     and the deprecated flags go to PyTorch. So do arguments that PyTorch refuses, so that you see PyTorch's message.

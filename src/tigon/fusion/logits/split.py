@@ -1,4 +1,4 @@
-"""Split heads: the weight is a DTensor with some of the classes on each device, and every device gathers all logits.
+"""Split heads: the weight is a DTensor with part of the classes on each device, and every device gathers all logits.
 
 Tigon knows two ways to split a head like this, and accepts no other: torch's `ColwiseParallel(output_layouts=
 Replicate())`, which puts hooks around the head's forward, and transformers' "colwise_gather_output", which replaces
@@ -20,7 +20,7 @@ def is_split(t: Any) -> bool:
 
 
 def here(t: Any) -> Any:
-    """This device's part of a DTensor, outside of autograd."""
+    """This device's part of a DTensor, outside autograd."""
     return t._local_tensor if is_split(t) else t
 
 
@@ -35,7 +35,7 @@ def whole_input(hidden: Any, weight: Any, bias: Any) -> Tensor | None:
     if hidden.device_mesh != weight.device_mesh or not hidden.placements[0].is_replicate():
         return None
     local = hidden.to_local(grad_placements=hidden.placements)
-    return local if type(local) is Tensor else local.clone()  # an AsyncCollectiveTensor: clone() waits for its data
+    return local if type(local) is Tensor else local.clone()  # an AsyncCollectiveTensor: clone() waits for the data
 
 
 def gathered_linear(hidden: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -57,7 +57,7 @@ def on_any_device(flag: Tensor, weight: Any) -> Tensor:
 
 
 def is_gathered(head: nn.Module) -> bool:
-    """Whether this head's DTensor of logits is gathered and made a plain tensor, and nothing else is done to it."""
+    """Whether this head's DTensor logits are gathered and made a plain tensor, with no further processing."""
     hooks = list(head._forward_hooks.values())
     if not hooks:
         patch = vars(head).get("_tigon")
@@ -73,7 +73,7 @@ def is_gathered(head: nn.Module) -> bool:
 
 
 def is_gathering_forward(forward: Any) -> bool:
-    """Whether this is the forward that transformers puts in place of a split head's."""
+    """Whether transformers puts this forward in place of a split head's."""
     code = getattr(forward, "__code__", None)
     if code is None or getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
         return False

@@ -1,1 +1,1 @@
-"""The memory of a training step: estimate, recomputation, offload."""
+"""A training step's memory: estimate, recomputation, offload."""

@@ -1,13 +1,14 @@
 """recompute="auto": for each forward pass "cheap" where recomputing pays, else "product", decided from shapes alone.
 
-The hooks of "cheap" see every saved tensor in Python: 10 to 15 µs for each, about 0.75 ms for a layer of Llama. Where
+The "cheap" hooks see every saved tensor in Python: 10 to 15 µs each, about 0.75 ms for a Llama layer. Where
 the device is the limit, the host has that time to spare. Where the host is the limit, the step takes that much longer,
-for memory that such small batches leave free. So a forward pass recomputes if one of these holds:
+for memory that such small batches leave free. So a forward pass recomputes if either condition holds:
 
     tokens · width² ≥ 2·10¹⁰       the device is the limit
     results > weights + gradients  (and more than 1 GiB) the results are large beside the model
 
-The bits are the same at both levels, and recipes call no collective, so ranks with unlike batches may decide unlike.
+The bits are the same at both levels, and recipes call no collective, so ranks with different batches may choose
+different levels.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from typing import Any
 
 from torch import Tensor
 
-# A layer of width D has about 14 D² weights, so its forward and backward pass take 84 · tokens · D² operations. At
-# 2·10¹⁰ that is 3 ms of a GPU that does 6·10¹⁴ operations a second. A host takes 2.4 ms to launch a fused layer's
+# A layer of width D has about 14 D² weights, so the forward and backward pass take 84 · tokens · D² operations. At
+# 2·10¹⁰ that is 3 ms on a GPU that does 6·10¹⁴ operations a second. A host takes 2.4 ms to launch a fused layer's
 # forward and backward pass, and 3.2 ms with the hooks (Llama-3.2-1B, 16 layers: 39 and 51 ms a step on an H200). The
-# bound is reckoned from these figures, not measured.
+# bound is derived from these figures, not measured.
 LEAST_WORK = 2 * 10**10
 # Fewer bytes are a small share of any GPU's memory, however small the model is.
 LEAST_BYTES = 2**30
-# Arguments of transformers models that have a row for each token; `labels` may have one for each sequence.
+# Arguments to transformers models that have a row for each token; `labels` may have a row for each sequence.
 IDS = ("input_ids", "decoder_input_ids")
 EMBEDDINGS = ("inputs_embeds", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The sizes of a model that the rule uses.
+    """The model sizes that the rule uses.
 
-    width: of the widest norm. token_bytes: of the results that "cheap" recomputes for one token, about: all norms count
-    as the widest, since norms of heads leave q and k about as wide. own_bytes: of the weights and their gradients.
+    width: the widest norm's. token_bytes: the results that "cheap" recomputes per token, approximately: all norms count
+    as the widest, since head norms leave q and k about as wide. own_bytes: the weights and their gradients.
     """
 
     width: int = 0
@@ -43,7 +44,7 @@ class Extent:
     own_bytes: int = 0
 
     def count_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """The number of tokens in the arguments of the model's forward; None if these do not tell."""
+        """The number of tokens in the arguments to the model's forward; None if unknown."""
         counts = [t.numel() for t in _tensors(kwargs, IDS)]
         counts += [t.numel() // max(t.shape[-1], 1) for t in _tensors(kwargs, EMBEDDINGS) if t.dim()]
         if not counts:
@@ -54,7 +55,7 @@ class Extent:
                 counts = [first.numel()]
             elif first.shape[-1] == self.width:
                 counts = [first.numel() // first.shape[-1]]
-        # A tensor of a tracer may have a symbol for its size.
+        # A tracer's tensor may have a symbol for its size.
         return max(counts) if counts and all(type(n) is int for n in counts) else None
 
     def choice(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Choice:
@@ -82,9 +83,9 @@ class Choice:
         return size > max(self.extent.own_bytes, LEAST_BYTES)
 
     def __str__(self) -> str:
-        """The decision and its reason, for the report."""
+        """The decision and the reason, for the report."""
         if not self.extent.width:
-            return ""  # no norm: there is next to nothing to choose
+            return ""  # no norm: there is little to choose
         again = "cheap: the results of norms are computed again in the backward pass"
         if self.tokens is None:
             return f"{again}, since the arguments of the model do not tell the number of tokens"

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a transformers model, as the commands and the benchmarks switch it on."""
+"""Activation checkpointing for a transformers model, as the commands and the benchmarks switch it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Checkpoint without reentrance, by the name that this version of transformers has for it."""
+    """Checkpoint without reentrance, by the argument name in this transformers version."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)

@@ -1,14 +1,14 @@
 """How much memory a training step takes on a GPU, computed without a GPU: the step runs on the meta device.
 
-Tensors of the meta device have shapes and no memory. The step is a real forward and backward pass of the whole model,
-plain or fused. A dispatch mode sees every allocation and every release, and counts the bytes that are alive:
+Meta tensors have shapes and no memory. The step is a real forward and backward pass through the whole model,
+plain or fused. A dispatch mode sees every allocation and every release, and counts the live bytes:
 
     weights         parameters and buffers
     optimizer       the optimizer's states, as after a first step
     gradients       gradients that have record_gradient in `.grad`
     activations     tensors that the layers allocated in the forward pass, and that are still alive
     head and loss   tensors that the head and all code after it allocated in the forward pass
-    temporary       tensors that the backward pass allocated, on its way to a gradient
+    temporary       tensors that the backward pass allocated, on the way to a gradient
 
 The step imitates a GPU: `scaled_dot_product_attention` takes a kernel that does not build the scores, `tigon` takes
 its kernels' path (`meta_as_gpu`), and autocast casts as on CUDA. The count misses the allocator's fragmentation, the
@@ -33,21 +33,21 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from tigon.kernels.dispatch import meta_as_gpu
 
 PARTS = ("weights", "optimizer", "gradients", "activations", "head and loss", "temporary")
-# Bytes of optimizer states for each trainable parameter, by the bytes of the parameter itself.
+# Optimizer state bytes per trainable parameter, by the parameter's own size in bytes.
 OPTIMIZERS: dict[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,  # torch's: two moments in the weight's dtype
     "adamw-fp32": lambda size: 8,
-    "adamw-8bit": lambda size: 2 + 2 * 4 / 256,  # two moments of a byte, a scale for every 256 of each
+    "adamw-8bit": lambda size: 2 + 2 * 4 / 256,  # two one-byte moments, and a scale per 256 values in each
     "sgd-momentum": lambda size: size,
     "sgd": lambda size: 0,
 }
-# cuBLAS keeps one workspace for each thread that multiplies: forward and backward. 32 MiB on Hopper; elsewhere 8 MiB.
+# cuBLAS keeps a workspace for each thread that multiplies: forward and backward. 32 MiB on Hopper; elsewhere 8 MiB.
 WORKSPACES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """The memory at one moment of a step: bytes by part (PARTS). during: forward, loss, backward or optimizer."""
+    """The memory at one moment in a step: bytes by part (PARTS). during: forward, loss, backward or optimizer."""
 
     during: str
     parts: Mapping[str, int]
@@ -62,7 +62,7 @@ class MemorySnapshot:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of one step.
+    """The memory of a single step.
 
     peak: the moment at which most memory is allocated. kept: the end of the forward pass, when every tensor that the
     backward pass needs is alive. update: the optimizer's step.
@@ -77,23 +77,23 @@ class StepMemory:
 
 
 class CannotEstimate(Exception):
-    """The model's code looks at values of tensors, which the meta device lacks. The message says which."""
+    """The model's code looks at tensor values, which the meta device lacks. The message says which."""
 
 
 def step_memory(
     model: nn.Module, inputs: dict[str, Any], *, optimizer: str = "adamw", autocast: torch.dtype | None = None,
     shards: int = 1, stored: torch.dtype | None = None,
 ) -> StepMemory:  # fmt: skip
-    """The memory that a step of this model takes on a GPU: forward, backward, the optimizer's update.
+    """The memory that this model's training step takes on a GPU: forward, backward, optimizer update.
 
     Args:
         model: on the meta device, in the dtype and state in which you train it: fused or not, with adapters, with
             gradient checkpointing (`use_reentrant=False`).
-        inputs: arguments of the model's forward, on the meta device, with labels.
-        optimizer: a key of OPTIMIZERS; the states exist, as after a first step.
-        autocast: the dtype of autocast around the forward pass, if there is one.
+        inputs: arguments to the model's forward, on the meta device, with labels.
+        optimizer: a key in OPTIMIZERS; the states exist, as after a first step.
+        autocast: the autocast dtype around the forward pass, if any.
         shards: the number of GPUs that weights, gradients and states are sharded over, layer by layer, as FSDP2 does.
-        stored: the dtype of the shards, by default the model's.
+        stored: the shards' dtype, by default the model's.
     Raises: ValueError for a model that is not on the meta device, and for an unknown optimizer. CannotEstimate.
     """
     if optimizer not in OPTIMIZERS:
@@ -139,7 +139,7 @@ def step_memory(
 class AllocationTracker(TorchDispatchMode):
     """Which storages are alive, and for which part.
 
-    phase: the part that new storages belong to. casts: autocast's copies of weights, by the ids of the weights.
+    phase: the part that new storages belong to. casts: autocast's weight copies, by the weights' ids.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class AllocationTracker(TorchDispatchMode):
         self.now = 0
         self.peak = MemorySnapshot("forward", dict(self.totals))
         self.casts: dict[int, Tensor] = {}
-        self._alive: dict[int, tuple[Any, str, int]] = {}  # by storage: a weak reference, its part, its bytes
+        self._alive: dict[int, tuple[Any, str, int]] = {}  # by storage: a weak reference, part, bytes
 
     def add(self, t: Tensor, part: str | None = None, size: int | None = None) -> None:
         storage = t.untyped_storage()
@@ -157,7 +157,7 @@ class AllocationTracker(TorchDispatchMode):
         if key in self._alive:
             return
         part, size = part or self.phase, storage.nbytes() if size is None else size
-        # The wrapper of a storage lives as long as the storage itself.
+        # A storage's wrapper lives as long as the storage itself.
         self._alive[key] = weakref.ref(storage, lambda _: self._remove(key)), part, size
         self.change(part, size)
 
@@ -172,7 +172,7 @@ class AllocationTracker(TorchDispatchMode):
             self.peak = self.snapshot(self._during())
 
     def move(self, t: Tensor, part: str, size: int | None = None) -> None:
-        """Count the storage of t as another part, or as another size."""
+        """Count t's storage as another part, or with another size."""
         key = t.untyped_storage()._cdata
         if key in self._alive:
             watch, before, old = self._alive[key]
@@ -190,12 +190,12 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            # transformers asks whether masks hide nothing and whether sequences are not packed. Both hold in this step.
+            # transformers asks whether masks hide no token and sequences are not packed. Both hold in this step.
             return True
         out = func(*args, **kwargs)
         given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if _is_counted(t)}
         for t in tree_iter(out):
-            # A view of a tensor that is not counted, such as the shape of unbuilt logits, is not counted either.
+            # A view into a tensor that is not counted, such as the shape of unbuilt logits, is not counted either.
             if _is_counted(t) and t.untyped_storage()._cdata not in given:
                 self.add(t)
         return out
@@ -205,7 +205,7 @@ def _is_counted(t: Any) -> bool:
     return isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and t.is_meta and t.layout is torch.strided
 
 
-# ------------------------------------------------------------------------------------------------- imitation of a GPU
+# ---------------------------------------------------------------------------------------------------- GPU imitation
 
 
 class _GPU(TorchFunctionMode):
@@ -243,7 +243,7 @@ def _is_half(t: Tensor) -> bool:
     return t.dtype in (torch.bfloat16, torch.float16)
 
 
-# The functions of torch's lists (https://docs.pytorch.org/docs/stable/amp.html, CUDA) that language models call.
+# Functions that language models call, from torch's lists (https://docs.pytorch.org/docs/stable/amp.html, CUDA).
 _NARROW = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.einsum, torch.matmul, Tensor.matmul,
     Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm, torch.baddbmm,
@@ -265,7 +265,7 @@ def _attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Saves the tensors of flash attention and the memory-efficient kernel: inputs, result, one number for each row."""
+    """Saves the tensors that flash and memory-efficient attention save: inputs, result, one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -278,7 +278,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, _, _ = ctx.saved_tensors
         bias = mask if mask is not None and ctx.needs_input_grad[3] else None
-        # dq is added up in fp32; k and v first get a gradient for each head of q.
+        # dq is accumulated in fp32; k and v first get a gradient for each q head.
         wide = torch.empty_like(q, dtype=torch.float32)
         each = [t.new_empty(*q.shape[:2], *t.shape[2:]) for t in (k, v)] if k.shape[1] != q.shape[1] else []
         gradients = [torch.empty_like(t) for t in (q, k, v)]
@@ -292,7 +292,7 @@ class _Attention(torch.autograd.Function):
 class _Units:
     """The units that FSDP2 gathers and reduces: each layer, and the rest together. Without shards: the whole model.
 
-    gathered: bytes of weights that are whole during a step: the weights that belong to no layer, the current layer's,
+    gathered: weight bytes that are whole during a step: the weights that belong to no layer, the current layer's,
         and the next layer's.
     """
 
@@ -323,7 +323,7 @@ class _Units:
         unit = self.of.get(id(p), -1)
         self._left[unit].discard(id(p))
         if unit >= 0 and not self._left[unit]:
-            # The gradients of a layer are reduced while the gradients of the layer before it are computed.
+            # A layer's gradients are reduced while the preceding layer's gradients are computed.
             self._reduce(self._reducing, tracker)
             self._reducing = unit
 

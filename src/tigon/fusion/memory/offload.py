@@ -1,7 +1,7 @@
 """Saved activations in host memory: copied out during the forward pass, and back during the backward pass.
 
-With gradient checkpointing the saved activations are the inputs of the layers, each used once, in reverse order. So
-handing out one tensor starts the copy of the tensor that was sent before it. The copies run on a separate stream,
+With gradient checkpointing the saved activations are the layers' inputs, each used once, in reverse order. So
+handing out a tensor starts the copy for the tensor that was sent before it. The copies run on a separate stream,
 from and to pinned memory.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from tigon.kernels.dispatch import stands_for_gpu
 from tigon.kernels.graph_capture import is_captured
 
-# A smaller tensor stays: the launch of its copy costs more than the memory is worth.
+# A smaller tensor stays: launching the copy costs more than the memory is worth.
 LEAST_BYTES = 2**20
-# torch's names of the autograd nodes of views that keep the order of the elements.
+# torch's names for the autograd nodes of views that keep the element order.
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class Offload:
-    """Sends saved activations of one fused model to host memory, in one trip for each forward pass."""
+    """Sends one fused model's saved activations to host memory, in one trip for each forward pass."""
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -61,7 +61,7 @@ class Trip:
         key = t.untyped_storage()._cdata, t._version, t.dtype, t.size(), t.stride(), t.storage_offset()
         known = self._known.get(key)
         away = None if known is None else known()
-        if away is None or away.origin() is None:  # the first tensor is gone, and t may have its memory
+        if away is None or away.origin() is None:  # the first tensor is gone, and t may have reused the memory
             if counted:
                 away = CountedAway(t, self._last.get(t.device))
             else:
@@ -95,7 +95,7 @@ def check_unwritten(t: Tensor, version: int) -> None:
 
 
 class Away:
-    """A tensor in host memory. before: the tensor that was sent before it, which backward wants after it."""
+    """A tensor in host memory. before: the tensor sent just before, which backward wants just after."""
 
     def __init__(self, t: Tensor, stream: torch.cuda.Stream, before: weakref.ref[Away] | None) -> None:
         self.device, self.stream, self.before = t.device, stream, before
@@ -114,7 +114,7 @@ class Away:
             # The copy waits for the work queued on the current stream, which may still use the memory that `back` got.
             back = torch.empty_like(self.host, device=self.device)
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
-            back.record_stream(self.stream)  # if no node asks for `back`, its memory must outlive the copy
+            back.record_stream(self.stream)  # if no node asks for `back`, the memory must outlive the copy
             with torch.cuda.stream(self.stream):
                 back.copy_(self.host, non_blocking=True)
                 self.here = back, self.stream.record_event()
@@ -130,7 +130,7 @@ class Away:
             self.here = None  # with retain_graph=True backward asks again, and the tensor is fetched again
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(arrived)
-        back.record_stream(stream)  # a backward pass on another stream may have fetched it
+        back.record_stream(stream)  # a backward pass on another stream may have fetched the tensor
         before = self.before() if self.before is not None else None
         if before is not None and before.given == 0:
             before.fetch()
@@ -138,7 +138,7 @@ class Away:
 
 
 class CountedAway(Away):
-    """A meta tensor that stands for a GPU tensor: nothing is copied, and it takes memory again when it is fetched."""
+    """A meta tensor that stands for a GPU tensor: no data is copied; fetching counts the memory again."""
 
     def __init__(self, t: Tensor, before: weakref.ref[Away] | None) -> None:
         self.before, self.origin, self.version = before, weakref.ref(t), t._version

@@ -1,16 +1,16 @@
 """Activations that the backward pass recomputes instead of the forward pass keeping them: norms, rotated heads.
 
-A linear layer keeps its input for the gradient of its weight. Where a norm made that input, the norm keeps its own
-input as well, and running the norm again costs one pass over the memory. So while a fused model runs forward,
+A linear layer keeps the input for the weight gradient. Where a norm made that input, the norm keeps its own input
+as well, and running the norm again costs one pass over the memory. So while a fused model runs forward,
 `torch.autograd.graph.saved_tensors_hooks` replace such a tensor by a recipe, whichever operation saves the tensor: a
 projection, an adapter, a router, attention. The recipe gives the backward pass the same bits.
 
     saved by the norm          x
-    saved by q, k and v        norm(x)        → the recipe "norm, of x", computed once for the three of them
-    … under autocast           norm(x).to()   → the recipe "cast, of the norm, of x"; of adapters in fp32 as well
+    saved by q, k and v        norm(x)        → the recipe "norm, of x", computed once for the three
+    … under autocast           norm(x).to()   → the recipe "cast, of the norm, of x"; for adapters in fp32 as well
     saved by attention         rotated heads  → the recipe "norm and rotation, of the heads", where these are kept
 
-Checkpoints, other saved-tensor hooks (of offloading, say) and torch.compile keep the tensors that they save: no recipe
+Checkpoints, other saved-tensor hooks (offloading, say) and torch.compile keep the tensors that they save: no recipe
 replaces those. Where a step is so small that the hooks would take longer than they are worth, "auto" runs without hooks
 (auto.py).
 """
@@ -34,12 +34,12 @@ from tigon.kernels.autocast import autocast_as
 
 Level = Literal["auto", "none", "product", "cheap", "mlp"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-# At most this many recomputed results are alive per device. Normally the last consumer frees one; this bounds the case
-# where backward skips a consumer.
+# At most this many recomputed results are alive per device. Normally the last consumer frees a result; this bounds the
+# case where backward skips a consumer.
 HELD = 2
-# torch's name of the autograd node of a cast, and how many of them in a row are followed back.
+# torch's name for a cast's autograd node, and how many casts in a row are followed back.
 CAST, LONGEST = "ToCopyBackward0", 3
-# torch's names of the nodes of views that a linear layer takes of its weight, and of the product that it made.
+# torch's names for the nodes of the weight view that a linear layer takes, and of the view on its product.
 TRANSPOSED, PRODUCT = ("TBackward0", "TransposeBackward0"), "UnsafeViewBackward0"
 
 # torch has no public way to ask which hooks are on top, or whether hooks are allowed.
@@ -50,11 +50,11 @@ _hooks_allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", 
 class Recompute:
     """The tensors that one fused model recomputes, by level. Each level from "none" on includes the levels before.
 
-    none: nothing. product: act(gate) · up, in `gated_linear`. cheap: also results of norms, and heads that are normed
+    none: no tensors. product: act(gate) · up, in `gated_linear`. cheap: also norm results, and heads that are normed
     and rotated. mlp: also gate and up, with the projections that make them. auto: cheap or product, chosen anew for
     each forward pass.
 
-    extent: the sizes of the model by which "auto" chooses. choice: the decision for the last forward pass.
+    extent: the model sizes by which "auto" chooses. choice: the decision for the last forward pass.
     """
 
     def __init__(self, level: Level, offload: bool = False) -> None:
@@ -62,7 +62,7 @@ class Recompute:
         self.auto = level == "auto"
         rank = LEVELS.index("cheap" if self.auto else level)
         self.product, self.cheap, self.mlp = (rank >= LEVELS.index(least) for least in ("product", "cheap", "mlp"))
-        # Either offload or recipes, not both: a recipe keeps its inputs on the device, and offload sends them away.
+        # Either offload or recipes, not both: a recipe keeps inputs on the device, and offload sends them away.
         self.offload = Offload() if offload else None
         self.cheap = self.cheap and not offload
         self.extent = Extent()
@@ -81,35 +81,35 @@ class Recompute:
 
     @property
     def bytes(self) -> int:
-        """The size of the tensors that the last forward pass did not keep."""
+        """The bytes that the last forward pass did not keep."""
         return 0 if self._last is None else self._last.bytes
 
     @property
     def why(self) -> str:
-        """The choice of "auto" for the last forward pass, with its reason; "" at other levels, and before a pass."""
+        """The "auto" choice for the last forward pass, with the reason; "" at other levels, and before a pass."""
         if self.auto and self.offload is not None:
             return "product: the results of norms are kept, since saved activations go to host memory"
         return "" if self.choice is None else str(self.choice)
 
     @contextlib.contextmanager
     def forward(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Around the model's forward pass: puts recipes in the place of the tensors that `note` was told of.
+        """Around the model's forward pass: puts recipes in the place of the tensors given to `note`.
 
-        args, kwargs: the arguments of that forward, by which "auto" chooses.
+        args, kwargs: the arguments to that forward, by which "auto" chooses.
         """
-        # Other hooks are on top: of a model around this one, or of code that handles every saved tensor itself.
+        # Other hooks are on top: from a model around this one, or from code that handles every saved tensor itself.
         wanted = self.cheap or self.offload is not None
         if not wanted or not torch.is_grad_enabled() or not _hooks_allowed() or _top_hooks(False) is not None:
             yield
             return
         if self.auto and self.offload is None:
-            # Installed hooks are the choice: all that asks for the level in this pass asks for the hooks on top.
+            # Installed hooks mark the choice: code that asks for the level in this pass looks at the hooks on top.
             self.choice = self.extent.choice(args, kwargs or {})
             if not self.choice.cheap:
                 self._last = None
                 yield
                 return
-        # The pass holds the state of one forward: two threads may run the same model at the same time.
+        # The pass holds a single forward's state: two threads may run the same model at the same time.
         current = self._last = Pass(self)
         try:
             with torch.autograd.graph.saved_tensors_hooks(current.pack, current.unpack):
@@ -126,28 +126,28 @@ class Recompute:
     ) -> None:
         """Note that again(*inputs) gives the same results, bit for bit. The operator keeps these inputs in any case.
 
-        where_known: the operator does not keep its inputs, so note the results only if one of the inputs has a recipe.
+        where_known: the operator does not keep the inputs, so note the results only if an input has a recipe.
         """
         if not self.cheap or torch.compiler.is_compiling():
             return
         running = _running()
-        # None in a checkpoint and outside of a forward pass. The pass may belong to the Fusion of a model around this.
+        # None in a checkpoint and outside a forward pass. The pass may belong to the Fusion on an enclosing model.
         if running is not None and running.cheap:
             running.note(results, again, *inputs, where_known=where_known)
 
     @staticmethod
     def is_running() -> bool:
-        """Whether Tigon's hooks see the tensors saved now: not inside a checkpoint, and not outside of `forward()`."""
+        """Whether Tigon's hooks see the tensors saved now: not inside a checkpoint, and not outside `forward()`."""
         return _running() is not None
 
     @staticmethod
     def is_elsewhere() -> bool:
-        """Whether other hooks see the tensors saved now: a checkpoint's, or those of offloading."""
+        """Whether other hooks see the tensors saved now: a checkpoint's, or offloading's."""
         return _top_hooks(False) is not None and _running() is None
 
     @staticmethod
     def checkpoint_hooks() -> tuple[Any, Any] | None:
-        """The hooks of the checkpoint that sees the tensors saved now; None if no checkpoint's hooks are on top.
+        """The hooks set by the checkpoint that sees the tensors saved now; None if no checkpoint's hooks are on top.
 
         Only non-reentrant checkpoints, which stop recomputing early, work by hooks.
         """
@@ -161,10 +161,10 @@ class Pass:
     def __init__(self, owner: Recompute) -> None:
         self.cheap = owner.cheap
         self.offload = None if owner.offload is None else owner.offload.begin()
-        # The number of tensors that were not kept, and their bytes.
+        # The count of tensors that were not kept, and their bytes.
         self.tensors = self.bytes = 0
-        self._results: dict[int, _Result] = {}  # by the address of their memory
-        self._nodes: dict[Any, _Result] = {}  # by the autograd node that made the tensor, and the number of its output
+        self._results: dict[int, _Result] = {}  # by their memory address
+        self._nodes: dict[Any, _Result] = {}  # by the autograd node that made the tensor, and the output index
         self._held: dict[torch.device, list[ref[_Work]]] = {}  # the works whose results are alive
 
     def end(self) -> None:
@@ -180,7 +180,7 @@ class Pass:
             return
         results = results if isinstance(results, tuple) else (results,)
         for y in results:
-            # A result without a gradient has no autograd node that keeps its inputs.
+            # A result without a gradient has no autograd node that keeps the inputs.
             if not _is_plain(y) or not y.requires_grad or not y.numel() or y.storage_offset():
                 return
         for t in inputs:
@@ -213,10 +213,10 @@ class Pass:
         return result if y is not None and y.untyped_storage()._cdata == storage._cdata else None
 
     def _cast(self, t: Tensor) -> tuple[_Work, int] | None:
-        """How to make t, and as which of the results, if t is a noted result cast to other dtypes, else None.
+        """How to make t, and which result t is, if t is a noted result cast to other dtypes, else None.
 
-        Under autocast each projection narrows its input itself. Each adapter in fp32 widens its input, and autocast
-        narrows that again: a chain of casts, whose end may have the numbers of its beginning.
+        Under autocast each projection narrows the input itself. Each adapter in fp32 widens the input, and autocast
+        narrows the input again: a chain of casts, whose end may have the numbers from the beginning.
         """
         node, _ = _behind_views(t.grad_fn, 0)
         if node is None or node.name() != CAST:
@@ -235,7 +235,7 @@ class Pass:
             return None
         y = result.tensor()
         if t._version or (y is not None and y._version != result.version):
-            return None  # other code wrote into the result, or into its cast
+            return None  # other code wrote into the result, or into the cast
         if t.dtype == result.dtype and all(torch.promote_types(d, t.dtype) == d for d in dtypes):
             return result.work, result.index  # widened and narrowed again
         key = tuple(dtypes)
@@ -274,8 +274,8 @@ class Pass:
 
     def _stand_in(self, t: Tensor) -> Kept | _Again:
         # The hooks run for every tensor that autograd saves, so the common cases return as early as they can. No
-        # version is asked of an inference tensor: torch refuses to save such a tensor before it calls a hook.
-        if type(t) is torch.nn.Parameter:  # nobody's result
+        # version is read from an inference tensor: torch refuses to save such a tensor before calling a hook.
+        if type(t) is torch.nn.Parameter:  # not a computed result
             return t, t._version
         node = t.grad_fn
         if node is None:
@@ -296,8 +296,8 @@ class Pass:
                 made = self._cast(t)
                 if made is not None:
                     return _Again(*made, t.size(), t.stride(), 0)
-        # Detached, since its autograd node may be the node that saves it, which would keep itself alive. The node of a
-        # view saves nothing, unless an operation wrote into the view: behind it is the node of that operation then.
+        # Detached, since t's own autograd node may save t, which would form a reference cycle. A view's
+        # node saves no tensors, unless an operation wrote into the view: then that operation's node is behind the view.
         return t if is_view and not version else t.detach(), version
 
     def _value(self, packed: Kept | _Again) -> Tensor:
@@ -309,7 +309,7 @@ class Pass:
         work = packed.work
         results = work.results or self._compute(work)  # a local name: another thread may drop work.results now
         value = results[packed.index].as_strided(packed.size, packed.stride, packed.offset)
-        if not work.wanted or work.given % work.wanted == 0:  # %: with retain_graph=True backward comes again
+        if not work.wanted or work.given % work.wanted == 0:  # %: with retain_graph=True backward runs again
             self._drop(work)
         return value
 
@@ -324,7 +324,7 @@ class Pass:
         if torch.is_grad_enabled() or autocast_dtype(work.device.type) != work.autocast:
             with torch.no_grad(), autocast_as(work.device.type, work.autocast):
                 made = work.again(*inputs)
-        else:  # as nearly always: the backward pass runs without gradients of its own
+        else:  # the usual case: backward itself records no gradients
             made = work.again(*inputs)
         results = work.results = made if isinstance(made, tuple) else (made,)
         held = self._held.setdefault(work.device, [])
@@ -348,16 +348,16 @@ def _running() -> Pass | None:
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Whether the address of its memory identifies t: t is no DTensor, nested or sparse tensor."""
+    """Whether t's memory address identifies t: t is no DTensor, nested or sparse tensor."""
     kind = type(t)
     return (kind is Tensor or kind is torch.nn.Parameter) and t.layout is torch.strided
 
 
-Kept: TypeAlias = tuple[Tensor, int]  # a saved tensor that is kept as it is, and its version then
+Kept: TypeAlias = tuple[Tensor, int]  # a saved tensor that is kept unchanged, and the version when saved
 
 
 class _Again:
-    """A saved tensor that is recomputed: a view of one of the results of a `_Work`."""
+    """A saved tensor that is recomputed: a view of a `_Work`'s result."""
 
     __slots__ = ("index", "offset", "size", "stride", "work")
 
@@ -368,7 +368,7 @@ class _Again:
 class _Work:
     """A computation that stands for its results.
 
-    wanted: how often autograd saved its results. given: how often backward got them.
+    wanted: how often autograd saved a result. given: how often backward got them.
     """
 
     __slots__ = (
@@ -384,7 +384,7 @@ class _Work:
 
 
 class _Result:
-    """A tensor that `note` was told of, while the tensor is alive."""
+    """A tensor given to `note`, while the tensor is alive."""
 
     __slots__ = ("casts", "contiguous", "dtype", "index", "size", "stride", "tensor", "version", "work")
 
@@ -395,7 +395,7 @@ class _Result:
         self.casts: dict[tuple[torch.dtype, ...], _Work] = {}
 
     def lies_like(self, t: Tensor) -> bool:
-        """Whether the elements of t, a cast of views of this result, are in the result's order."""
+        """Whether the elements of t, a cast of this result's views, are in the result's order."""
         if self.contiguous:
             return t.is_contiguous() and t.numel() == self.size.numel()
         return (t.size(), t.stride()) == (self.size, self.stride)
@@ -408,12 +408,12 @@ def _cast_along(t: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    """The address of a storage. Storages of the meta device have none, so their identity stands for it."""
+    """A storage's address. Meta storages have no address, so their identity stands in."""
     return storage.data_ptr() or storage._cdata
 
 
 def _behind_views(node: Any, index: int) -> tuple[Any, int]:
-    """The node, and the number of its output, that made the tensor below a chain of views."""
+    """The node, and the output index, that made the tensor below a chain of views."""
     while node is not None and node.name() in VIEWS:
         node, index = node.next_functions[0]
     return node, index

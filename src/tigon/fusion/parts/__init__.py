@@ -1,7 +1,7 @@
-"""The parts of fuse, one in each file: recognition, fused forward, and registration at the end.
+"""The parts that fuse knows, one file each: recognition, fused forward, and registration at the end.
 
-The file of a new part goes among the names below, in whose order fuse tries the parts of a stage and a report lists the
-parts that ran. So no file may import a file after it.
+A new part's file goes among the names below. fuse tries a stage's parts, and a report lists the parts that ran, in this
+order. So no file may import a later file.
 """
 
 import importlib

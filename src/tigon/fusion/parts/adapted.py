@@ -1,6 +1,6 @@
 """Which linear layers carry an adapter that `tigon.lora_linear` computes, read anew at every call.
 
-PEFT switches adapters on and off, scales, merges, adds and deletes them at any time. So no state of a layer is kept
+PEFT switches adapters on and off, scales, merges, adds and deletes them at any time. So no layer state is kept
 between calls: `read_lora` reads PEFT's public attributes, and gives the layer as a `tigon.LoRA`, or the Reason why
 PEFT's own forward has to run.
 """
@@ -57,7 +57,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def lasting_reason(layer: Any) -> Reason | None:
-    """Why a layer is left to PEFT whatever its input; None if calls decide."""
+    """Why a layer is left to PEFT whatever the input; None if calls decide."""
     if not type(layer).__module__.startswith("peft."):
         return NOT_PEFT
     if not layer.lora_A:
@@ -73,10 +73,10 @@ def _is_elsewhere(layer: Any) -> bool:
 
 
 def _adapter(layer: Any) -> Reason | tuple[Any, Any, float, float]:
-    """A, B, the scale and the dropout of the one adapter that is active."""
+    """A, B, the scale and the dropout of the only active adapter."""
     if layer.disable_adapters or layer.merged:
         return SWITCHED_OFF
-    modules = layer._modules  # nn.Module.__getattr__ takes longer, and this runs for every layer of every call
+    modules = layer._modules  # nn.Module.__getattr__ takes longer, and this runs for every layer in every call
     firsts, seconds = modules["lora_A"]._modules, modules["lora_B"]._modules
     active = layer.active_adapters
     if len(active) != 1 or active[0] not in firsts:
@@ -112,14 +112,14 @@ def _calls_nothing_else(layer: nn.Module) -> bool:
 
 
 def read_lora(layer: Any, x: Any) -> LoRA | Reason:
-    """The layer as it is now, for an input x; or why PEFT's own forward has to run."""
+    """The layer as of now, for an input x; or why PEFT's own forward has to run."""
     adapter = _adapter(layer)
     if isinstance(adapter, Reason):
         return adapter
     first, second, scale, dropout = adapter
     base = layer._modules["base_layer"]
     hooked = not _calls_nothing_else(base)
-    # Hooks of a layer that multiplies by itself run as PEFT runs them: in the layer's own call.
+    # A layer that multiplies by itself runs hooks as PEFT does: in the layer's own call.
     if torch.nn.modules.module._has_any_global_hook() or (hooked and not multiplies_itself(base)):
         return BASE_HOOKED
     a, b = first._parameters["weight"], second._parameters["weight"]
@@ -159,7 +159,7 @@ def _of_linear(layer: LoRA, x: Tensor, cast: torch.dtype | None) -> LoRA | Reaso
     fits = x.dtype == weight.dtype or (cast is not None and x.dtype != torch.float64)
     if not fits or weight.device != x.device or (bias is not None and bias.device != x.device):
         return DTYPES_DIFFER
-    # What nobody has changed by hand fits in shape and dtype as well. If somebody has, the operator's checks say it.
+    # Shapes and dtypes that were not changed by hand fit as well. If they were, the operator's checks raise.
     shapes = weight.dim() == 2 and layer.b.shape == (weight.shape[0], layer.a.shape[0]) and layer.a.dim() == 2
     plain = shapes and weight.shape[1] == x.shape[-1] and weight.dtype.is_floating_point
     own = bias is None or (bias.shape == weight.shape[:1] and (cast is not None or bias.dtype == x.dtype))
@@ -173,7 +173,7 @@ def _of_4bit(base: Any, x: Tensor, dtype: torch.dtype) -> FourBit | Reason | Non
         return NO_STATE
     if getattr(state, "packing_format_for_cpu", False):
         return None
-    if not base.compute_type_is_set:  # as its forward does at its first call
+    if not base.compute_type_is_set:  # as the layer's forward does at its first call
         base.set_compute_type(x)
         base.compute_type_is_set = True
     fits = base.compute_dtype in (None, dtype) and (base.compute_dtype is not None or dtype == x.dtype)

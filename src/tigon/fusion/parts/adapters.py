@@ -1,10 +1,10 @@
-"""LoRA adapters on linear layers, as PEFT puts them: all layers of one input run together by `tigon.lora_linear`.
+"""LoRA adapters on linear layers, as PEFT adds them: layers that share an input run together by `tigon.lora_linear`.
 
-Attention calls its projections of one input one after the other. The first of them computes for all, and the others
-find their result. Which layers these are is read in the source of the forward that calls them: calls of one local name,
-`self.q_proj(hidden_states)` and so on, that all happen at every call. At run time the input has to be the same tensor,
-else each layer computes for itself. Nothing is learnt from calls: a checkpoint has to save the same tensors when it
-computes again.
+Attention calls the projections that share an input one after the other. The first computes for all, and the others
+find their results ready. The groups are read from the source of the calling forward: calls with the same local name as
+argument, `self.q_proj(hidden_states)` and so on, that all happen at every call. At run time the input has to be the
+same tensor, else each layer computes for itself. No state is learnt from calls: a checkpoint has to save the same
+tensors when recomputing.
 """
 
 from __future__ import annotations
@@ -81,32 +81,32 @@ def run(x: Tensor, layers: list[LoRA], saved_by: Any) -> tuple[Tensor, ...]:
 
 
 def _is_apart(x: Tensor, layer: LoRA) -> bool:
-    """Whether the base layer runs under autograd, and `lora_linear` cannot take it."""
+    """Whether the base layer runs under autograd, and `lora_linear` cannot take the layer."""
     if not isinstance(layer.weight, Opaque):
         return False
-    # A layer that is given x in another dtype than the adapters multiply in makes casts of its own.
+    # A layer that gets x in another dtype than the adapters multiply in makes separate casts.
     return layer.weight.own_product is None or (autocast_dtype(x.device.type) or x.dtype) != x.dtype
 
 
 def _as_came(x: Tensor, layer: LoRA, y: Tensor) -> Tensor:
-    """Layers of bitsandbytes give back the input's dtype, also where autocast chose another."""
+    """bitsandbytes layers return the input's dtype, also where autocast chose another."""
     return y if isinstance(layer.weight, Tensor) else y.to(x.dtype)
 
 
 def adapter_here(layer: Any, x: Tensor) -> LoRA | None:
-    """The layer as `tigon.LoRA`, where calling it would do no more than `adapter_forward` does: for a fused MLP."""
+    """For a fused MLP: the layer as `tigon.LoRA`, where calling it would do no more than `adapter_forward` does."""
     patch = vars(layer).get("_tigon")
     if patch is None or patch.part is not ADAPTERS or not patch.ledger.active or not patch.is_entire_call(layer):
         return None
     lora = read_lora(layer, x)
     if isinstance(lora, Reason) or _is_apart(x, lora):
         return None
-    # What bitsandbytes would widen again is left to the module.
+    # Results that bitsandbytes would widen again are left to the module.
     return lora if isinstance(lora.weight, Tensor) or (autocast_dtype(x.device.type) or x.dtype) == x.dtype else None
 
 
 def may_be_adapted(layer: Any) -> bool:
-    """Whether `adapter_here` has anything to look at: it is asked of every MLP, and most have no adapters."""
+    """Whether `adapter_here` has anything to look at: every MLP asks, and most have no adapters."""
     patch = vars(layer).get("_tigon")
     return patch is not None and patch.part is ADAPTERS
 
@@ -148,7 +148,7 @@ def _state_of_torch(x: Tensor) -> tuple[Any, ...]:
 
 
 class Siblings:
-    """Layers of one module that get the same input, in the order of their calls."""
+    """Layers of one module that get the same input, in call order."""
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
         self.parent, self.names = weakref.ref(parent), names
@@ -157,7 +157,7 @@ class Siblings:
         return "LoRA: " + (f"{', '.join(self.names)} in one" if len(self.names) > 1 else self.names[0])
 
     def copy_for(self, memo: dict[int, Any]) -> Siblings:
-        """The siblings in a copy of the model; a layer that is copy_for alone has none."""
+        """The siblings in a copy of the model; a layer copied alone has none."""
         if id(self) not in memo:
             parent = memo.get(id(self.parent()))
             memo[id(self)] = (
@@ -167,7 +167,7 @@ class Siblings:
         return siblings
 
     def behind(self, layer: nn.Module) -> Iterator[nn.Module]:
-        """The layers that are called after the first, where `layer` is the first and they are as they were found."""
+        """The layers that are called after the first, if `layer` is the first and the group is unchanged."""
         parent = self.parent()
         if parent is None or len(self.names) == 1 or parent._modules.get(self.names[0]) is not layer:
             return
@@ -187,7 +187,7 @@ class Adapters(Part):
     def fuse(self, site: Site, module: nn.Module) -> None:
         site.get_cached(_Names).seen = _names(site.model)
         modules = site.modules()
-        # A model around one that is fused: the Fusion inside takes the adapters.
+        # A model around a fused model: the inner Fusion takes the adapters.
         if any(p is not None and p.ledger.active and p.ledger is not site.ledger for p in map(_get_patch, modules)):
             return
         heads = {id(head) for m in modules if (head := get_head(m)) is not None}
@@ -200,7 +200,7 @@ class Adapters(Part):
         ours = []
         for name, layer in children.items():
             patch = site.find_patch(layer)
-            there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # it looks again
+            there = patch is not None and patch.part is self and patch.is_installed_on(layer)  # on a repeated pass
             reason = lasting_reason(layer) or (None if there else site.why_not(layer))
             if reason is None or there:
                 ours.append(name)
@@ -214,7 +214,7 @@ class Adapters(Part):
                 if patch is None:
                     patch = Patch(self, site.ledger, siblings)
                     site.install(layer, adapter_forward, patch)
-                patch.formula = siblings  # one for the group, also where fuse looks at it again
+                patch.formula = siblings  # shared by the group, also where fuse looks at the layer again
                 site.record_fused(self, layer, _what(layer, siblings), patch)
 
     def is_stale(self, site: Site) -> bool:
@@ -230,7 +230,7 @@ def _what(layer: Any, siblings: Siblings) -> str:
 
 
 class _Names:
-    """The names of the adapters that a model had when fuse looked at it."""
+    """The adapter names that a model had when fuse looked."""
 
     seen: tuple[str, ...] = ()
 
@@ -244,7 +244,7 @@ def _get_patch(module: nn.Module) -> Patch | None:
 
 
 def _groups(parent: nn.Module, names: list[str]) -> list[tuple[str, ...]]:
-    """The names, in groups of layers that get the same input."""
+    """The names, in groups with the same input."""
     groups = [g for group in _together(type(parent).forward) if (g := tuple(n for n in group if n in names))]
     return groups + [(n,) for n in names if not any(n in g for g in groups)]
 

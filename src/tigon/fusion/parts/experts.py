@@ -1,12 +1,12 @@
-"""Experts of a mixture, stacked in one module: recognised by their numbers, and run by `moe_mlp`.
+"""A mixture's experts, stacked in one module: recognised by their numbers, and run by `moe_mlp`.
 
-transformers has a registry of experts' implementations, by name. This file does not use the registry: it belongs to
-the process, and models choose from it by a field of a configuration that several models may share. Instead fuse
-replaces the forward of one module, so that nothing outside of the instance changes. A module that is set to an
-implementation other than transformers' general ones keeps that implementation. An implementation that
+transformers has a registry that names expert implementations. This file does not use the registry: the registry belongs
+to the process, and models choose from it by a configuration field that several models may share. Instead fuse
+replaces a single module's forward, so that no state outside the instance changes. A module that is set to an
+implementation other than transformers' general implementations keeps that implementation. An implementation that
 `set_experts_implementation` chooses after fuse runs instead of Tigon's.
 
-The router, its auxiliary loss and shared experts are other modules, and stay the model's own.
+The router, the auxiliary loss and shared experts are other modules, and stay the model's own.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ from tigon.ops.experts import moe_mlp
 from tigon.ops.experts.options import Expert
 from tigon.ops.experts.reference import moe_mlp_reference
 
-GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, of the same formula
+GENERAL = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own implementations, all with the same formula
 ROUNDINGS = 32  # in fp32, relative to a row's largest result: both sides sum products, in different orders
 
 
 @dataclass(frozen=True)
 class Experts:
-    """y = Σ_k w_k · down(act(gate) · up) of stacked experts, as `moe_mlp` computes it.
+    """y = Σ_k w_k · down(act(gate) · up) for stacked experts, as `moe_mlp` computes it.
 
-    gate_up, down, gate_up_bias, down_bias: names of the module's parameters.
+    gate_up, down, gate_up_bias, down_bias: the module's parameter names.
     by_columns: gate_up is stored as (E, D, 2I).
-    inputs: the names of the forward's arguments.
-    alpha, limit: attributes that hold these options of `tigon.Expert`, or None.
+    inputs: the forward's argument names.
+    alpha, limit: attributes that hold these `tigon.Expert` options, or None.
     act_module: the child that computes the activation.
     held: attributes that may have an effect the formula lacks, with the values for which they have none.
-    implementation: transformers' implementation that the module was set to. If another one is set later, that one runs.
+    implementation: transformers' implementation that the module was set to. A different implementation set later runs
+        in its place.
     """
 
     gate_up: str
@@ -105,11 +106,11 @@ class Experts:
 
 @recognition
 def recognize_experts(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Experts | Reason | None:
-    """The formula of stacked experts; a Reason if a module is called experts and Tigon lacks its formula; else None."""
+    """The stacked experts' formula; a Reason if a module is named experts and Tigon lacks the formula; else None."""
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     if sum(p.dim() == 3 for p in parameters.values()) == 0:
         return None
-    named = "expert" in type(module).__name__.lower()  # decides only if the report mentions it
+    named = "expert" in type(module).__name__.lower()  # decides only whether the report mentions it
 
     def skip(reason: str) -> Reason | None:
         return Reason(reason) if named else None
@@ -176,7 +177,7 @@ def _of_layout(
     module: nn.Module, layout: _Layout, inputs: tuple[str, str, str], act_module: str | None
 ) -> Experts | None:
     numbers = [k for k, v in vars(module).items() if type(v) is float]
-    # A number may be an option of the formula. Or it may change what the module computes: then the formula holds only
+    # A number may be a formula option. Or the number may change the module's result: then the formula holds only
     # while the number keeps its value.
     for attributes in [numbers, []] if numbers else [[]]:
         probes = _Probes(module, layout, attributes)
@@ -217,11 +218,11 @@ class _Probes:
         }
         shapes |= {n: s for n, s in ((layout.gate_up_bias, (E, width)), (layout.down_bias, (E, self.D))) if n}
         drawn = {k: torch.randn(s, generator=generator) / (3.0 if len(s) == 3 else 1.0) for k, s in shapes.items()}
-        # The first, middle and last experts; each token goes to different ones.
+        # The first, middle and last experts; each token goes to different experts.
         some = torch.tensor([0, 1, 2, E // 2, E - 2, E - 1]).clamp(0, E - 1).unique()
         order = torch.rand(self.TOKENS, len(some), generator=generator).argsort(-1)[:, :K]
         self.index = some[order]
-        # Router weights that show whether they multiply result or input; tokens of all sizes, to reach any limit.
+        # Router weights that show whether they multiply result or input; token sizes vary, to reach any limit.
         self.weights = torch.rand(self.TOKENS, K, generator=generator) + 0.5
         x = torch.randn(self.TOKENS, self.D, generator=generator)
         self.inputs = {torch.float32: x * torch.logspace(-2, 1, self.TOKENS)[:, None], torch.bfloat16: x}
@@ -231,7 +232,7 @@ class _Probes:
         for dtype, training in itertools.product(self.inputs, (True, False)):
             probe = self.probes[dtype] = self._probe(dtype, training)
             self.results.append((dtype, False, run(probe, *self._arguments(dtype, self.index))))
-        # An index past the last expert marks another rank's experts: they add nothing, or the module raises.
+        # An index past the last expert marks another rank's experts: they contribute zero, or the module raises.
         self.beyond = self.index.clone()
         self.beyond[::3, 0] = E
         self.results.append(
@@ -254,7 +255,7 @@ class _Probes:
         return probe
 
     def _holds(self, formula: Experts, case: Case) -> bool:
-        """Whether the module computes its formula in another case, with the gradients of its inputs and parameters."""
+        """Whether the formula holds in another case, with the gradients of inputs and parameters."""
         probe = self._probe(case.dtype, case.training)
         x = case.input(self.D).detach().flatten(0, 1).requires_grad_(case.gradients)
         places = torch.arange(len(x)) % self.TOKENS
@@ -302,9 +303,9 @@ class _Probes:
             their_error, our_error = ((t.double() - exact).abs().mean() for t in (y, ours))
             if not (our_error <= 2 * their_error and their_error <= 0.05 * exact.abs().mean()):
                 return False
-        # Eager code runs one expert after another: as many tokens as a step has would take seconds, so 300 stand in.
+        # Eager code runs one expert after another: a real step's token count would take seconds, so 300 stand in.
         cases = [replace(case, shape=(1, min(case.shape[1], 300))) if case.shape[1] > 8 else case for case in CASES]
-        # Eager code sums the gradient of a bias in bf16 in its own order, so bf16 gradients cannot be compared.
+        # Eager code sums a bf16 bias gradient in a different order, so bf16 gradients cannot be compared.
         cases = [replace(case, gradients=case.gradients and case.dtype == torch.float32) for case in cases]
         return all(self._holds(formula, case) for case in cases)
 
@@ -327,7 +328,7 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) > 3 or len(inputs) != len(args) + len(kwargs) or inputs.keys() != set(formula.inputs):
         return plain_forward(self, *args, **kwargs)
     x, index, weights = (inputs[name] for name in formula.inputs)
-    if _implementation(self) != formula.implementation:  # set_experts_implementation chose another one since
+    if _implementation(self) != formula.implementation:  # set_experts_implementation chose another since
         return plain_forward(self, *args, **kwargs)
     experts = formula.weights(self)
     if not _fits(x, index, weights, experts):
@@ -341,7 +342,7 @@ def experts_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fits(x: Any, index: Any, weights: Any, experts: tuple[Tensor | None, ...]) -> bool:
-    """Whether all are plain tensors of one device, and the weights have x's dtype or get it from autocast."""
+    """Whether all are plain tensors on one device, and the weights have x's dtype or get that dtype from autocast."""
     floats = (x, weights, *(t for t in experts if t is not None))
     if any(not isinstance(t, Tensor) or hasattr(t, "device_mesh") or hasattr(t, "ds_id") for t in (index, *floats)):
         return False

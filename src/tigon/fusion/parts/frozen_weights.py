@@ -1,13 +1,13 @@
-"""How a frozen layer under PEFT's adapters is multiplied by: its weight, its weight made dense, or its own forward.
+"""How to multiply by a frozen layer under PEFT's adapters: its weight, a dense copy, or the layer's own forward.
 
     plain torch.nn.Linear                      the weight itself
-    4-bit layers of bitsandbytes               `FourBit`: made dense for one product at a time
-    weight-only tensor classes of torchao      `DequantizedWeight`: the same. Their forward leaves the dense weight
+    4-bit layers from bitsandbytes             `FourBit`: made dense for one product at a time
+    weight-only tensor classes from torchao    `DequantizedWeight`: the same. Their forward leaves the dense weight
                                                in the graph until the backward pass
-    8-bit layers of bitsandbytes               `Opaque` with a dense weight backward: their own Function keeps its
-                                               input out of all hooks' sight, also where a checkpoint means to drop
+    8-bit layers from bitsandbytes             `Opaque` with a dense weight backward: their own Function hides the
+                                               input from all hooks, also where a checkpoint means to drop
                                                the input, and never reads it
-    every other layer of PEFT's known classes  `Opaque`: the layer's own forward under autograd, the adapters beside it
+    all other layers in PEFT's known classes   `Opaque`: the layer's own forward under autograd, the adapters beside it
 
 A tensor class that also quantises the layer's input is opaque: a dense weight would leave that step out.
 """
@@ -26,8 +26,8 @@ from tigon.ops.linear.opaque import Opaque
 
 _PLAIN = (Tensor, nn.Parameter)
 
-# PEFT's classes of linear layers with LoRA, all of the form y = base(x) + scale · B(A(x)); and whether the sum always
-# has the dtype of base(x), or under CUDA's autocast the wider one of its two parts.
+# PEFT's linear-layer classes with LoRA, all of the form y = base(x) + scale · B(A(x)); and whether the sum always
+# has base(x)'s dtype, or under CUDA's autocast the wider dtype of the two parts.
 FORWARDS = {
     "peft.tuners.lora.layer.Linear": True,
     "peft.tuners.lora.torchao.TorchaoLoraLinear": True,
@@ -50,10 +50,10 @@ WEIGHT_ONLY = {
     "torchao.IntxUnpackedToInt8Tensor": ("activation_quantization",),
 }
 
-# Libraries whose tensor classes are multiplied by in torch.nn.Linear's own forward.
+# Libraries whose tensor classes torch.nn.Linear's own forward multiplies by.
 TENSOR_CLASSES = ("torchao",)
 
-# Base layers whose result and input gradient belong to nobody else; and whether they take rows (M, H) as well as
+# Base layers whose result and input gradient no other code holds; and whether they take rows (M, H) as well as
 # (..., H).
 FRESH = {
     "bitsandbytes.Linear8bitLt": True,
@@ -63,7 +63,7 @@ FRESH = {
 
 
 def weight_in_8_bits(base: Any) -> Callable[[torch.dtype], Tensor] | None:
-    """The weight of an 8-bit layer of bitsandbytes, in the steps of its own backward pass; None where it is trained."""
+    """An 8-bit bitsandbytes weight, by the steps in that layer's backward pass; None where the weight is trained."""
     state = base.state
     if state.has_fp16_weights or any(p.requires_grad for p in base.parameters()):
         return None
@@ -75,17 +75,17 @@ def weight_in_8_bits(base: Any) -> Callable[[torch.dtype], Tensor] | None:
     return weight
 
 
-# Base layers whose weight can be had dense for the gradient of the input, though not for the product.
+# Base layers whose weight can be had dense for the input gradient, though not for the product.
 WEIGHTS = {"bitsandbytes.Linear8bitLt": weight_in_8_bits}
 
 
 def qualify_name(kind: type) -> str:
-    """The library and the name of a class, without the modules between: these move from release to release."""
+    """A class's library and name, without the modules between: these move from release to release."""
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
 def is_known_layer(layer: nn.Module) -> bool:
-    """Whether a layer of PEFT computes its base layer's result, plus the adapter's, and nothing else."""
+    """Whether a PEFT layer computes the base layer's result plus the adapter's, and no more."""
     return _of_peft(layer) in FORWARDS
 
 
@@ -98,7 +98,7 @@ def is_4bit(base: nn.Module) -> bool:
 
 
 def is_plain(base: nn.Module) -> bool:
-    """Whether the base layer is F.linear by a weight that is an ordinary tensor, or sharded: no quantised one."""
+    """Whether the base layer is F.linear by a weight that is an ordinary or a sharded tensor, not quantised."""
     return type(base) is nn.Linear and not is_tensor_class(base._parameters["weight"])
 
 
@@ -108,7 +108,7 @@ def is_tensor_class(weight: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DequantizedWeight:
-    """A weight of a tensor class that quantises the weight alone, as a `tigon.ops.linear.lora.Frozen`."""
+    """A weight whose tensor class quantises the weight alone, as a `tigon.ops.linear.lora.Frozen`."""
 
     source: Tensor
 
@@ -126,23 +126,23 @@ class DequantizedWeight:
 
 
 def _weight_only(base: Any) -> Any:
-    """The weight of a torch.nn.Linear, if it is of a tensor class that quantises nothing but the weight."""
+    """A torch.nn.Linear's weight, if the tensor class quantises the weight alone."""
     weight = base.weight if type(base) is nn.Linear else None
     inputs = WEIGHT_ONLY.get(qualify_name(type(weight)))
     return None if inputs is None or any(getattr(weight, name, None) is not None for name in inputs) else weight
 
 
 def read_dequantized(base: Any, x: Tensor, dtype: torch.dtype) -> DequantizedWeight | None:
-    """The base layer's weight, if only the weight is quantised, and has the dtype of x and of the products."""
+    """The base layer's weight, if only the weight is quantised, and the dtype is that of x and the products."""
     weight = _weight_only(base)
     if weight is None or weight.requires_grad or weight.dim() != 2:
         return None
-    # In other dtypes each class has its own order of casts.
+    # In other dtypes each class casts in a different order.
     return DequantizedWeight(weight) if weight.dtype == x.dtype == dtype else None
 
 
 def find_source(weight: Any) -> Any:
-    """What stays the same from one reading of a layer to the next: the weight, or what it was read from."""
+    """The object that stays the same across reads: the weight, or the tensor that the weight was read from."""
     if isinstance(weight, FourBit):
         return weight.absmax
     if isinstance(weight, DequantizedWeight):
@@ -151,8 +151,8 @@ def find_source(weight: Any) -> Any:
 
 
 def make_opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
-    """The base layer's own forward, as PEFT calls it. hooked: others may hold what the layer gives."""
-    # GPTQ and its like call the layer by another name; PEFT keeps both.
+    """The base layer's own forward, as PEFT calls it. hooked: other code may hold the layer's result."""
+    # GPTQ and similar layers are called by another name; PEFT keeps both.
     base: Callable[[Tensor], Tensor] = getattr(layer, "quant_linear_module", layer.base_layer)
     name = "" if hooked else qualify_name(type(base))
     shape = (b.shape[0], x.shape[-1])
@@ -163,5 +163,5 @@ def make_opaque(layer: Any, b: Tensor, x: Tensor, hooked: bool) -> Opaque:
 
 
 def multiplies_itself(base: Any) -> bool:
-    """Whether calls run the base layer's own forward whatever their input; for the report."""
+    """Whether calls run the base layer's own forward whatever the input; for the report."""
     return not is_plain(base) and not is_4bit(base) and _weight_only(base) is None

@@ -97,7 +97,7 @@ class Head(Part):
         site.entrances += [outer for outer in around if any(m is owner for owner in owners for m in outer.modules())]
 
     def _fuse_head(self, site: Site, owner: nn.Module, head: nn.Module) -> bool:
-        """Whether a layer of the head is fused now."""
+        """Whether a layer in the head is fused now."""
         no_labels = NO_LABELS if find_labels_position(owner) is None else None
         layers = list(_linear_layers(head))
         if not layers:
@@ -116,25 +116,25 @@ class Head(Part):
                 before = vars(layer).get("forward")
                 site.install(layer, head_forward, Patch(self, site.ledger, before=before))
             biased = " + b" if layer.bias is not None else ""
-            # The lazy logits count the calls, by no key: whichever head made them.
+            # The lazy logits count the calls without a key, whichever head made them.
             site.record_fused(self, layer, f"loss without logits, x Wᵀ{biased}, when labels are given")
             site.claim(layer)
             fused = True
         return fused
 
     def is_stale(self, site: Site) -> bool:
-        """`resize_token_embeddings`, for one, puts another head in the place of the fused one."""
+        """`resize_token_embeddings`, for example, replaces the fused head by another."""
         return site.get_cached(_Heads).are_others()
 
 
 class _Heads:
-    """Models, each with the head that its get_output_embeddings() returned."""
+    """Models, each with the head that get_output_embeddings() returned."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = []
 
     def are_others(self) -> bool:
-        """Whether one of the models has another head now."""
+        """Whether any model has another head now."""
         for owner, fused in self.pairs:
             head = None if (model := owner()) is None else get_head(model)
             if head is not None and head is not fused():
@@ -151,16 +151,16 @@ class _Heads:
 
 
 def _classifiers_of_words(site: Site) -> list[nn.Module]:
-    """The linear layers with an output for each row of the model's largest embedding, its vocabulary.
+    """The linear layers with an output for each row in the model's largest embedding, the vocabulary.
 
-    Classifiers of sequences and images have other outputs, and nothing to gain from a loss without logits.
+    Sequence and image classifiers have other outputs, and gain no memory from a loss without logits.
     """
     tables = [n for m in site.modules() if isinstance(n := getattr(m, "num_embeddings", None), int)]
     return [m for m in site.modules() if tables and _is_linear(m) and m.out_features == max(tables)]
 
 
 def get_head(owner: Any) -> Any:
-    """The head that get_output_embeddings() returns; None for a module without one."""
+    """The head that get_output_embeddings() returns; None for a module without a head."""
     if not callable(getattr(type(owner), "get_output_embeddings", None)):
         return None
     try:
@@ -193,7 +193,7 @@ def _why_not(site: Site, layer: nn.Linear) -> Reason | None:
     if layer.weight.dtype not in DTYPES:
         return dtype_of_head(str(layer.weight.dtype).removeprefix("torch."))
     reason = site.why_not(layer)
-    # A forward that gathers the logits of a split head (tensor parallelism) is one that head_forward can call.
+    # A forward that gathers a split head's logits (tensor parallelism) can be called by head_forward.
     return None if reason == REPLACED and is_gathering_forward(vars(layer)["forward"]) else reason
 
 

@@ -1,13 +1,13 @@
-"""Norms of attention heads that wait for the rotation of these heads, so that both run in one pass.
+"""Norms of attention heads that wait for the heads' rotation, so that both run in one pass.
 
-Attention modules norm each head of q and of k, transpose, and rotate:
+Attention modules norm each q and k head, transpose, and rotate:
 
     query_states = self.q_norm(query_states.view(hidden_shape)).transpose(1, 2)
     key_states = self.k_norm(key_states.view(hidden_shape)).transpose(1, 2)
     query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-In such a module (qk_norm.py) a fused norm returns a `HeadNorm`: the heads, and the norm to apply. It notes a
-transposition. The rotary function of the rewritten forward (rotary.py) hands two HeadNorms to `tigon.qk_norm_rope`. Any
+In such a module (qk_norm.py) a fused norm returns a `HeadNorm`: the heads, and the norm to apply. A HeadNorm notes a
+transposition. In the rewritten forward (rotary.py) the rotary function hands two HeadNorms to `tigon.qk_norm_rope`. Any
 other use of a HeadNorm computes the normed tensor.
 """
 
@@ -28,8 +28,8 @@ from tigon.ops.rms_norm import rms_norm
 class HeadNorm:
     """The (B, T, H, D) or (B, H, T, D) result of a norm over D, not computed yet.
 
-    A HeadNorm is no Tensor, and `isinstance` says so. It lives in the forward of one attention module, from the norm to
-    the rotation.
+    A HeadNorm is not a Tensor, also for `isinstance`. The object lives within one attention module's forward, from the
+    norm to the rotation.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, form: RMSForm, patch: Any) -> None:
@@ -56,7 +56,7 @@ class HeadNorm:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the normed tensor. Under autocast heads are narrow beside a weight in fp32."""
+        """The normed tensor's dtype. Under autocast heads are narrow beside a weight in fp32."""
         x, weight = self.x.dtype, self.weight.dtype
         return x if self.form.cast == "gemma" or x == weight else torch.promote_types(x, weight)
 
@@ -69,7 +69,7 @@ class HeadNorm:
         return func(*(as_tensor(a) for a in args), **{k: as_tensor(v) for k, v in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("x", "normed"):  # copy and pickle ask a half-made object
+        if name in ("x", "normed"):  # copy and pickle ask an uninitialised object
             raise AttributeError(name)
         return getattr(self.tensor(), name)
 
@@ -93,7 +93,7 @@ def strip_norm(value: Any) -> Any:
 
 
 def fuse_rope(q: Any, k: Any) -> Callable[..., Any] | None:
-    """A function that norms and rotates the bare heads of q and k in one pass; None if their norms do not match."""
+    """A function that norms and rotates the bare q and k heads in one pass; None if their norms do not match."""
     if not isinstance(q, HeadNorm) or not isinstance(k, HeadNorm) or q.normed is not None or k.normed is not None:
         return None
     if q.form != k.form or q.x.dtype != k.x.dtype or q.weight.dtype != k.weight.dtype:

@@ -51,7 +51,7 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if (formula.between is not None or formula.same_dtypes) and not _same_dtype(
         getattr(self, formula.gate), getattr(self, formula.down)
     ):
-        return plain_forward(self, x)  # T5 in fp16 keeps its last layer in fp32, and casts the product
+        return plain_forward(self, x)  # T5 in fp16 keeps the last layer in fp32, and casts the product
     recompute = patch.ledger.recompute
     if recompute.mlp and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tiled = _tiled_mlp(self, patch, x)
@@ -59,21 +59,21 @@ def mlp_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             tiled = _adapted_mlp(self, patch, x, tiled=True)
         if tiled is not None:
             return _after_mlp(self, formula, tiled)
-        if recompute.is_running():  # a layer with an adapter or a hook: recipes replace the tensors that it saves, too
+        if recompute.is_running():  # a layer with an adapter or a hook: recipes replace the saved tensors, too
             run = functools.partial(_mlp, self, patch)
             return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
     return _mlp(self, patch, x)
 
 
 def add_mlp(module: Any, residual: Any, x: Any) -> Tensor | None:
-    """residual + module(x), where all three layers of an MLP have adapters and one pass adds; None elsewhere."""
+    """residual + module(x), where all three MLP layers have adapters and one pass adds; None elsewhere."""
     patch: Patch = module._tigon
     formula: Gated = patch.formula
     if torch.compiler.is_compiling() or not _may_be_adapted(module, formula):
         return None
     if not patch.ledger.active or is_functorch_active():
         return None
-    # Hooks on the module see its result, which is not computed here.
+    # Hooks on the module see a result that is not computed here.
     if not isinstance(residual, Tensor) or not patch.is_entire_call(module) or not patch.still_holds(module):
         return None
     if formula.same_dtypes or any(f is not None for f in (formula.scale, formula.dropout, formula.after)):
@@ -105,7 +105,7 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         dense = _dense_mlp(self, patch, x)
         if dense is not None:
             return _after_mlp(self, formula, dense)
-    # The partitioner of torch.compile decides what is kept of adapted layers, which are called as they are.
+    # torch.compile's partitioner decides which tensors adapted layers keep, and they are called as they are.
     adapters = not torch.compiler.is_compiling() and _may_be_adapted(self, formula)
     if adapters:
         whole = _adapted_mlp(self, patch, x)
@@ -130,7 +130,7 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
     recompute = patch.ledger.recompute
     adapted = None
     if adapters and plain and recompute.product and fit_each_other(gate, up):
-        # Without kernels nothing computes the product again, and a recipe stands for it.
+        # Without kernels the product is not recomputed by an operator, and a recipe replaces it.
         adapted = adapter_here(down, gate) if use_triton(gate, up) else None
     if adapted is not None:
         patch.ledger.count("mlp", patch.key)
@@ -140,9 +140,9 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
         )
     elif plain and recompute.product and fit_each_other(gate, up) and _is_plain_linear(down, gate):
         patch.ledger.count("mlp", patch.key)
-        # No other code sees the results of two plain layers, so the backward pass may overwrite them.
+        # No other code sees two plain layers' results, so the backward pass may overwrite them.
         makers = (getattr(self, name) for name in (formula.gate, formula.up) if name is not None)
-        # The kernel overwrites neither of two halves of one result.
+        # The kernel does not overwrite two halves that share one result.
         unseen = ours is not None or (isinstance(x, Tensor) and all(_is_plain_linear(layer, x) for layer in makers))
         unseen = unseen and not (formula.up is None and formula.up_first)
         hooks = recompute.checkpoint_hooks()
@@ -156,10 +156,10 @@ def _mlp(self: Any, patch: Patch, x: Tensor) -> Any:
 
 
 def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
-    """The whole unit of layers that are plain; None if one of them is another layer."""
+    """The whole unit for plain layers; None if any layer is not plain."""
     formula: Gated = patch.formula
     recompute = patch.ledger.recompute
-    # Offloading cannot tell which of the tensors that a Function makes itself are activations.
+    # Offloading cannot tell which tensors inside a Function are activations.
     if torch.compiler.is_compiling() or recompute.offload is not None:
         return None
     layers = self._modules
@@ -181,7 +181,7 @@ def _dense_mlp(self: Any, patch: Patch, x: Any) -> Tensor | None:
 
 
 def _may_be_adapted(self: Any, formula: Gated) -> bool:
-    """Whether a layer of the unit may have an adapter; most units have none, and nothing more is asked about them."""
+    """Whether a layer in the unit may have an adapter; most units have none, and this check is all they cost."""
     layers = self._modules
     for name in (formula.gate, formula.up, formula.down):
         layer = layers.get(name) if name is not None else None
@@ -191,14 +191,14 @@ def _may_be_adapted(self: Any, formula: Gated) -> bool:
 
 
 def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual: Tensor | None = None) -> Tensor | None:
-    """The whole unit of three layers with adapters, in tiles or at once; None if one of them is another layer.
+    """The whole unit for three layers with adapters, in tiles or at once; None if any layer is another kind.
 
-    residual: what the unit adds its result to, not in tiles.
+    residual: the tensor that the unit's result is added to, not in tiles.
     """
     formula: Gated = patch.formula
     recompute = patch.ledger.recompute
     plain = formula.is_bare and recompute.product
-    # Without kernels nothing computes the product again, and a recipe stands for it.
+    # Without kernels the product is not recomputed by an operator, and a recipe replaces it.
     if not plain or formula.up is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     if not use_triton(x):
@@ -227,7 +227,7 @@ def _adapted_mlp(self: Any, patch: Patch, x: Any, tiled: bool = False, residual:
 
 
 def _adapted_gate_and_up(self: Any, patch: Patch, x: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Gate and up of layers with adapters, in one call; None if one of them is another layer."""
+    """Gate and up for layers with adapters, in one call; None if either is another kind of layer."""
     if torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     layers = [getattr(self, name) for name in (patch.formula.gate, patch.formula.up) if name is not None]
@@ -249,9 +249,9 @@ def _after_mlp(self: Any, formula: Gated, y: Tensor) -> Any:
 
 
 def _is_plain_linear(layer: Any, x: Tensor) -> bool:
-    """Whether calling the layer does no more than F.linear, so that its backward pass need not keep its input.
+    """Whether calling the layer does no more than F.linear, so that the backward pass need not keep the layer's input.
 
-    An adapter, a hook, another forward or a sharded weight needs the call of the module. So does torch.compile, whose
+    An adapter, a hook, another forward or a sharded weight needs the module's call. So does torch.compile, whose
     partitioner decides which tensors are kept.
     """
     if type(layer) is not nn.Linear or torch.compiler.is_compiling() or torch.nn.modules.module._has_any_global_hook():
@@ -288,13 +288,13 @@ def _gated_product(self: Any, patch: Patch, gate: Tensor, up: Tensor | None) -> 
 class Gated:
     """y = down(act(gate(x)) · up(x)).
 
-    gate, up, down: names of the child modules; up is None where gate holds both matrices, side by side.
+    gate, up, down: child module names; up is None where gate holds both matrices, side by side.
     act: a name in `tigon.ops.acts`. act_module: the child that computes the activation.
     up_first: the module calls up before gate. Random numbers and hooks can tell the order. Where gate holds both
         matrices: up's is the first.
     between, after: children that the product and the result go through: dropout, a norm.
     gate_scale, scale: attributes that multiply gate(x) and the result.
-    dropout: an attribute, the probability with which elements of the result are dropped in training.
+    dropout: an attribute, the probability that a result element is dropped in training.
     held: attributes that may have an effect the formula lacks, with the values for which they have none.
     same_dtypes: the formula holds only while all layers have one dtype, since the module's code compares dtypes.
     """
@@ -320,7 +320,7 @@ class Gated:
 
     @property
     def is_bare(self) -> bool:
-        """Whether nothing but the product lies between the layers, with gate first where one layer holds both."""
+        """Whether only the product lies between the layers, with gate first where one layer holds both."""
         packed_otherwise = self.up is None and self.up_first
         return self.between is None and self.gate_scale is None and not packed_otherwise
 
@@ -332,7 +332,7 @@ class Gated:
 
 @recognition
 def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gated | Reason | None:
-    """The formula of a gated MLP; a Reason if a module is built like one and computes something else; else None."""
+    """A gated MLP's formula; a Reason if a module has this structure but another result; else None."""
     children = dict(module.named_children())
     widths = {k: w for k, c in children.items() if (w := linear_widths(c)) is not None}
     others = [k for k in children if k not in widths]
@@ -358,12 +358,12 @@ def recognize_mlp(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Gat
         for gate, up, down in roles:
             for act, up_first in itertools.product(ACTS, (False, True) if up is None else (False,)):
                 formula = Gated(gate, up, down, act, act_module, up_first, same_dtypes=same_dtypes)  # type: ignore[arg-type]
-                # A number among the attributes may be a scale, or may change what the module computes.
+                # A number among the attributes may be a scale, or may change the module's result.
                 numbers = {k: v for k, v in vars(module).items() if type(v) is float}
                 gated = _place_children(module, formula, rest, list(numbers))
                 if gated is not None:
                     return gated
-                # A probability of 0, or a factor of 1, that has no place in the formula: it holds while they stay.
+                # A probability of 0 or a factor of 1 needs no place in the formula, which holds while both stay.
                 gated = _place_children(module, formula, rest, []) if numbers else None
                 if gated is not None:
                     return replace(gated, held=tuple(numbers.items()))
@@ -382,7 +382,7 @@ def has_state(module: nn.Module) -> bool:
 
 
 def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None, str]]:
-    """(gate, up, down) whose widths fit; up is None for two layers of which the first is twice as wide."""
+    """(gate, up, down) whose widths fit; up is None for two layers where the first is twice as wide."""
     if len(widths) == 2:
         for gate in widths:
             down = next(k for k in widths if k != gate)
@@ -397,7 +397,7 @@ def _roles(widths: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str | None
 
 
 class _Recorder(nn.Linear):
-    """A linear layer that records its inputs, and when it was called."""
+    """A linear layer that records inputs, and when each call happened."""
 
     name: str
     seen: list[Tensor]
@@ -410,7 +410,7 @@ class _Recorder(nn.Linear):
 
 
 class _Mark(nn.Module):
-    """Stands in for a dropout or a norm. It multiplies by a power of two, which shows its place and rounds nothing."""
+    """Stands in for a dropout or a norm. Multiplies by a power of two, which shows the place without rounding."""
 
     factor: float
 
@@ -419,7 +419,7 @@ class _Mark(nn.Module):
 
 
 def _place_children(module: nn.Module, formula: Gated, rest: list[str], attributes: list[str]) -> Gated | None:
-    """The formula with the places of the other children and of the scales filled in; None if the numbers differ."""
+    """The formula with the other children's and the scales' places filled in; None if the numbers differ."""
     factors = {k: 4.0 ** (i + 1) for i, k in enumerate(rest)}
     scales = {k: 0.5 ** (i + 1) for i, k in enumerate(attributes)}
     formulas: set[Gated] = set()
@@ -448,9 +448,9 @@ def _place_children(module: nn.Module, formula: Gated, rest: list[str], attribut
             here = None
             for between, gate_scale in itertools.product(("", *rest), ("", *scales)):
                 expected = gated_reference(g, u, formula.act, scales.get(gate_scale, 1.0))
-                # gelu is a difference of numbers as large as gate, so fp32 rounding is relative to gate; so is bf16
-                # rounding where the module writes gelu out. Modules round act(gate) and the product, Tigon only the
-                # product.
+                # gelu is a difference between numbers as large as gate, so fp32 rounding is relative to gate; so is
+                # bf16 rounding where the module writes gelu out. Modules round act(gate) and the product, Tigon only
+                # the product.
                 written_out = dtype == torch.bfloat16 and formula.act == "gelu_tanh"
                 share = 0.5 if dtype == torch.float32 or written_out else 2**-15
                 terms, roundings = expected.abs() + share * rounded_product(g, u), 6 if written_out else 2
@@ -509,19 +509,19 @@ def _probe(
 
 
 def _holds(module: nn.Module, formula: Gated, factors: dict[str, float], scales: dict[str, float], case: Case) -> bool:
-    """Whether the module computes its formula in another case: the result for x, and the gradients."""
+    """Whether the module's formula holds in another case: the result for x, and the gradients."""
     training = case.training and formula.dropout is None  # a dropout gives another result at every call
     generator = torch.Generator().manual_seed(1)
     probe, layers, _ = _probe(module, formula, factors, scales, case.dtype, training, generator)
     x = case.input(NARROW)
     if case.dtype == torch.float16:
-        x = x / 8  # the marks multiply a product of two layers, of which fp16 holds no more than 65504
+        x = x / 8  # the marks multiply a product of two layers, and fp16 holds no more than 65504
     numbers: dict[Any, float] = {None: 1.0, **factors, **scales}
     down = layers[formula.down]
     with torch.set_grad_enabled(case.gradients):
         y = run(probe, x)
         if y is None:
-            return case.dtype == torch.float16  # which some of torch does not do on a CPU
+            return case.dtype == torch.float16  # which some torch operations lack on a CPU
         if len(down.seen) != 1:
             return False
         hidden = down.seen[0]

@@ -1,4 +1,4 @@
-"""RMS and layer norms: recognised by their numbers, run as one kernel."""
+"""RMS and layer norms: recognised by their numbers, run as a single kernel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tigon.ops.rms_norm import rms_norm
 
 @recognition
 def recognize_norm(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
-    """The formula of a norm over the last dimension; a Reason if a module normalises and Tigon lacks its formula."""
+    """The formula of a norm over the last dimension; a Reason if a module normalises and Tigon lacks the formula."""
     return find_formula(module, analysis)
 
 
@@ -67,7 +67,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if bias is not None:
             norm, inputs = functools.partial(_with_bias, norm), (x, weight, bias)
     y = on_own_rows(norm, *inputs) if split else norm(*inputs)
-    if not split and patch.is_entire_call(self):  # hooks on the norm may gather its weight, and free it afterwards
+    if not split and patch.is_entire_call(self):  # hooks on the norm may gather and free the weight
         patch.ledger.recompute.note(y, norm, *inputs)
     return swiglu(args[1], y) if formula.gated else y
 
@@ -86,7 +86,7 @@ def _why_unfit(x: Any, weight: Tensor | None, formula: Norm) -> str:
 
 
 def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype | None = None) -> bool:
-    """Whether probes showed the formula for inputs like x. dtype: taken instead of x's own."""
+    """Whether probes showed the formula for inputs like x. dtype: replaces x's own."""
     if not isinstance(x, Tensor) or x.dim() not in formula.ranks or x.dtype not in DTYPES:
         return False
     if formula.native and x.dtype != torch.float32 and autocast_dtype(x.device.type) is not None:
@@ -99,12 +99,12 @@ def norm_fits(x: Any, weight: Tensor | None, formula: Norm, dtype: torch.dtype |
 
 
 def is_rms_norm(norm: Any) -> bool:
-    """Whether a module's attribute is a fused RMS norm, one that `add_rms_norm` and `qk_norm_rope` can compute."""
+    """Whether a module's attribute is a fused RMS norm that `add_rms_norm` and `qk_norm_rope` can compute."""
     patch = vars(norm).get("_tigon") if isinstance(norm, nn.Module) else None
     formula = getattr(patch, "formula", None)
     if not isinstance(formula, Norm) or formula.centered or formula.bias is not None:
         return False
-    return not formula.gated and not formula.stepwise  # stepwise: under autocast its result is fp32
+    return not formula.gated and not formula.stepwise  # stepwise: under autocast the result is fp32
 
 
 register(ModulePart("norm", recognize_norm, norm_forward))

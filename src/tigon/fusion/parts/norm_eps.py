@@ -1,4 +1,4 @@
-"""Whether a module normalises its rows, and by which eps: both are read off its results, wherever the code has eps."""
+"""Whether a module normalises rows, and by which eps: both are read off the results, wherever the code has eps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from tigon.fusion.engine.probe import build_probe, get_full_shape, run
 
-# Sizes of the rows from which eps is read: one of them is near the root of any eps from 1e-24 to 1.
+# Row magnitudes from which eps is read: for any eps from 1e-24 to 1, some magnitude is near the root.
 _SIZES = torch.logspace(-12, 0, 25, dtype=torch.float64)
-_CLOSE = 2e-6  # how near, relatively, an eps read off fp32 results lies to the eps of the code
+_CLOSE = 2e-6  # how near, relatively, an eps measured on fp32 results lies to the eps in the code
 
 
 @dataclass(frozen=True)
 class Look:
-    """What the results of a norm show.
+    """Facts that a norm's results show.
 
-    eps: what is added to the mean square, about; 0 if rows of any size give the same result. centered: a number added
-        to all elements of a row changes nothing.
+    eps: the number added to the mean square, approximately; 0 if rows of any magnitude give the same result.
+    centered: adding a number to all elements in a row changes no result.
     """
 
     eps: float
@@ -50,9 +50,9 @@ def _rows(width: int) -> Tensor:
 
 
 def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | None:
-    """The Look of a module that normalises the rows of its input; None for any other module.
+    """The Look for a module that normalises its input's rows; None for any other module.
 
-    The results of a norm are odd in the row, apart from a bias, do not depend on the size of a large row, and each
+    A norm's results are odd in the row, apart from a bias, do not depend on a large row's magnitude, and each
     element depends on the others.
     """
     x = _rows(width)
@@ -60,7 +60,7 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
         module, {k: torch.ones(get_full_shape(p)) for k, p in module._parameters.items() if p is not None}
     )
     probe.training = False
-    # A clone: the module may write into its input.
+    # A clone: the module may write into the input.
     y = run(probe, x.clone(), torch.ones_like(x)) if gated else run(probe, x.clone())
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or not bool(torch.isfinite(y).all()):
         return None
@@ -76,7 +76,7 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
     half = width // 2
     if not is_same(ten, large) or not is_same(changed, -negative) or is_same(changed[:half], large[:half]):
         return None
-    # What eps leaves of the row: size / sqrt(size² + eps), as the mean square of u is 1.
+    # The share that eps leaves: size / sqrt(size² + eps), as the mean square of u is 1.
     shares = torch.stack(small) @ large / large.square().sum()
     at = int((shares - 0.7).abs().argmin())
     share = float(shares[at])
@@ -87,7 +87,7 @@ def look_at(module: nn.Module, width: int, *, gated: bool = False) -> Look | Non
 
 
 def list_epsilons(module: nn.Module, look: Look) -> list[str | float]:
-    """Where eps may be: the attributes that have this value, of the module or its class, then the number itself."""
+    """Where eps may be: the attributes with this value, on the module or the class, then the number itself."""
     names = [*vars(module), *(k for base in type(module).__mro__ for k in vars(base) if base not in nn.Module.__mro__)]
     values: dict[str, Any] = {k: vars(module).get(k, getattr(type(module), k, None)) for k in names}
     attributes = [k for k, v in values.items() if type(v) is float and look.is_near(v)]

@@ -32,7 +32,7 @@ from tigon.ops.rms_norm import rms_norm_reference
 
 
 class RMSForm(NamedTuple):
-    """The options of `tigon.rms_norm` that tell one norm from another, as one value that every operator gets whole."""
+    """The `tigon.rms_norm` options that tell norms apart, as a single value that every operator takes whole."""
 
     eps: float
     offset: float
@@ -40,7 +40,7 @@ class RMSForm(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"eps": self.eps, "offset": self.offset, "cast": self.cast}  # a fifth of the time of _asdict
+        return {"eps": self.eps, "offset": self.offset, "cast": self.cast}  # five times faster than _asdict
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Norm:
     """y = x / sqrt(mean(x²) + eps) · (offset + weight), as `tigon.rms_norm` computes it. If `centered`: the same for
     x − mean(x), plus bias, as `tigon.layer_norm` computes it. If `gated`: the result times silu(gate), a second input.
 
-    weight, bias, eps: names of the module's attributes; None for a norm without them. eps is a number if no attribute
-        holds it.
+    weight, bias, eps: the module's attribute names; None for a norm without them. eps is a number if no attribute
+        holds eps.
     mixed: the formula also holds for an fp32 weight beside a narrower x.
-    native: the module calls operations that autocast runs in fp32, so that under autocast its result is fp32.
+    native: the module calls operations that autocast runs in fp32, so that under autocast the result is fp32.
     width: the only width that a norm without weight accepts.
-    ranks: the numbers of dimensions of x that probes showed the formula for.
-    stepwise: the module rounds the result of every step to x's dtype. Tigon's result, rounded once, is nearer to the
+    ranks: the numbers of dimensions of x for which probes showed the formula.
+    stepwise: the module rounds every step's result to x's dtype. Tigon's result, rounded once, is nearer to the
         formula's, and differs from the module's by these roundings.
     """
 
@@ -70,15 +70,15 @@ class Norm:
     gated: bool = False
     ranks: tuple[int, ...] = ()
     stepwise: bool = False
-    # How many results of the model's width `Recompute.note` hears of at each call.
+    # How many results with the model's width each call gives to `Recompute.note`.
     noted_widths: ClassVar[int] = 1
 
     def get_width(self, module: nn.Module) -> int | None:
-        """The width of a module with this formula; None if it accepts any."""
+        """The width that a module with this formula has; None if any width is accepted."""
         return self.width if self.weight is None else get_full_shape(getattr(module, self.weight)).numel()
 
     def form(self, module: Any) -> RMSForm:
-        """The RMSForm of a module, with its eps as it is now."""
+        """A module's RMSForm, with the present eps."""
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         return RMSForm(eps, self.offset, self.cast)
 
@@ -102,7 +102,7 @@ class Norm:
         return f"{'(x − mean) / std' if self.centered else 'x / rms(x)'}{weight}{bias}{gate}"
 
 
-# Ranks of x to probe. A norm over another dimension than the last, or one counted from the first, differs in one rank.
+# Ranks to probe. A norm over a dimension other than the last, or counted from the first, differs in some rank.
 RANKS = (2, 3, 4)
 FREE_WIDTH = 96  # the probe's width for a norm without a weight
 # Square, mean, sum with eps, root, product, weight and bias, and the subtraction of the mean.
@@ -120,12 +120,12 @@ GATE_FORMULA = Reason("its second input does not multiply the normed rows by sil
 def find_formula(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm | Reason | None:
     """The formula of a norm over the last dimension.
 
-    Returns a Reason if a module normalises and Tigon lacks its formula, and None for any other module. A module that
-    no probe can run gets a Reason if its class is called a norm.
+    Returns a Reason if a module normalises and Tigon lacks the formula, and None for any other module. A module that
+    no probe can run gets a Reason if the class is called a norm.
     """
     named = "norm" in type(module).__name__.lower()  # decides whether a module that cannot be probed has a row
     if next(module.children(), None) is not None:
-        small = sum(1 for _ in module.modules()) <= 3  # larger ones are layers that contain a norm
+        small = sum(1 for _ in module.modules()) <= 3  # larger modules are layers that contain a norm
         return Reason("it has modules or buffers of its own") if named and small else None
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     shapes = [get_full_shape(p) for p in parameters.values()]
@@ -134,7 +134,7 @@ def find_formula(module: nn.Module, analysis: BytecodeAnalysis | Reason) -> Norm
     gated = _takes_two_arguments(module)
     if not gated and not takes_one_argument(module):
         return Reason("it is no norm over one input") if named else None
-    # A norm without a weight may still accept only one width.
+    # A norm without a weight may still accept only a single width.
     vectors = [n for t in (*parameters.values(), *module.buffers()) if (n := get_full_shape(t).numel()) > 1]
     widths = sorted(set(vectors)) or [FREE_WIDTH, *list_integers(module)]
     looks = ((width, look) for width in widths if (look := look_at(module, width, gated=gated)) is not None)
@@ -226,7 +226,7 @@ def _calls_torch_norm(module: nn.Module, analysis: BytecodeAnalysis | Reason) ->
 def _list_norms(
     vectors: list[str], eps: str | float, width: int | None, centered: bool, native: bool
 ) -> Iterator[Norm]:
-    """All formulas that fit these parameters: the exact ones, then those that the module rounds at every step."""
+    """All formulas that fit these parameters: the exact formulas, then those that the module rounds at every step."""
     for stepwise in (False, True):
         if len(vectors) == 2:
             pairs: list[tuple[str | None, str | None]] = [(vectors[0], vectors[1]), (vectors[1], vectors[0])]
@@ -241,7 +241,7 @@ def _list_norms(
             yield Norm(weight, eps, offset, cast, False, native or stepwise, width, centered, bias, stepwise=stepwise)
 
 
-FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2  # of x, and of weight and bias
+FP32, BF16 = (torch.float32,) * 2, (torch.bfloat16,) * 2  # dtypes for x, and for weight and bias
 MIXED = (torch.bfloat16, torch.float32)
 
 
@@ -254,18 +254,18 @@ def _is_norm(
     rank: int = 3,
     case: Case | None = None,
 ) -> bool | None:
-    """Whether the module computes this formula for inputs of this rank; None if it refuses such inputs."""
+    """Whether the module computes this formula for inputs of this rank; None if the module refuses such inputs."""
     generator = torch.Generator().manual_seed(0)
     rows = 4 * max(2, 512 // width)  # many numbers: formulas differ in how often their bf16 roundings differ
     x = torch.randn(rows, width, generator=generator) + 0.5
     eps = formula.eps
     added = getattr(module, eps) if isinstance(eps, str) else eps
-    # Some rows are so small that eps is most of what is under the root.
+    # Some rows are so small that eps dominates under the root.
     least = min(-6.0, math.log10(added) / 2 - 1 if added > 0 else -6.0)
     x = (x * torch.logspace(least, 2, rows)[:, None]).view(*(2,) * (rank - 2), -1, width)
     w, b = torch.randn(2, width, generator=generator) * 0.5 + 0.3
     pairs = [FP32, BF16] if dtypes is None else [dtypes]
-    # A second value of eps shows that the forward adds this attribute to the mean square, and reads it at each call.
+    # A second eps value shows that the forward adds this attribute to the mean square, and reads it at each call.
     values = (None, 0.05) if isinstance(eps, str) else (None,)
     trainings: tuple[bool, ...] = (True, False)
     if case is not None:
@@ -293,8 +293,8 @@ def _is_norm(
             expected, size = _evaluate(formula, typed, weight, bias, added)
             if formula.gated:
                 expected = gated_reference(gate, expected, "silu")
-        # Without a weight there is one formula, and the module may round 1 / rms(x) first. Other dtypes have told the
-        # formula by its roundings already; in fp16 the size of the difference decides.
+        # Without a weight there is a single formula, and the module may round 1 / rms(x) first. Other dtypes have told
+        # the formula by roundings already; in fp16 the difference's magnitude decides.
         roundings = 0 if weights and x_dtype != torch.float16 else 2
         roundings = STEPS if formula.stepwise else roundings
         leaves = [t for t in (typed, weight, bias, *((gate,) if formula.gated else ())) if t is not None]
@@ -314,7 +314,7 @@ def _is_norm(
 def _is_no_worse(
     formula: Norm, y: Tensor, expected: Tensor, inputs: tuple[Tensor, Tensor | None, Tensor | None], eps: float
 ) -> bool:
-    """Whether Tigon's result is as near to the exact one as y is, which the module has rounded at every step."""
+    """Whether Tigon's result is as near to the exact result as y, which the module has rounded at every step."""
     if formula.gated or y.dtype == torch.float32:
         return True
     x, weight, bias = (t if t is None else t.float() for t in inputs)
@@ -326,7 +326,7 @@ def _is_no_worse(
 def _evaluate(
     formula: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The formula's result, and the numbers that its roundings are relative to (None: the result itself)."""
+    """The formula's result, and the numbers that the roundings are relative to (None: the result itself)."""
     if not formula.centered:
         y = rms_norm_reference(x, weight, eps=eps, offset=formula.offset, cast=formula.cast)
         if bias is None:

@@ -17,7 +17,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class PlainLayers(NamedTuple):
-    """Operands of layers of one input, all of one dtype: under autocast cast as autocast casts them."""
+    """Operands for layers with one input, all in one dtype: under autocast cast as autocast casts them."""
 
     x: Tensor
     weights: list[Tensor]
@@ -25,11 +25,11 @@ class PlainLayers(NamedTuple):
 
 
 def plain_layers(layers: Iterable[Any], x: Any) -> PlainLayers | None:
-    """The operands of layers, where calling each of them does no more than F.linear; None if one of them may do more.
+    """The layers' operands, if each call does no more than F.linear; None if any layer may do more.
 
     Asked at each call, since a layer may have got a hook, an adapter, another forward, or a weight that is sharded,
-    quantised or of another dtype. None also without gradients, where there is nothing to join; in traces and under
-    transforms.
+    quantised or in another dtype. None also without gradients, where there are no gradients to join, in traces, and
+    under transforms.
     """
     if not torch.is_grad_enabled() or type(x) not in _PLAIN:
         return None
@@ -45,7 +45,7 @@ def plain_layers(layers: Iterable[Any], x: Any) -> PlainLayers | None:
         state = layer.__dict__
         if "forward" in state or is_hooked(layer):
             return None
-        # FSDP without the original parameters has taken them out of here, and keeps views under their names.
+        # FSDP without the original parameters has taken them out here, and keeps views under their names.
         parameters = state["_parameters"]
         weight, bias = parameters.get("weight"), parameters.get("bias")
         for t in (weight,) if bias is None else (weight, bias):
@@ -58,7 +58,7 @@ def plain_layers(layers: Iterable[Any], x: Any) -> PlainLayers | None:
     if torch.nn.modules.module._has_any_global_hook() or torch._C._are_functorch_transforms_active() or is_traced(x):
         return None
     if narrow is not None and use_triton(x, *weights):  # without kernels the layers are called, and cast themselves
-        # The input is cast once for all layers, where autocast casts it for each.
+        # The input is cast once for all layers, where autocast casts it per layer.
         x, weights = x.to(narrow), [t.to(narrow) for t in weights]
         biases = [t if t is None else t.to(narrow) for t in biases]
     return PlainLayers(x, weights, biases)

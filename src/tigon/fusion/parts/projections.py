@@ -1,18 +1,18 @@
-"""Linear layers of one input: the first call computes for all, in a rewritten forward of the module that calls them.
+"""Linear layers with one input: the first call computes for all, in the calling module's rewritten forward.
 
     query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
     key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
     value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
 
-The rewritten forward is made from the original source. Where it always calls two or more linear layers, each once and
-with the same local name, these statements become
+The rewritten forward is made from the original source. Where that source always calls two or more linear layers, each
+once and with the same local name, these statements become
 
     _tigon_ys = _tigon_projections(self, ("q_proj", "k_proj", "v_proj"), hidden_states)
     query_states = (self.q_proj(hidden_states) if _tigon_ys is None else _tigon_ys[0]).view(…)
     …
 
-which computes the same by construction. Nothing is installed on the layers themselves. `_tigon_projections` looks at
-them at each call, and gives None wherever a layer is not plain: the forward then calls each as it did.
+which computes the same by construction. The layers themselves stay unpatched. `_tigon_projections` checks
+them at each call, and gives None wherever a layer is not plain: the forward then calls each as before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 class ProjectionsPart(Part):
-    """Modules whose forward always calls several linear layers with one input: attention."""
+    """Modules whose forward always calls several linear layers with the same input: attention."""
 
     kind, stage = "linear", Stage.AROUND
 
@@ -60,9 +60,9 @@ class ProjectionsPart(Part):
         if patch is None and site.why_not(module) is None:
             original = forward
         elif patch is not None and _shares_code(vars(module)["forward"], forward):
-            original = vars(module)["forward"].__func__  # of another part, with the code of the class's forward
+            original = vars(module)["forward"].__func__  # another part's, with the code from the class's forward
         else:
-            return  # a fused MLP joins its layers itself, and no other replacement is to be undone
+            return  # a fused MLP joins the layers itself, and no other replacement is to be undone
         rewritten = _rewrite(site, original, groups)
         if isinstance(rewritten, Reason):
             site.record_skipped(self, module, rewritten)
@@ -76,7 +76,7 @@ class ProjectionsPart(Part):
 
     def forward_of_copy(self, site: Site, module: nn.Module) -> Callable[..., Any] | None:
         if vars(module)["_tigon"].part is self:
-            return None  # nothing in the rewritten forward belongs to one model
+            return None  # the rewritten forward holds no state that belongs to a single model
         rewritten = _rewrite(site, vars(module)["forward"].__func__, find_groups(module))
         return None if isinstance(rewritten, Reason) else rewritten
 
@@ -94,7 +94,7 @@ def _rewrite(site: Site, forward: Any, groups: Groups) -> Any:
 
 
 def find_groups(module: nn.Module) -> Groups:
-    """The names of the module's own linear layers that its forward calls with one input, in groups."""
+    """The names of the module's own linear layers that the forward calls with the same input, in groups."""
     children = module._modules
     linear = ([n for n in names if type(children.get(n)) is nn.Linear] for names in _read_groups(type(module).forward))
     return tuple(tuple(names) for names in linear if len(names) > 1)
@@ -114,7 +114,7 @@ def _shares_code(installed: Any, forward: Any) -> bool:
 
 
 def run_together(key: Any, module: Any, names: tuple[str, ...], x: Any) -> tuple[Tensor, ...] | None:
-    """The results of the layers for x; None where each has to be called. key: the ledger's key for the calls."""
+    """The layers' results for x; None where each has to be called. key: the ledger's key for the calls."""
     if torch.compiler.is_compiling():
         return None
     patch: Patch | None = module.__dict__.get("_tigon")
@@ -141,7 +141,7 @@ def _join_calls(groups: Groups, function: ast.FunctionDef) -> None:
 
 
 def _join(function: ast.FunctionDef, calls: list[ChildCall], result: str) -> None:
-    """Put a call for all of the calls before the statement of the first, and its results in their places."""
+    """Put a joint call before the first call's statement, and the results in the calls' places."""
     statements, at = next(
         (body, i)
         for body in reversed(list(list_bodies(function)))  # the innermost, as ast.walk goes from the outside in
@@ -156,7 +156,7 @@ def _join(function: ast.FunctionDef, calls: list[ChildCall], result: str) -> Non
 
 
 class _InPlace(ast.NodeTransformer):
-    """Replaces each call by its result where there is one."""
+    """Replaces each call by its result where a result exists."""
 
     def __init__(self, places: dict[int, int], result: str) -> None:
         self.places, self.result = places, result

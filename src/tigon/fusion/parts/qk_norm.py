@@ -1,4 +1,4 @@
-"""Attention modules that norm the heads of q and k and then rotate them: these norms wait for the rotation."""
+"""Attention modules that norm the q and k heads and then rotate them: these norms wait for the rotation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tigon.fusion.parts.rotary_formula import Rotary
 
 
 class QKNorm(Part):
-    """Tells two norms of heads to wait (head_norm.py). The forward that the rotary part rewrote does the rest."""
+    """Tells two head norms to wait (head_norm.py). The forward that the rotary part rewrote does the rest."""
 
     kind, stage = "qk_norm", Stage.AROUND
 
@@ -35,13 +35,13 @@ class QKNorm(Part):
 
 
 def _norm_of_heads(module: nn.Module, name: str) -> Patch | None:
-    """The patch of an RMS norm whose weight is as wide as one attention head; None for any other module."""
+    """The patch on an RMS norm whose weight is as wide as a single attention head; None for any other module."""
     norm: Any = getattr(module, name, None)
     if not is_rms_norm(norm):
         return None
     patch: Patch = vars(norm)["_tigon"]
     weight = patch.formula.weight
-    width = getattr(module, "head_dim", None)  # norms of the whole projection are wider
+    width = getattr(module, "head_dim", None)  # norms over the whole projection are wider
     return patch if weight is not None and get_full_shape(getattr(norm, weight)).numel() == width else None
 
 

@@ -1,4 +1,4 @@
-"""relu(x)²: recognised by its numbers, run as one kernel."""
+"""relu(x)²: recognised by its numbers, run as a single kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def relu2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 class Squared:
     """y = relu(x)², as `tigon.relu2` computes it: a module that is an activation only."""
 
-    noted_widths: ClassVar[int] = 4  # the inner width of an MLP, in widths of the model, about
+    noted_widths: ClassVar[int] = 4  # an MLP's inner width, in model widths, approximately
 
     def get_width(self, module: nn.Module) -> int | None:
         return None  # an activation accepts any width

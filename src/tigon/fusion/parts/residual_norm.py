@@ -6,17 +6,17 @@ A decoder layer adds to the residual stream and norms the sum:
     residual = hidden_states
     hidden_states = self.post_attention_layernorm(hidden_states)
 
-The rewritten forward is made from the layer's source. Where the norm of a sum follows the sum, both statements become
+The rewritten forward is made from the layer's source. Where a norm follows the sum, both statements become
 
     hidden_states, _tigon_norm = _tigon_add_norm(self.post_attention_layernorm, residual, hidden_states)
     residual = hidden_states
     hidden_states = _tigon_norm
 
-which computes the same by construction, whatever the layer does elsewhere: where `add_rms_norm` does not apply,
+which computes the same by construction, for any other code in the layer: where `add_rms_norm` does not apply,
 `_tigon_add_norm` adds and calls the norm's module. Line numbers, globals and decorators stay.
 
-The rewritten forward joins two more pairs of statements, in the same way. The stream that goes on beside its norm
-gets its two gradients summed by the norm's backward pass, and an adapted MLP adds its result to the stream itself:
+The rewritten forward joins two more pairs of statements, in the same way. Where the stream goes on beside a norm,
+the norm's backward pass sums the stream's two gradients, and an adapted MLP adds the result to the stream itself:
 
     residual = hidden_states                                →  residual, _tigon_norm = _tigon_fork_norm(
     hidden_states = self.input_layernorm(hidden_states)            self.input_layernorm, hidden_states)
@@ -72,15 +72,15 @@ class _Forwards(ForwardCache):
 
 @functools.lru_cache(maxsize=4096)
 def find_norms(forward: Any) -> tuple[str, ...]:
-    """The names of the norms that a forward calls on a sum it has just computed, in order."""
+    """The names of the norms that a forward calls on a sum just computed, in order."""
     function = parse_function(forward)
     return () if function is None else tuple(norm for _, _, _, norm in _find_sums(function))
 
 
 def make_layer_forward(cache: ForwardCache, forward: Any) -> Any:
-    """The rewritten forward, behind the decorators of the instance's class at the time of the call.
+    """The rewritten forward, behind the decorators that the instance's class has at call time.
 
-    transformers wraps the forward of a layer class, and of every class derived from it, in the function that
+    transformers wraps the forward of a layer class, and of every derived class, in the function that
     checkpoints. FSDP2 derives such a class from the class of layers that fuse() has replaced already.
     """
 
@@ -126,8 +126,8 @@ def add_norm(layer: str, norm: Any, one: Any, other: Any) -> tuple[Any, Any]:
 
 
 def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
-    """x, and norm(x): where x goes on as the residual stream, and its two gradients are summed."""
-    # Without a gradient of x there is nothing to sum.
+    """x, and norm(x): where x goes on as the residual stream, and x's two gradients are summed."""
+    # Without a gradient for x there are no gradients to sum.
     if torch.compiler.is_compiling() or type(x) is not Tensor or not x.requires_grad or is_functorch_active():
         return x, norm(x)
     patch: Patch | None = vars(norm).get("_tigon") if is_rms_norm(norm) else None
@@ -146,7 +146,7 @@ def fork_norm(norm: Any, x: Any) -> tuple[Any, Any]:
 
 
 def add_unit(unit: Any, residual: Any, x: Any) -> Any:
-    """residual + unit(x), by the unit's own part where that has one pass for it: an MLP with adapters has."""
+    """residual + unit(x), by the unit's own part where that part has a single pass for it: an MLP with adapters has."""
     patch: Patch | None = vars(unit).get("_tigon") if isinstance(unit, nn.Module) else None
     add = None if patch is None else getattr(patch.part, "add", None)
     total = None if add is None else add(unit, residual, x)
@@ -165,7 +165,7 @@ def _is_plain_sum(one: Any, other: Any) -> bool:
 
 def _join_statements(function: ast.FunctionDef) -> None:
     sums = list(_find_sums(function))
-    # A statement is rewritten once: a norm of a sum comes first, then a unit's sum, then the stream beside its norm.
+    # A statement is rewritten once: a norm after a sum comes first, then a unit's sum, then the stream beside a norm.
     used = [statements[i] for statements, at, until, _ in sums for i in (at, until)]
     units = list(_find_units(function, used))
     used += [statements[i] for statements, at, *_ in units for i in (at, at + 1)]
@@ -205,7 +205,7 @@ def _make_pair(name: str, call: ast.expr) -> ast.stmt:
 
 
 class _ResultInPlace(ast.NodeTransformer):
-    """Replaces the call of the norm by the name that holds the norm's result."""
+    """Replaces the norm's call by the name that holds the norm's result."""
 
     def __init__(self, norm: str) -> None:
         self.norm = norm
@@ -218,7 +218,7 @@ class _ResultInPlace(ast.NodeTransformer):
 
 
 def _find_sums(function: Any) -> Iterator[tuple[list[ast.stmt], int, int, str]]:
-    """The places where a name is assigned a sum, and the next statement that does more than rename the sum norms it."""
+    """The places where a name is assigned a sum, and the next statement that is no renaming norms the sum."""
     for statements in list_bodies(function):
         for at, statement in enumerate(statements):
             total = _read_sum(statement)
@@ -240,7 +240,7 @@ def _find_forks(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.
 
 
 def _find_units(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, str, str, str]]:
-    """The places where a name is assigned `self.unit(x)`, and next the sum of another name and itself: unit, the other
+    """The places where a name is assigned `self.unit(x)`, and next the sum of that name and another: unit, the other
     name and x."""
     for statements, at, first, second in _list_pairs(function, used):
         made, total = _read_assignment(first), _read_sum(second)
@@ -254,7 +254,7 @@ def _find_units(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.
 
 
 def _list_pairs(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int, ast.stmt, ast.stmt]]:
-    """Statements that follow one another, neither of them used."""
+    """Pairs of adjacent statements, neither of them used."""
     for statements in list_bodies(function):
         for at, (first, second) in enumerate(itertools.pairwise(statements)):
             if first not in used and second not in used:
@@ -262,7 +262,7 @@ def _list_pairs(function: Any, used: list[ast.stmt]) -> Iterator[tuple[list[ast.
 
 
 def _read_assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    """The one name that a statement assigns, and its value; None for any other statement."""
+    """A statement's single assigned name, and the value; None for any other statement."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
     (target,) = statement.targets
@@ -278,7 +278,7 @@ def _read_sum(statement: ast.stmt) -> tuple[str, ast.expr, ast.expr] | None:
 
 
 def _only_added(function: Any, name: str) -> bool:
-    """Whether a name is read as a term of sums alone: a view of the stream may go there, and nobody writes into it."""
+    """Whether a name is only read as a sum's term: a view into the stream may go there, and no code writes to it."""
     nodes = list(ast.walk(function))
     sums = [node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
     added = {id(term) for node in sums for term in (node.left, node.right)}
@@ -308,7 +308,7 @@ def _find_norm_after(statements: list[ast.stmt], at: int, total: str) -> tuple[i
 
 
 def _list_certain_calls(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls in an expression that it always makes, and makes once."""
+    """The calls that an expression always makes, exactly once."""
     if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
         return
     if isinstance(node, ast.Call):
@@ -318,7 +318,7 @@ def _list_certain_calls(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _read_call(node: ast.AST) -> tuple[str, str] | None:
-    """name and x of a call `self.name(x)`; None for any other node."""
+    """name and x in a call `self.name(x)`; None for any other node."""
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or not isinstance(node.args[0], ast.Name):
         return None
     func = node.func

@@ -1,4 +1,4 @@
-"""Attention forwards that call tigon.rope: the original code, with globals that name a wrapper of tigon.rope."""
+"""Attention forwards that call tigon.rope: the original code, with globals that name a wrapper around tigon.rope."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RotaryPart(Part):
         for name, formula in find_rotary(site, forward).items():
             if isinstance(formula, Reason):
                 site.record_skipped(self, module, replace(formula, text=f"{name}: {formula}"))
-            elif site.find_patch(module) is None:  # one rewritten forward serves all rotary functions that it calls
+            elif site.find_patch(module) is None:  # one rewritten forward serves all its rotary functions
                 rewritten = _rewrite(site, forward)
                 site.replace(self, module, rewritten, formula, str(formula), key=name_forward(forward))
 
@@ -46,11 +46,11 @@ class RotaryPart(Part):
 
 
 class _Forwards(ForwardCache):
-    """A forward → the same with tigon.rope for its rotary functions, counting by the model's ledger."""
+    """A forward → the same with tigon.rope for the rotary functions, counting by the model's ledger."""
 
 
 class _Formulas(ForwardCache):
-    """A function → the rotary functions that it calls, with their formulas. Their module may get others later."""
+    """A function → the rotary functions called there, with their formulas. Their module may get others later."""
 
 
 def _rewrite(site: Site, forward: Any) -> Any:
@@ -72,7 +72,7 @@ def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Reason]:
     if inner not in cache:
         names = getattr(getattr(inner, "__code__", None), "co_names", ())
         candidates = {n: g for n in names if callable(g := getattr(inner, "__globals__", {}).get(n))}
-        # The name decides whether the report mentions a function, never whether it is replaced.
+        # The name decides whether the report mentions a function, never whether the function is replaced.
         rotary = {n: g for n, g in candidates.items() if read_arguments(g) or _sounds_rotary(g)}
         cache[inner] = {n: recognize_rotary(g) for n, g in rotary.items()}
     formulas: dict[str, Rotary | Reason] = cache[inner]
@@ -80,8 +80,8 @@ def find_rotary(site: Site, forward: Any) -> dict[str, Rotary | Reason]:
 
 
 def list_names_before(site: Site, forward: Any) -> tuple[str, ...]:
-    """The names that a forward reads before it calls its rotary function."""
-    names: tuple[str, ...] = inspect.unwrap(forward).__code__.co_names  # in the order of their first use
+    """The names that a forward reads before calling the rotary function."""
+    names: tuple[str, ...] = inspect.unwrap(forward).__code__.co_names  # in the order in which they are first used
     functions = find_rotary(site, forward).items()
     return names[: min((names.index(n) for n, f in functions if isinstance(f, Rotary)), default=0)]
 
@@ -95,7 +95,7 @@ def _make_rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledg
     """The function that a rewritten forward sees under this name. key: the ledger's key for the calls."""
     recognised = scope[name]
     turn = formula.turn
-    # All layers of a model get the same cos and sin, so they are spread once.
+    # All layers in a model get the same cos and sin, so they are spread once.
     spread: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
     def spread_once(cos: Tensor, sin: Tensor, freqs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def _make_rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledg
             return turn.spread(cos, sin)
         known = spread.get(first)
         if known is None or known[0]() is not second or known[1] != (get_version(first), get_version(second)):
-            # A value that holds its own key would keep the key alive, so unchanged tensors are left out.
+            # A value that holds the entry's key would keep the key alive, so unchanged tensors are left out.
             made = tuple(None if t is s else t for t, s in zip(turn.spread(cos, sin), (cos, sin), strict=True))
             known = ref(second), (get_version(first), get_version(second)), made
             spread[first] = known
@@ -123,7 +123,7 @@ def _make_rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledg
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         plain = recognised if torch.compiler.is_compiling() else scope.get(name, recognised)
-        fits = plain is recognised and ledger.active and not is_functorch_active()  # else it was replaced since
+        fits = plain is recognised and ledger.active and not is_functorch_active()  # else replaced since
         bound = formula.bind(args, kwargs) if fits else None
         heads = () if bound is None else tuple([strip_norm(x) for x in bound[0]])
         if bound is None or not _tensors_fit(*heads, *bound[1:3]):
@@ -147,7 +147,7 @@ def _make_rotary(scope: dict[str, Any], name: str, formula: Rotary, ledger: Ledg
         wide = spread_once(cos, sin, args[2] if formula.complex and len(args) > 2 else None)
         if flat:
             wide = wide[0][None], wide[1][None]
-        # Not `rotate or`: Dynamo before torch 2.13 takes no truth value of a function.
+        # Not `rotate or`: Dynamo before torch 2.13 takes no truth value from a function.
         turned = turn.apply(plain_rope if rotate is None else rotate, four, *wide, dim)
         if flat:
             turned = tuple(y[0] for y in turned)
@@ -164,7 +164,7 @@ def _may_keep(*angles: Tensor) -> bool:
         return False  # a backward pass cannot use an inference tensor
     if any(t.is_inference() for t in angles):
         return False  # inference tensors have no version counter
-    return not is_captured(angles[0])  # the replay of a CUDA graph must spread the angles of its own step
+    return not is_captured(angles[0])  # a CUDA graph's replay must spread the angles for the step being replayed
 
 
 def _tensors_fit(*tensors: Any) -> bool:

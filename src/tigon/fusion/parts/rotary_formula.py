@@ -1,7 +1,7 @@
-"""Probes of rotary functions: running one tells what it computes, as probe.py does for modules.
+"""Probes for rotary functions: running a function shows the formula, as probe.py does for modules.
 
-Functions differ in the form of their angles, in the dimensions of a head that they pair, and in their arguments. A
-`Turn` is one such variant, and `Turn.of` computes it by `tigon.rope`, for the probe and for the model alike.
+Functions differ in the angles' form, in the head dimensions that they pair, and in their arguments. A
+`Turn` is such a variant, and `Turn.apply` computes the rotation by `tigon.rope`, for the probe and for the model alike.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tigon.fusion.engine.probe import CASES, Case, run, same_numbers, shield_pro
 from tigon.fusion.engine.reasons import Reason
 from tigon.ops.rope import DEFAULT, NEIGHBOURS, rope_reference
 
-# The names of a function's leading arguments; freqs are complex numbers, cos + i sin.
+# A function's leading argument names; freqs are complex numbers, cos + i sin.
 ARGUMENTS = ("q k cos sin", "x cos sin", "x sin cos", "q k freqs")
-HEAD, WIDTHS = 16, (16, 8)  # the probe's head, and the widths it rotates: the whole head, and half
+HEAD, WIDTHS = 16, (16, 8)  # the probe's head, and the rotated widths: the whole head, and half
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One way to write a rotation.
+    """A way to write a rotation.
 
     angles: "whole" if cos has an entry for each rotated dimension; "half" if cos has an entry for each pair; "first
-        half" if cos is as wide as in "whole" and its second half is ignored.
+        half" if cos is as wide as in "whole" and the second half is ignored.
     pairs: "halves" pairs the first half of the dimensions with the second; "neighbours" pairs neighbours; "parted"
         pairs neighbours, rotates them and then sorts them into two halves.
-    back: rotate by the negative angle. tail: the rotated dimensions are the last ones of a head.
+    back: rotate by the negative angle. tail: the rotated dimensions are a head's last dimensions.
     """
 
     angles: str = "whole"
@@ -53,7 +53,7 @@ class Turn:
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
     def apply(self, rope: Callable[..., Any], heads: tuple[Tensor, ...], cos: Tensor, sin: Tensor, dim: int) -> Any:
-        """The heads (q and k, or one of them) rotated by the cos and sin that `spread` returned."""
+        """The heads (q and k, or either alone) rotated by the cos and sin that `spread` returned."""
         R = cos.shape[-1]
         passed = [x[..., :-R] for x in heads] if self.tail and heads[0].shape[-1] > R else None
         if passed is not None:
@@ -68,7 +68,7 @@ class Turn:
         return turned
 
     def whole_heads(self, given: int, head: int) -> bool:
-        """Whether `apply` hands the heads to `rope` unchanged. given: the width of the model's cos."""
+        """Whether `apply` hands the heads to `rope` unchanged. given: the width that the model's cos has."""
         rotated = 2 * given if self.angles == "half" else given
         return self.pairs != "parted" and not (self.tail and head > rotated)
 
@@ -84,12 +84,12 @@ class Turn:
 class Rotary:
     """A rotary function that `tigon.rope` can replace.
 
-    names: its leading arguments. complex: the arguments are q, k and cos + i sin.
-    full, partial: probes showed the formula for a rotation of the whole head, and of a part of the head.
+    names: the leading arguments. complex: the arguments are q, k and cos + i sin.
+    full, partial: probes showed the formula for rotating the whole head, and part of the head.
     flat: probes showed the formula for q (T, H, D) and cos (T, R) too.
-    keeps: results have the dtypes of q and k, whatever dtype cos has.
+    keeps: results have q's and k's dtypes, whatever dtype cos has.
     unsqueeze: the function honours its parameter unsqueeze_dim.
-    default: the dimension of the heads without that parameter. alone: k may be None.
+    default: the head dimension's index without that parameter. alone: k may be None.
     """
 
     turn: Turn
@@ -113,10 +113,10 @@ class Rotary:
         return len(self.names) == 4 or self.complex
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any, Any, int] | None:
-        """Heads, cos and sin, and the dimension of the heads; None for a call that no probe covers."""
+        """Heads, cos and sin, and the head dimension's index; None for a call that no probe covers."""
         if len(args) > len(self.names):
             return None
-        # As most models call it: nothing is looked up by name.
+        # As most models call the function: no argument is looked up by name.
         if not kwargs and len(args) == len(self.names) == 4 and not self.complex and self.default in (1, 2):
             q, k, cos, sin = args
             if self.names[2].startswith("sin"):
@@ -150,7 +150,7 @@ class Rotary:
 
 
 def read_arguments(fn: Any) -> tuple[str, ...] | None:
-    """The names of a function's leading arguments if they suggest a rotary function, which is then probed."""
+    """A function's leading argument names if they suggest a rotary function, which is then probed."""
     try:
         parameters = list(_signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -181,7 +181,7 @@ def recognize_rotary(fn: Callable[..., Any]) -> Rotary | Reason:
         shown = {width: keeps for width in WIDTHS if (keeps := _is_rope(fn, turn, names, default, width)) is not None}
         if (
             HEAD in shown and len(shown) == 1
-        ):  # a rotation of the whole head does not show which end a partial one rotates
+        ):  # rotating the whole head does not show which end a partial rotation affects
             tail = Turn(turn.angles, turn.pairs, turn.back, tail=True)
             if (keeps := _is_rope(fn, tail, names, default, WIDTHS[1])) is not None:
                 turn, shown[WIDTHS[1]] = tail, keeps
@@ -222,7 +222,7 @@ def _is_rope(
     fn: Callable[..., Any], turn: Turn, names: tuple[str, ...], dim: int, width: int, *, flat: bool = False,
     alone: bool = False, case: Case | None = None, **options: Any,
 ) -> bool | None:  # fmt: skip
-    """Whether the heads keep their dtype beside a cos of fp32; None if the numbers differ."""
+    """Whether the heads keep their dtype beside an fp32 cos; None if the numbers differ."""
     if not turn.fits(width, HEAD):
         return None
     generator = torch.Generator().manual_seed(0)

@@ -1,7 +1,7 @@
-"""Norms of DTensors, as sequence parallelism makes them: each rank's rows by the kernel, on local memory.
+"""Norms on DTensors, as sequence parallelism makes them: each rank's rows by the kernel, on local memory.
 
-A norm works on rows of the last dimension, so what is sharded along any other, or replicated, needs nothing of other
-ranks. Its weight is replicated; the gradient of one rank's rows is a part of the weight's, which DTensor sums.
+A norm works on rows in the last dimension, so a tensor that is sharded along any other dimension, or replicated, needs
+no data from other ranks. The weight is replicated; each rank's rows give a partial weight gradient, which DTensor sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def rows_are_whole(x: Any, *parameters: Any) -> bool:
-    """Whether each rank has whole rows of the DTensor x, and all of the parameters."""
+    """Whether each rank has whole rows in the DTensor x, and all parameters."""
     from torch.distributed.tensor import Replicate
 
     def whole(t: Any) -> bool:
@@ -35,7 +35,7 @@ def rows_are_whole(x: Any, *parameters: Any) -> bool:
 
 
 def on_own_rows(norm: Callable[..., Tensor], x: Any, *parameters: Any) -> Tensor:
-    """norm(x, *parameters) of DTensors for which `rows_are_whole`, with x's placements."""
+    """norm(x, *parameters) on DTensors for which `rows_are_whole`, with x's placements."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, placements = x.device_mesh, x.placements

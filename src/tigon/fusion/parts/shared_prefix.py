@@ -1,4 +1,4 @@
-"""Attention that computes what several continuations have in common once, where a call brings a layout of prefixes."""
+"""Attention that computes a prefix shared by several continuations once, where a call brings a prefix layout."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tigon.fusion.engine.site import Site
 
 
 class SharedPrefix(Part):
-    """Sets the name of the attention function in the configurations of a decoder's attention."""
+    """Sets the attention function's name in the configurations that a decoder's attention reads."""
 
     kind, stage, argument = "prefix", Stage.MODEL, "shared_prefix"
 
     def fuse(self, site: Site, module: nn.Module) -> None:
-        # Only here: without transformers there is nothing to share, and its import is not that of tigon.fuse.
+        # Imported only here: sharing needs transformers, which importing tigon.fuse does not import.
         from tigon.fusion.shared_prefix import attention
         from tigon.fusion.shared_prefix.recognize import shared_attention
 
@@ -35,7 +35,7 @@ class SharedPrefix(Part):
 
 
 def _outermost(model: nn.Module) -> nn.Module:
-    """The model of transformers inside a wrapper, or the model itself."""
+    """The transformers model inside a wrapper, or the model itself."""
     return next((m for m in model.modules() if hasattr(m, "get_input_embeddings") and hasattr(m, "config")), model)
 
 

@@ -1,7 +1,7 @@
-"""Attention over prefixes and suffixes in a transformers model, by transformers' own registries of attention and masks.
+"""Attention over prefixes and suffixes in a transformers model, by transformers' registries for attention and masks.
 
-transformers picks the attention function of a model by a name in its configuration, and hands keyword arguments of the
-model's forward on to that function. So the layout travels beside the ids, through checkpointed layers too, and no
+transformers picks a model's attention function by a name in the configuration, and hands the model forward's
+keyword arguments on to that function. So the layout travels beside the ids, through checkpointed layers too, and no
 module is replaced: `fuse` sets the name, and `remove` puts the name back. A call without a layout runs the attention
 and makes the mask that the configuration named before.
 """
@@ -25,7 +25,7 @@ from tigon.ops.prefix_attention import PrefixLayout, prefix_attention
 NAME = "tigon_shared_prefix"
 ARGUMENT = "shared_prefix"
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
-# Tensors that models hand to every attention function, and that say nothing beyond the layout.
+# Tensors that models hand to every attention function, and that add no information to the layout.
 HARMLESS = {
     "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "num_items_in_batch", "logits_to_keep",
@@ -33,9 +33,9 @@ HARMLESS = {
 
 
 class Shared(str):
-    """The name of the attention function in a configuration, with the name that stood there before.
+    """The attention function's name in a configuration, with the name that stood there before.
 
-    A copied model stays fused, and so does the name in its configuration. Pickled, the configuration is plain again.
+    A copied model stays fused, and so does the name in the configuration. Pickled, the configuration is plain again.
     """
 
     previous: str | None
@@ -56,9 +56,9 @@ class Shared(str):
 
 
 class LayoutAsMask:
-    """Stands where the mask of a shared batch would, so that a model that was not fused fails, and computes nothing.
+    """Stands where a shared batch's mask would, so that a model that was not fused raises before any result.
 
-    Its own attention would take the layout as one keyword argument among others, and read all rows as one sequence.
+    The model's own attention would take the layout as just another keyword argument, and read all rows as one sequence.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ class LayoutAsMask:
 
 
 class _Running(threading.local):
-    """The shared call of a model that runs on this thread, for the masks that this call makes."""
+    """The shared model call that runs on this thread, for the masks that this call makes."""
 
     def __init__(self) -> None:
         self.layout: PrefixLayout | None = None
@@ -80,7 +80,7 @@ _running = _Running()
 
 
 def register() -> None:
-    """Add the attention and the mask function to transformers' registries. Nothing that stands there is replaced."""
+    """Add the attention and the mask function to transformers' registries. Existing entries stay."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,9 +92,10 @@ def register() -> None:
 
 
 class Around:
-    """Calls the forward of a fused model, with a layout or without.
+    """Calls a fused model's forward, with a layout or without.
 
-    configs: of the model's shared attention, which name its function. They know nothing of the model.
+    configs: the configurations that the model's shared attention reads, which name its function. They hold no reference
+    to the model.
     """
 
     def __init__(self, configs: list[Any]) -> None:
@@ -119,7 +120,7 @@ class Around:
 
     @contextlib.contextmanager
     def calling(self, layout: PrefixLayout, ledger: Ledger | None) -> Iterator[None]:
-        """A call with a layout, checked already. The masks of the model's layers are made in here."""
+        """A call with a layout, checked already. The masks for the model's layers are made in here."""
         for config in self.configs:
             name = config._attn_implementation
             if not isinstance(name, Shared):
@@ -135,7 +136,7 @@ class Around:
 def all_rows(layout: PrefixLayout) -> Tensor:
     """A mask (1, N) that leaves no row out, for a model's forward.
 
-    Without a mask transformers would ask the device whether the positions are those of packed sequences, and wait.
+    Without a mask transformers would ask the device whether the positions come from packed sequences, and wait.
     """
     return torch.ones(1, layout.rows, dtype=torch.bool, device=layout.device)
 
@@ -167,10 +168,10 @@ def _check_call(layout: PrefixLayout, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def shared_prefix_mask(*args: Any, config: Any, mask_function: Any = None, **options: Any) -> Any:
-    """The mask of the attention that was named before; in a shared call none, but for the width of a window.
+    """The mask for the attention that was named before; in a shared call none, except the window's width.
 
-    The layers hand on what this function returns. An empty tensor (0, 1, 1, window) tells attention its window, in
-    models too whose layers do not pass `sliding_window`.
+    The layers hand on the tensor that this function returns. An empty tensor (0, 1, 1, window) tells attention the
+    window, in models too whose layers do not pass `sliding_window`.
     """
     if _running.layout is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -189,7 +190,7 @@ def shared_prefix_mask(*args: Any, config: Any, mask_function: Any = None, **opt
 
 
 def _find_window(mask_function: Any) -> int | None:
-    """The window of one of transformers' causal mask functions, None for no window; an error for any other mask."""
+    """The window of a transformers causal mask function, None for no window; an error for any other mask."""
     from transformers import masking_utils as masks
 
     window, causal, waiting = None, False, [mask_function]
@@ -248,9 +249,9 @@ def shared_prefix_attention(
     width = v.shape[-1]
     if width < q.shape[-1]:  # multi-head latent attention: values are narrower than keys
         v = F.pad(v, (0, q.shape[-1] - width))
-    q, k, v = (t.squeeze(0) for t in (q, k, v))  # t[0] would have its gradient copied into zeros
+    q, k, v = (t.squeeze(0) for t in (q, k, v))  # t[0] would copy the gradient into zeros
     o = prefix_attention(q, k, v, layout, scale=options.get("scaling"), softcap=options.get("softcap"), window=window)
-    if _running.ledger is not None:  # None while a checkpoint runs again
+    if _running.ledger is not None:  # None while a checkpoint recomputes
         _running.ledger.count("prefix", name)
     return o[..., :width].unsqueeze(0), None
 
@@ -267,11 +268,11 @@ def _check_options(name: str, module: Any, options: dict[str, Any]) -> None:
 
 
 def _plain_attention(module: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention that this module would run if the name in its configuration were the one before."""
+    """The attention that this module would run under the configuration's previous name."""
     registry, eager = find_registry(type(module))
     name = _previous(module.config)
     function = registry.get_interface(name or "eager", eager)
-    if name not in (None, "eager", "sdpa"):  # those of flash attention choose a kernel by the name
+    if name not in (None, "eager", "sdpa"):  # flash attention functions choose a kernel by the name
         module = _Before(module, config=_Before(module.config, _attn_implementation=name))
     result: tuple[Tensor, Tensor | None] = function(module, *args, **options)
     return result
@@ -288,7 +289,7 @@ class _Before:
 
 
 def find_registry(kind: type) -> tuple[Any, Any]:
-    """The registry that a class's forward asks, and its module's own eager attention; (None, None) if it asks none."""
+    """The registry that a class's forward asks, and that module's eager attention; (None, None) if none."""
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     if REGISTRY not in names:
@@ -301,6 +302,6 @@ def _previous(config: Any) -> str | None:
     name = config._attn_implementation
     if isinstance(name, Shared):
         return name.previous
-    if NAME in str(name):  # as in the "paged|…" of continuous batching
+    if NAME in str(name):  # as in continuous batching's "paged|…"
         raise ValueError(f"shared_prefix: the attention of the model was set to {name!r} since it was fused.")
     return name  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A batch of prefixes and their suffixes: packed ids, the rows that predict tokens, and a model's losses over them."""
+"""A batch of prefixes and suffixes: packed ids, the rows that predict tokens, and a model's losses over them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ NAME = "SharedPrefixBatch"
 
 
 class SharedPrefixBatch:
-    """Prefixes, each with several suffixes, as one row of tokens: [all prefixes | all suffixes].
+    """Prefixes, each with several suffixes, as one token row: [all prefixes | all suffixes].
 
     Args:
-        prefixes: R sequences of token ids, lists of ints or 1-d integer tensors. None is empty.
-        suffixes: R lists; `suffixes[r]` holds the suffixes of prefix r, each a sequence of token ids.
-        device: where the tensors lie. Default: the device of the tensors passed, or the CPU for lists of ints.
+        prefixes: R token id sequences, lists of ints or 1-d integer tensors. None is empty.
+        suffixes: R lists; `suffixes[r]` holds the suffixes of prefix r, each a token id sequence.
+        device: where the tensors lie. Default: the device of the passed tensors, or the CPU for lists of ints.
     Raises: ValueError for an empty prefix, list of suffixes or suffix, and for a value that is no sequence of token
     ids.
 
     Attributes:
-        layout: the `tigon.PrefixLayout` of the N rows.
-        input_ids, position_ids: (1, N). A suffix continues the positions of its prefix.
-        predictor, target: (S,), for each token of the suffixes the row whose output predicts it, and its id. The last
-            row of a prefix predicts the first token of all its suffixes.
-        inputs: the keyword arguments of the model's forward.
-        last: (C,), the last row of each of the C suffixes, whose output predicts the next token.
-        rows, separate_rows: N, and the tokens that one sequence for each suffix would have.
+        layout: the `tigon.PrefixLayout` for the N rows.
+        input_ids, position_ids: (1, N). A suffix continues its prefix's positions.
+        predictor, target: (S,), for each suffix token the row whose output predicts it, and the token's id. A prefix's
+            last row predicts the first token in all its suffixes.
+        inputs: the keyword arguments for the model's forward.
+        last: (C,), the last row in each of the C suffixes, whose output predicts the next token.
+        rows, separate_rows: N, and the token count that separate sequences, one for each suffix, would have.
 
         batch = tigon.SharedPrefixBatch([prompt], [[answer, other_answer]])
         with tigon.fuse(model, shared_prefix=True):
-            logp = batch.logprob(model).logprob          # of every token of the suffixes, differentiable
+            logp = batch.logprob(model).logprob          # for every suffix token, differentiable
             chosen, rejected = batch.split(logp)[0]
     """
 
@@ -78,7 +78,7 @@ class SharedPrefixBatch:
 
     @classmethod
     def from_packed(cls, ids: Tensor, prefixes: Sequence[int], suffixes: Sequence[Sequence[int]]) -> SharedPrefixBatch:
-        """A batch of (N,) ids that lie as the layout wants them: all prefixes, then all suffixes, by their lengths."""
+        """A batch from (N,) ids in the layout's order: all prefixes, then all suffixes, by their lengths."""
         batch = object.__new__(cls)
         batch._take(ids, prefixes, suffixes)
         return batch
@@ -117,7 +117,7 @@ class SharedPrefixBatch:
         }  # fmt: skip
 
     def to(self, device: torch.device | str | int) -> SharedPrefixBatch:
-        """This batch with its tensors on a device; itself if they lie there."""
+        """This batch with all tensors on a device; this object if they lie there."""
         layout = self.layout.to(device)
         if layout is self.layout:
             return self
@@ -128,9 +128,9 @@ class SharedPrefixBatch:
         return moved
 
     def logprob(self, model: nn.Module, *, temperature: float = 1.0) -> LogProb:
-        """Log-probability, entropy, … of every token of the suffixes, (S,), as `tigon.linear_logprob` returns them.
+        """Log-probability, entropy, … for every suffix token, (S,), as `tigon.linear_logprob` returns them.
 
-        Only the rows that predict a token reach the head, and logits exist for one chunk of them at a time.
+        Only the rows that predict a token reach the head, and logits exist for one chunk of rows at a time.
 
         Args:
             model: under `tigon.fuse(model, shared_prefix=True)`, on any device; also wrapped by PEFT or DDP.
@@ -140,12 +140,12 @@ class SharedPrefixBatch:
         batch, logits = self._logits(model)
         if isinstance(logits, Recipe) and logits.regather is None:
             return logits.logprob(batch.target, temperature)
-        if isinstance(logits, Recipe):  # FSDP2 frees the head's weight, which linear_logprob reads in its backward pass
+        if isinstance(logits, Recipe):  # FSDP2 frees the head's weight, which linear_logprob reads in the backward pass
             logits = logits.hand_on(logits.logits())
         return logprob(logits, batch.target, temperature=temperature)
 
     def loss(self, model: nn.Module) -> Tensor:
-        """Mean cross entropy of the tokens of the suffixes, 0-d, without logits, as `tigon.linear_cross_entropy`.
+        """Mean cross entropy over the suffix tokens, 0-d, without logits, as `tigon.linear_cross_entropy`.
 
         Args:
             model: as for `logprob`.
@@ -157,10 +157,10 @@ class SharedPrefixBatch:
         return cross_entropy(logits, batch.target)
 
     def next_logits(self, model: nn.Module, tokens: Tensor | Sequence[int]) -> Tensor:
-        """Logits of a few tokens right after each suffix, (C, K), as `tigon.losses.choice_logits` has them.
+        """Logits for a few tokens right after each suffix, (C, K), as `tigon.losses.choice_logits` has them.
 
-        Only the last row of a suffix reaches the head, and of the head only the rows of these tokens. A softmax over
-        them is the probability of each answer to a question that all suffixes end with.
+        Only each suffix's last row reaches the head, and only these tokens' rows of the head are used. A softmax over
+        them is the probability for each answer to a question that all suffixes end with.
 
         Args:
             model: as for `logprob`.
@@ -172,7 +172,7 @@ class SharedPrefixBatch:
     def next_token(self, model: nn.Module, tokens: Tensor | Sequence[int], target: Tensor) -> tuple[Tensor, Tensor]:
         """`next_logits`, and the cross entropy of one token after each suffix over the whole vocabulary.
 
-        Both are of one pass. The cross entropy is `tigon.linear_cross_entropy`, without logits of all words in memory.
+        Both come from one pass. The cross entropy is `tigon.linear_cross_entropy`, without full logits in memory.
 
         Args:
             model: as for `logprob`.
@@ -199,7 +199,7 @@ class SharedPrefixBatch:
         return scores, None if target is None else cross_entropy(logits, target, config=CrossEntropy(reduction="none"))
 
     def split(self, values: Tensor) -> list[list[Tensor]]:
-        """Values of the suffixes' tokens, (S, …), as lists like those of the suffixes: `[r][c]` is (length, …).
+        """The suffix tokens' values, (S, …), as lists like those for the suffixes: `[r][c]` is (length, …).
 
         Raises: ValueError for another number of values.
         """
@@ -215,13 +215,13 @@ class SharedPrefixBatch:
         return f"<{NAME} of {self.layout}: {self.rows} rows in place of {self.separate_rows}, {saved:.0%} saved>"
 
     def _logits(self, model: nn.Module, rows: Tensor | None = None) -> tuple[SharedPrefixBatch, Recipe | Tensor]:
-        """This batch where the model lies, and the logits of its predictors, or of rows: a recipe, or real ones."""
+        """This batch on the model's device, and the predictors' logits, or those for rows: a recipe, or real logits."""
         fusion = find_fusion(model)
         batch = self.to(next(model.parameters()).device)
         rows = batch.predictor if rows is None else rows.to(batch.device)
         inputs = batch.inputs
         chosen = _takes_rows(model)
-        if chosen:  # a head that has to build its logits then builds those of these rows
+        if chosen:  # a head that has to build its logits then builds only these rows
             inputs["logits_to_keep"] = rows
         with contextlib.nullcontext() if _is_compiled(model) else fusion._ledger.allow_lazy():
             outputs = model(**inputs)
@@ -238,7 +238,7 @@ class SharedPrefixBatch:
 
 
 def find_fusion(model: nn.Module) -> Fusion:
-    """The Fusion of a model, or of the model inside a wrapper, that shares prefixes."""
+    """The prefix-sharing Fusion on a model, or on the model inside a wrapper."""
     for module in model.modules():
         patch = vars(module).get("_tigon")
         fusion = None if patch is None or not patch.ledger.active else patch.fusion
@@ -262,7 +262,7 @@ def _takes_rows(model: nn.Module) -> bool:
 
 
 def _ids(name: str, given: Any, advice: str) -> Any:
-    """A sequence of token ids as it was given; a ValueError for anything else."""
+    """A token id sequence, returned as given; a ValueError for anything else."""
     if isinstance(given, Tensor):
         good = given.dim() == 1 and not given.dtype.is_floating_point and given.dtype != torch.bool
         got = f"{tuple(given.shape)} {given.dtype}"

@@ -1,4 +1,4 @@
-"""The attention of a model that can share prefixes, and the reason, by name, why a model cannot."""
+"""The attention modules of a model that can share prefixes, or the named reason why a model cannot."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import nn
 from tigon.fusion.shared_prefix.attention import find_registry
 from tigon.ops.prefix_attention import WIDEST
 
-CAUSAL = {"full_attention", "sliding_attention"}  # of `layer_types` in a configuration
+CAUSAL = {"full_attention", "sliding_attention"}  # `layer_types` values in a configuration
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
-# Keyword arguments of an attention function that change the result, and that shared attention lacks.
+# Keyword arguments to attention functions that change the result, and that shared attention lacks.
 EXTRAS = {"s_aux": "attention sinks", "position_bias": "a bias of positions"}
-# Methods by which a model counts positions from its own first number, as RoBERTa does.
+# Methods by which a model counts positions from a different first number, as RoBERTa does.
 OWN_POSITIONS = "create_position_ids_from_input_ids"
 CAPACITY = ("expert_capacity", "capacity_factor")  # a token's expert then depends on the tokens before it
 
 
 def shared_attention(model: nn.Module) -> list[nn.Module]:
-    """The attention modules that share prefixes: all of a decoder's.
+    """The attention modules that share prefixes: all in a decoder.
 
-    Raises: ValueError if tokens of the model meet elsewhere, or in another way, than in causal attention.
+    Raises: ValueError if the model's tokens meet elsewhere, or in another way, than in causal attention.
     """
     name = type(model).__name__
     asking = [module for module in model.modules() if find_registry(type(module))[0] is not None]
@@ -53,7 +53,7 @@ def shared_attention(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_layers(layers: nn.ModuleList, attentions: set[nn.Module]) -> None:
-    """Raise unless every layer has attention, and nothing else in which tokens meet."""
+    """Raise unless every layer has attention, and no other module in which tokens meet."""
     with_attention = [layer for layer in layers if any(m in attentions for m in layer.modules())]
     usual = {type(child) for layer in with_attention for child in layer.modules()}
     for layer in layers:
@@ -108,7 +108,7 @@ def _lists_of_layers(model: nn.Module, attentions: set[nn.Module]) -> list[nn.Mo
 
 
 def _around(model: nn.Module, attentions: list[nn.Module]) -> nn.Module:
-    """The innermost model of transformers that holds all of this attention: the decoder, without its head."""
+    """The innermost transformers model that holds all this attention: the decoder, without its head."""
     inside = set(attentions)
     decoder = model
     for module in model.modules():  # a module before the modules inside it
