@@ -371,20 +371,6 @@ def test_a_probe_tells_classes():
     assert graph.probe(of.x, swapped, c=0.5) == {"test": 1.0}
 
 
-def test_the_contrast_of_the_study_is_that_of_grace():
-    from graphs import info_nce
-
-    h = torch.nn.functional.normalize(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)), dim=2)
-    right = 0.0
-    for a, b in ((0, 1), (1, 0)):
-        for i in range(5):
-            e = [
-                math.exp(float(h[a, i] @ h[view, k]) / 0.4) for view in (a, b) for k in range(5) if (view, k) != (a, i)
-            ]
-            right += (math.log(sum(e)) - float(h[a, i] @ h[b, i]) / 0.4) / 10
-    assert float(info_nce(3 * h[0], h[1], 0.4)) == pytest.approx(right, rel=1e-5)
-
-
 Z, LABELS = torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
 
 

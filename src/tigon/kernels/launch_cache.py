@@ -3,7 +3,7 @@
 Triton inspects every argument on every launch to find the compiled kernel: 13 µs for a small kernel on a slow host,
 30 µs for a long signature. Here the caller's key finds the kernel directly. For a new key, such as a new row count,
 `_specialization_key` restates Triton's rules for sharing compiled kernels. A new Triton release may break this file:
-tests/kernels/test_launches.py compares every launch with Triton's, and TIGON_LAUNCH_CACHE=0 always uses Triton's
+tests/test_launches.py compares every launch with Triton's, and TIGON_LAUNCH_CACHE=0 always uses Triton's
 dispatch.
 """
 

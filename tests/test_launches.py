@@ -19,7 +19,7 @@ from tigon.kernels.language import tl, triton
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 
 
 @cache
