@@ -1,4 +1,14 @@
-"""Lines of Python, which may only fall: `LINES = {  # to the next 50
+"""Lines of Python, which may only fall: `LINES` holds a bound for each folder of the package and for the rest.
+
+A change that needs more lines takes them from elsewhere, or raises the bound with a reason in its commit.
+"""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES = {  # to the next 50
     "src/tigon/cli": 3500,
     "src/tigon/compress": 2700,
     "src/tigon/data": 1250,
