@@ -21,8 +21,8 @@ from tigon.kernels import device as facts
 from tigon.kernels import use_triton
 from tigon.retrieve.scan import CodedItems, encode_items, filtered_topk
 from tigon.retrieve.scan.coded import _coded_topk
-from tigon.retrieve.scan.plan import CODED_TERMS, coded_plan_of
-from tigon.retrieve.scan.sign import candidates_of, pays, projection_of
+from tigon.retrieve.scan.plan import CODED_TERMS, plan_coded_scan
+from tigon.retrieve.scan.sign import count_candidates, make_projection, pays
 
 CLUSTER, SPREAD, LENGTHS = 1000, 0.6, 0.1
 # Signs of the searches that are timed for every number of queries.
@@ -111,7 +111,7 @@ def _measure_signs(
         for count in counts:
             row = bench.make_row(
                 len(vectors), count, k, f"tigon, {bits} signs", vectors=kind, codes="sign", bits=bits, recall=recall,
-                candidates=candidates_of(k, candidates),
+                candidates=count_candidates(k, candidates),
             )  # fmt: skip
             row.floor_ms = bench.compute_floor(len(vectors) * (bits // 8 + 2))
             if not pays(count, vectors, bits, True, None):
@@ -149,7 +149,7 @@ def reads_codes(query: Tensor, vectors: Tensor, k: int) -> bool:
         return False
     two = query.dtype != vectors.dtype and vectors.element_size() == 2
     (B, D), N, room = query.shape, len(vectors), facts.shared_memory(query.device)
-    return coded_plan_of(B, k, D, N, vectors.dtype, two_terms=two, room=room) is not None
+    return plan_coded_scan(B, k, D, N, vectors.dtype, two_terms=two, room=room) is not None
 
 
 def measure_certified(query: Tensor, coded: CodedItems, k: int, count: int) -> float:
@@ -173,11 +173,11 @@ def measure_signs_alone(bench: Bench, count: int, k: int) -> SearchRow:
     query = query.to(bench.query_dtype)
     codes = torch.empty(count, MANY_BITS // 32, dtype=torch.int32, device=device)
     codes.random_(-(2**31), 2**31, generator=draw)
-    projection = projection_of(bench.dim, MANY_BITS, 0).to(device)
+    projection = make_projection(bench.dim, MANY_BITS, 0).to(device)
     coded = CodedItems(vector.to(bench.dtype).expand(count, -1), codes, None, None, None, projection)
     row = bench.make_row(
         count, 1, k, f"tigon, {MANY_BITS} signs", vectors="one", codes="sign", bits=MANY_BITS,
-        candidates=candidates_of(k, None), note="signs drawn at random, one vector for all rows (stride 0)",
+        candidates=count_candidates(k, None), note="signs drawn at random, one vector for all rows (stride 0)",
         floor_ms=bench.compute_floor(count * MANY_BITS / 8),
     )  # fmt: skip
 

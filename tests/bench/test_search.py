@@ -80,10 +80,10 @@ def test_searches_with_codes(tmp_path, monkeypatch):
 @pytest.fixture
 def small_searches_read_codes(monkeypatch):
     monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
-    for cached in (launches._plan_of, coded._plan_of):
+    for cached in (launches._plan_scan, coded._plan_scan):
         cached.cache_clear()
     yield
-    for cached in (launches._plan_of, coded._plan_of):
+    for cached in (launches._plan_scan, coded._plan_scan):
         cached.cache_clear()
 
 
