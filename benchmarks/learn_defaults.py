@@ -161,8 +161,8 @@ def ranked(model: str, rows: int, seed: int, device: torch.device) -> Row:
     train, val = data.split(by=by, fraction=choose_share(data.rows), seed=seed)
     test = rank.Impressions.read(tested, history=later, schema=train.schema)
     torch.manual_seed(seed)
-    kind = {"ligr": rank.LiGR, "lirank": rank.LiRank}[model]
-    ranker: Any = kind(train.schema, **rank.choose_sizes(model, train)).to(device)
+    kind, config = {"ligr": (rank.LiGR, rank.LiGRConfig), "lirank": (rank.LiRank, rank.LiRankConfig)}[model]
+    ranker: Any = kind(train.schema, config(**rank.choose_sizes(model, train))).to(device)
     options = rank.FitOptions(seed=seed, history_max=200)
     began = time.perf_counter()
     fitted = rank.fit(ranker, train.to(device), val.to(device), options)
