@@ -578,7 +578,8 @@ def test_every_library_op_is_in_the_table(triton_backend, monkeypatch):
         assert names == set(op.launches), f"{op} calls {sorted(names)}"
         called |= names
     called |= set(WITHOUT_A_ROW)
-    for package in ("tigon.ops", "tigon.rank.kernels"):  # operators are registered when their file is first imported
+    # Operators are registered when their file is first imported.
+    for package in ("tigon.ops", "tigon.rank.kernels", "tigon.retrieve.scan"):
         for module in pkgutil.walk_packages(import_module(package).__path__, f"{package}."):
             import_module(module.name)
     registered = {n.removeprefix("tigon::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tigon::")}
