@@ -28,6 +28,8 @@ from harness.processes import run_in_process
 from harness.training import RunResult
 from sharded import rows_of
 
+from tigon.cli.environment import describe_environment
+
 # The models and batches of arXiv 2410.10989, in sequences over all GPUs.
 CASES = {"llama-3-8b": 64, "qwen2-7b": 48, "gemma-7b": 48, "mistral-7b": 128, "phi-3-mini": 128}
 SIDES = ("hf", "liger", "tigon")
@@ -158,7 +160,7 @@ def kept(options: argparse.Namespace, world: int) -> list[RunResult]:
         return []
     content = report.load(options.resume)
     known = {field.name for field in fields(RunResult)}
-    now = json.loads(json.dumps(report.describe_environment(torch.device(options.device))))
+    now = json.loads(json.dumps(describe_environment(torch.device(options.device))))
     if any(content["environment"][what] != now[what] for what in ("device", "packages")):
         raise SystemExit(f"paper.py: {options.resume} is of another device or of other versions.")
     if any(row["gpus"] != world for row in content["rows"]):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from harness.columns import TEXT_COLUMNS, Cells, case_key, make_cells, number
 
-from tigon.cli.environment import describe_environment, read_package_version  # noqa: F401
+from tigon.cli.environment import describe_environment
 
 # Raise this when a field changes its meaning or goes.
 SCHEMA = 1

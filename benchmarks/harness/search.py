@@ -32,7 +32,7 @@ class SearchRow:
     p99_ms: of single searches of an index, each waited for, 99 % take less; ms is their median then. updates: items
     written a second meanwhile, in calls of `call` items.
 
-    Of searches that may have codes: vectors: "random", "clustered", or "one", the same for every row. codes: "int8" or
+    For searches that may have codes, vectors: "random", "clustered", or "one", the same for every row. codes: "int8" or
     "sign", of so many bits a row and candidates a query; None for a plain search. certified: the share of the queries
     whose answer the codes alone prove. recall: the share of the exact answers' rows that the search returns.
     """
@@ -122,7 +122,7 @@ class SearchCase:
 
 
 def list_cases(queries: Sequence[int], ks: Sequence[int], shares: Sequence[float], each: bool) -> list[SearchCase]:
-    """Every combination; with `each`, also searches with a filter for each query. Of further ks only all rows."""
+    """Every combination; with `each`, also searches with a filter for each query. Further ks search all rows only."""
     cases = [
         SearchCase(count, k, "none" if share == 1 else "one", share)
         for k in ks

@@ -27,7 +27,8 @@ from tigon.retrieve.scan.sign import count_candidates, make_projection, pays
 CLUSTER, SPREAD, LENGTHS = 1000, 0.6, 0.1
 # Signs of the searches that are timed for every number of queries.
 BITS = 512
-# Of clustered vectors also these bits with the default of 5 k candidates, and BITS with these candidates for each of k.
+# Clustered vectors are also searched with these bits and the default of 5 k candidates, and with BITS and these
+# candidates per k.
 MORE_BITS, MORE_CANDIDATES = (64, 256), (2, 10)
 # Queries of which the share that is certified, and of which the recall is taken.
 CERTIFIED, RECALLED = 256, 64
@@ -182,7 +183,7 @@ def measure_signs_alone(bench: Bench, count: int, k: int) -> SearchRow:
     )  # fmt: skip
 
     def check() -> None:
-        """Of each 64 rows one is live; k of these have the query's own signs, which then are the candidates."""
+        """One row in 64 is live; k live rows have the query's signs, and these rows are the candidates."""
         place = 37
         planted = torch.randperm(max(1, (count - place) // 64), device=device, generator=draw)[:k].sort().values * 64
         planted += place

@@ -26,6 +26,7 @@ import torch
 from harness import report
 
 from studies.adapters.rows import SIDES, Row
+from tigon.cli.environment import read_package_version
 
 HERE = Path(__file__).resolve().parents[2]
 # The process that a side runs in: one that changes classes has its own.
@@ -294,7 +295,7 @@ def save(
 ) -> dict[str, Any]:
     """Write the file. It has the date at which this run began, as this run's rows have."""
     content = report.result("adapters", rows, device=device) | {"date": date}
-    content["environment"]["packages"] |= {name: report.read_package_version(name) for name in PACKAGES}
+    content["environment"]["packages"] |= {name: read_package_version(name) for name in PACKAGES}
     content["runs"] = [{"date": day, "command": how} for day, how in sorted({(row.date, row.command) for row in rows})]
     content["notes"] = [f"left out, the time was up: {title}" for title in late]
     report.save(options.output / (options.name or report.file_name(content)), content)

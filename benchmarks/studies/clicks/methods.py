@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from harness import report
 from torch import Tensor
 
 from studies.clicks import calibration, metrics
 from studies.clicks.data import LABEL, TEST, TRAIN, VALIDATION, Clicks, Rows
 from studies.clicks.metrics import Floats
 from tigon import rank
+from tigon.cli.environment import read_package_version
 
 Setting = dict[str, Any]
 
@@ -317,7 +317,7 @@ def lacks(name: str, zoo: Path | None) -> str | None:
     kind = METHODS[name]
     if kind.package and kind.package not in sys.modules and importlib.util.find_spec(kind.package) is None:
         return f"{kind.package} is not installed"
-    if kind.package == "fuxictr" and not (found := report.read_package_version("fuxictr") or "").startswith("2.2."):
+    if kind.package == "fuxictr" and not (found := read_package_version("fuxictr") or "").startswith("2.2."):
         return f"fuxictr {found} is installed, and this study drives 2.2, whose layers need neither polars nor ray"
     if kind.zoo and (zoo is None or not (zoo / kind.zoo / "src" / f"{kind.zoo}.py").is_file()):
         return f"--fuxictr names no folder model_zoo of FuxiCTR's sources with {kind.zoo}"

@@ -33,6 +33,7 @@ from studies.clicks import metrics, speed
 from studies.clicks.data import PARTS, TEST, VALIDATION, read
 from studies.clicks.methods import METHODS, Fit, Setting, lacks
 from studies.rows import Row
+from tigon.cli.environment import read_package_version
 
 # Those whose versions a result file names beside the usual ones.
 PEERS = ("fuxictr", "lightgbm", "scikit-learn", "numpy")
@@ -221,7 +222,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     rows = [Row(**row) for path in options.resume for row in report.load(path)["rows"]]
-    peers = {name: report.read_package_version(name) for name in PEERS}
+    peers = {name: read_package_version(name) for name in PEERS}
 
     def keep(*more: Row) -> None:
         rows.extend(more)

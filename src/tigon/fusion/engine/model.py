@@ -292,7 +292,11 @@ class Fusion:
     def _begin_steps(self, entrances: list[nn.Module], site: Site) -> None:
         entered = {id(model) for model in entrances}
         heads = {id(m) for m in site.model.modules() if (p := site.find_patch(m)) is not None and _acts_on_model(p)}
-        is_part = lambda m: id(m) not in heads and site.find_patch(m) is not None and id(m) not in entered  # noqa: E731
+        others = heads | entered
+
+        def is_part(module: nn.Module) -> bool:
+            return id(module) not in others and site.find_patch(module) is not None
+
         inner = [m for model in entrances for m in find_backbones(model, is_part) if id(m) not in entered]
         for model, is_inner in [*((m, False) for m in entrances), *((m, True) for m in dict.fromkeys(inner))]:
             patch = site.find_patch(model)
