@@ -111,7 +111,8 @@ def _compile(expression: Expression, schema: Schema, strict: bool, positive: boo
     if isinstance(expression, Comparison):
         return _compile_comparison(expression, schema, strict, positive)
     assert isinstance(expression, (And, Or))
-    parts = [_compile(part, schema, strict, positive) for part in expression.parts]
+    # Equal parts once: `tags is null` has a test for each word of tags, and a text may repeat it ten thousand times.
+    parts = [_compile(part, schema, strict, positive) for part in dict.fromkeys(expression.parts)]
     if isinstance(expression, And) == positive:
         both = [clause for part in parts for clause in part]
         _check_clauses(len(both), expression, MOST_ON_THE_WAY)
