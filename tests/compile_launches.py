@@ -30,7 +30,8 @@ from typing import Any
 import torch
 import triton
 from numerics import evaluate
-from ops_table import OPS, OVER_SHARDS, Case, Op
+from ops_table import OPS, Case, Op
+from ops_table.shards import OVER_SHARDS
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver

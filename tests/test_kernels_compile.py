@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ops_table import OPS, OVER_SHARDS
+from ops_table import OPS
+from ops_table.shards import OVER_SHARDS
 
 from tigon.kernels import HAS_TRITON
 

@@ -2,26 +2,23 @@
 
 A row knows how to draw random inputs, how many bytes and FLOPs the operator needs at least, what the right answer is in
 fp64, and who implements it. Peers are imported when they are first asked for; one that is missing becomes a line in the
-report, not an error.
+report, not an error. A file of this folder with a tuple `OPS` adds its rows.
 """
 
 from __future__ import annotations
 
-from cases import attention, embedding, experts, gated, head_losses, losses, norms, rotary, softmax
+import importlib
+import pkgutil
+
 from cases.row import Implementation, Op
 
-# As the documentation groups them.
-KINDS: dict[str, tuple[Op, ...]] = {
-    "Norms": norms.OPS,
-    "Gated units": gated.OPS,
-    "Experts": experts.OPS,
-    "Rotary embeddings": rotary.OPS,
-    "Softmax": softmax.OPS,
-    "Attention": attention.OPS,
-    "Losses": losses.OPS,
-    "Losses of a linear head": head_losses.OPS,
-    "Embedding": embedding.OPS,
-}
-OPS: dict[str, Op] = {op.name: op for ops in KINDS.values() for op in ops}
 
-__all__ = ["KINDS", "OPS", "Implementation", "Op"]
+def collect_rows() -> dict[str, Op]:
+    """The rows in all files of this folder by their names."""
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return {op.name: op for module in modules for op in getattr(module, "OPS", ())}
+
+
+OPS = collect_rows()
+
+__all__ = ["OPS", "Implementation", "Op", "collect_rows"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from flat import cross_entropy, linear_cross_entropy
 from torch import Tensor
 
-from ops_table.row import Bad, Case, Inputs, Op, randn
+from ops_table.row import Bad, Case, Inputs, Op, Replaced, randn, sample
 from tigon.ops.cross_entropy import cross_entropy_reference
 
 
@@ -109,6 +109,7 @@ def _bad_cross_entropy(name: str, inputs: Callable[..., Inputs]) -> tuple[Bad, .
 
 
 _EVERY_OPTION = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 5.0, "scale": 0.7}
+_THREE = torch.tensor([0, 4, -100])
 CROSS_ENTROPY = Op(
     name="cross_entropy",
     public=_cross_entropy,
@@ -165,6 +166,7 @@ CROSS_ENTROPY = Op(
         Case("rows share tiles", (10000, 100), {"reduction": "none", "details": True}),
         Case("weights", (2000, 40000), {**_EVERY_OPTION, "reduction": "none", "details": True}, {"weighted": True}),
     ),
+    replaces=(Replaced("cross_entropy(logits, target)", "loss", {"logits": sample(3, 8), "target": _THREE}),),
 )
 
 
@@ -232,4 +234,11 @@ LINEAR_CROSS_ENTROPY = Op(
     dtensor="refused",  # split by rows; tests/distributed/test_vocabulary_parallel.py: by classes
     products=True,
     large=(Case("several chunks", (1000, 1024, 60), {"reduction": "none", "chunk_bytes": 2**26}),),
+    replaces=(
+        Replaced(
+            "linear_cross_entropy(x, Head(weight, bias), target)",
+            "loss",
+            {"x": sample(3, 8), "weight": sample(5, 8), "bias": sample(5), "target": _THREE},
+        ),
+    ),
 )

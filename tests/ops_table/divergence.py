@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops_table.row import Bad, Case, Inputs, Op
+from ops_table.row import Bad, Case, Inputs, Op, Replaced, sample
 from tigon.ops.divergence import divergence_reference, jsd, kl_div, tvd
 
 
@@ -174,6 +174,13 @@ KL_DIV = Op(
     ),
     fixed=(1,),
     large=_LARGE,
+    replaces=(
+        Replaced(
+            "kl_div(input, target, reduction='batchmean', temperature=temperature)",
+            "loss",
+            {"input": sample(3, 8), "target": sample(1, 3, 8)[0], "temperature": 2.0},
+        ),
+    ),
 )
 JSD = Op(
     name="jsd",
@@ -200,6 +207,13 @@ JSD = Op(
     fixed=(1,),
     roundings=8,  # a difference between nearly equal terms: eager's error is luck
     large=_LARGE,
+    replaces=(
+        Replaced(
+            "jsd(log_q, log_p, beta=beta)",
+            "loss",
+            {"log_q": sample(3, 8).log_softmax(-1), "log_p": sample(1, 3, 8)[0].log_softmax(-1), "beta": 0.3},
+        ),
+    ),
 )
 TVD = Op(
     name="tvd",
@@ -214,4 +228,11 @@ TVD = Op(
     models=_MODELS,
     fixed=(1,),
     large=_LARGE,
+    replaces=(
+        Replaced(
+            "tvd(input, target)",
+            "loss",
+            {"input": sample(3, 8).softmax(-1), "target": sample(2, 3, 8)[1].softmax(-1)},
+        ),
+    ),
 )

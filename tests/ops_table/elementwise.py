@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tigon
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import ROW, Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.dyt import dyt_reference
 from tigon.ops.poly_norm import poly_norm_reference
 
@@ -68,6 +68,7 @@ DYT = Op(
         Case("several blocks", (1000, 4096), {}, {"parameter_dtype": torch.float32}),
         Case("rows share tiles", (10000, 100)),
     ),
+    replaces=(Replaced("dyt(x, alpha, weight, bias)", "y", {**ROW, "alpha": sample(1)}),),
 )
 
 
@@ -129,5 +130,12 @@ POLY_NORM = Op(
         Case("a row a tile", (1000, 4096), {}, {"parameter_dtype": torch.float32}),
         Case("rows share tiles", (10000, 100)),
         Case("beyond one tile", (100, 20000)),
+    ),
+    replaces=(
+        Replaced(
+            "poly_norm(x, weight, bias)",
+            "y",
+            {"x": sample(3, 8), "weight": sample(3), "bias": sample(1), "eps": 1e-6},
+        ),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.embedding import embedding, embedding_reference
 
 
@@ -62,4 +62,11 @@ EMBEDDING = Op(
     # Sorted ids and run bounds are looked up individually; test_embedding.py checks the rows.
     wide_loads=False,
     large=(Case("long runs", (1000, 300, 4096)), Case("several rows a program", (1000, 20000, 64))),
+    replaces=(
+        Replaced(
+            "embedding(input, weight, padding_idx=padding_idx)",
+            "y",
+            {"input": torch.tensor([[0, 4, 2]]), "weight": sample(5, 8), "padding_idx": 2},
+        ),
+    ),
 )

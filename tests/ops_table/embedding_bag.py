@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.embedding_bag import embedding_bag, embedding_bag_reference
 
 FIELDS = 3
@@ -70,6 +70,13 @@ def _bad(**given):
 
 
 FLAT = torch.zeros(6).long()
+_BAGS = {
+    "weight": sample(5, 8),
+    "values": torch.tensor([0, 4, 2]),
+    "offsets": torch.tensor([0, 2, 2]),
+    "mode": "mean",
+    "padding_idx": 4,
+}
 EMBEDDING_BAG = Op(
     name="embedding_bag",
     public=_call(embedding_bag),
@@ -128,4 +135,17 @@ EMBEDDING_BAG = Op(
     # Ids and run bounds are looked up individually; test_embedding_bag.py checks the rows.
     wide_loads=False,
     large=(Case("fixed", (1000, 300, 300, 16)), Case("several rows a program", (1000, 1, 20000, 4096))),
+    replaces=(
+        Replaced(
+            "embedding_bag(values=values, weight=weight, offsets=offsets, mode=mode, padding_idx=padding_idx)",
+            "y",
+            _BAGS,
+        ),
+        Replaced(
+            "embedding_bag(values, weight, mode='sum', field_offsets=field_offsets)",
+            "y",
+            {**_BAGS, "values": torch.tensor([[[0, 1], [2, 0]]]), "field_offsets": torch.tensor([0, 2, 5])},
+            (1,),
+        ),
+    ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops_table.row import Bad, Case, Inputs, Op, randn
+from ops_table.row import Bad, Case, Inputs, Op, Replaced, randn, sample
 from tigon.ops.acts import ACTS
 from tigon.ops.experts import moe_mlp
 from tigon.ops.experts.options import Expert
@@ -123,4 +123,17 @@ MOE_MLP = Op(
     large=(Case("tokens", (1000, 4096, 16, 4, 2)),),
     dtensor="refused",
     products=True,
+    replaces=(
+        Replaced(
+            "moe_mlp(x, top_k_index, top_k_weights, gate_up, down)",
+            "y",
+            {
+                "x": sample(3, 8),
+                "top_k_index": torch.tensor([[0, 2], [2, 3], [3, 0]]),
+                "top_k_weights": sample(3, 2),
+                "gate_up": sample(4, 12, 8),
+                "down": sample(4, 8, 6),
+            },
+        ),
+    ),
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from ops_table.row import Bad, Case, Inputs, Op, randn
+from ops_table.row import Bad, Case, Inputs, Op, Replaced, randn, sample
 from tigon.ops.acts import ACTS
 from tigon.ops.gated import GELU, gated_reference
 from tigon.ops.gated_linear import gated_linear, gated_linear_reference
@@ -85,6 +85,7 @@ def _bad_gated(name: str) -> tuple[Bad, ...]:
     )
 
 
+_GATES = {"gate": sample(3, 8), "up": sample(2, 3, 8)[1], "gate_up": sample(3, 16)}
 SWIGLU = Op(
     name="swiglu",
     public=tigon.swiglu,
@@ -100,6 +101,16 @@ SWIGLU = Op(
         Case("flat", (1000, 4096)),
         Case("packed", (1000, 4096), {}, {"packed": True}),
         Case("packed, odd", (1000, 3001), {}, {"packed": True}),
+    ),
+    replaces=(
+        Replaced("swiglu(gate, up)", "y", _GATES),
+        Replaced("swiglu(gate_up)", "y", _GATES, (1, 0)),
+        Replaced(
+            "swiglu(gate, up, gate_multiplier=gate_multiplier, multiplier=multiplier)",
+            "y",
+            {**_GATES, "gate_multiplier": 0.5, "multiplier": 3.0},
+            (2,),
+        ),
     ),
 )
 GEGLU = Op(
@@ -119,6 +130,7 @@ GEGLU = Op(
     launches=("gated_fwd", "gated_bwd"),
     models=(*_GATED_MODELS, Case("erf", (16384, 14336), {"approximate": "none"})),
     large=(Case("flat", (1000, 4096)), Case("packed", (1000, 4096), {}, {"packed": True})),
+    replaces=(Replaced("geglu(gate, up)", "y", _GATES),),
 )
 REGLU = Op(
     name="reglu",
@@ -140,6 +152,10 @@ REGLU = Op(
     launches=("gated_fwd", "gated_bwd"),
     models=(Case("Llama-3-8B", (16384, 14336)), Case("BitNet b1.58 2B4T", (16384, 6912), {"squared": True})),
     large=(Case("flat", (1000, 4096)), Case("packed", (1000, 4096), {}, {"packed": True})),
+    replaces=(
+        Replaced("reglu(gate, up)", "y", _GATES),
+        Replaced("reglu(gate, up, squared=True)", "y", _GATES, (1,)),
+    ),
 )
 RELU2 = Op(
     name="relu2",
@@ -158,6 +174,7 @@ RELU2 = Op(
     launches=("relu2_fwd", "relu2_bwd"),
     models=(Case("Nemotron-4-15B", (16384, 24576)),),
     large=(Case("flat", (1000, 4096)),),
+    replaces=(Replaced("relu2(x)", "y", {"x": sample(3, 8)}),),
 )
 
 
@@ -210,6 +227,9 @@ GATED_LINEAR = Op(
     ),
     products=True,
     large=(Case("flat", (1000, 4096, 16)), Case("packed", (1000, 4096, 16), {}, {"packed": True})),
+    replaces=(
+        Replaced("gated_linear(gate, up, weight, bias)", "y", {**_GATES, "weight": sample(5, 8), "bias": sample(5)}),
+    ),
 )
 
 
@@ -280,6 +300,13 @@ GATED_MLP = Op(
         Case("packed, Phi-3", (16384, 3072, 8192, 3072), {}, {"packed": True, "bias": False}),
     ),
     products=True,
+    replaces=(
+        Replaced(
+            "gated_mlp(x, gate, up, down)",
+            "y",
+            {"x": sample(3, 8), "gate": sample(6, 8), "up": sample(2, 6, 8)[1], "down": sample(5, 6)},
+        ),
+    ),
 )
 
 
@@ -340,4 +367,5 @@ GATED_RESIDUAL = Op(
         Case("no stream, LiRank", (65536, 3504), {}, {"alone": True}),
     ),
     large=(Case("flat", (1000, 4096)),),
+    replaces=(Replaced("gated_residual(x, gate, f)", "y", {name: sample(3, 8) for name in ("x", "gate", "f")}),),
 )

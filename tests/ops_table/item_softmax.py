@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import Bad, Case, Op, Replaced, randn, sample
 from tigon.retrieve.training.over_items import item_softmax, item_softmax_reference
 
 
@@ -82,4 +82,17 @@ ITEM_SOFTMAX = Op(
     dtensor="refused",
     products=True,
     large=(Case("queries", (3000, 64, 40), {"reduction": "none", "scale": 0.5}),),
+    replaces=(
+        Replaced(
+            "item_softmax(query, items, target, bias, scale=scale)",
+            "loss",
+            {
+                "query": sample(5, 8),
+                "items": sample(30, 8),
+                "target": torch.arange(5),
+                "bias": sample(30),
+                "scale": 0.5,
+            },
+        ),
+    ),
 )

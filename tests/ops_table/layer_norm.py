@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import ROW, Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.group_norm import group_norm_reference
 from tigon.ops.layer_norm import layer_norm_reference
 
@@ -84,6 +84,7 @@ LAYER_NORM = Op(
         Case("rows from the cache", (200, 12000)),
         Case("beyond one tile", (100, 20000)),
     ),
+    replaces=(Replaced("layer_norm(x, weight, bias, eps=eps)", "y", ROW),),
 )
 
 
@@ -148,5 +149,10 @@ GROUP_NORM = Op(
     large=(
         Case("a slab a program", (35, 64, 1000), {}, {"groups": 4, "weight_dtype": torch.float32}),
         Case("no space", (1000, 4096), {}, {"groups": 4}),
+    ),
+    replaces=(
+        Replaced(
+            "group_norm(x, num_groups, weight, bias, eps=eps)", "y", {**ROW, "x": sample(2, 8, 3), "num_groups": 4}
+        ),
     ),
 )

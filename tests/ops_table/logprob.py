@@ -11,7 +11,7 @@ from flat import grpo, grpo_reference, linear_logprob
 
 import tigon
 from ops_table.cross_entropy import _targets, _valid
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.logprob import logprob_reference
 
 
@@ -80,6 +80,13 @@ LOGPROB = Op(
         Case("odd width, few rows", (8, 50257), {"softcap": 30.0}),
     ),
     large=(Case("a row a program", (2000, 40000)),),
+    replaces=(
+        Replaced(
+            "logprob(logits, target, temperature=temperature)[:2]",
+            "logprob, entropy",
+            {"logits": sample(2, 8), "target": torch.tensor([0, 4]), "temperature": 2.0},
+        ),
+    ),
 )
 
 
@@ -154,6 +161,19 @@ LINEAR_LOGPROB = Op(
     dtensor="refused",  # split by rows; tests/distributed/test_vocabulary_parallel.py: by classes
     products=True,
     large=(Case("several chunks", (1000, 1024, 60), {"chunk_bytes": 2**26}, {"bias": False, "lora": False}),),
+    replaces=(
+        Replaced(
+            "linear_logprob(x, Head(weight, bias), target, temperature=temperature)[:2]",
+            "logprob, entropy",
+            {
+                "x": sample(2, 8),
+                "weight": sample(5, 8),
+                "bias": sample(5),
+                "target": torch.tensor([0, 4]),
+                "temperature": 2.0,
+            },
+        ),
+    ),
 )
 
 

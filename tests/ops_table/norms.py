@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tigon
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import ROW, Bad, Case, Op, Replaced, randn
 from tigon.ops.add_rms_norm import add_rms_norm_reference
 from tigon.ops.rms_norm import rms_norm_reference
 
@@ -84,6 +84,7 @@ RMS_NORM = Op(
         Case("rows share tiles", (10000, 100)),
         Case("beyond one tile", (100, 20000)),
     ),
+    replaces=(Replaced("rms_norm(x, weight, eps=eps)", "y", ROW),),
 )
 
 
@@ -142,4 +143,5 @@ ADD_RMS_NORM = Op(
         Case("rows share tiles", (10000, 100)),
         Case("beyond one tile", (100, 20000)),
     ),
+    replaces=(Replaced("add_rms_norm(x, residual, weight)", "y, residual", ROW),),
 )

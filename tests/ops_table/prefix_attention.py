@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tigon
-from ops_table.row import Bad, Case, Op, randn
+from ops_table.row import Bad, Case, Op, Replaced, randn, sample
 from tigon.ops.prefix_attention import prefix_attention_reference
 
 # For a second and a third request.
@@ -90,6 +90,19 @@ PREFIX_ATTENTION = Op(
     wide_loads=False,
     dtensor="refused",
     products=True,
+    replaces=(
+        Replaced(
+            "prefix_attention(q, k, v, tigon.PrefixLayout(prefix_lengths, suffix_lengths))",
+            "o",
+            {
+                "q": sample(12, 4, 8),
+                "k": sample(12, 2, 8),
+                "v": sample(1, 12, 2, 8)[0],
+                "prefix_lengths": [3, 2],
+                "suffix_lengths": [[1, 2], [3, 1]],
+            },
+        ),
+    ),
 )
 
 

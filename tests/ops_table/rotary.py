@@ -9,7 +9,7 @@ import torch
 
 import tigon
 from ops_table.norms import _GEMMA, eager_rms_norm
-from ops_table.row import Bad, Case, Inputs, Op, randn
+from ops_table.row import Bad, Case, Inputs, Op, Replaced, randn, sample
 from tigon.ops.qk_norm_rope import qk_norm_rope_reference
 from tigon.ops.rope import rope_reference
 
@@ -81,6 +81,7 @@ def _bad_rope(**replaced: Any) -> Callable[[], Inputs]:
 
 _NEIGHBOURS = {"config": tigon.Rope(interleaved=True)}
 _NATIVE = {"config": tigon.Rope(arithmetic="native")}
+_HEADS = {"q": sample(2, 4, 5, 8), "k": sample(2, 2, 5, 8), "cos": sample(2, 5, 8), "sin": sample(1, 2, 5, 8)[0]}
 ROPE = Op(
     name="rope",
     public=tigon.rope,
@@ -151,6 +152,32 @@ ROPE = Op(
     large=(
         Case("heads after time", (100, 1, 32, 8, 128), {"unsqueeze_dim": 2}, {"unsqueeze_dim": 2}),
         Case("time after heads", (100, 1, 32, 8, 128)),
+    ),
+    replaces=(
+        Replaced("rope(q, k, cos, sin)", "q, k", {**_HEADS, "unsqueeze_dim": 1}),
+        Replaced(
+            "rope(q, k, cos, sin, unsqueeze_dim=2)",
+            "q, k",
+            {
+                **_HEADS,
+                "k": sample(2, 4, 3, 8),
+                "cos": sample(2, 4, 8),
+                "sin": sample(1, 2, 4, 8)[0],
+                "unsqueeze_dim": 2,
+            },
+        ),
+        Replaced(
+            "rope(q, k, cos, sin, config=tigon.Rope(mrope_section=mrope_section))",
+            "q, k",
+            {
+                **_HEADS,
+                "unsqueeze_dim": 1,
+                "mrope_section": [1, 1, 2],
+                "cos": sample(3, 2, 5, 8),
+                "sin": sample(1, 3, 2, 5, 8)[0],
+            },
+            (1, 0),
+        ),
     ),
 )
 
@@ -234,5 +261,18 @@ QK_NORM_ROPE = Op(
             {"unsqueeze_dim": 2, "weight_dtype": torch.float32},
         ),
         Case("time after heads", (100, 1, 32, 8, 128)),
+    ),
+    replaces=(
+        Replaced(
+            "qk_norm_rope(q, k, q_weight, k_weight, cos, sin)",
+            "q, k",
+            {
+                **_HEADS,
+                "q_weight": sample(8),
+                "k_weight": sample(1, 8)[0],
+                "q_norm": lambda q: tigon.rms_norm(q, sample(8)),
+                "k_norm": lambda k: tigon.rms_norm(k, sample(1, 8)[0]),
+            },
+        ),
     ),
 )

@@ -40,6 +40,19 @@ class Bad:
 
 
 @dataclass(frozen=True)
+class Replaced:
+    """A call, its result names, and the docstring's equivalent code blocks, in order."""
+
+    call: str
+    results: str
+    names: dict[str, Any]
+    blocks: tuple[int, ...] = (0,)
+
+    def __str__(self) -> str:
+        return self.call
+
+
+@dataclass(frozen=True)
 class Op:
     """An operator.
 
@@ -60,6 +73,8 @@ class Op:
     # Calls as in real models, compiled ahead of time. The first also in fp16 and fp32, and with each input frozen in
     # turn.
     models: tuple[Case, ...]
+    # Calls that agree with the code under "Replaces::" in the docstring.
+    replaces: tuple[Replaced, ...] = ()
     # Batches that test_large.py repeats until a tensor has 2³¹ elements: one for each row addressing in the kernels.
     # Each has enough rows to be launched like a larger batch. Losses are unreduced.
     large: tuple[Case, ...] = ()
@@ -107,5 +122,13 @@ class Op:
         return self.cases[0]
 
 
+def sample(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 def randn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+# Names in the code that norms replace.
+ROW = {"x": sample(3, 8), "residual": sample(8, 3).t(), "weight": sample(8), "bias": sample(1, 8)[0], "eps": 1e-5}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ops_table.row import Bad, Case, Op
+from ops_table.row import Bad, Case, Op, Replaced, sample
 from tigon.ops.softmax import softmax, softmax_reference
 from tigon.ops.sparsemax import sparsemax, sparsemax_reference
 
@@ -45,6 +45,7 @@ def _masked_by(mask, x=(2, 3, 4)):
     return lambda: (torch.ones(x), mask)
 
 
+_SCORES = {"x": sample(2, 5, 7), "mask": sample(5, 7), "scale": 0.3, "dim": -1, "T": 5, "S": 7}
 SOFTMAX = Op(
     name="softmax",
     public=_softmax,
@@ -96,6 +97,11 @@ SOFTMAX = Op(
         Case("a row a tile", (1000, 4096)),
         Case("attention", (70, 3, 100, 100), {"scale": 0.3, "causal": True}, {"mask": (70, 1, 100, 100)}),
         Case("beyond one tile", (200, 40000)),
+    ),
+    replaces=(
+        Replaced("softmax(x, dim, scale=scale, mask=mask)", "y", _SCORES),
+        Replaced("softmax(x, dim, scale=scale, mask=mask)", "y", {**_SCORES, "dim": 1}),
+        Replaced("softmax(x, -1, scale=scale, mask=mask, causal=True)", "y", _SCORES, (1,)),
     ),
 )
 
@@ -153,4 +159,5 @@ SPARSEMAX = Op(
         Case("rows share tiles", (10000, 100)),
         Case("beyond one tile", (100, 40000)),
     ),
+    replaces=(Replaced("sparsemax(x)", "y", {"x": 2 * sample(3, 8)}),),
 )
