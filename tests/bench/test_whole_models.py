@@ -33,6 +33,11 @@ def models(script):
     return script("models")
 
 
+def run_here(task, row, *, device, **options):
+    """As run_in_process, which has a test: a process takes seconds to import torch and transformers."""
+    return task(row, device=torch.device(device), say=lambda text: None, **options)
+
+
 def test_every_row_is_a_preset_and_every_side_has_a_place(models):
     assert {case.model for case in (*models.CASES, models.LENGTHS)} <= PRESETS.keys()
     assert set(models.ORDER) == {"floor", *training.SIDES}
@@ -68,6 +73,7 @@ def test_what_compiles_comes_last(models, tmp_path):
 def test_it_records_sides_beside_their_floor_and_goes_on(models, tmp_path, monkeypatch, capsys):
     small = [f"{key}={value}" for key, value in TINY.items()]
     more = ["--output", str(tmp_path), "--only", "qwen3", "--shape", "2x16", "--dtype", "float32", "--steps", "1"]
+    monkeypatch.setattr(models, "run_in_process", run_here)
     models.run(models.parse([*more, "--sides", "floor,tigon", "--set", *small]))
     (file,) = tmp_path.glob("*-models.json")
     content = report.load(file)
@@ -88,8 +94,9 @@ def test_it_records_sides_beside_their_floor_and_goes_on(models, tmp_path, monke
     capsys.readouterr()
 
 
-def test_a_side_has_a_row_for_each_setting(models, tmp_path, capsys):
+def test_a_side_has_a_row_for_each_setting(models, tmp_path, capsys, monkeypatch):
     """Micro-batches and masked labels, which change the losses of all sides alike."""
+    monkeypatch.setattr(models, "run_in_process", run_here)
     small = [f"{key}={value}" for key, value in TINY.items()]
     more = ["--output", str(tmp_path), "--only", "qwen3", "--shape", "2x16", "--dtype", "float32", "--steps", "2"]
     settings = ["--settings", "1x0.125,1x0,3x0"]
@@ -347,7 +354,7 @@ def test_sides_start_from_the_same_weights_and_train():
     rows = []
     for name in ("hf", "tigon"):
         row = RunResult("llama-tiny", name, 2, 16, False, "float32")
-        rows += run_in_process(train_side, row, device="cpu", steps=2, overrides=TINY, say=heard.append)
+        rows += train_side(row, CPU, 2, TINY, say=heard.append)
     assert [row.status for row in rows] == ["ok", "ok"], [row.reason for row in rows]
     plain, fused = rows
     assert len(plain.losses) == len(plain.steps_ms) + WARMUP_STEPS == 2 + WARMUP_STEPS
@@ -360,6 +367,10 @@ def test_sides_start_from_the_same_weights_and_train():
 
 
 def test_a_process_that_fails_hangs_or_dies_leaves_a_row():
+    heard = []
+    (row,) = run(say=heard.append)
+    assert (row.status, row.reason) == ("ok", "")
+    assert len(heard) == 2 + WARMUP_STEPS
     (row,) = run(overrides={**TINY, "num_attention_heads": 3})
     assert (row.status, row.tokens_per_s) == ("failed", None)
     assert row.reason
