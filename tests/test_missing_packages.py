@@ -11,7 +11,7 @@ from extras import EXTRAS
 
 TESTS = Path(__file__).parent
 # These import no package from an extra, and have most tests.
-PLAIN = "test_invariants.py", "test_large.py", "test_kernels_compile.py", "linear", "losses", "memory", "optim"
+PLAIN = "test_invariants.py", "test_large.py", "test_kernels_compile.py", "ops", "losses", "nn"
 WITHOUT = """
 import sys
 from importlib.machinery import PathFinder

@@ -28,6 +28,8 @@ ignore_missing_imports = true
 follow_imports = skip
 [mypy-torch]
 follow_imports = silent
+[mypy-tigon.compress.*,tigon.graph.*,tigon.integrations.*,tigon.rank.*,tigon.retrieve.*,tigon.training.*]
+follow_imports = skip
 """
 
 
