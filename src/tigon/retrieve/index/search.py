@@ -15,7 +15,7 @@ from tigon.retrieve.index.request import SearchRequest
 from tigon.retrieve.index.table import RowTable
 from tigon.retrieve.links.resolve import HitLinks
 from tigon.retrieve.scan import CodedItems, RowBits, filtered_topk
-from tigon.retrieve.scan.signed import uses_signs
+from tigon.retrieve.scan.sign import uses_signs
 from tigon.retrieve.transfer import array_to_device
 
 # Maps a search's scores and rows to those of its hits.
