@@ -79,7 +79,8 @@ def as_tensor(name: str, argument: str, values: Any) -> Tensor:
         except (TypeError, ValueError):
             got = type(values).__name__
             raise ValueError(f"{name}: {argument} must be a tensor or an array of numbers, got {got}.") from None
-    return values.detach()
+    tensor: Tensor = values.detach()
+    return tensor
 
 
 def read_path(name: str, argument: str, path: Any) -> Path:

@@ -22,10 +22,9 @@ from tigon.retrieve.index.explain import Explanation, explain_search
 from tigon.retrieve.index.format import Codes, Metric, VectorFormat
 from tigon.retrieve.index.hits import Hits
 from tigon.retrieve.index.memory import MemoryPlan
-from tigon.retrieve.index.parameter_index import make_table, parse_weight
 from tigon.retrieve.index.request import SearchRequest
 from tigon.retrieve.index.search import Finish, run_search, warm_kernels
-from tigon.retrieve.index.table import RowTable, allocate_table
+from tigon.retrieve.index.table import RowTable, allocate_table, make_parameter_table, parse_weight
 from tigon.retrieve.index.update_queue import UpdateQueue
 from tigon.retrieve.index.writer import ItemWriter, pack_ids, pack_items
 from tigon.retrieve.links.links import LinkWeights
@@ -341,7 +340,8 @@ class Index(BaseIndex, nn.Module):
         weight = parse_weight(parameter, metric)
         format = VectorFormat.parse("Index.over", weight.shape[1], "float32", metric, codes, bits)
         format = replace(format, dtype=weight.dtype)  # any float dtype
-        return cls._from_table(make_table(weight, format, copy_schema("Index.over", schema), ids, table))
+        schema = copy_schema("Index.over", schema)
+        return cls._from_table(make_parameter_table(weight, format, schema, ids, table))
 
     @property
     def journal(self) -> Journal | None:

@@ -15,7 +15,7 @@ from tigon.retrieve.filters.attributes import Attributes
 from tigon.retrieve.filters.expressions import Expression
 from tigon.retrieve.index.format import VectorFormat
 from tigon.retrieve.index.table import RowTable
-from tigon.retrieve.links.resolve import ResolvedLinks, resolve_links, scale_by_alpha
+from tigon.retrieve.links.resolve import ResolvedLinks, resolve_links
 from tigon.retrieve.scan import MOST as MOST_K
 from tigon.retrieve.scan import RowFilter
 from tigon.retrieve.scan.sign import MOST_CANDIDATES
@@ -63,7 +63,8 @@ class SearchRequest:
         filters, share = _parse_filters(table.attributes, where, B, strict)
         number = _parse_candidates(table.format.codes, most, candidates)
         resolved = resolve_links(links, alpha, B, table.attributes, table.device)
-        q, norms = scale_by_alpha(q, norms, alpha)
+        if alpha != 1:
+            q, norms = q.float() * alpha, None if norms is None else norms * alpha
         return cls(q, most, ks, filters, share, norms, number, resolved, alpha)
 
 
@@ -125,7 +126,7 @@ def _parse_filters(
         compiled = attributes.compile(where, strict)
         if compiled is None:
             return None, None
-        return compiled.filter, attributes.counts.estimate_share(compiled.clauses)
+        return compiled.filter, attributes.estimate_share(compiled)
     wheres = broadcast_filters(where, B)
     filters = {}
     for key, one in unique_filters(wheres).items():

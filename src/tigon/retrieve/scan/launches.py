@@ -129,29 +129,26 @@ def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
         return query, None, None
     if dtype == torch.float32:
         return query.float(), None, None
-    (B, D) = query.shape
-    high, low = (query.new_empty((B, D), dtype=dtype) for _ in range(2))
-    scale = query.new_empty((B,), dtype=torch.float32)
+    return _split(query, dtype)
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of x as scale · (high + low), both in a 16-bit dtype."""
+    (B, D) = x.shape
+    high, low = (x.new_empty((B, D), dtype=dtype) for _ in range(2))
+    scale = x.new_empty((B,), dtype=torch.float32)
 
     def plan() -> Launch:
-        return B, (query.stride(0), D, next_power_of_2(D)), {"num_warps": 4}
+        return B, (x.stride(0), D, next_power_of_2(D)), {"num_warps": 4}
 
-    launch(_split_kernel, _key(query, high), (query, high, low, scale), plan)
+    launch(_split_kernel, _key(x, high), (x, high, low, scale), plan)
     return high, low, scale
 
 
 def _prepare_tags(words: Tensor, tags: Tensor, weights: Tensor, width: int) -> Tagged:
     """Tag weights, also as two fp16 terms, which together drop 2⁻²² of each weight."""
-    B, C = weights.shape
-    words, weights = _unit_stride(words), weights.contiguous()
-    high, low = (weights.new_empty((B, C), dtype=torch.float16) for _ in range(2))
-    scale = weights.new_empty((B,))
-
-    def plan() -> Launch:
-        return B, (C, C, next_power_of_2(C)), {"num_warps": 4}
-
-    launch(_split_kernel, _key(weights, high), (weights, high, low, scale), plan)
-    return Tagged(words, tags, weights, high, low, scale, width)
+    weights = weights.contiguous()
+    return Tagged(_unit_stride(words), tags, weights, *_split(weights, torch.float16), width)
 
 
 def _rows(
