@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -209,7 +210,9 @@ def served(items: int, dim: int, dtype: str, k: int, workers: list[int], where: 
     begun = time.perf_counter()
     if device.type == "cuda":
         sizes = sorted({1, 16, 32, 64, 128, batch})
-        index.warmup(k, [n for n in sizes if n <= batch], where, dtype=["float16", "float32"])
+        for size, kind in itertools.product(sizes, (torch.float16, torch.float32)):
+            if size <= batch:
+                index.warmup(torch.ones(size, dim, dtype=kind), k, where)
     said.send(time.perf_counter() - begun)
     for count in workers:
         serve(Service(index, limits=Limits(max_batch=batch)), "127.0.0.1", 0, started=said.send, workers=count)

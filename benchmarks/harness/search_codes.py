@@ -21,7 +21,7 @@ from tigon.kernels import device as facts
 from tigon.kernels import use_triton
 from tigon.retrieve.scan import CodedItems, encode_items, filtered_topk
 from tigon.retrieve.scan.coded import _coded_topk
-from tigon.retrieve.scan.plan import CODED_TERMS, plan_coded_scan
+from tigon.retrieve.scan.plan import CODED_TERMS, SearchSizes, plan_coded_scan
 from tigon.retrieve.scan.sign import count_candidates, make_projection, pays
 
 CLUSTER, SPREAD, LENGTHS = 1000, 0.6, 0.1
@@ -150,7 +150,7 @@ def reads_codes(query: Tensor, vectors: Tensor, k: int) -> bool:
         return False
     two = query.dtype != vectors.dtype and vectors.element_size() == 2
     (B, D), N, room = query.shape, len(vectors), facts.shared_memory(query.device)
-    return plan_coded_scan(B, k, D, N, vectors.dtype, two_terms=two, room=room) is not None
+    return plan_coded_scan(SearchSizes(B, k, D, N, vectors.dtype, two_terms=two, room=room)) is not None
 
 
 def measure_certified(query: Tensor, coded: CodedItems, k: int, count: int) -> float:

@@ -48,7 +48,7 @@ def measure_beside_updates(
     """
     query = torch.randn(queries, index.dim, device=index.device)
     where = f"part < {round(100 * SHARE)}"
-    index.warmup(k, queries, where)
+    index.warmup(query, k, where)
     search = functools.partial(index.search, query, k, where)
     samples = [LatencySample(0), *(LatencySample(min(call, len(index))) for call in calls)]
     for _ in range(TURNS):

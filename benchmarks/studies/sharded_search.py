@@ -111,7 +111,7 @@ def measure(row: Row, call: Callable[[], Any], clock: Clock, graph: bool) -> Row
 
 def exchange(index: retrieve.ShardedIndex, queries: int, k: int) -> Callable[[], Any]:
     """What a search does beside the scan of the rank's own items."""
-    hits = index.searcher.run(index.parse(torch.ones(queries, index.dim, device=index.device), k))
+    hits = index.run(index.parse(torch.ones(queries, index.dim, device=index.device), k))
     rows = torch.arange(k, device=index.device).expand(queries, k).contiguous()
     scores, ranks = hits.scores.contiguous(), index.ranks
 

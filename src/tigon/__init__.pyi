@@ -59,7 +59,7 @@ from tigon.rank.kernels.outer_softmax import outer_softmax as outer_softmax
 from tigon.retrieve.scan import filtered_topk as filtered_topk
 from tigon.retrieve.scan.bits import RowBits as RowBits
 from tigon.retrieve.scan.codes import CodedItems as CodedItems
-from tigon.retrieve.scan.codes import encode_items as encode_items
+from tigon.retrieve.scan.encode import encode_items as encode_items
 from tigon.retrieve.scan.filters import RowFilter as RowFilter
 from tigon.retrieve.scan.tags import RowTags as RowTags
 from tigon.training.capture import graph_step as graph_step

@@ -178,7 +178,7 @@ def of_links(rank, world, device):
     assert said.startswith(f"50 items on {world} ranks, which exchange 320 bytes each; rank {rank}:\n")
     assert "and kind is 'a'" in said
     assert f"rank {rank} of {world}" in repr(sharded)
-    assert sharded.warmup(k=3, queries=2, where="kind == 'a'") > 0
+    assert sharded.warmup(query[:2], k=3, where="kind == 'a'") > 0
     assert sharded.plan().vectors == -(-single.plan().vectors // world)
 
 

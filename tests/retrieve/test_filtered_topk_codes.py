@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scans import HALF, assert_equal, live_bits
 
 import tigon
 from tigon.retrieve.scan import coded as launches_coded
-from tigon.retrieve.scan import codes, launches, plan
+from tigon.retrieve.scan import encode, launches, plan
 from tigon.retrieve.scan.filters import stack_tables
 
 
@@ -28,7 +29,7 @@ def odd_rows(D=40):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_codes_are_within_their_error(dtype, device, monkeypatch):
-    monkeypatch.setattr(codes, "PIECE", 7 * 40)
+    monkeypatch.setattr(encode, "PIECE", 7 * 40)
     rows = odd_rows().to(dtype).to(device)
     coded = tigon.encode_items(rows)
     assert coded.rows is rows
@@ -79,30 +80,10 @@ def test_what_is_refused(call, message):
 
 # ------------------------------------------------------------------------------------------------- searches with codes
 
-Literal = tigon.RowFilter.Literal
-HALF = tigon.RowFilter([[Literal(0, 1)]])
-
 
 @pytest.fixture(autouse=True)
-def _small_searches_read_codes(monkeypatch):
-    """Tests change the numbers that plans are made of. Of small searches the codes save nothing."""
+def _small_searches_read_codes(monkeypatch, fresh_plans):
     monkeypatch.setattr(plan, "CODED_BYTES", -(1 << 60))
-    for made in (launches._plan_scan, launches_coded._plan_scan):
-        made.cache_clear()
-    yield
-    for made in (launches._plan_scan, launches_coded._plan_scan):
-        made.cache_clear()
-
-
-def small_trees(monkeypatch, places=8):
-    """Groups of 4 rows, of which few are picked."""
-    tile = plan.Tile(16, 16, 16, 4, 1)
-    sizes = plan.Sizes(4, 16, 64, places)
-    monkeypatch.setattr(plan, "choose_sizes", lambda k: sizes)
-    monkeypatch.setattr(plan, "choose_coded_sizes", lambda k: sizes)
-    monkeypatch.setattr(plan, "SPARE", 2)
-    monkeypatch.setattr(plan, "choose_tile", lambda *_, **__: tile)
-    monkeypatch.setattr(plan, "TILES_INT8", {16: (tile, tile), 32: (tile, tile)})
 
 
 def certified(query, coded, k, *, attributes=None, where=None, live=None, bias=None, **options):
@@ -116,13 +97,8 @@ def certified(query, coded, k, *, attributes=None, where=None, live=None, bias=N
 def same(query, rows, k, coded=None, **options):
     """Codes change nothing: not the rows, not a bit of a score. Returns whether they sufficed."""
     coded = tigon.encode_items(rows) if coded is None else coded
-    scores, found, sure = certified(query, coded, k, **options)
-    want_scores, want = tigon.filtered_topk(query, rows, k, **options)
-    assert torch.equal(scores, want_scores)
-    assert torch.equal(found, want)
-    public = tigon.filtered_topk(query, coded, k, **options)
-    assert torch.equal(public[0], scores)
-    assert torch.equal(public[1], found)
+    *got, sure = certified(query, coded, k, **options)
+    assert_equal(got, tigon.filtered_topk(query, rows, k, **options))
     assert sure.dtype == torch.bool
     return sure
 
@@ -144,11 +120,13 @@ def same(query, rows, k, coded=None, **options):
 def test_the_same_answer_with_codes(B, N, D, k, dtype, triton_backend, device):
     query, rows = normal(B, D, seed=1).to(dtype).to(device), normal(N, D).to(dtype).to(device)
     sure = same(query, rows, k)
+    coded = tigon.encode_items(rows)
+    assert_equal(tigon.filtered_topk(query, coded, k), certified(query, coded, k)[:2])
     assert bool(sure.all()) == (k <= 1008)  # all groups, or nearly all, were picked
 
 
-def test_few_groups_certify_what_is_far_ahead(monkeypatch, triton_backend, device):
-    small_trees(monkeypatch)
+def test_few_groups_certify_what_is_far_ahead(small_trees, triton_backend, device):
+    small_trees()
     rows = normal(400, 32)
     query = normal(3, 32, seed=1)
     rows[7], rows[200] = 3 * query[0], 4 * query[1]
@@ -157,41 +135,40 @@ def test_few_groups_certify_what_is_far_ahead(monkeypatch, triton_backend, devic
 
 
 def adversaries():
-    """Rows whose order int8 cannot tell, or tells wrongly."""
-    base = normal(1, 32)
-    near = base + 1e-3 * normal(400, 32)
-    spiky = normal(400, 32)
-    spiky[torch.arange(400), torch.arange(400) % 32] = 50.0
-    scales = normal(400, 32) * 10.0 ** torch.linspace(-5, 5, 400)[torch.randperm(400)][:, None]
-    odd = normal(400, 32)
+    """Rows whose order int8 cannot tell, or tells wrongly, in one of two dtypes."""
+    base, many = normal(1, 32), normal(200, 32)
+    spiky, odd, at = many.clone(), many.clone(), torch.arange(200)
+    spiky[at, at % 32] = 50.0
     odd[:30] = odd_rows(32)
-    integers = normal(400, 32).round()
-    return {
-        "near duplicates": near, "a large component": spiky, "scales of ten orders of magnitude": scales,
-        "rounded away": 100 + normal(400, 32) * 1e-2, "odd rows": odd, "ties": integers, "equal": base.expand(400, 32),
-        "zeros": torch.zeros(400, 32), "half zeros": normal(400, 32) * (torch.arange(400) % 2)[:, None],
-        "huge": normal(400, 32) * 1e30, "tiny": normal(400, 32) * 1e-36,
+    scales = many * 10.0 ** torch.linspace(-5, 5, 200)[torch.randperm(200)][:, None]
+    rows = {
+        "near duplicates": base + 1e-3 * many, "scales of ten orders of magnitude": scales,
+        "rounded away": 100 + many * 1e-2, "zeros": torch.zeros(200, 32), "tiny": many * 1e-36, "huge": many * 1e30,
     }  # fmt: skip
+    narrow = {
+        "a large component": spiky, "odd rows": odd, "ties": many.round(), "equal": base.expand(200, 32),
+        "half zeros": many * (at % 2)[:, None],
+    }  # fmt: skip
+    return rows | {name: wide.bfloat16() for name, wide in narrow.items()}
 
 
 @pytest.mark.parametrize("name", adversaries())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adversarial_rows_cannot_make_a_certificate_lie(name, dtype, monkeypatch, triton_backend, device):
-    small_trees(monkeypatch)
-    rows = adversaries()[name].to(dtype).to(device)
+def test_adversarial_rows_cannot_make_a_certificate_lie(name, small_trees, triton_backend, device):
+    small_trees()
+    rows = adversaries()[name].to(device)
     query = torch.cat((normal(3, 32, seed=1), rows[:1].float().cpu().nan_to_num(0, 1, -1), torch.zeros(1, 32)))
     query[1] *= 1e-20
     # Of one dtype: the plain scan of two terms makes NaN of infinities.
-    sure = same(query.to(dtype).to(device), rows, 3)
+    sure = same(query.to(rows.dtype).to(device), rows, 3)
     if name in ("near duplicates", "equal", "zeros"):
         assert not sure[0]  # and the second scan was taken
-    same(normal(17, 32, seed=2).to(dtype).to(device), rows, 2)  # one term a query
+    same(normal(17, 32, seed=2).to(rows.dtype).to(device), rows, 2)  # one term a query
 
 
-def test_bounds_are_bounds(monkeypatch, triton_backend, device):
+def test_bounds_are_bounds(triton_backend, device):
     """Of groups of one strip each: every maximum that the scan of codes writes is at least the exact score's."""
     for name, rows in adversaries().items():
-        rows = rows[:64].contiguous().to(device)
+        rows = rows[:64].float().contiguous().to(device)
         for query in (normal(2, 32, seed=3), normal(17, 32, seed=3), rows[:3].cpu().nan_to_num(0, 1, -1)):
             query = query.to(device)
             wide = query.float() if name != "huge" else query / 1e10
@@ -202,10 +179,14 @@ def test_bounds_are_bounds(monkeypatch, triton_backend, device):
             assert (bounds >= scores).all(), name
 
 
+def plan_codes(*sizes, **options):
+    return plan.plan_coded_scan(plan.SearchSizes(*sizes, **options))
+
+
 def group_bounds(query, coded):
     """(B, groups): what the scan of codes writes of each group."""
     (B, D), N = query.shape, len(coded.rows)
-    made = plan.plan_coded_scan(B, 1, D, N, coded.rows.dtype)
+    made = plan_codes(B, 1, D, N, coded.rows.dtype)
     maxima = query.new_full((sum(launches._nodes(N, made)[0]), B), torch.nan, dtype=torch.float32)
     rows = launches.Rows(None, None, None, None, None, None)
     unknown = torch.ones(B, dtype=torch.int32, device=query.device)
@@ -230,13 +211,13 @@ def test_bounds_are_tight(triton_backend, device):
 @pytest.mark.parametrize("kind", ["dense", "compact"])
 @pytest.mark.parametrize("where", [None, HALF], ids=str)
 @pytest.mark.parametrize("places", [8, 256])
-def test_filters_live_rows_and_biases(where, kind, places, monkeypatch, triton_backend, device):
-    small_trees(monkeypatch, places)
+def test_filters_live_rows_and_biases(where, kind, places, small_trees, triton_backend, device):
+    small_trees(places)
     N = 333
     g = torch.Generator().manual_seed(4)
     options = {
         "attributes": torch.randint(0, 4, (1, N), generator=g).to(device), "where": where, "plan": kind,
-        "live": torch.randint(-(2**31), 2**31, (-(-N // 32),), generator=g).to(torch.int32).to(device),
+        "live": live_bits(N, device),
         "bias": normal(N, seed=5).to(device),
     }  # fmt: skip
     rows, query = normal(N, 16).half().to(device), normal(2, 16, seed=1).half().to(device)
@@ -248,14 +229,12 @@ def test_filters_live_rows_and_biases(where, kind, places, monkeypatch, triton_b
     if where is not None:
         bits = tigon.RowBits.from_filters([where], options["attributes"])
         given = {"live": None, "bias": options["bias"], "where": bits, "plan": kind}
-        got, want = (tigon.filtered_topk(query, x, 4, **given) for x in (tigon.encode_items(rows), rows))
-        assert torch.equal(got[0], want[0])
-        assert torch.equal(got[1], want[1])
+        assert_equal(*(tigon.filtered_topk(query, x, 4, **given) for x in (tigon.encode_items(rows), rows)))
 
 
-def test_queries_of_a_batch_are_certified_one_by_one(monkeypatch, triton_backend, device):
+def test_queries_of_a_batch_are_certified_one_by_one(small_trees, triton_backend, device):
     """The second scan is of blocks of queries: what a block's certified queries have found stays."""
-    small_trees(monkeypatch)
+    small_trees()
     rows = torch.cat((normal(200, 32), normal(1, 32, seed=8) + 1e-4 * normal(200, 32, seed=9)))
     query = normal(20, 32, seed=1)
     query[3] = query[18] = rows[300]
@@ -266,11 +245,10 @@ def test_queries_of_a_batch_are_certified_one_by_one(monkeypatch, triton_backend
     assert not sure[18]
 
 
-def test_pieces_of_a_batch(monkeypatch, triton_backend, device):
+def test_pieces_of_a_batch(small_trees, monkeypatch, triton_backend, device):
     monkeypatch.setattr(plan, "WORKSPACE", 1)
-    monkeypatch.setattr(plan, "SPARE", 0)
-    small_trees(monkeypatch, 4)
-    assert plan.plan_coded_scan(17, 1, 8, 16, torch.float16).pieces == 2
+    small_trees(4, 0)
+    assert plan_codes(17, 1, 8, 16, torch.float16).pieces == 2
     rows, query = normal(16, 8).half().to(device), normal(17, 8, seed=1).to(device)
     assert same(query, rows, 1).all()
 
@@ -285,7 +263,7 @@ def test_views_of_larger_codes(triton_backend, device):
     same(normal(2, 40, seed=1).half().to(device), rows[:150], 5, wide)
 
 
-def test_codes_compile_export_and_pass_opcheck(triton_backend, device):
+def test_codes_compile_whole(triton_backend, device):
     torch._dynamo.reset()
     rows, query = normal(90, 16).half().to(device), normal(3, 16, seed=1).half().to(device)
     coded = tigon.encode_items(rows)
@@ -296,23 +274,13 @@ def test_codes_compile_export_and_pass_opcheck(triton_backend, device):
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (90, 77):
         given = query, rows[:n], coded.codes[:n], coded.scales[:n], coded.error
-        for got, want in zip(compiled(*given), f(*given), strict=True):
-            assert torch.equal(got, want)
-
-    class Search(torch.nn.Module):
-        def forward(self, query):
-            return tigon.filtered_topk(query, coded, 5)
-
-    for got, want in zip(torch.export.export(Search(), (query,)).module()(query), Search()(query), strict=True):
-        assert torch.equal(got, want)
-    args = query, *coded[:4], 5, None, None, None, None, 0, None, None, "dense", None
-    torch.library.opcheck(launches_coded._coded_topk.op, args)
+        assert_equal(compiled(*given), f(*given))
 
 
 def test_the_planner_takes_codes_where_they_move_fewer_bytes(monkeypatch):
     monkeypatch.setattr(plan, "CODED_BYTES", 1 << 26)
     N, half = 15_500_000, torch.float16
-    plain, coded = plan.plan_scan(16, 100, 128, N, half), plan.plan_coded_scan(16, 100, 128, N, half)
+    plain, coded = plan.plan_scan(plan.SearchSizes(16, 100, 128, N, half)), plan_codes(16, 100, 128, N, half)
     assert coded.bytes < 0.6 * plain.bytes
     assert coded.codes == "int8"
     assert "int8 codes of all rows" in str(coded)
@@ -322,9 +290,9 @@ def test_the_planner_takes_codes_where_they_move_fewer_bytes(monkeypatch):
         {"B": 65}, {"k": 1009}, {"dtype": torch.float8_e4m3fn}, {"N": 10_000}, {"kind": "bitmaps", "filters": 2},
         {"filters": 1, "share": 0.001},
     ):  # fmt: skip
-        assert plan.plan_coded_scan(**{"B": 16, "k": 100, "D": 128, "N": N, "dtype": half, **options}) is None
+        assert plan_codes(**{"B": 16, "k": 100, "D": 128, "N": N, "dtype": half, **options}) is None
     for k in (1, 16, 100, 112, 113, 240, 241, 1008):
-        made = plan.plan_coded_scan(1, k, 128, N, half)
+        made = plan_codes(1, k, 128, N, half)
         sizes = made.sizes
         assert sizes.group == plan.choose_sizes(k).group
         assert made.groups >= 2 * k
@@ -350,5 +318,4 @@ def test_a_cuda_graph_with_codes(device, monkeypatch):
         coded.scales.copy_(tigon.encode_items(rows).scales)
         coded.error.copy_(tigon.encode_items(rows).error)
         graph.replay()
-        for a, b in zip(got, tigon.filtered_topk(query, rows, 5), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(got, tigon.filtered_topk(query, rows, 5))

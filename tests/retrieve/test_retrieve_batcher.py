@@ -15,11 +15,6 @@ from tigon.retrieve.batch_queue import BatchQueue, PendingSearch
 D, ITEMS = 16, 400
 
 
-@pytest.fixture(params=["ip", "l2", "cosine"])
-def metric(request):
-    return request.param
-
-
 def made(device, metric="ip", strings=False):
     draw = np.random.default_rng(0)
     index = Index(D, ITEMS, "float32", metric, Schema(part=Number(0, 99, step=1), kind=Category()), device)
@@ -92,7 +87,7 @@ def test_searches_of_a_queue_are_refused_cancelled_and_grouped():
     assert (queue.queries, queue.select(a, [True, False]), len(a.query)) == (0, False, 2)
 
 
-@pytest.mark.parametrize("strings", [False, True])
+@pytest.mark.parametrize(("metric", "strings"), [("ip", False), ("l2", True), ("cosine", False)])
 def test_calls_of_many_threads_have_what_each_has_alone(metric, strings, device):
     index = made(device, metric, strings)
     draw = torch.Generator().manual_seed(0)
@@ -208,6 +203,9 @@ def test_close(drain, monkeypatch):
     running = batcher.submit(torch.ones(D), 3)
     assert held.begun.acquire(timeout=10)
     waiting = [batcher.submit(torch.ones(D), 3) for _ in range(5)]
+    caller = ThreadPoolExecutor(1).submit(batcher.search, torch.ones(D), 3)
+    while len(batcher) < 6:
+        time.sleep(1e-3)
     closer = threading.Thread(target=batcher.close, args=(drain,))
     closer.start()
     while not batcher._closed:
@@ -225,30 +223,12 @@ def test_close(drain, monkeypatch):
         else:
             with pytest.raises(CancelledError):
                 answer.result(0)
+    if drain:
+        assert caller.result(10).ids.shape == (1, 3)
+    else:
+        with pytest.raises(RuntimeError, match=r"Batcher.search: the batcher was closed before the search began\."):
+            caller.result(10)
     batcher.close()
-
-
-def test_who_waits_when_a_batcher_is_closed_is_told(monkeypatch):
-    index = made("cpu")
-    held = Held(index, monkeypatch)
-    batcher, said = Batcher(index), []
-
-    def ask():
-        try:
-            batcher.search(torch.ones(D), 3)
-        except RuntimeError as error:
-            said.append(str(error))
-
-    batcher.submit(torch.ones(D), 3)
-    assert held.begun.acquire(timeout=10)
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while not len(batcher):
-        time.sleep(1e-3)
-    threading.Timer(0.05, held.go.set).start()
-    batcher.close(drain=False)
-    thread.join(10)
-    assert said == ["Batcher.search: the batcher was closed before the search began."]
 
 
 def test_an_event_loop_awaits(device):
@@ -263,35 +243,6 @@ def test_an_event_loop_awaits(device):
 
     for value, hits in zip(range(-9, 10), asyncio.run(every()), strict=True):
         same(hits, index.search(torch.full((D,), float(value)), 2))
-
-
-def test_searches_beside_updates_see_whole_items(device):
-    index = Index(D, 100, "float32", device=device)
-    index.upsert(np.arange(50), torch.ones(50, D))
-    stop, failed = threading.Event(), []
-
-    def write():
-        version = 1
-        try:
-            while not stop.is_set():
-                version += 1
-                index.upsert(np.arange(50), torch.full((50, D), float(version)))
-        except Exception as error:
-            failed.append(error)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    first, last = torch.eye(D)[[0, D - 1]]
-    try:
-        with Batcher(index, wait=0.01) as batcher, ThreadPoolExecutor(4) as threads:
-            for _ in range(25):
-                for hits in threads.map(lambda q: batcher.search(torch.stack([q, last]), 60), [first] * 4):
-                    assert sorted(hits.ids[0, :50].tolist()) == list(range(50))
-                    assert hits.scores[:, :50].unique().numel() == 1
-    finally:
-        stop.set()
-        writer.join()
-    assert not failed, failed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,6 +13,29 @@ from tigon.retrieve.index import scheduler, table, update_queue
 from tigon.retrieve.index.writer import ItemWriter
 
 SCHEMA = Schema(version=Number(), parity=Category())
+
+
+@contextmanager
+def writing(write):
+    """Another thread calls write(2), write(3), …. Yields the versions so far."""
+    failed, stop, versions = [], threading.Event(), [1]
+
+    def work():
+        try:
+            while not stop.is_set():
+                versions.append(versions[-1] + 1)
+                write(versions[-1])
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield versions
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed, failed
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -26,24 +50,12 @@ def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
         index.upsert(numbers, x, {"version": np.full(len(numbers), version), "parity": parity})
 
     write(np.arange(items), 1)
-    failed, stop, versions = [], threading.Event(), [1]
-
-    def writer():
-        rng = np.random.default_rng(0)
-        try:
-            while not stop.is_set():
-                versions[0] += 1
-                write(rng.choice(items, batch, replace=False), versions[0])
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=writer)
-    thread.start()
+    rng = np.random.default_rng(0)
     queries = torch.eye(dim, device=device)[[0, dim // 2, dim - 1, 1]]
-    seen, searches, end = set(), 0, time.monotonic() + 1.5
-    try:
+    seen, searches, end = set(), 0, time.monotonic() + 0.7
+    with writing(lambda version: write(rng.choice(items, batch, replace=False), version)) as versions:
         while time.monotonic() < end or searches < 20:
-            threshold = versions[0] - 3
+            threshold = versions[-1] - 3
             # Of filters that come again the bits are kept, and written beside the searches.
             where = [None, None, col("version") >= threshold, "parity == 'even'"]
             hits = index.search(queries, k=2 * items, where=where)
@@ -61,10 +73,6 @@ def test_searches_beside_a_writer_see_whole_items_of_one_version(full, device):
             assert not alone.scores[alone.scores > -torch.inf].remainder(2).any()
             seen.add(max(first.values()))
             searches += 1
-    finally:
-        stop.set()
-        thread.join()
-    assert not failed, failed
     assert len(seen) > 3, "the writer wrote nothing while searches ran"
     assert len(index) == items
     assert len(index.table.cache) > 2
@@ -76,32 +84,16 @@ def test_a_call_of_several_pieces_becomes_visible_at_once(monkeypatch, device):
     monkeypatch.setattr(table, "PIECE", 7 * dim * 4)
     index = Index(dim, items, "float32", device=device)
     index.upsert(np.arange(items), torch.full((items, dim), 1.0, device=device))
-    failed, stop = [], threading.Event()
-
-    def writer():
-        version = 1
-        try:
-            while not stop.is_set():
-                version += 1
-                index.upsert(np.arange(items), torch.full((items, dim), float(version), device=device))
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=writer)
-    thread.start()
-    seen, end = set(), time.monotonic() + 1.0
-    try:
-        while time.monotonic() < end or len(seen) < 3:
+    seen, end = set(), time.monotonic() + 0.4
+    with writing(
+        lambda version: index.upsert(np.arange(items), torch.full((items, dim), float(version), device=device))
+    ):
+        while time.monotonic() < end or (len(seen) < 3 and time.monotonic() < end + 20):
             hits = index.search(torch.eye(dim, device=device)[:1], k=items + 1)
             found = hits.scores[0, hits.ids[0] >= 0]
             assert len(found) == items
             assert (found == found[0]).all()
             seen.add(found[0].item())
-            assert not failed, failed
-    finally:
-        stop.set()
-        thread.join()
-    assert not failed, failed
     assert index.table.attributes.counts.items == items
 
 
@@ -252,7 +244,7 @@ def test_threads_that_write_at_random_leave_what_each_wrote_last(journal, tmp_pa
     def work(number):
         rng = np.random.default_rng(number)
         try:
-            for version in range(1, 40):
+            for version in range(1, 25):
                 ids = number * own + rng.choice(own, rng.integers(1, own), replace=False)
                 if rng.random() < 0.2:
                     assert index.delete(ids) == len({*ids.tolist()} & {*known[number]})
@@ -276,12 +268,12 @@ def test_threads_that_write_at_random_leave_what_each_wrote_last(journal, tmp_pa
         worker.start()
     queries = torch.eye(dim, device=device)[[0, dim - 1]]
     while any(worker.is_alive() for worker in workers):
-        hits = index.search(queries, k=threads * own, where=[None, "version >= 20"])
+        hits = index.search(queries, k=threads * own, where=[None, "version >= 12"])
         first, late = (
             {i: s for i, s in zip(ids, scores, strict=True) if i >= 0}
             for ids, scores in zip(hits.ids.tolist(), hits.scores.tolist(), strict=True)
         )
-        assert late == {i: s for i, s in first.items() if s >= 20}
+        assert late == {i: s for i, s in first.items() if s >= 12}
     for worker in workers:
         worker.join()
     assert not failed, failed

@@ -40,7 +40,7 @@ def test_what_is_not_changed_is_read(folder):
     assert len(Index.load(folder)) == N
 
 
-VALUES = [None, True, False, -1, 0, 1.5, 2**63, 10**400, "", "x", "int64", "sign", [], {}, [1], {"x": {}}, "\N{BELL}"]
+VALUES = [None, True, -1, 0, 1.5, 2**63, "", "x", "int64", "sign", [], {}, {"x": {}}]
 
 
 def test_manifests_that_say_something_else_are_refused(folder):
@@ -56,13 +56,13 @@ def test_manifests_that_say_something_else_are_refused(folder):
             write_manifest(folder / "snapshot-000001", changed)
             if changed == content:
                 continue
-            if key == "id" and value in ("x", "int64", "sign", "\N{BELL}"):  # a name
+            if key == "id" and value in ("x", "int64", "sign"):  # a name
                 assert torch.equal(Index.load(folder).embeddings, first.embeddings)
                 continue
             with pytest.raises(ValueError, match=r"^Index\.load: .* (is damaged: |has format )"):
                 Index.load(folder)
             wrong += 1
-    assert wrong > 190
+    assert wrong > 140
 
 
 @pytest.mark.parametrize("files", [{"../a": {}}, {"items.safetensors": {}, "more": {}}, {"items-0.safetensors": {}}])
@@ -107,6 +107,12 @@ def test_items_that_are_not_of_the_index_are_refused(folder):
             Index.load(folder)
 
 
+def written_as_shard(folder, tensors):
+    path = folder / "snapshot-000001" / "items-0.safetensors"
+    save_file(tensors, path)
+    written(folder, lambda content: {**content, "shards": 1, "files": {path.name: disk.compute_digest(path)}})
+
+
 def test_files_of_shards_must_hold_each_item_once(folder):
     good = load_file(folder / "snapshot-000001" / "items.safetensors")
     places = torch.arange(N)
@@ -114,14 +120,10 @@ def test_files_of_shards_must_hold_each_item_once(folder):
         shard = {**good, "places": part}
         if "id_ends" not in good:
             shard["item_ids"] = good["item_ids"][part]
-        save_file(shard, folder / "snapshot-000001" / "items-0.safetensors")
-        files = {"items-0.safetensors": disk.compute_digest(folder / "snapshot-000001" / "items-0.safetensors")}
-        written(folder, lambda content, files=files: {**content, "shards": 1, "files": files})
+        written_as_shard(folder, shard)
         assert len(Index.load(folder)) == N
     for part in (places * 0, places - 1, places + 1, places[:3]):
-        save_file({**good, "places": part}, folder / "snapshot-000001" / "items-0.safetensors")
-        files = {"items-0.safetensors": disk.compute_digest(folder / "snapshot-000001" / "items-0.safetensors")}
-        written(folder, lambda content, files=files: {**content, "shards": 1, "files": files})
+        written_as_shard(folder, {**good, "places": part})
         with pytest.raises(ValueError, match=r"^Index.load: .* is damaged: "):
             Index.load(folder)
 
@@ -162,19 +164,16 @@ def test_links_that_were_made_up_are_refused(tmp_path):
     changes += [{"about": packed({**about, "format": format})} for format in (None, 2, [])]
     changes += [{"about": packed([])}, {"about": packed("x")}, {"about": torch.tensor([0xFF], dtype=torch.uint8)}]
     changes += [{"about": torch.frombuffer(bytearray(b'{"a": "\\ud800"}'), dtype=torch.uint8)}]
-    changes += [
-        {"query": value}
-        for value in (
-            torch.tensor([0, 2]),
-            torch.tensor([-1, 0]),
-            torch.tensor([0]),
-            torch.tensor([0.0, 1.0]),
-            torch.zeros(2, 1, dtype=torch.int64),
-        )
-    ]
+    wrong = ([0, 2], [-1, 0], [0], [0.0, 1.0], [[0], [0]])
+    changes += [{"query": torch.tensor(value)} for value in wrong]
     changes += [{"weight": value} for value in (torch.ones(2, 1), torch.ones(2).double(), torch.full((2,), torch.nan))]
-    for change in changes:
-        save_file({**good, **change}, path)
+    save_file(good, path)
+    whole = path.read_bytes()
+    for change in (*changes, b"", b"no links", b"\x02" + bytes(7) + b"{}", whole[:-9]):
+        if isinstance(change, bytes):
+            path.write_bytes(change)
+        else:
+            save_file({**good, **change}, path)
         with pytest.raises(ValueError, match=r"^Links.load: .* holds no links that `save` wrote: "):
             Links.load(path)
     with pytest.raises(ValueError, match="is missing"):
@@ -196,14 +195,8 @@ def test_a_retriever_whose_files_are_damaged_gets_a_sentence(tmp_path):
     for content in (b"", b"{", b"[]", b"[" * 200_000, b'{"format": 2}', b'{"format": "\\ud800"}', b"\xff"):
         config.write_bytes(content)
         refused("config.json")
-    for part in (
-        "x",
-        {},
-        [],
-        {"file": "../x", "sha256": ""},
-        {"file": state.name, "sha256": 3},
-        {"file": 1, "sha256": ""},
-    ):
+    named = {"file": "../x", "sha256": ""}, {"file": state.name, "sha256": 3}, {"file": 1, "sha256": ""}
+    for part in ("x", {}, [], *named):
         config.write_text(json.dumps({**json.loads(known), "state": part}))
         refused("config.json is damaged: it names no file of an encoder")
     config.write_bytes(known)

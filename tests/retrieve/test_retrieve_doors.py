@@ -208,7 +208,7 @@ def test_integers_of_numpy_and_torch_are_integers(kind, tmp_path):
     assert index.search(torch.ones(2, D), [kind(2), kind(1)]).ids.shape == (2, 2)
     index.grow(kind(30))
     index.limit_filter_cache(kind(0))
-    index.warmup(kind(2), [kind(1)])
+    index.warmup(torch.ones(1, D), kind(2))
     index.save(tmp_path)
     assert Index.load(tmp_path).capacity == 30
     with pytest.raises(ValueError, match="k must be an integer"):

@@ -11,8 +11,6 @@ from numerics import unit_roundoff
 from tigon import retrieve, use_backend
 from tigon.retrieve import Category, Index, Number, Schema, Tags, col
 from tigon.retrieve import ids as ids_module
-from tigon.retrieve.filters import attributes
-from tigon.retrieve.index import rows as rows_module
 from tigon.retrieve.index import search
 from tigon.retrieve.index import table as table_module
 
@@ -127,9 +125,6 @@ def test_equal_filters_are_one_object(device, named):
     assert index.table.attributes.compile("price <= 30").filter == one.filter
     index.upsert(named([1]), vectors(1), {"country": ["new"], "tags": [[]], "price": [1]})
     assert index.table.attributes.compile(col("country") == "new").clauses != [((), ())]
-    for i in range(attributes.MOST_FILTERS + 10):
-        index.table.attributes.compile(col("price") <= i)
-    assert len(index.table.attributes._filters) == attributes.MOST_FILTERS
 
 
 def test_an_empty_index_an_empty_batch_and_nothing_that_passes(device, named):
@@ -229,49 +224,6 @@ def contents(index):
     return found
 
 
-def test_upsert_replaces_and_delete_takes_out(device, named):
-    index = made(device, named, count=60, capacity=100)
-    new = vectors(30, seed=5)
-    index.upsert(named(range(50, 80)), new, table(range(50, 80), version=1))
-    assert index.delete(named([3, 4, 4, 999])) == 2
-    assert len(index) == 78
-    names = plain(named(range(80)))
-    rows = torch.cat([vectors(60)[:50], new]).half().float().tolist()
-    assert contents(index) == {
-        name: row for i, (name, row) in enumerate(zip(names, rows, strict=True)) if i not in (3, 4)
-    }
-    assert names[5] in index
-    assert names[3] not in index
-    hits = index.search(torch.eye(D, device=device)[:1], k=100, where=col("country") == "us")
-    passing = [n for n in range(80) if (n % 3 == 0 and n != 3 if n < 50 else n % 3 == 2)]
-    assert set(plain(hits.ids[0])) - {None, -1} == {names[n] for n in passing}
-    index.upsert(named([3]), new[:1], table([3]))
-    assert contents(index)[names[3]] == rows[50]
-
-
-def test_of_equal_ids_the_last_counts(device, named):
-    index = Index(D, 10, schema=schema(), device=device)
-    x = vectors(4)
-    index.upsert(named([1, 2, 1, 3]), x, table([1, 2, 3, 4]))
-    names = plain(named([1, 2, 3]))
-    assert contents(index) == dict(zip(names, x[1:].half().float()[[1, 0, 2]].tolist(), strict=True))
-    hits = index.search(torch.eye(D, device=device)[:1], k=10, where=col("tags").has("t3"))
-    assert [i for i in plain(hits.ids[0]) if i not in (None, -1)] == names[:1]
-
-
-def test_items_are_replaced_in_a_full_index_in_pieces(device, named, monkeypatch):
-    monkeypatch.setattr(rows_module, "SPARE", 3)
-    index = Index(D, 1000, device=device)
-    assert index.embeddings.shape[0] == 1003
-    index.upsert(named(range(1000)), vectors(1000))
-    index.upsert(named(range(1000)), vectors(1000, seed=9))
-    assert len(index) == 1000
-    names = plain(named(range(1000)))
-    found = index.search(torch.eye(D, device=device)[0], k=1000)
-    expected = vectors(1000, seed=9).half().float()[:, 0]
-    assert [expected[names.index(i)].item() for i in plain(found.ids[0])] == found.scores[0].tolist()
-
-
 def test_more_than_the_capacity_gets_a_sentence_and_grow_makes_room(device, named):
     index = made(device, named, count=100, capacity=100)
     before = contents(index)
@@ -282,10 +234,6 @@ def test_more_than_the_capacity_gets_a_sentence_and_grow_makes_room(device, name
     assert contents(index) == before
     index.grow(130)
     assert contents(index) == before
-    index.upsert(named(range(80, 130)), vectors(50), table(range(80, 130)))
-    assert len(index) == 130
-    hits = index.search(torch.eye(D, device=device)[0], k=200, where=col("country") == "us")
-    assert int((hits.scores > -torch.inf).sum()) == len([n for n in range(130) if n % 3 == 0])
     with pytest.raises(ValueError, match="capacity must be at least 130, what there is, got 50"):
         index.grow(50)
 
@@ -547,6 +495,11 @@ def test_hits_take_rows_of_tables_of_each_kind(device, named):
     if find_spec("polars"):
         polars = pytest.importorskip("polars")
         assert hits.take(polars.DataFrame(lists), id="job")["title"].to_list() == wanted
+    if hits.ids.dtype != object:  # without a column of ids, ids are row numbers
+        index = Index(D, 100, device=device)
+        index.upsert(range(100), vectors(100))
+        numbers = index.search(vectors(2).to(device), k=3)
+        assert numbers.take(lists)["title"] == [f"title {n}" for n in numbers.ids.flatten().tolist()]
     taken = hits.take(pa.table(lists), id="job").to_pandas()
     assert taken.columns.tolist() == ["query", "rank", "score", "job", "title"]
     listed = hits.to_pandas()
@@ -562,13 +515,6 @@ def test_hits_take_rows_of_tables_of_each_kind(device, named):
     ):
         with pytest.raises(ValueError, match=sentence):
             call()
-
-
-def test_hits_take_rows_by_number(device):
-    index = Index(D, 10, device=device)
-    index.upsert(range(10), vectors(10))
-    hits = index.search(vectors(1).to(device), k=4)
-    assert hits.take({"n": list(range(10))})["n"] == hits.ids[0].tolist()
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels

@@ -37,7 +37,7 @@ def made():
     items = {"id": [f"i{n}" for n in range(600)], "tags": drawn(rng, LABELS, 3)}
     items |= {"kind": rng.integers(6, 9, 600), "price": np.ones(600)}
     pairs = []
-    for q, i in rng.integers(0, 600, (40_000, 2)):
+    for q, i in rng.integers(0, 600, (24_000, 2)):
         has = {("occupation", queries["occupation"][q]), *(("hobbies", h) for h in hobbies[q])}
         of = {("kind", int(items["kind"][i])), *(("tags", t) for t in items["tags"][i])}
         z = -2 + sum(weight for edge, weight in PLANTED.items() if edge[:2] in has and edge[2:] in of)
@@ -60,7 +60,7 @@ def links(data):
 def few(data):
     """The data with an eighth of the pairs, where what was recovered does not matter: a fit is a tenth of the work."""
     queries, items, pairs = data
-    return queries, items, pairs[:1000]
+    return queries, items, pairs[:500]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_pairs_of_any_kind(few, links_of_few):
 
     queries, items, pairs = few
     q, i = zip(*pairs, strict=True)
-    for given in (pandas.DataFrame({"q": q, "i": i}), pyarrow.table({"a": q, "b": i}), {"x": list(q), "y": list(i)}):
+    for given in (pandas.DataFrame({"q": q, "i": i}), pyarrow.table({"a": q, "b": i})):
         found = fit(pyarrow.table(queries), pandas.DataFrame(items), given)
         assert found.edges(None).equals(links_of_few.edges(None))
     rows = np.array([(a // 3, int(b[1:])) for a, b in pairs])
@@ -152,38 +152,11 @@ def test_pairs_of_any_kind(few, links_of_few):
     assert by_rows.edges(None).equals(links_of_few.edges(None))
 
 
-def test_explanations_sum_to_what_a_search_adds(data, links):
-    queries, items, _ = data
-    some = {name: queries[name][:50] for name in ("occupation", "hobbies")}
-    found = links.weigh(some)
-    assert found.weights.dtype == torch.float32
-    assert found.weights.shape == (50, len(found.values))
-    for q in range(50):
-        of_query = {name: some[name][q] for name in some}
-        for i in (3, 77):
-            item = {"tags": items["tags"][i], "kind": items["kind"][i]}
-            edges = links.explain(of_query, item)
-            has = {("kind", int(item["kind"])), *(("tags", t) for t in item["tags"])}
-            added = sum(w for w, value in zip(found.weights[q].tolist(), found.values, strict=True) if value in has)
-            assert sum(edge.weight for edge in edges) == pytest.approx(added, abs=1e-6)
-            assert [edge.weight for edge in edges] == sorted((edge.weight for edge in edges), reverse=True)
+def test_explanations_leave_out_what_no_edge_knows(links):
     some = links.explain({"occupation": "nurse", "hobbies": []}, {"tags": ["ward", "never"], "kind": None})
     assert len(some) == 1
     assert str(some[0]).startswith("occupation=nurse → tags=ward, +")
     assert links.explain({"occupation": "astronaut", "hobbies": None}, {"tags": ["ward"], "kind": 7}) == []
-
-
-def test_a_query_has_the_same_bits_in_any_batch(data, links, monkeypatch):
-    queries, _, _ = data
-    many = links.weigh({name: queries[name][:30] for name in ("occupation", "hobbies")})
-    monkeypatch.setattr("tigon.retrieve.links.links.FEW", 0)
-    for q in range(30):
-        one = links.weigh({name: queries[name][q : q + 1] for name in ("occupation", "hobbies")})
-        assert len(one.values) <= len(many.values)
-        place = {value: n for n, value in enumerate(many.values)}
-        wanted = torch.zeros(len(many.values))
-        wanted[[place[value] for value in one.values]] = one.weights[0]
-        assert torch.equal(wanted, many.weights[q])
 
 
 def test_a_filter_lets_through_where_an_edge_leads(data, links):
@@ -228,17 +201,6 @@ def test_a_disk_that_is_full_leaves_what_was_there(links, tmp_path, monkeypatch)
         links.save(path)
     assert path.read_bytes() == before
     assert len([*tmp_path.iterdir()]) == 1
-
-
-@pytest.mark.parametrize("content", [b"", b"no links", b"\x02" + bytes(7) + b"{}", "cut"])
-def test_a_file_that_holds_no_links(content, links, tmp_path):
-    path = tmp_path / "links.safetensors"
-    if content == "cut":
-        links.save(path)
-        content = path.read_bytes()[:-9]
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"^Links.load: .* holds no links that `save` wrote: "):
-        Links.load(path)
 
 
 SMALL = {"a": ["x", "y"], "id": [1, 2]}, {"b": [["u"], ["v"]], "id": ["p", "q"]}

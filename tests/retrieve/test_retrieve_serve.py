@@ -228,16 +228,17 @@ def test_a_service_warms_up_what_requests_may_ask_for(monkeypatch):
     index.upsert(np.arange(4), torch.randn(4, D), {"kind": ["a", "b", None, "a"]})
     warmup, asked = index.warmup, []
 
-    def spied(k, queries, where, dtype):
-        asked.append((list(k), queries, where, dtype))
-        return warmup(k, queries, where, dtype=dtype)
+    def spied(query, k, where):
+        asked.append((where, query.dtype, len(query), k))
+        return warmup(query, k, where)
 
     monkeypatch.setattr(index, "warmup", spied)
     service = Service(index, limits=Limits(max_batch=32))
     assert service.warmup([5]) > 0
-    assert [kind[2] for kind in asked][:3] == [None, "kind is null", "kind is not null"]
-    assert isinstance(asked[3][2], list)
-    assert all(kind[:2] == ([5], [1, 16, 32]) and kind[3] == ["float16", "float32"] for kind in asked)
+    sizes = [(dtype, count, 5) for dtype in (torch.float16, torch.float32) for count in (1, 16, 32)]
+    assert asked[:18] == [(where, *size) for where in (None, "kind is null", "kind is not null") for size in sizes]
+    assert [kind[1:] for kind in asked[18:]] == sizes
+    assert all(len(kind[0]) == kind[2] for kind in asked[18:])
     service.close()
 
 

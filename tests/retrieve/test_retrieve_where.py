@@ -1,11 +1,9 @@
 """Expressions: their meaning against plain Python, as Python and as text, and what they refuse."""
 
 import contextlib
-import gc
 import operator
 import sys
 import time
-import weakref
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ from hypothesis import strategies as st
 from tables_made import as_expression, as_text, expressions, tables, truth
 
 from tigon.retrieve import Category, Expression, Index, Number, Schema, Tags, Timestamp, col, parse
-from tigon.retrieve.filters import attributes, value_counts
+from tigon.retrieve.filters import attributes
 from tigon.retrieve.filters.clauses import build_row_filter, compile_clauses
-from tigon.retrieve.filters.columns import intersect, is_within, unite
 from tigon.retrieve.filters.value_counts import ValueCounts
 
 SCHEMA = Schema(
@@ -35,7 +32,7 @@ def passing(expression, schema, words):
     return found.mask(torch.from_numpy(words)).tolist()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_a_filter_passes_what_the_expression_is_true_for(data):
     schema, kinds, table = data.draw(tables())
@@ -116,7 +113,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.text(max_size=40) | st.lists(WORDS).map(" ".join))
 def test_any_text_is_an_expression_or_gets_a_sentence(text):
     said = ""
@@ -262,30 +259,11 @@ def test_the_estimated_share_follows_the_counts():
 # ------------------------------------------------------------------------------------------------------ cost and memory
 
 
-def ranges(codes):
-    """Codes as ranges with gaps between them."""
-    found = []
-    for code in sorted(codes):
-        if found and code == found[-1][1] + 1:
-            found[-1] = (found[-1][0], code)
-        else:
-            found.append((code, code))
-    return tuple(found)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)))
-def test_ranges_are_merged_as_sets_are(one, other):
-    assert intersect(ranges(one), ranges(other)) == ranges(one & other)
-    assert unite(ranges(one), ranges(other)) == ranges(one | other)
-    assert is_within(ranges(one), ranges(other)) == (one <= other)
-
-
 def every_other(first, last):
     return f"n in ({', '.join(map(str, range(first, last, 2)))})"
 
 
-def many(part, joiner=" or ", size=99_000):
+def many(part, joiner=" or ", size=60_000):
     parts = [part(i) for i in range(size // (len(part(9999)) + len(joiner)))]
     return joiner.join(parts)
 
@@ -314,7 +292,7 @@ def test_a_filter_takes_seconds_at_most(case):
         found = build_row_filter(compile_clauses(parse(COSTLY[case]), schema), schema)
     literals = [literal for clause in found.clauses for literal in clause] if found else []
     assert sum(len(literal.codes or ()) for literal in literals) <= 2**16
-    assert time.thread_time() - begun < 6
+    assert time.thread_time() - begun < 4
 
 
 def test_wide_and_narrow_ranges_are_exact():
@@ -359,35 +337,10 @@ def test_values_that_nothing_can_hold_get_a_sentence():
         with pytest.raises(ValueError, match=sentence) as raised:
             index.search(torch.ones(1, 4), 1, where)
         assert len(str(raised.value)) < 600
-    with pytest.raises(ValueError, match="must be a finite number"):
-        Number(0, 10**400)
-    with pytest.raises(ValueError, match="need more than 32 bits"):
-        Number(0, 1, step=1e-320)
-
-
-def test_filters_that_are_kept_take_little_memory(monkeypatch):
-    index = Index(4, 10, schema=Schema(n=Number(0, 4_000_000, step=1)))
-    index.upsert(["a"], torch.ones(1, 4), {"n": [1]})
-    monkeypatch.setattr(attributes, "MOST_FILTER_BYTES", 4 << 20)
-    for i in range(12):
-        index.search(torch.ones(1, 4), 1, every_other(1_000_000 * i % 3_000_000 + i, 1_000_000 * i % 3_000_000 + 3000))
-    assert 1 < len(index.table.attributes._filters) < 12
-    assert sum(compiled.bytes for compiled in index.table.attributes._filters.values()) <= 4 << 20
-    assert all(isinstance(seen, int) for seen in index.table.cache._seen)
-    first = weakref.ref(next(iter(index.table.attributes._filters.values())).filter)
-    monkeypatch.setattr(attributes, "MOST_FILTER_BYTES", 0)
-    gc.disable()  # a cycle would wait for the collector, which counts objects, not bytes
-    try:
-        index.search(torch.ones(1, 4), 1, "n == 1")
-        assert len(index.table.attributes._filters) == 1
-        assert first() is None
-    finally:
-        gc.enable()
 
 
 def test_large_filters_that_are_evicted_leave_no_memory(monkeypatch):
     monkeypatch.setattr(attributes, "MOST_FILTER_BYTES", 1 << 20)
-    monkeypatch.setattr(value_counts, "MAX_RANGES", 3000)
     index = Index(4, 8, "float32", schema=Schema(large=Number(0, 4_000_000, step=1)))
     index.upsert([0], torch.ones(1, 4), {"large": [0]})
 

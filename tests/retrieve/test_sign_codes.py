@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scans import SOME, assert_equal, integers, live_bits, words
 
 import tigon
 from tigon.retrieve.scan import sign, sign_launches
-from tigon.retrieve.scan.signed import uses_signs
-
-Literal = tigon.RowFilter.Literal
-SOME = tigon.RowFilter([[Literal(0, 6, "all"), Literal(1, 8)], [Literal(1, 3, negated=True)]])
 
 
-def numbers(*shape, seed=0, dtype=torch.float16, device="cpu"):
-    """Whole numbers: exact scores are the same in any order of a sum."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(-3, 4, shape, generator=g).to(dtype).to(device)
+def numbers(*shape, seed=0, device="cpu"):
+    return integers(*shape, device=device, seed=seed, most=3)
 
 
 def beside(N, device, live=False, where=False, bias=False):
-    g = torch.Generator().manual_seed(N)
-    options = {}
-    if live:
-        options["live"] = torch.randint(-(2**31), 2**31, (-(-N // 32),), generator=g).to(torch.int32).to(device)
-    if where:
-        options["attributes"] = torch.randint(0, 2**50, (2, N), generator=g).to(device)
-        options["where"] = SOME
-    if bias:
-        options["bias"] = torch.randint(-9, 9, (N,), generator=g).float().to(device)
-    return options
-
-
-def assert_as_reference(query, items, k, **options):
-    many = sign.count_candidates(k, items.candidates)
-    scores, rows = tigon.filtered_topk(query, items, k, plan="codes", **options)
-    want = sign.sign_topk_reference(
-        query, items.rows, items.codes, items.scales, items.projection, k, many, **options
-    )  # fmt: skip
-    assert torch.equal(rows, want[1])
-    assert torch.equal(scores, want[0])
-    return scores, rows
+    options = {"live": live_bits(N, device)} if live else {}
+    options |= {"attributes": words(N, device), "where": SOME} if where else {}
+    return options | ({"bias": integers(N, dtype=torch.float32, device=device, most=9)} if bias else {})
 
 
 @pytest.mark.parametrize(
@@ -114,8 +91,13 @@ def test_kernels_find_what_the_reference_finds(B, N, D, bits, k, candidates, opt
     items = tigon.encode_items(numbers(N, D, seed=1, device=device), "sign", bits=bits)
     if D == 40:
         items = items._replace(scales=None)  # as of rows of one norm: many keys are equal
-    items = items._replace(candidates=candidates)
-    assert_as_reference(numbers(B, D, device=device), items, k, **beside(N, device, **options))
+    items, query, given = (
+        items._replace(candidates=candidates),
+        numbers(B, D, device=device),
+        beside(N, device, **options),
+    )
+    wanted = sign.sign_topk_reference(query, items, k, **given)
+    assert_equal(tigon.filtered_topk(query, items, k, plan="codes", **given), wanted)
 
 
 def test_bits_of_a_filter_pass_the_rows_that_it_passes(backend, device):
@@ -123,11 +105,8 @@ def test_bits_of_a_filter_pass_the_rows_that_it_passes(backend, device):
     items = tigon.encode_items(numbers(N, 16, seed=1, device=device), "sign", bits=256)._replace(candidates=12)
     query, options = numbers(2, 16, device=device), beside(N, device, where=True, live=True)
     want = tigon.filtered_topk(query, items, 4, plan="codes", **options)
-    bits = tigon.RowBits.from_filters([SOME], options.pop("attributes")).bits[0]
-    options["where"] = tigon.RowBits(bits[None] if bits.dim() == 1 else bits)
-    found = tigon.filtered_topk(query, items, 4, plan="codes", **options)
-    assert torch.equal(found[0], want[0])
-    assert torch.equal(found[1], want[1])
+    options["where"] = tigon.RowBits.from_filters([SOME], options.pop("attributes"))
+    assert_equal(tigon.filtered_topk(query, items, 4, plan="codes", **options), want)
 
 
 def planted(device):
@@ -163,10 +142,7 @@ def test_recall_rises_with_bits_and_candidates(device):
 def test_all_rows_as_candidates_are_an_exact_search(device):
     rows, query = numbers(300, 16, seed=1, device=device), numbers(3, 16, device=device)
     items = tigon.encode_items(rows, "sign", bits=64)._replace(candidates=300)
-    for one, other in zip(
-        tigon.filtered_topk(query, items, 20, plan="codes"), tigon.filtered_topk(query, rows, 20), strict=True
-    ):
-        assert torch.equal(one, other)
+    assert_equal(tigon.filtered_topk(query, items, 20, plan="codes"), tigon.filtered_topk(query, rows, 20))
 
 
 def test_signs_are_read_where_that_costs_less():
@@ -175,7 +151,7 @@ def test_signs_are_read_where_that_costs_less():
 
     def reads(B, **options):
         asked = {"where": None, "plan": "auto", "share": None} | options
-        return uses_signs(torch.empty(B, 128, device="meta"), items, **asked)
+        return sign.uses_signs(torch.empty(B, 128, device="meta"), items, **asked)
 
     assert reads(1)
     assert reads(4)
@@ -228,7 +204,4 @@ def test_exports(device):
         def forward(self, query):
             return tigon.filtered_topk(query, items, 3, plan="codes")
 
-    want = Search()(query)
-    found = torch.export.export(Search(), (query,)).module()(query)
-    assert torch.equal(found[0], want[0])
-    assert torch.equal(found[1], want[1])
+    assert_equal(torch.export.export(Search(), (query,)).module()(query), Search()(query))

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tigon.data.values import describe, shorten
 from tigon.kernels import check_tensors
@@ -64,6 +66,21 @@ def require_tensors(name: str, **arguments: Any) -> None:
     missing = next((argument for argument, value in arguments.items() if value is None), None)
     if missing is not None:
         raise ValueError(f"{name}: {missing} must be a tensor, got None.")
+
+
+def as_tensor(name: str, argument: str, values: Any) -> Tensor:
+    """A detached tensor, from a tensor or an array of numbers.
+
+    Raises: ValueError for anything else.
+    """
+    if not isinstance(values, Tensor):
+        try:
+            values = torch.as_tensor(np.require(values, requirements="W"))  # torch warns about read-only arrays
+        except (TypeError, ValueError):
+            got = type(values).__name__
+            raise ValueError(f"{name}: {argument} must be a tensor or an array of numbers, got {got}.") from None
+    tensor: Tensor = values.detach()
+    return tensor
 
 
 def read_path(name: str, argument: str, path: Any) -> Path:

@@ -142,9 +142,6 @@ class IntIds:
         """Convert keys to ids."""
         return keys
 
-    def texts(self) -> None:
-        return None
-
 
 class StringIds:
     """String ids: all texts concatenated, and a table of their 64-bit hashes.

@@ -21,6 +21,7 @@ from tigon.data.values import describe, shorten
 from tigon.kernels import check_tensors
 from tigon.retrieve.arguments import as_int, as_list, read_int, require_tensors
 from tigon.retrieve.index.index import Index
+from tigon.retrieve.index.search import rank_rows
 from tigon.retrieve.scan import RowBits, filtered_topk
 
 Ranked = npt.NDArray[Any]
@@ -243,7 +244,7 @@ def _rank(query: Tensor, items: Tensor | Index, k: int, bits: RowBits | None) ->
     """(B, k) rows."""
     if isinstance(items, Tensor):
         return filtered_topk(query, items.detach(), k, where=bits)[1]
-    return items.searcher.rank_rows(items.parse(query, k), bits)
+    return rank_rows(items.table, items.parse(query, k), bits)
 
 
 def _match(ids: Ranked, right: Sequence[Collection[Any]]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from tigon.retrieve.filters.clauses import Clauses, build_row_filter, compile_clauses
 from tigon.retrieve.filters.expressions import Expression
@@ -17,12 +18,17 @@ from tigon.retrieve.scan import RowFilter, RowTags
 MOST_FILTERS, MOST_FILTER_BYTES = 1024, 64 << 20
 
 
-class CompiledFilter(NamedTuple):
-    """An expression as clauses over columns, and as the operator's filter; bytes: about how much memory both take."""
+@dataclass(eq=False)
+class CompiledFilter:
+    """An expression as clauses over columns, and as the operator's filter.
+
+    bytes: about how much memory both take. share: the estimated share of items that pass, at a number of changes.
+    """
 
     clauses: Clauses
     filter: RowFilter
     bytes: int
+    share: tuple[int, float] = (-1, 1.0)
 
 
 class Attributes(Forkable):
@@ -81,6 +87,13 @@ class Attributes(Forkable):
             while len(self._filters) > MOST_FILTERS or (size > MOST_FILTER_BYTES and len(self._filters) > 1):
                 size -= self._filters.pop(next(iter(self._filters))).bytes
         return compiled
+
+    def estimate_share(self, compiled: CompiledFilter) -> float:
+        """Estimate the share of items that pass a filter; anew once items were added or removed."""
+        changes = self.counts.changes
+        if compiled.share[0] != changes:
+            compiled.share = changes, self.counts.estimate_share(compiled.clauses)
+        return compiled.share[1]
 
     def is_compiled(self, where: str, strict: bool) -> bool:
         """Whether the cache holds a filter."""

@@ -84,25 +84,11 @@ def _count_ranges(clauses: Clauses) -> int:
 
 
 def _find_culprit(expression: Expression) -> Expression:
-    """The part of an expression that produces most clauses."""
+    """The part of an expression that probably produces most clauses: the longest."""
     part = expression
     while isinstance(part, (And, Not)):
-        part = part.part if isinstance(part, Not) else max(part.parts, key=_weight)
+        part = part.part if isinstance(part, Not) else max(part.parts, key=lambda one: len(str(one)))
     return expression if isinstance(part, Comparison) else part
-
-
-def _weight(expression: Expression) -> int:
-    if isinstance(expression, And):
-        return sum(map(_weight, expression.parts))
-    if isinstance(expression, Or):
-        product = 1
-        for part in expression.parts:
-            product *= _weight(part)
-        return product
-    if isinstance(expression, Not) and isinstance(expression.part, (And, Or)):
-        turned = Or if isinstance(expression.part, And) else And
-        return _weight(turned(tuple(Not(part) for part in expression.part.parts)))
-    return 1 if isinstance(expression, Comparison) else _weight(expression.part) if isinstance(expression, Not) else 1
 
 
 def _compile(expression: Expression, schema: Schema, strict: bool, positive: bool) -> Clauses:

@@ -20,9 +20,6 @@ from tigon.retrieve.filters.schema import Schema
 
 # Numbers and times are counted by the highest bits in their codes: for float32 sign, exponent and three more bits.
 BITS = 12
-# Filters whose shares are cached, and their total number of code ranges, some 16 MiB: the cache keeps clauses alive
-# after the compiled filter is dropped.
-REMEMBERED, MAX_RANGES = 1024, 1 << 17
 
 
 class ValueCounts:
@@ -34,9 +31,7 @@ class ValueCounts:
         self._later: list[tuple[Tensor, torch.cuda.Event]] = []
         self.missing = dict.fromkeys(schema, 0)
         self.bins: dict[str, npt.NDArray[np.int64]] = {name: np.zeros(0, dtype=np.int64) for name in schema}
-        # Shares estimated since items were last added or removed, by clause identity: the clauses, the share, and the
-        # range count.
-        self._shares: dict[int, tuple[Clauses, float, int]] = {}
+        self.changes = 0  # how often rows were added or subtracted
 
     def subtract_when_copied(self, words: Tensor, event: torch.cuda.Event) -> None:
         """Subtract rows once the event has happened, when their words have been copied to the host."""
@@ -44,7 +39,7 @@ class ValueCounts:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle(wait=True)  # events are not copied
-        return {**self.__dict__, "_shares": {}}
+        return {**self.__dict__}
 
     def settle(self, wait: bool = False) -> None:
         """Subtract the rows whose copies have arrived; with wait, all rows."""
@@ -76,7 +71,7 @@ class ValueCounts:
                 grown[: len(self.bins[name])] = self.bins[name]
                 self.bins[name] = grown
             self.bins[name][: len(counts)] += sign * counts
-        self._shares.clear()
+        self.changes += 1
 
     def _dropped_bits(self, name: str) -> int:
         """How many low code bits a bin drops."""
@@ -85,18 +80,6 @@ class ValueCounts:
 
     def estimate_share(self, clauses: Clauses) -> float:
         """Estimate the share of items for which all clauses hold; 1 if there are no items."""
-        known = self._shares.get(id(clauses))
-        if known is not None and known[0] is clauses:
-            return known[1]
-        share = self._estimate(clauses)
-        ranges = sum(len(ranges) for clause in clauses for _, ranges in clause.codes)
-        held = sum(number for _, _, number in self._shares.values())
-        if len(self._shares) >= REMEMBERED or held + ranges > MAX_RANGES:
-            self._shares.clear()
-        self._shares[id(clauses)] = clauses, share, ranges
-        return share
-
-    def _estimate(self, clauses: Clauses) -> float:
         passing = 1.0
         for clause in clauses:
             failing = 1.0

@@ -15,9 +15,8 @@ from tigon.retrieve.arguments import read_int, read_ints
 from tigon.retrieve.index.request import SearchRequest
 from tigon.retrieve.index.table import RowTable
 from tigon.retrieve.scan import CodedItems, filtered_topk
-from tigon.retrieve.scan.codes import encode_signs
-from tigon.retrieve.scan.sign import GROUP_BYTES, check_bits, make_projection
-from tigon.retrieve.scan.signed import MOST_CANDIDATES
+from tigon.retrieve.scan.encode import encode_signs
+from tigon.retrieve.scan.sign import GROUP_BYTES, MOST_CANDIDATES, check_bits, make_projection
 
 # Queries per search, and single-query searches that are timed.
 BATCH, TIMED = 32, 5

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tigon.retrieve.index.format import VectorFormat
 from tigon.retrieve.scan import CodedItems, encode_items
-from tigon.retrieve.scan.codes import encode_signs
+from tigon.retrieve.scan.encode import encode_signs
 from tigon.retrieve.scan.sign import make_projection
 
 # Buffers with a row for each item.

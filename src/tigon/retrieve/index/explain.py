@@ -11,7 +11,7 @@ from tigon.retrieve.filters.schema import Schema
 from tigon.retrieve.index.table import RowTable
 from tigon.retrieve.links.resolve import describe_links, resolve_links
 from tigon.retrieve.scan import CodedItems
-from tigon.retrieve.scan.plan import Plan, plan_coded_scan, plan_scan
+from tigon.retrieve.scan.plan import Plan, SearchSizes, plan_coded_scan, plan_scan
 
 
 class Explanation(NamedTuple):
@@ -48,7 +48,6 @@ def explain_search(
     for clause in clauses:
         alone = counts.estimate_share([clause])
         lines.append(f"  and {_describe_clause(clause, table.schema)}; {alone:.2%}")
-    sizes = queries, k, format.dim, rows.end, table.dtype
     options: dict[str, Any] = {
         "filters": int(bool(clauses)), "words": len(words), "share": share if clauses else None,
         "live": rows.count < rows.end, "bias": format.has_bias,
@@ -61,7 +60,8 @@ def explain_search(
             width = resolved.tags.width
             options |= {"width": width, "steps": resolved.tags.table.shape[1] // width}
     reads_codes = links is None and format.codes == "int8" and isinstance(table.items(), CodedItems)
-    plan = (plan_coded_scan(*sizes, **options) if reads_codes else None) or plan_scan(*sizes, **options)
+    sizes = SearchSizes(queries, k, format.dim, rows.end, table.dtype, **options)
+    plan = (plan_coded_scan(sizes) if reads_codes else None) or plan_scan(sizes)
     lines.append(str(plan))
     return Explanation(rows.count, share, len(clauses), plan, "\n".join(lines))
 

@@ -121,14 +121,11 @@ class Hits:
         kind = type(table).__module__.split(".")[0]
         if kind == "pyarrow":
             part = table.take(rows)
-            for place, (name, values) in enumerate(hits.items()):
-                part = part.add_column(place, name, [values])
-            return part
+            return type(table).from_pydict({**hits, **dict(zip(names, part.columns, strict=True))})
         if kind == "pandas":
-            part = table.iloc[rows].reset_index(drop=True)
-            for place, (name, values) in enumerate(hits.items()):
-                part.insert(place, name, values)
-            return part
+            import pandas
+
+            return pandas.concat([pandas.DataFrame(hits), table.iloc[rows].reset_index(drop=True)], axis=1)
         if kind == "polars":
             import polars
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +22,9 @@ from tigon.retrieve.index.explain import Explanation, explain_search
 from tigon.retrieve.index.format import Codes, Metric, VectorFormat
 from tigon.retrieve.index.hits import Hits
 from tigon.retrieve.index.memory import MemoryPlan
-from tigon.retrieve.index.parameter_index import make_table, parse_weight
 from tigon.retrieve.index.request import SearchRequest
-from tigon.retrieve.index.search import Finish, Searcher
-from tigon.retrieve.index.table import RowTable, allocate_table
+from tigon.retrieve.index.search import Finish, run_search, warm_kernels
+from tigon.retrieve.index.table import RowTable, allocate_table, make_parameter_table, parse_weight
 from tigon.retrieve.index.update_queue import UpdateQueue
 from tigon.retrieve.index.writer import ItemWriter, pack_ids, pack_items
 from tigon.retrieve.links.links import LinkWeights
@@ -32,11 +32,20 @@ from tigon.retrieve.storage.journal import Journal
 
 
 class BaseIndex:
-    """The common base of `Index` and `ShardedIndex`: a row table, its writer and its searcher."""
+    """The common base of `Index` and `ShardedIndex`: a row table and its writer."""
 
     table: RowTable
     writer: ItemWriter
-    searcher: Searcher
+    pending: UpdateQueue
+    _shards = 1  # ranks that hold items
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal that updates are written to; None for an index whose updates stay in memory."""
+        return None
+
+    def _check_call(self, name: str, *arguments: Any) -> None:
+        """Called with the arguments of a call, before anything else."""
 
     @property
     def schema(self) -> Schema:
@@ -118,10 +127,11 @@ class BaseIndex:
         """
         options: dict[str, Any] = {"strict": strict, "candidates": candidates, "links": links, "alpha": alpha}
         with self.table.scheduler.read_lock():  # updates yield while the request is parsed, too
-            return self._run(self.parse(query, k, where, **options))
+            return self._run(self.parse(query, k, where, **options), None)
 
     def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
         """Parse the arguments of `search` into a request for `run`."""
+        self._check_call("search", query, k, where, *options.values())
         return SearchRequest.parse(self.table, query, k, where, **options)
 
     @torch.no_grad()
@@ -138,8 +148,128 @@ class BaseIndex:
         with self.table.scheduler.read_lock():
             return self._run(request, finish)
 
-    def _run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
-        return self.searcher.run(request, finish)
+    def _run(self, request: SearchRequest, finish: Finish | None) -> Hits:
+        return run_search(self.table, request, finish)
+
+    @torch.no_grad()
+    def warmup(self, query: Any, k: int | Sequence[int] = 100, where: Any = None, **options: Any) -> float:
+        """Compile the kernels of a search in advance, by running the search.
+
+        A GPU compiles kernels at the first search with a new configuration, which then takes seconds. Kernels depend on
+        k, on the query count in classes up to 16, 32, 64, 128 and beyond, on the query dtype, on the item count, and on
+        whether there is a filter; another filter with about the same share needs no other kernel.
+
+        Args:
+            query: (B, dim) floats, any numbers.
+            k, where, options: as in `search`.
+
+        Returns: the elapsed seconds. On a CPU there is nothing to compile.
+        Raises: ValueError for an empty index, and for arguments that do not fit the index.
+        """
+        begun = time.perf_counter()
+        if len(self) < self._shards:
+            each = f" on each of {self._shards} ranks" if self._shards > 1 else ""
+            raise ValueError(
+                f"Index.warmup: the index must hold items{each}, since kernels depend on how many, got {len(self)}."
+            )
+        warm_kernels(self.table, self.parse(query, k, where, **options))
+        self.search(query, k, where, **options)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begun
+
+    def explain(
+        self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False,
+        links: LinkWeights | None = None,
+    ) -> Explanation:  # fmt: skip
+        """Explain a filter's effect, and the search plan with the filter, without searching.
+
+        Args:
+            where: an expression or its text.
+            k, queries: the search sizes.
+            strict: as in `search`.
+            links: for as many queries, as in `search`.
+
+        Returns: an Explanation, to be printed; for a `ShardedIndex` of this rank's items.
+        Raises: ValueError for filters that do not fit the schema.
+        """
+        with self.table.scheduler.update_lock:
+            return explain_search(self.table, where, k, queries, strict=strict, links=links)
+
+    # ------------------------------------------------------------------------------------------------------- updates
+
+    @torch.no_grad()
+    def upsert(self, ids: Any, embeddings: Any = None, table: Any = None) -> None:
+        """Insert items, or replace items with known ids. A call is atomic.
+
+        Concurrent calls from several threads are merged, in order of arrival. Each rank of a `ShardedIndex` passes all
+        items, and keeps those in its own rows.
+
+        Args:
+            ids: int64 or strings, all of the same type. The last among equal ids wins.
+            embeddings: (items, dim) floats, finite. None for an index over a parameter.
+            table: the items' attributes: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays. None if
+                there is no schema.
+
+        Raises: ValueError, naming the first offending id, if anything does not fit; nothing is written then.
+        """
+        self._check_call("upsert", ids, embeddings, table)
+        self.pending.upsert(self.table.scheduler.update_lock, self._write, ids, embeddings, table)
+
+    def _write(self, ids: Any, embeddings: Any, table: Any) -> None:
+        items = self.writer.parse(ids, embeddings, table)
+        self.writer.reserve(items)
+        if self.journal is not None:
+            self.journal.append("upsert", pack_items(items))
+        self.writer.write(items)
+
+    @torch.no_grad()
+    def delete(self, ids: Any) -> int:
+        """Delete items.
+
+        Args:
+            ids: absent ids are ignored.
+
+        Returns: the number of deleted items.
+        Raises: ValueError if the id type is not the index's.
+        """
+        self._check_call("delete", ids)
+        with self.table.scheduler.update_lock:
+            read, keys, rows = self.writer.find("Index.delete", ids)
+            if len(rows) and self.journal is not None:
+                self.journal.append("delete", pack_ids(read))
+            self.writer.remove(keys, rows)
+            return len(rows)
+
+    @torch.no_grad()
+    def grow(self, capacity: int) -> None:
+        """Make room for more items. The old buffers are kept until all is copied.
+
+        Args:
+            capacity: the new capacity; of a `ShardedIndex` the total over all ranks.
+
+        Raises: ValueError if that is less than the present capacity, or for an index over a parameter.
+        """
+        capacity = read_int("Index.grow", "capacity", capacity)
+        with self.table.scheduler.update_lock:
+            before = self.capacity
+            self.writer.grow(capacity)
+            try:
+                if self.journal is not None:
+                    self.journal.append("grow", {"capacity": torch.tensor([capacity])})
+            except BaseException:
+                self.writer.directory.capacity = before  # or the journal would hold more items than its capacity
+                raise
+
+    def plan(self, capacity: int | None = None) -> MemoryPlan:
+        """Compute the memory for this index, or for the same index with another capacity.
+
+        Args:
+            capacity: None for the index's capacity.
+
+        Returns: a MemoryPlan, to be printed.
+        """
+        return self.writer.plan(self.capacity if capacity is None else read_int("Index.plan", "capacity", capacity))
 
 
 class Index(BaseIndex, nn.Module):
@@ -176,7 +306,6 @@ class Index(BaseIndex, nn.Module):
     def _compose(self, table: RowTable) -> None:
         self.table = table
         self.writer = ItemWriter(table)
-        self.searcher = Searcher(table)
         self.pending = UpdateQueue()
         self.folder = snapshot.OpenFolder()
 
@@ -211,79 +340,16 @@ class Index(BaseIndex, nn.Module):
         weight = parse_weight(parameter, metric)
         format = VectorFormat.parse("Index.over", weight.shape[1], "float32", metric, codes, bits)
         format = replace(format, dtype=weight.dtype)  # any float dtype
-        return cls._from_table(make_table(weight, format, copy_schema("Index.over", schema), ids, table))
+        schema = copy_schema("Index.over", schema)
+        return cls._from_table(make_parameter_table(weight, format, schema, ids, table))
 
     @property
     def journal(self) -> Journal | None:
-        """The journal that updates are written to; None for an index whose updates stay in memory."""
+        """See `BaseIndex.journal`."""
         return self.folder.journal
 
     def __repr__(self) -> str:
         return f"Index({self.extra_repr()})"
-
-    # ------------------------------------------------------------------------------------------------------- updates
-
-    @torch.no_grad()
-    def upsert(self, ids: Any, embeddings: Any = None, table: Any = None) -> None:
-        """Insert items, or replace items with known ids. A call is atomic.
-
-        Concurrent calls from several threads are merged, in order of arrival.
-
-        Args:
-            ids: int64 or strings, all of the same type. The last among equal ids wins.
-            embeddings: (items, dim) floats, finite. None for an index over a parameter.
-            table: the items' attributes: a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays. None if
-                there is no schema.
-
-        Raises: ValueError, naming the first offending id, if anything does not fit; nothing is written then.
-        """
-        self.pending.upsert(self.table.scheduler.update_lock, self._write, ids, embeddings, table)
-
-    def _write(self, ids: Any, embeddings: Any, table: Any) -> None:
-        items = self.writer.parse(ids, embeddings, table)
-        self.writer.reserve(items)
-        if self.folder.journal is not None:
-            self.folder.journal.append("upsert", pack_items(items))
-        self.writer.write(items)
-
-    @torch.no_grad()
-    def delete(self, ids: Any) -> int:
-        """Delete items.
-
-        Args:
-            ids: absent ids are ignored.
-
-        Returns: the number of deleted items.
-        Raises: ValueError if the id type is not the index's.
-        """
-        with self.table.scheduler.update_lock:
-            read, keys, rows = self.writer.find("Index.delete", ids)
-            if len(rows) and self.folder.journal is not None:
-                self.folder.journal.append("delete", pack_ids(read))
-            self.writer.remove(keys, rows)
-            return len(rows)
-
-    @torch.no_grad()
-    def grow(self, capacity: int) -> None:
-        """Make room for more items. The old buffers are kept until all is copied.
-
-        Args:
-            capacity: the new capacity.
-
-        Raises: ValueError if that is less than the present capacity, or for an index over a parameter.
-        """
-        if self.table.is_over_parameter:
-            raise ValueError("Index.grow: an index over a parameter has its rows; make the parameter larger.")
-        capacity = read_int("Index.grow", "capacity", capacity)
-        with self.table.scheduler.update_lock:
-            before = self.capacity
-            self.writer.grow(capacity)
-            try:
-                if self.folder.journal is not None:
-                    self.folder.journal.append("grow", {"capacity": torch.tensor([capacity])})
-            except BaseException:
-                self.table.directory.capacity = before  # or the journal would hold more items than its capacity
-                raise
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -293,45 +359,6 @@ class Index(BaseIndex, nn.Module):
         """
         with self.table.scheduler.update_lock, self.table.scheduler.exclusive(self.device):
             self.table.rebuild_codes()
-
-    def plan(self, capacity: int | None = None) -> MemoryPlan:
-        """Compute the memory for this index, or for the same index with another capacity.
-
-        Args:
-            capacity: None for the index's capacity.
-
-        Returns: a MemoryPlan, to be printed.
-        """
-        return self.writer.plan(self.capacity if capacity is None else read_int("Index.plan", "capacity", capacity))
-
-    # -------------------------------------------------------------------------------------------------------- search
-
-    @torch.no_grad()
-    def warmup(
-        self, k: int | Sequence[int] = 100, queries: int | Sequence[int] = 1, where: Where | Sequence[Where] = None,
-        *, strict: bool = False, dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
-    ) -> float:  # fmt: skip
-        """Compile search kernels in advance, by running such searches.
-
-        A GPU compiles kernels at the first search with a new configuration, which then takes seconds. Kernels depend on
-        k, on the query count in classes up to 16, 32, 64, 128 and beyond, on the query dtype, on the item count, and on
-        whether there is a filter; another filter with about the same share needs no other kernel.
-
-        Args:
-            k, queries: the search sizes; or lists, of which all combinations are run.
-            where: an expression or its text; None for all items; a list for searches with a filter per query.
-            strict: as in `search`.
-            dtype: the query dtype, "float16", "bfloat16" or "float32"; or a list. None: the index's, and float32 for
-                float8_e4m3fn.
-
-        Returns: the elapsed seconds. On a CPU there is nothing to compile.
-        Raises: ValueError for an empty index, and for arguments that do not fit the index.
-        """
-        begun = time.perf_counter()
-        self.searcher.warm(k, queries, where, strict, dtype)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begun
 
     @torch.no_grad()
     def calibrate(
@@ -357,24 +384,6 @@ class Index(BaseIndex, nn.Module):
         with self.table.scheduler.update_lock:
             return calibrate_codes(self.table, queries, k, bits, candidates)
 
-    def explain(
-        self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False,
-        links: LinkWeights | None = None,
-    ) -> Explanation:  # fmt: skip
-        """Explain a filter's effect, and the search plan with the filter, without searching.
-
-        Args:
-            where: an expression or its text.
-            k, queries: the search sizes.
-            strict: as in `search`.
-            links: for as many queries, as in `search`.
-
-        Returns: an Explanation, to be printed.
-        Raises: ValueError for filters that do not fit the schema.
-        """
-        with self.table.scheduler.update_lock:
-            return explain_search(self.table, where, k, queries, strict=strict, links=links)
-
     # --------------------------------------------------------------------------------------------------------- state
 
     def save(self, path: str | Path) -> None:
@@ -391,7 +400,7 @@ class Index(BaseIndex, nn.Module):
         if self.table.is_over_parameter:
             raise ValueError("Index.save: an index over a parameter is saved with the model: use its state_dict.")
         with self.table.scheduler.update_lock:
-            snapshot.save_snapshot(self.table, self.folder, read_path("Index.save", "path", path))
+            snapshot.save_snapshot(self.writer, read_path("Index.save", "path", path), self.folder)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str | None = None) -> Index:
@@ -403,7 +412,8 @@ class Index(BaseIndex, nn.Module):
         Returns: the index. Its updates stay in memory.
         Raises: ValueError if there is no index, or if a file is damaged.
         """
-        return cls._from_table(snapshot.load_snapshot(read_path("Index.load", "path", path), device))
+        path = read_path("Index.load", "path", path)
+        return cls._from_table(snapshot.load_snapshot(path, partial(allocate_items, device=device)).table)
 
     @classmethod
     def open(
@@ -426,8 +436,9 @@ class Index(BaseIndex, nn.Module):
         Raises: ValueError if there is no index, if the index is open already, or if a file is damaged.
         """
         path = read_path("Index.open", "path", path)
-        table, folder = snapshot.open_snapshot(path, device, journal=journal, repair=repair)
-        index = cls._from_table(table)
+        make = partial(allocate_items, device=device)
+        writer, folder = snapshot.open_snapshot(path, make, journal=journal, repair=repair)
+        index = cls._from_table(writer.table)
         index.folder = folder
         return index
 
@@ -435,6 +446,11 @@ class Index(BaseIndex, nn.Module):
         """Close the journal, and unlock the folder. Later updates stay in memory."""
         with self.table.scheduler.update_lock:
             self.folder.close()
+
+
+def allocate_items(format: VectorFormat, capacity: int, schema: Schema, device: Any) -> ItemWriter:
+    """Allocate free rows for an index on one device."""
+    return ItemWriter(allocate_table(format, capacity, schema, device))
 
 
 def copy_schema(name: str, schema: Any) -> Schema:

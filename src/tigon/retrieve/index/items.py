@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.data.values import Ints, Value
+from tigon.retrieve.arguments import as_tensor
 from tigon.retrieve.index.format import VectorFormat
 
 # Half a step above the largest float8_e4m3fn, 448.
@@ -41,14 +42,8 @@ def parse_vectors(embeddings: Any, ids: Ints | list[str], format: VectorFormat) 
     Raises: ValueError, naming the first offending id, for vectors that do not fit.
     """
     name = "Index.upsert"
-    if not isinstance(embeddings, Tensor):
-        try:
-            embeddings = torch.as_tensor(np.require(embeddings, requirements="W"))  # torch warns about read-only arrays
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"{name}: embeddings must be a tensor or an array of numbers, got {type(embeddings).__name__}."
-            ) from None
-    given: Tensor = embeddings.detach()
+    given = as_tensor(name, "embeddings", embeddings)
+    source = given.data_ptr()
     if given.dim() != 2 or given.shape[1] != format.dim:
         first = f", id {show_id(ids, 0)} first" if len(ids) else ""
         raise ValueError(
@@ -72,7 +67,7 @@ def parse_vectors(embeddings: Any, ids: Ints | list[str], format: VectorFormat) 
         large = (given.float().abs() >= BEYOND_FLOAT8).any(1) if is_narrow else ~_are_finite(stored)
         dtype = str(format.dtype).removeprefix("torch.")
         _refuse(large, ids, f"{name}: embeddings must fit {dtype}, got larger numbers for id")
-    return stored.clone() if stored.data_ptr() == embeddings.data_ptr() else stored
+    return stored.clone() if stored.data_ptr() == source else stored
 
 
 def show_id(ids: Ints | list[str], position: int) -> str:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tigon.data.columns import columns_of
-from tigon.losses.head.vocabulary_parallel import all_gather, process_group
 from tigon.ops.targets import CHECKS
 from tigon.retrieve.links.links import LinkWeights
 
@@ -36,6 +35,8 @@ class Ranks:
     def __init__(self, name: str, mesh: Any, device: torch.device | str | None) -> None:
         import torch.distributed as dist
 
+        from tigon.losses.head.vocabulary_parallel import process_group
+
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(f"{name}: mesh must be of an initialised process group: call init_process_group first.")
         self.group: dist.ProcessGroup | None = None if mesh is None else process_group(name, mesh, "mesh")
@@ -53,6 +54,8 @@ class Ranks:
         """Gather (ranks, …) from each rank's tensor."""
         if self.count == 1 or not own.numel():
             return own.expand(self.count, *own.shape)
+        from tigon.losses.head.vocabulary_parallel import all_gather
+
         gathered = own.new_empty((self.count, *own.shape))
         all_gather(gathered.view(-1), own.view(-1), group=self.group)
         return gathered
@@ -79,6 +82,11 @@ class Ranks:
         """Whether a condition holds on any rank. The host waits for the others."""
         return bool(self.gather(torch.tensor([here], dtype=torch.int32, device=self.device)).any())
 
+    def are_alike(self, content: bytes) -> bool:
+        """Whether all ranks have the same content, by its hash."""
+        own = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.int64).to(self.device)
+        return bool((self.gather(own) == own).all())
+
     def check_alike(self, name: str, *arguments: Any) -> None:
         """With TIGON_CHECKS=1: check that all ranks make the same call, with the same arguments.
 
@@ -86,10 +94,19 @@ class Ranks:
         """
         if not CHECKS:
             return
-        digest = hashlib.sha256(pickle.dumps((name, [_to_plain(argument) for argument in arguments]))).digest()
-        own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(self.device)
-        if (self.gather(own) != own).any():
+        if not self.are_alike(pickle.dumps((name, [_to_plain(argument) for argument in arguments]))):
             raise ValueError(f"ShardedIndex.{name}: all ranks must make this call with the same arguments.")
+
+
+class _OneRank(Ranks):
+    """This process alone, without a process group."""
+
+    def __init__(self) -> None:
+        self.group, self.own, self.count, self.device = None, 0, 1, torch.device("cpu")
+
+
+# The rank of an index on one device.
+ALONE = _OneRank()
 
 
 def _to_plain(argument: Any) -> Any:

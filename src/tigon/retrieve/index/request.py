@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tigon.data.values import describe, shorten
-from tigon.retrieve.arguments import as_int
+from tigon.retrieve.arguments import as_int, as_tensor
 from tigon.retrieve.filters.attributes import Attributes
 from tigon.retrieve.filters.expressions import Expression
 from tigon.retrieve.index.format import VectorFormat
 from tigon.retrieve.index.table import RowTable
-from tigon.retrieve.links.resolve import ResolvedLinks, resolve_links, scale_by_alpha
+from tigon.retrieve.links.resolve import ResolvedLinks, resolve_links
 from tigon.retrieve.scan import MOST as MOST_K
 from tigon.retrieve.scan import RowFilter
-from tigon.retrieve.scan.signed import MOST_CANDIDATES
+from tigon.retrieve.scan.sign import MOST_CANDIDATES
 from tigon.retrieve.transfer import to_device
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -64,7 +63,8 @@ class SearchRequest:
         filters, share = _parse_filters(table.attributes, where, B, strict)
         number = _parse_candidates(table.format.codes, most, candidates)
         resolved = resolve_links(links, alpha, B, table.attributes, table.device)
-        q, norms = scale_by_alpha(q, norms, alpha)
+        if alpha != 1:
+            q, norms = q.float() * alpha, None if norms is None else norms * alpha
         return cls(q, most, ks, filters, share, norms, number, resolved, alpha)
 
 
@@ -73,13 +73,7 @@ def parse_query(query: Any, dim: int) -> Tensor:
 
     Raises: ValueError for anything else.
     """
-    if not isinstance(query, Tensor):
-        try:
-            query = torch.as_tensor(np.require(query, requirements="W"))  # torch warns about read-only arrays
-        except (TypeError, ValueError):
-            got = type(query).__name__
-            raise ValueError(f"Index.search: query must be a tensor or an array of numbers, got {got}.") from None
-    q: Tensor = query.detach()
+    q = as_tensor("Index.search", "query", query)
     if q.dim() == 1:
         q = q[None]
     if q.dim() != 2 or q.shape[1] != dim:
@@ -132,7 +126,7 @@ def _parse_filters(
         compiled = attributes.compile(where, strict)
         if compiled is None:
             return None, None
-        return compiled.filter, attributes.counts.estimate_share(compiled.clauses)
+        return compiled.filter, attributes.estimate_share(compiled)
     wheres = broadcast_filters(where, B)
     filters = {}
     for key, one in unique_filters(wheres).items():

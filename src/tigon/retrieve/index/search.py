@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.retrieve.arguments import read_ints
 from tigon.retrieve.ids import Ids
-from tigon.retrieve.index.format import parse_dtype
 from tigon.retrieve.index.hits import Hits
 from tigon.retrieve.index.request import SearchRequest
 from tigon.retrieve.index.table import RowTable
 from tigon.retrieve.links.resolve import HitLinks
 from tigon.retrieve.scan import CodedItems, RowBits, filtered_topk
-from tigon.retrieve.scan.signed import uses_signs
+from tigon.retrieve.scan.sign import uses_signs
 from tigon.retrieve.transfer import array_to_device
 
 # Maps a search's scores and rows to those of its hits.
@@ -33,120 +30,95 @@ class RowHits(NamedTuple):
     is_exact: bool
 
 
-class Searcher:
-    """Runs searches over a row table."""
+def run_search(table: RowTable, request: SearchRequest, finish: Finish | None = None) -> Hits:
+    """Run a request. The caller holds the read lock.
 
-    def __init__(self, table: RowTable) -> None:
-        self.table = table
+    finish: computes the hits' scores and rows from the scan's, before an update can change a row.
+    """
+    table.cache.prepare(request.filters, table)
+    with table.scheduler.search_turn(table.device):
+        scores, rows, is_exact = scan_rows(table, request)
+        scores, rows = finalize_scores(request, scores, rows)
+        if finish is not None:
+            scores, rows = finish(scores, rows)
+        keys = table.keys_of_rows(rows)
+        words = None if finish is not None else link_words(table, request)
+        words = None if words is None else words[:, rows.clamp(min=0)]
+    return make_hits(request, scores, keys, is_exact, words, table.directory.ids)
 
-    def run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
-        """Run a request. The caller holds the read lock.
 
-        finish: computes the hits' scores and rows from the scan's, before an update can change a row.
-        """
-        table = self.table
-        table.cache.prepare(request.filters, table)
-        with table.scheduler.search_turn(table.device):
-            scores, rows, is_exact = self.scan(request)
-            scores, rows = finalize_scores(request, scores, rows)
-            if finish is not None:
-                scores, rows = finish(scores, rows)
-            keys = table.keys_of_rows(rows)
-            words = None if finish is not None else link_words(table, request)
-            words = None if words is None else words[:, rows.clamp(min=0)]
-        return make_hits(request, scores, keys, is_exact, words, table.directory.ids)
+def scan_rows(table: RowTable, request: SearchRequest, read_live: bool = False) -> RowHits:
+    """Find each query's best rows. Out of memory, the batch is scanned in halves once.
 
-    def scan(self, request: SearchRequest, read_live: bool = False) -> RowHits:
-        """Find each query's best rows. Out of memory, the batch is scanned in halves once.
+    read_live: whether live bits are read although all rows hold items.
+    """
+    B, k = len(request.query), request.k
+    if not table.rows.end or not B:
+        scores = torch.full((B, k), -torch.inf, device=table.device)
+        return RowHits(scores, torch.full((B, k), -1, dtype=torch.int64, device=table.device), True)
+    without_codes = request.candidates == 0 or request.links is not None  # codes do not include links
+    end = table.rows.end
+    items = table.embeddings[:end] if without_codes else table.items(request.candidates)
+    has_tags = request.links is not None and len(request.links.tags) > 0
+    bits = table.cache.find(request.filters, end)
+    filters = request.filters if bits is None else bits
+    bias = table.score_bias()
+    needs_words = has_tags or (bits is None and filters is not None)
+    options: dict[str, Any] = {
+        "attributes": table.words[:, :end] if needs_words else None,
+        "live": table.live_words(read_live),
+        "bias": bias if bias is None or request.alpha == 1 else bias * request.alpha,
+        "share": request.share,
+    }  # fmt: skip
 
-        read_live: whether live bits are read although all rows hold items.
-        """
-        table, B, k = self.table, len(request.query), request.k
-        if not table.rows.end or not B:
-            scores = torch.full((B, k), -torch.inf, device=table.device)
-            return RowHits(scores, torch.full((B, k), -1, dtype=torch.int64, device=table.device), True)
-        without_codes = request.candidates == 0 or request.links is not None  # codes do not include links
+    def scan_part(part: slice) -> RowHits:
+        query, where = request.query[part], filters
+        if isinstance(where, list):
+            where = where[part]
+        elif isinstance(where, RowBits) and where.which is not None:
+            where = where._replace(which=where.which[part])
+        if request.links is not None and has_tags:
+            options.update(tags=request.links.tags, tag_weights=request.links.weights[part])
+        scores, rows = filtered_topk(query, items, k, where=where, **options)
+        coded = items if isinstance(items, CodedItems) else None
+        return RowHits(scores, rows, not uses_signs(query, coded, where, "auto", request.share))
+
+    try:
+        return scan_part(slice(None))
+    except torch.OutOfMemoryError as error:
+        if B == 1:
+            raise _make_memory_error(1) from error
+    try:
+        first, second = (scan_part(part) for part in (slice(B // 2), slice(B // 2, B)))
+    except torch.OutOfMemoryError as error:
+        raise _make_memory_error(B - B // 2) from error
+    return RowHits(
+        torch.cat((first.scores, second.scores)), torch.cat((first.rows, second.rows)),
+        first.is_exact and second.is_exact,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def rank_rows(table: RowTable, request: SearchRequest, bits: RowBits | None) -> Tensor:
+    """(B, k), the exhaustive search's rows among those whose bits are set; None: among all rows."""
+    with table.scheduler.read_lock(), table.scheduler.search_turn(table.device):
         end = table.rows.end
-        items = table.embeddings[:end] if without_codes else table.items(request.candidates)
-        has_tags = request.links is not None and len(request.links.tags) > 0
-        bits = table.cache.find(request.filters, end)
-        filters = request.filters if bits is None else bits
-        bias = table.score_bias()
-        needs_words = has_tags or (bits is None and filters is not None)
-        options: dict[str, Any] = {
-            "attributes": table.words[:, :end] if needs_words else None,
-            "live": table.live_words(read_live),
-            "bias": bias if bias is None or request.alpha == 1 else bias * request.alpha,
-            "share": request.share,
-        }  # fmt: skip
+        if not end:
+            return torch.full((len(request.query), request.k), -1, dtype=torch.int64, device=table.device)
+        if bits is not None:
+            bits = bits._replace(bits=bits.bits[:, : (end + 31) // 32])
+        live, bias = table.live_words(), table.score_bias()
+        return filtered_topk(request.query, table.embeddings[:end], request.k, where=bits, live=live, bias=bias)[1]
 
-        def scan_part(part: slice) -> RowHits:
-            query, where = request.query[part], filters
-            if isinstance(where, list):
-                where = where[part]
-            elif isinstance(where, RowBits) and where.which is not None:
-                where = where._replace(which=where.which[part])
-            if request.links is not None and has_tags:
-                options.update(tags=request.links.tags, tag_weights=request.links.weights[part])
-            scores, rows = filtered_topk(query, items, k, where=where, **options)
-            coded = items if isinstance(items, CodedItems) else None
-            return RowHits(scores, rows, not uses_signs(query, coded, where, "auto", request.share))
 
-        try:
-            return scan_part(slice(None))
-        except torch.OutOfMemoryError as error:
-            if B == 1:
-                raise _make_memory_error(1) from error
-        try:
-            first, second = (scan_part(part) for part in (slice(B // 2), slice(B // 2, B)))
-        except torch.OutOfMemoryError as error:
-            raise _make_memory_error(B - B // 2) from error
-        return RowHits(
-            torch.cat((first.scores, second.scores)), torch.cat((first.rows, second.rows)),
-            first.is_exact and second.is_exact,
-        )  # fmt: skip
-
-    @torch.no_grad()
-    def rank_rows(self, request: SearchRequest, bits: RowBits | None) -> Tensor:
-        """(B, k), the exhaustive search's rows among those whose bits are set; None: among all rows."""
-        table = self.table
-        with table.scheduler.read_lock(), table.scheduler.search_turn(table.device):
-            end = table.rows.end
-            if not end:
-                shape = len(request.query), request.k
-                return torch.full(shape, -1, dtype=torch.int64, device=table.device)
-            if bits is not None:
-                bits = bits._replace(bits=bits.bits[:, : (end + 31) // 32])
-            live, bias = table.live_words(), table.score_bias()
-            return filtered_topk(request.query, table.embeddings[:end], request.k, where=bits, live=live, bias=bias)[1]
-
-    def warm(self, ks: Any, batches: Any, where: Any, strict: bool, dtypes: Any) -> None:
-        """Run searches for each k, batch size and dtype: without and with cached filter bits, and with free rows.
-
-        Raises: ValueError for an empty index, and for arguments that do not fit the index.
-        """
-        table = self.table
-        if not table.rows.end:
-            raise ValueError(
-                "Index.warmup: the index must hold items, since kernels depend on how many, got an empty one."
-            )
-        ks, batches = read_ints("Index.warmup", "k", ks), read_ints("Index.warmup", "queries", batches)
-        default = torch.float32 if table.dtype.itemsize == 1 else table.dtype
-        listed = dtypes if isinstance(dtypes, (list, tuple)) else [default if dtypes is None else dtypes]
-        kinds = [parse_dtype("Index.warmup", dtype) for dtype in listed]
-        if any(dtype.itemsize == 1 for dtype in kinds):
-            raise ValueError("Index.warmup: dtype must be float16, bfloat16 or float32, of queries, got float8_e4m3fn.")
-        for B in batches:
-            filters = [where[b % len(where)] for b in range(B)] if isinstance(where, (list, tuple)) and where else where
-            for dtype, k in product(kinds, ks):
-                query = torch.ones(B, table.format.dim, dtype=dtype)
-                request = SearchRequest.parse(table, query, k, filters, strict=strict)
-                for _ in range(3):
-                    with table.scheduler.search_turn(table.device):
-                        for read_live in (False, True):
-                            self.scan(request, read_live)
-                    table.cache.prepare(request.filters, table)
-        table.cache.warm(table.words)
+def warm_kernels(table: RowTable, request: SearchRequest) -> None:
+    """Scan for a request by attributes and by cached filter bits, with and without free rows."""
+    for _ in range(3):
+        with table.scheduler.search_turn(table.device):
+            for read_live in (False, True):
+                scan_rows(table, request, read_live)
+        table.cache.prepare(request.filters, table)
+    table.cache.warm(table.words)
 
 
 def finalize_scores(request: SearchRequest, scores: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

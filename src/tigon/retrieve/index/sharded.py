@@ -9,34 +9,90 @@ A search scans the rank's rows for the whole batch. One all-gather exchanges k s
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.retrieve.arguments import read_int, read_ints, read_path
+from tigon.data.values import Ints
+from tigon.retrieve.arguments import read_int, read_path
 from tigon.retrieve.filters.expressions import Where
 from tigon.retrieve.filters.schema import Schema
-from tigon.retrieve.index import sharded_snapshot
-from tigon.retrieve.index.explain import Explanation, explain_search
+from tigon.retrieve.index import snapshot
+from tigon.retrieve.index.explain import Explanation
 from tigon.retrieve.index.format import Metric, VectorFormat
 from tigon.retrieve.index.hits import Hits
 from tigon.retrieve.index.index import BaseIndex, copy_schema
 from tigon.retrieve.index.memory import MemoryPlan
 from tigon.retrieve.index.ranks import Ranks
 from tigon.retrieve.index.request import SearchRequest
-from tigon.retrieve.index.search import Finish, Searcher, finalize_scores, link_words, make_hits
-from tigon.retrieve.index.shard import Shard, allocate_shard
+from tigon.retrieve.index.rows import ItemDirectory, spare_rows
+from tigon.retrieve.index.search import Finish, finalize_scores, link_words, make_hits, scan_rows
+from tigon.retrieve.index.table import RowTable
+from tigon.retrieve.index.update_queue import UpdateQueue
+from tigon.retrieve.index.writer import ItemWriter
 from tigon.retrieve.links.links import LinkWeights
 from tigon.retrieve.scan.merge import merge_answers, pack_answer
-from tigon.retrieve.transfer import gather_rows
+from tigon.retrieve.transfer import gather_rows, is_run
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+
+class Shard(ItemWriter):
+    """Writes items to a sharded index: chooses global rows, and writes this rank's rows."""
+
+    def __init__(self, table: RowTable, directory: ItemDirectory, ranks: Ranks) -> None:
+        super().__init__(table)
+        self._whole, self.ranks = directory, ranks
+
+    @property
+    def directory(self) -> ItemDirectory:
+        """Each item's global row."""
+        return self._whole
+
+    def select_own(self, rows: Ints) -> Ints:
+        """Select this rank's rows from global rows."""
+        own: Ints = rows[rows % self.ranks.count == self.ranks.own] // self.ranks.count
+        return own
+
+    def place(self, rows: Ints, keys: Ints, vectors: Tensor, words: Ints, replaced: Ints) -> None:
+        hidden = self.select_own(replaced)
+        if is_run(rows):
+            own: Any = slice(int((self.ranks.own - rows[0]) % self.ranks.count), None, self.ranks.count)
+            own_vectors = vectors[own]
+        else:
+            own = np.flatnonzero(rows % self.ranks.count == self.ranks.own)
+            own_vectors = vectors[torch.from_numpy(own).to(vectors.device)]
+        if len(own_vectors):
+            self.table.write(rows[own] // self.ranks.count, keys[own], own_vectors, words[:, own], hidden)
+        elif len(hidden):
+            self.table.hide(hidden)
+        self._publish(rows, replaced)
+
+    def hide(self, rows: Ints) -> None:
+        own = self.select_own(rows)
+        if len(own):
+            self.table.hide(own)
+        self._publish(rows[:0], rows)
+
+    def _publish(self, shown: Ints, hidden: Ints) -> None:
+        self._whole.rows.mark(shown, hidden)
+        self._whole.rows.publish(shown, hidden)
+
+    def extend(self, rows: int) -> None:
+        self.table.grow(-(-rows // self.ranks.count))
+        self._whole.rows.extend(rows)
+
+
+def allocate_shard(format: VectorFormat, capacity: int, schema: Schema, ranks: Ranks) -> Shard:
+    """Allocate free rows for this rank's share of the capacity."""
+    directory = ItemDirectory(capacity, capacity + spare_rows(capacity))
+    own = -(-directory.rows.total // ranks.count)
+    return Shard(RowTable(format, ItemDirectory(own, own), schema, ranks.device), directory, ranks)
 
 
 class ShardedIndex(BaseIndex):
@@ -74,7 +130,10 @@ class ShardedIndex(BaseIndex):
 
     def _compose(self, shard: Shard) -> None:
         self.ranks, self.table, self.writer = shard.ranks, shard.table, shard
-        self.searcher = Searcher(shard.table)
+        self.pending, self._shards = UpdateQueue(), shard.ranks.count
+
+    def _check_call(self, name: str, *arguments: Any) -> None:
+        self.ranks.check_alike(name, *arguments)
 
     def __reduce__(self) -> Any:
         raise TypeError("ShardedIndex: an index of several processes is not copied or pickled: save and load it.")
@@ -82,77 +141,18 @@ class ShardedIndex(BaseIndex):
     def __repr__(self) -> str:
         return f"ShardedIndex({self.extra_repr()}, rank {self.ranks.own} of {self.ranks.count})"
 
-    # ------------------------------------------------------------------------------------------------------- updates
-
-    @torch.no_grad()
-    def upsert(self, ids: Any, embeddings: Any, table: Any = None) -> None:
-        """Write items, as `Index.upsert`; each rank keeps the items in its own rows.
-
-        Args:
-            ids, embeddings, table: for all items, the same on all ranks.
-
-        Raises: ValueError as `Index.upsert`, on all ranks; nothing is written then.
-        """
-        self.ranks.check_alike("upsert", ids, embeddings, table)
-        with self.table.scheduler.update_lock:
-            items = self.writer.parse(ids, embeddings, table)
-            self.writer.reserve(items)
-            self.writer.write(items)
-
-    @torch.no_grad()
-    def delete(self, ids: Any) -> int:
-        """Delete items.
-
-        Args:
-            ids: the same on all ranks; absent ids are ignored.
-
-        Returns: the number of deleted items.
-        Raises: ValueError if the id type is not the index's.
-        """
-        self.ranks.check_alike("delete", ids)
-        with self.table.scheduler.update_lock:
-            _, keys, rows = self.writer.find("Index.delete", ids)
-            self.writer.remove(keys, rows)
-            return len(rows)
-
-    @torch.no_grad()
-    def grow(self, capacity: int) -> None:
-        """Make room for more items, as `Index.grow`.
-
-        Args:
-            capacity: the total over all ranks.
-
-        Raises: ValueError if that is less than the present capacity.
-        """
-        capacity = read_int("ShardedIndex.grow", "capacity", capacity)
-        with self.table.scheduler.update_lock:
-            self.writer.grow(capacity)
-
     def plan(self, capacity: int | None = None) -> MemoryPlan:
-        """Compute this rank's memory: its share on the device, and the tables with all ids on the host.
-
-        Args:
-            capacity: the total over all ranks; None for the index's capacity.
-
-        Returns: a MemoryPlan, to be printed; its `items` counts all ranks.
-        """
-        whole = self.writer.plan(self.capacity if capacity is None else read_int("Index.plan", "capacity", capacity))
+        """Compute this rank's memory, as `Index.plan`: its share on the device, and all ids on the host."""
+        whole = super().plan(capacity)
         parts = ("vectors", "attributes", "ids", "live", "bias", "codes", "filters")
         return whole._replace(**{name: -(-getattr(whole, name) // self.ranks.count) for name in parts})
 
-    # -------------------------------------------------------------------------------------------------------- search
-
-    def parse(self, query: Any, k: Any = 100, where: Any = None, **options: Any) -> SearchRequest:
-        """Parse the arguments of `search` into a request for `run`."""
-        self.ranks.check_alike("search", query, k, where, *options.values())
-        return SearchRequest.parse(self.table, query, k, where, **options)
-
-    def _run(self, request: SearchRequest, finish: Finish | None = None) -> Hits:
+    def _run(self, request: SearchRequest, finish: Finish | None) -> Hits:
         """Run a request, with the same hits on all ranks; finish gets global rows."""
         table, ranks = self.table, self.ranks
         table.cache.prepare(request.filters, table)
         with table.scheduler.search_turn(table.device):
-            scores, rows, is_exact = self.searcher.scan(request)
+            scores, rows, is_exact = scan_rows(table, request)
             own_words = None if finish is not None else link_words(table, request)
             answer = pack_answer(scores, rows, table.item_ids, own_words, ranks.own, ranks.count)
             scores, rows, keys, words = merge_answers(ranks.gather(answer))
@@ -173,47 +173,14 @@ class ShardedIndex(BaseIndex):
         # Only the owner contributes nonzero bytes, so the sum is the owner's row.
         return self.ranks.sum(torch.where(is_own[..., None], vectors.view(torch.uint8), 0)).view(self.dtype)
 
-    @torch.no_grad()
-    def warmup(
-        self, k: int | Sequence[int] = 100, queries: int | Sequence[int] = 1, where: Where | Sequence[Where] = None,
-        *, strict: bool = False, dtype: str | torch.dtype | Sequence[str | torch.dtype] | None = None,
-    ) -> float:  # fmt: skip
-        """Compile search kernels in advance, as `Index.warmup`, and open the ranks' connections.
-
-        Args:
-            k, queries, where, strict, dtype: as in `Index.warmup`.
-
-        Returns: the elapsed seconds.
-        Raises: ValueError if a rank has no items, and for arguments that do not fit the index.
-        """
-        begun = time.perf_counter()
-        if len(self) < self.ranks.count:
-            raise ValueError(f"ShardedIndex.warmup: each of {self.ranks.count} ranks must hold items, got {len(self)}.")
-        self.searcher.warm(k, queries, where, strict, dtype)
-        for B in read_ints("Index.warmup", "queries", queries):
-            for n in read_ints("Index.warmup", "k", k):
-                self.search(torch.ones(B, self.dim), n)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begun
-
     def explain(
         self, where: Where = None, k: int = 100, queries: int = 1, *, strict: bool = False,
         links: LinkWeights | None = None,
     ) -> Explanation:  # fmt: skip
-        """Explain a filter's effect on this rank, and the search plan there, without searching.
-
-        Args:
-            where, k, queries, strict, links: as in `Index.explain`.
-
-        Returns: an Explanation for this rank's items, to be printed.
-        Raises: ValueError for filters that do not fit the schema.
-        """
-        with self.table.scheduler.update_lock:
-            own = explain_search(self.table, where, k, queries, strict=strict, links=links)
-        count, rank = self.ranks.count, self.ranks.own
-        first = f"{len(self):,} items on {count} ranks, which exchange {16 * k * queries:,} bytes each; rank {rank}:"
-        return own._replace(text=f"{first}\n{own.text}")
+        """Explain a search on this rank, as `Index.explain`."""
+        own = super().explain(where, k, queries, strict=strict, links=links)
+        exchanged = f"{self.ranks.count} ranks, which exchange {16 * k * queries:,} bytes each"
+        return own._replace(text=f"{len(self):,} items on {exchanged}; rank {self.ranks.own}:\n{own.text}")
 
     # --------------------------------------------------------------------------------------------------------- files
 
@@ -230,7 +197,9 @@ class ShardedIndex(BaseIndex):
         """
         self.ranks.check_alike("save", str(path))
         with self.table.scheduler.update_lock:
-            sharded_snapshot.save_shards(self.writer, read_path("Index.save", "path", path))
+            snapshot.save_snapshot(
+                self.writer, read_path("Index.save", "path", path), snapshot.OpenFolder(), self.ranks
+            )
 
     @classmethod
     def load(
@@ -248,8 +217,17 @@ class ShardedIndex(BaseIndex):
         Returns: the index.
         Raises: ValueError on all ranks if there is no index, or if a file is damaged, by its checksum.
         """
+        path, ranks = read_path("Index.load", "path", path), Ranks("Index.load", mesh, device)
+
+        def make(format: VectorFormat, capacity: int, schema: Schema) -> Shard:
+            if format.codes == "sign":
+                raise ValueError(
+                    f"Index.load: {path} has codes 'sign', which a ShardedIndex does not have: load it on one device."
+                )
+            return allocate_shard(format, capacity, schema, ranks)
+
         index = cls.__new__(cls)
-        index._compose(sharded_snapshot.load_shards(read_path("Index.load", "path", path), device, mesh))
+        index._compose(snapshot.load_snapshot(path, make, ranks))  # type: ignore[arg-type]
         return index
 
 

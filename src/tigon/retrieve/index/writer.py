@@ -193,9 +193,12 @@ class ItemWriter:
     def grow(self, capacity: int) -> None:
         """Make room for more items.
 
-        Raises: ValueError if that is less than the present capacity; torch.OutOfMemoryError, with an explanation.
+        Raises: ValueError if that is less than the present capacity, or for an index over a parameter;
+            torch.OutOfMemoryError, with an explanation.
         """
         directory = self.directory
+        if self.table.is_over_parameter:
+            raise ValueError("Index.grow: an index over a parameter has its rows; make the parameter larger.")
         if capacity < directory.capacity:
             raise ValueError(
                 f"Index.grow: capacity must be at least {directory.capacity:,}, what there is, got {capacity:,}."

@@ -121,9 +121,9 @@ def find_rows(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str
 
     Raises: ValueError if there is no such column, if an id is repeated, or if an id is not in the table.
     """
-    wanted = np.asarray(read_ids(name, ids))
+    wanted = read_ids(name, ids)
     if id is None:
-        if wanted.dtype.kind == "U":
+        if isinstance(wanted, list):
             raise ValueError(f"{name}: pairs must name {who} by row numbers where no column of ids is given, got text.")
         wrong = (wanted < 0) | (wanted >= count)
         if wrong.any():
@@ -131,24 +131,17 @@ def find_rows(name: str, who: str, ids: Any, columns: Mapping[str, Any], id: str
         return wanted
     if not isinstance(id, str) or id not in columns:
         raise ValueError(f"{name}: the table of {who} must have the column {id!r} of ids.")
-    listed = np.asarray(read_ids(name, columns[id]))
-    if (listed.dtype.kind == "U") != (wanted.dtype.kind == "U") and len(listed):
-        kinds = (
-            ("text" if listed.dtype.kind == "U" else "integers"),
-            ("text" if wanted.dtype.kind == "U" else "integers"),
-        )
-        raise ValueError(f"{name}: ids of {who} are {kinds[0]} in the table and {kinds[1]} in pairs.")
-    order = np.argsort(listed, kind="stable")
-    ordered = listed[order]
-    if (ordered[1:] == ordered[:-1]).any():
-        twice = ordered[1:][ordered[1:] == ordered[:-1]][0].item()
+    listed = read_ids(name, columns[id])
+    in_table, in_pairs = ("text" if isinstance(part, list) else "integers" for part in (listed, wanted))
+    if in_table != in_pairs and len(listed):
+        raise ValueError(f"{name}: ids of {who} are {in_table} in the table and {in_pairs} in pairs.")
+    values, asked = (part if isinstance(part, list) else part.tolist() for part in (listed, wanted))
+    place = {value: row for row, value in enumerate(values)}
+    if len(place) < len(values):
+        twice = next(value for row, value in enumerate(values) if place[value] != row)
         raise ValueError(
             f"{name}: the column {id!r} of {who} must have each id once, but has {twice!r} more than once."
         )
-    place = np.minimum(np.searchsorted(ordered, wanted), max(len(ordered) - 1, 0))
-    missing = ordered[place] != wanted if len(ordered) else np.ones(len(wanted), dtype=bool)
-    if missing.any():
-        raise ValueError(
-            f"{name}: pairs name {wanted[missing][0].item()!r}, which is not in the column {id!r} of {who}."
-        )
-    return order[place].astype(np.int64)
+    if (missing := next((value for value in asked if value not in place), None)) is not None:
+        raise ValueError(f"{name}: pairs name {missing!r}, which is not in the column {id!r} of {who}.")
+    return np.array([place[value] for value in asked], dtype=np.int64)

@@ -107,13 +107,6 @@ class HitLinks(NamedTuple):
         return tested
 
 
-def scale_by_alpha(query: Tensor, norms: Tensor | None, alpha: float) -> tuple[Tensor, Tensor | None]:
-    """Scale a query and its norms, so that scores are multiplied by alpha."""
-    if alpha == 1:
-        return query, norms
-    return query.float() * alpha, None if norms is None else norms * alpha
-
-
 def describe_links(links: ResolvedLinks, codes: str | None) -> str:
     """Describe a search with links, for `Index.explain`."""
     words = len({tag.word for tag in links.tags.tags})

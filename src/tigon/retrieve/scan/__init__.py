@@ -16,21 +16,22 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from tigon.kernels import check_tensors, use_triton
+from tigon.kernels import cdiv, check_tensors, use_triton
 from tigon.retrieve.scan.bits import RowBits
 from tigon.retrieve.scan.coded import _coded_topk
-from tigon.retrieve.scan.codes import CodedItems, encode_items
+from tigon.retrieve.scan.codes import CodedItems
+from tigon.retrieve.scan.encode import encode_items
 from tigon.retrieve.scan.filters import RowFilter, stack_tables
 from tigon.retrieve.scan.launches import _filtered_topk
 from tigon.retrieve.scan.plan import choose_kind
 from tigon.retrieve.scan.reference import filtered_topk_reference
-from tigon.retrieve.scan.signed import check_signs, sign_topk, uses_signs
+from tigon.retrieve.scan.sign import MOST_CANDIDATES, Where, check_bits, count_bins, uses_signs
+from tigon.retrieve.scan.sign_launches import sign_topk
 from tigon.retrieve.scan.tags import RowTags
 
 __all__ = ["CodedItems", "RowBits", "RowFilter", "RowTags", "encode_items", "filtered_topk", "filtered_topk_reference"]
 
 Plan = Literal["auto", "dense", "compact", "bitmaps", "codes"]
-Where = RowFilter | Sequence[RowFilter | None] | RowBits
 # Beyond that, a query's groups no longer fit the programs that select among them.
 MOST = 2048
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -98,10 +99,16 @@ def filtered_topk(
     _check(query, items, k, plan, share)
     if coded is not None:
         _check_codes(coded, k)
-    _check_rows(query, items, attributes, live, bias)
+    _check_rows(query, items.shape[0], attributes, live, bias)
     if _check_tags(query, attributes, tags, tag_weights, plan):
         coded = None
     where = _check_filters(query, items.shape[0], attributes, where, plan)
+    given: dict[str, Tensor | None] = {
+        "items": items, "attributes": attributes, "live": live, "bias": bias, "tag_weights": tag_weights,
+    }  # fmt: skip
+    if isinstance(where, RowBits):
+        given |= {"where.bits": where.bits, "where.which": where.which, "where.starts": where.starts}
+    _check_placement(query, given)
     if uses_signs(query, coded, where, plan, share) and coded is not None:
         return sign_topk(query, coded, k, attributes, where, live, bias)
     # use_triton accepts the floats in DTYPES; the kernels read fp8 as bytes.
@@ -110,25 +117,24 @@ def filtered_topk(
             query, items, k, attributes=attributes, where=where, live=live, bias=bias, tags=tags,
             tag_weights=tag_weights,
         )  # fmt: skip
-    words = attributes
     if isinstance(where, RowBits):
         kind = choose_kind(where.filters if where.which is None else 2, share, plan)
         which, starts = (where.which, where.beginnings()) if kind == "bitmaps" else (None, None)
         if kind == "bitmaps" and which is None:
             which = query.new_zeros(query.shape[0], dtype=torch.int32)
-        given: tuple[Any, ...] = None, starts, where.bits, which, where.filters, live, bias, kind
+        args: tuple[Any, ...] = None, starts, where.bits, which, where.filters, live, bias, kind
     else:
         kind = choose_kind(0 if where is None else 1 if isinstance(where, RowFilter) else 2, share, plan)
         filters, tables = stack_tables(where, kind, query.device, query.shape[0])
-        given = attributes, *tables, filters, live, bias, kind
+        args = attributes, *tables, filters, live, bias, kind
     if coded is not None and coded.scales is not None and coded.error is not None:  # 8-bit codes, no signs
-        return _coded_topk(query, items, coded.codes, coded.scales, coded.error, k, *given, share)[:2]
+        return _coded_topk(query, items, coded.codes, coded.scales, coded.error, k, *args, share)[:2]
     if tags is None or tag_weights is None or not len(tags):
-        return _filtered_topk(query, items, k, *given)
+        return _filtered_topk(query, items, k, *args)
     moved = tags.to(query.device) if tags.table.device != query.device else tags
     weights = query.new_zeros((query.shape[0], moved.table.shape[1]), dtype=torch.float32)
     weights = weights.index_copy(1, moved.places, tag_weights.float())
-    return _filtered_topk(query, items, k, *given, words, moved.table, weights, moved.width)
+    return _filtered_topk(query, items, k, *args, attributes, moved.table, weights, moved.width)
 
 
 def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None) -> None:
@@ -157,11 +163,22 @@ def _check(query: Tensor, items: Tensor, k: int, plan: str, share: float | None)
         raise ValueError(f"filtered_topk: items must be at most 2**31 - 4096 rows, got {items.shape[0]}.")
 
 
-def _check_rows(
-    query: Tensor, items: Tensor, attributes: Tensor | None, live: Tensor | None, bias: Tensor | None
-) -> None:
+def _check_placement(query: Tensor, given: dict[str, Tensor | None]) -> None:
+    """All tensors are on the query's device, and none requires a gradient."""
+    for name, t in given.items():
+        if t is not None and t.device != query.device:
+            raise ValueError(f"filtered_topk: {name} must be on {query.device}, as query is, got {t.device}.")
+    if torch.is_grad_enabled():
+        for name, t in (("query", query), *given.items()):
+            if t is not None and t.requires_grad:
+                raise ValueError(
+                    f"filtered_topk: {name} must not require a gradient, which the answer does not have, got one that "
+                    "does: search under torch.no_grad(), or pass it detached, and score the found rows again."
+                )
+
+
+def _check_rows(query: Tensor, N: int, attributes: Tensor | None, live: Tensor | None, bias: Tensor | None) -> None:
     check_tensors("filtered_topk", attributes=attributes, live=live, bias=bias)
-    N = items.shape[0]
     if attributes is not None and (
         attributes.dim() != 2 or attributes.shape[1] != N or attributes.dtype != torch.int64
     ):
@@ -177,16 +194,6 @@ def _check_rows(
         )
     if bias is not None and (bias.shape != (N,) or bias.dtype not in (torch.float32, torch.float64)):
         raise ValueError(f"filtered_topk: bias must be ({N},) fp32, got {tuple(bias.shape)} {bias.dtype}.")
-    for name, t in (("items", items), ("attributes", attributes), ("live", live), ("bias", bias)):
-        if t is not None and t.device != query.device:
-            raise ValueError(f"filtered_topk: {name} must be on {query.device}, as query is, got {t.device}.")
-    if torch.is_grad_enabled():
-        for name, t in (("query", query), ("items", items), ("bias", bias)):
-            if t is not None and t.requires_grad:
-                raise ValueError(
-                    f"filtered_topk: {name} must not require a gradient, which the answer does not have, got one that "
-                    "does: search under torch.no_grad(), or pass it detached, and score the found rows again."
-                )
 
 
 def _check_tags(
@@ -203,14 +210,6 @@ def _check_tags(
     if tag_weights is None or tag_weights.shape != wanted or tag_weights.dtype not in floats:
         got = "None" if tag_weights is None else f"{tuple(tag_weights.shape)} {tag_weights.dtype}"
         raise ValueError(f"filtered_topk: tag_weights must be {wanted} fp32, a query and a tag each, got {got}.")
-    if tag_weights.device != query.device:
-        raise ValueError(
-            f"filtered_topk: tag_weights must be on {query.device}, as query is, got {tag_weights.device}."
-        )
-    if torch.is_grad_enabled() and tag_weights.requires_grad:
-        raise ValueError(
-            "filtered_topk: tag_weights must not require a gradient, which the answer does not have, got one that does."
-        )
     have = 0 if attributes is None else attributes.shape[0]
     if have < tags.words:
         raise ValueError(f"filtered_topk: attributes must have the {tags.words} words that the tags test, got {have}.")
@@ -220,11 +219,22 @@ def _check_tags(
 
 
 def _check_codes(coded: CodedItems, k: int) -> None:
-    (N, D), device = coded.rows.shape, coded.rows.device
-    if coded.projection is not None:
-        check_signs(coded, k)
-        return
-    wanted = {"codes": ((N, D), torch.int8), "scales": ((N,), torch.float32), "error": ((2,), torch.float32)}
+    (N, D), device, projection = coded.rows.shape, coded.rows.device, coded.projection
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    if projection is None:
+        wanted = {"codes": ((N, D), torch.int8), "scales": ((N,), torch.float32), "error": ((2,), torch.float32)}
+    else:
+        bits = projection.shape[-1]
+        check_bits("filtered_topk: projection of items", bits)
+        wanted = {
+            "codes": ((N, bits // 32), torch.int32), "projection": ((cdiv(D, count_bins(D, bits)), bits), torch.int32),
+            **({} if coded.scales is None else {"scales": ((N,), torch.bfloat16)}),
+        }  # fmt: skip
+        many = coded.candidates
+        if many is not None and (type(many) is not int or not k <= many <= MOST_CANDIDATES):
+            raise ValueError(
+                f"filtered_topk: candidates of items must be an int from k, {k}, to {MOST_CANDIDATES}, got {many!r}."
+            )
     for name, (shape, dtype) in wanted.items():
         t = getattr(coded, name)
         if not isinstance(t, Tensor) or t.shape != shape or t.dtype != dtype or t.device != device:
@@ -295,9 +305,6 @@ def _check_bits(query: Tensor, rows: int, where: RowBits, plan: str) -> RowBits:
                 f"filtered_topk: where.{name} must be ({B if size is not None else 'filters'},) {str(dtype)[6:]}, got "
                 f"{tuple(t.shape)} {t.dtype}."
             )
-    for name, t in (("bits", bits), ("which", where.which), ("starts", where.starts)):
-        if t is not None and t.device != query.device:
-            raise ValueError(f"filtered_topk: where.{name} must be on {query.device}, as query is, got {t.device}.")
     if where.which is not None and plan in ("dense", "compact"):
         raise ValueError(
             f"filtered_topk: plan must be 'bitmaps' or 'auto' where each query has a filter, got {plan!r}."

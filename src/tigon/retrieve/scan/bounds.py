@@ -29,7 +29,7 @@ from tigon.retrieve.scan.scan import rows_of_strip, write_maxima
 
 
 @jit
-def rounded(x):
+def round_to_code(x):
     """The nearest integer in the code range."""
     return tl.minimum(tl.maximum(tl.floor(x + 0.5), -127.0), 127.0)
 
@@ -50,11 +50,11 @@ def _encode_query_kernel(
     q = tl.where(ordinary, q, 0.0)
     step = tl.where(ordinary, tl.maximum(largest, 8.881784197001252e-16), 127.0) / 127.0  # at least 2⁻⁵⁰ / 127
     ratio = q / step
-    code = rounded(ratio)
+    code = round_to_code(ratio)
     rest = ratio - code
     tl.store(code_ptr + b * D + d, code.to(tl.int8), mask=inside)
     if low_ptr is not None:
-        low = rounded(rest * 256.0)
+        low = round_to_code(rest * 256.0)
         rest = rest - low / 256.0
         tl.store(low_ptr + b * D + d, low.to(tl.int8), mask=inside)
     MARGIN: tl.constexpr = 1.0 + D * 2.0**-21 + 2.0**-10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,75 +27,61 @@ from tigon.retrieve.scan.launches import (
     _unit,
     _unit_stride,
     _warps,
+    allocate_answer,
 )
-from tigon.retrieve.scan.plan import Plan, plan_coded_scan
+from tigon.retrieve.scan.plan import Plan, SearchSizes, plan_coded_scan
 from tigon.retrieve.scan.select import _choose_among_groups_kernel
 
 _plan_scan = functools.lru_cache(1024)(plan_coded_scan)
-
-
-def _coded_topk_fake(
-    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor, error: Tensor, k: int, attributes: Tensor | None,
-    table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None, filters: int, live: Tensor | None,
-    bias: Tensor | None, kind: str, share: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    B = query.shape[0]
-    scores, rows = query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
-    return scores, rows, query.new_empty((B,), dtype=torch.bool)
 
 
 @launcher(
     "(Tensor query, Tensor items, Tensor codes, Tensor scales, Tensor error, int k, Tensor? attributes, Tensor? table, "
     "Tensor? bitmaps, Tensor? which, int filters, Tensor? live, Tensor? bias, str kind, float? share) "
     "-> (Tensor, Tensor, Tensor)",
-    _coded_topk_fake,
+    lambda query, items, codes, scales, error, k, *_: (
+        *allocate_answer(query, k),
+        query.new_empty(query.shape[:1], dtype=torch.bool),
+    ),
 )
 def _coded_topk(
-    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor, error: Tensor, k: int, attributes: Tensor | None,
-    table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None, filters: int, live: Tensor | None,
-    bias: Tensor | None, kind: str, share: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor, error: Tensor, k: int, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Like `_filtered_topk`; also returns (B,) bool, whether the codes sufficed per query. If not, rows are scanned.
 
     Only the device knows whether they sufficed: the second scan's kernels are always launched, and return immediately
     without work. A search therefore never synchronizes, and can be captured in a CUDA graph.
     """
+    attributes, table, bitmaps, which, filters, live, bias, kind, share = given
     (B, D), N = query.shape, items.shape[0]
     # For row products in 16 bits, see `_terms`; not for fp32.
     two_terms = query.dtype != items.dtype and items.dtype in (torch.float16, torch.bfloat16)
     plan = None
     if B and N:
-        plan = _plan_scan(
+        plan = _plan_scan(SearchSizes(
             B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
             share=share, two_terms=two_terms, room=facts.shared_memory(query.device),
-        )  # fmt: skip
+        ))  # fmt: skip
     if plan is None:
-        found = _filtered_topk.direct(  # type: ignore[attr-defined]
-            query, items, k, attributes, table, bitmaps, which, filters, live, bias, kind
-        )
+        found = _filtered_topk.direct(query, items, k, *given[:-1])  # type: ignore[attr-defined]
         return *found, query.new_zeros(B, dtype=torch.bool)
-    query, items, codes, scales = _unit_stride(query), _unit_stride(items), _unit_stride(codes), _unit_stride(scales)
-    attributes = None if attributes is None else _unit_stride(attributes)
-    bias = None if bias is None else _unit_stride(bias)
-    live = None if live is None else live.contiguous()
-    scores = query.new_empty((B, k), dtype=torch.float32)
-    rows = query.new_empty((B, k), dtype=torch.int64)
+    query, items, attributes, live, bias = map(_unit_stride, (query, items, attributes, live, bias))
+    codes, scales = _unit_stride(codes), _unit_stride(scales)
+    scores, rows = allocate_answer(query, k)
     certain = query.new_empty((B,), dtype=torch.int32)
     terms = _terms(query, items)
     tensors = query, terms[0], items, codes, scales, attributes, table, bitmaps, live, bias
     number = _number((plan, k, filters, kind, _key(*tensors)))
     size = cdiv(B, plan.pieces)
-    given = _rows(size, items, attributes, table, bitmaps, which, filters, live, bias, plan, number)
+    listed = _rows(size, N, (attributes, table, bitmaps, live), which, filters, bias, plan, number)
     stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
     for start in range(0, B, size):
         at = slice(start, start + size)
         high, low, scale = (None if term is None else term[at] for term in terms)
         assert high is not None
         key = number, len(high)
-        coded = codes, scales, error
-        _search(
-            query[at], (high, low, scale), stored, coded, given, filters, plan, (scores[at], rows[at], certain[at]), key
-        )
+        coded, out = (codes, scales, error), (scores[at], rows[at], certain[at])
+        _search(query[at], (high, low, scale), stored, coded, listed, filters, plan, out, key)
     return scores, rows, certain.bool()
 
 

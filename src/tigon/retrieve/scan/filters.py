@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,9 +47,43 @@ class Literal(NamedTuple):
 
 
 Clauses = Sequence[Sequence[Literal]]
+M = TypeVar("M", bound="DeviceTables")
 
 
-class RowFilter:
+class DeviceTables:
+    """An object with tables that the kernels read, which are copied to each device once.
+
+    tables: the tables' names.
+    """
+
+    tables: ClassVar[tuple[str, ...]]
+
+    def _place(self, device: torch.device | str | int | None) -> None:
+        """Move the new tables from the CPU to a device."""
+        self.device = torch.device("cpu")
+        # Excludes this object: a cycle would keep megabytes of tables until garbage collection.
+        self._moved: dict[torch.device, Any] = {}
+        if device is not None:
+            self.__dict__.update(self.to(device).__dict__)
+
+    def to(self: M, device: torch.device | str | int) -> M:
+        """Return this object with its tables on a device; the same object for the same device."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device == self.device:
+            return self
+        moved: M | None = self._moved.get(device)
+        if moved is None:
+            moved = copy.copy(self)
+            for name in self.tables:
+                setattr(moved, name, _copy_to(getattr(self, name), device))
+            moved.device, moved._moved = device, {}
+            self._moved[device] = moved
+        return moved
+
+
+class RowFilter(DeviceTables):
     """A row filter in conjunctive form: a row passes if every clause has at least one literal that holds.
 
     Without clauses every row passes; an empty clause lets no row pass. Filters are immutable, and a new filter needs no
@@ -69,6 +104,7 @@ class RowFilter:
     """
 
     Literal: ClassVar[type[Literal]] = Literal
+    tables = ("table", "bitmaps")
 
     def __init__(self, clauses: Clauses, *, device: torch.device | str | int | None = None) -> None:
         self.clauses = _check_clauses(clauses)
@@ -77,30 +113,8 @@ class RowFilter:
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         # At least one number: an empty tensor has no address to pass to a kernel.
         self.bitmaps = torch.cat(bitmaps) if bitmaps else torch.zeros(1, dtype=torch.int32, device="cpu")
-        self.device = torch.device("cpu")
-        # Excludes this filter: a cycle would keep megabytes of codes until garbage collection.
-        self._moved: dict[torch.device, RowFilter] = {}
         self._hash = hash(self.clauses)
-        if device is not None:
-            moved = self.to(device)
-            self.table, self.bitmaps, self.device = moved.table, moved.bitmaps, moved.device
-            self._moved = {}
-
-    def to(self, device: torch.device | str | int) -> RowFilter:
-        """Return this filter with its table on a device; the same object for the same device."""
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if device == self.device:
-            return self
-        found = self._moved.get(device)
-        if found is None:
-            found = object.__new__(RowFilter)
-            found.clauses, found.words, found._hash = self.clauses, self.words, self._hash
-            found.table, found.bitmaps = _copy_to(self.table, device), _copy_to(self.bitmaps, device)
-            found.device, found._moved = device, {}
-            self._moved[device] = found
-        return found
+        self._place(device)
 
     def mask(self, attributes: Tensor) -> Tensor:
         """(N,) bool, whether each row passes; the kernels' specification.

@@ -14,7 +14,7 @@ from tigon.kernels import Plan as Launch
 from tigon.kernels import cdiv, launch, launcher, next_power_of_2
 from tigon.kernels import device as facts
 from tigon.retrieve.scan.compact import _list_bits_kernel, _list_kernel, _words_kernel
-from tigon.retrieve.scan.plan import KEYS, Plan, plan_scan, tag_steps
+from tigon.retrieve.scan.plan import KEYS, Plan, SearchSizes, count_nodes, plan_scan, tag_steps
 from tigon.retrieve.scan.rescore import _rescore_kernel
 from tigon.retrieve.scan.scan import _scan_kernel, _split_kernel
 from tigon.retrieve.scan.select import _choose_kernel, _fold_kernel, _pick_kernel
@@ -26,7 +26,8 @@ LIST_BLOCK, LIST_WARPS = 512, 4
 # Rows per step in a scan that lists its strip's rows itself, which hides the filter behind other strips' loads. Not
 # used if several query blocks read a list, or if a tile leaves room for only one program.
 LISTING = 1024
-
+# Inputs of a filter: attributes, table, bitmaps, live bits. Without attributes bitmaps holds the filter's own bits.
+Tests = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # Repeated sizes reuse the plan: planning takes as long as two launches.
 _plan_scan = functools.lru_cache(1024)(plan_scan)
@@ -45,72 +46,63 @@ class Rows(NamedTuple):
     list itself: attributes, table, bitmaps and live bits, or bits and live bits. starts: offsets into `word` where each
     filter's bits begin, if it holds those. tagged: tag weights."""
 
-    listed: Tensor | None
-    counts: Tensor | None
-    word: Tensor | None
-    which: Tensor | None
-    live: Tensor | None
-    bias: Tensor | None
+    listed: Tensor | None = None
+    counts: Tensor | None = None
+    word: Tensor | None = None
+    which: Tensor | None = None
+    live: Tensor | None = None
+    bias: Tensor | None = None
     listing: tuple[Tensor | None, ...] | None = None
     starts: Tensor | None = None
     tagged: Tagged | None = None
 
 
-def _filtered_topk_fake(
-    query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
-    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
-    words: Tensor | None = None, tags: Tensor | None = None, weights: Tensor | None = None, width: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    B = query.shape[0]
-    return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
+def allocate_answer(query: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Scores and rows (B, k), not filled."""
+    shape = query.shape[0], k
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
 
 
 @launcher(
     "(Tensor query, Tensor items, int k, Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? which, "
     "int filters, Tensor? live, Tensor? bias, str kind, Tensor? words=None, Tensor? tags=None, Tensor? weights=None, "
     "int width=0) -> (Tensor, Tensor)",
-    _filtered_topk_fake,
+    lambda query, items, k, *_: allocate_answer(query, k),
 )
-def _filtered_topk(
-    query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
-    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,
-    words: Tensor | None = None, tags: Tensor | None = None, weights: Tensor | None = None, width: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """kind: "dense", "compact" or "bitmaps". filters: the number of distinct filters, whose rows are consecutive in
-    table.
+def _filtered_topk(query: Tensor, items: Tensor, k: int, *given: Any) -> tuple[Tensor, Tensor]:
+    """given: as in the schema.
 
+    kind: "dense", "compact" or "bitmaps". filters: the number of distinct filters, whose rows are consecutive in table.
     Without attributes, bitmaps holds each filter's row bits, and table (F,) their offsets.
     words: attributes that tags (3, C) test, `width` columns for a word at a time; weights: (B, C) fp32.
     """
+    attributes, table, bitmaps, which, filters, live, bias, kind, *tagging = given
+    words, tags, weights, width = tagging or (None, None, None, 0)
     (B, D), N = query.shape, items.shape[0]
-    scores = query.new_empty((B, k), dtype=torch.float32)
-    rows = query.new_empty((B, k), dtype=torch.int64)
+    scores, rows = allocate_answer(query, k)
     if not B or not N:
         return scores.fill_(-torch.inf), rows.fill_(-1)
-    query, items = _unit_stride(query), _unit_stride(items)
-    attributes = None if attributes is None else _unit_stride(attributes)
-    bias = None if bias is None else _unit_stride(bias)
-    live = None if live is None else live.contiguous()
+    query, items, attributes, live, bias = map(_unit_stride, (query, items, attributes, live, bias))
     high, low, scale = _terms(query, items)
     tagged = None if words is None or tags is None or weights is None else _prepare_tags(words, tags, weights, width)
-    plan = _plan_scan(
+    plan = _plan_scan(SearchSizes(
         B, k, D, N, items.dtype, filters=filters, live=live is not None, bias=bias is not None, kind=kind,
         two_terms=low is not None, room=facts.shared_memory(query.device), width=width,
         steps=0 if tags is None else tags.shape[1] // width, many=facts.has_copy_engine(query.device),
-    )  # fmt: skip
+    ))  # fmt: skip
     tensors = query, high, items, attributes, table, bitmaps, live, bias, words, tags
     number = _number((plan, k, filters, kind, width, _key(*tensors)))
     size = cdiv(B, plan.pieces)
-    given = _rows(size, items, attributes, table, bitmaps, which, filters, live, bias, plan, number)
-    given = given if tagged is None else given._replace(tagged=tagged)
+    listed = _rows(size, N, (attributes, table, bitmaps, live), which, filters, bias, plan, number)
+    listed = listed if tagged is None else listed._replace(tagged=tagged)
     stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
     if plan.pieces == 1:
-        picks = _pick((high, low, scale), stored, given, filters, plan, (number, B))
-        _best(query, stored, given, picks, plan, scores, rows, (number, B))
+        picks = _pick((high, low, scale), stored, listed, filters, plan, (number, B))
+        _best(query, stored, listed, picks, plan, scores, rows, (number, B))
         return scores, rows
     for start in range(0, B, size):
         at = slice(start, start + size)
-        part = given if given.which is None else given._replace(which=given.which[at])
+        part = listed if listed.which is None else listed._replace(which=listed.which[at])
         part = part if tagged is None else part._replace(tagged=tagged.part(at))
         terms = high[at], None if low is None else low[at], None if scale is None else scale[at]
         key = number, len(terms[0])
@@ -119,8 +111,9 @@ def _filtered_topk(
     return scores, rows
 
 
-def _unit_stride(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+def _unit_stride(t: Any) -> Any:
+    """A tensor, or None, with its last dimension one behind the other."""
+    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -136,82 +129,78 @@ def _terms(query: Tensor, items: Tensor) -> tuple[Tensor, Tensor | None, Tensor 
         return query, None, None
     if dtype == torch.float32:
         return query.float(), None, None
-    (B, D) = query.shape
-    high, low = (query.new_empty((B, D), dtype=dtype) for _ in range(2))
-    scale = query.new_empty((B,), dtype=torch.float32)
+    return _split(query, dtype)
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of x as scale · (high + low), both in a 16-bit dtype."""
+    (B, D) = x.shape
+    high, low = (x.new_empty((B, D), dtype=dtype) for _ in range(2))
+    scale = x.new_empty((B,), dtype=torch.float32)
 
     def plan() -> Launch:
-        return B, (query.stride(0), D, next_power_of_2(D)), {"num_warps": 4}
+        return B, (x.stride(0), D, next_power_of_2(D)), {"num_warps": 4}
 
-    launch(_split_kernel, _key(query, high), (query, high, low, scale), plan)
+    launch(_split_kernel, _key(x, high), (x, high, low, scale), plan)
     return high, low, scale
 
 
 def _prepare_tags(words: Tensor, tags: Tensor, weights: Tensor, width: int) -> Tagged:
     """Tag weights, also as two fp16 terms, which together drop 2⁻²² of each weight."""
-    B, C = weights.shape
-    words, weights = _unit_stride(words), weights.contiguous()
-    high, low = (weights.new_empty((B, C), dtype=torch.float16) for _ in range(2))
-    scale = weights.new_empty((B,))
-
-    def plan() -> Launch:
-        return B, (C, C, next_power_of_2(C)), {"num_warps": 4}
-
-    launch(_split_kernel, _key(weights, high), (weights, high, low, scale), plan)
-    return Tagged(words, tags, weights, high, low, scale, width)
+    weights = weights.contiguous()
+    return Tagged(_unit_stride(words), tags, weights, *_split(weights, torch.float16), width)
 
 
 def _rows(
-    B: int, items: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
-    which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, plan: Plan,
-    number: int,
-) -> Rows:  # fmt: skip
+    B: int, N: int, tests: Tests, which: Tensor | None, filters: int, bias: Tensor | None, plan: Plan, number: int
+) -> Rows:
+    attributes, table, bitmaps, live = tests
     if bitmaps is None:
-        return Rows(None, None, None, None, live, bias)
-    N, strip = items.shape[0], plan.sizes.strip
+        return Rows(live=live, bias=bias)
     if plan.kind == "compact":
-        strips = cdiv(N, strip)
-        # A strip's list entries past its count are never read.
-        listed = items.new_empty((strips * strip,), dtype=torch.int32)
-        count = items.new_empty((strips,), dtype=torch.int32)
+        return list_rows(N, plan.sizes.strip, tests, bias, number, later=B <= plan.tile.queries <= 16)
     if attributes is None or table is None:
         if plan.kind == "bitmaps":
-            return Rows(None, None, bitmaps, which, live, bias, None, table)
-        if plan.kind == "dense":  # rows that pass the filter act as live rows
-            return Rows(None, None, None, None, bitmaps[0] if live is None else bitmaps[0] & live, bias)
-        if LISTING and B <= plan.tile.queries <= 16:
-            return Rows(listed, count, None, None, None, bias, (bitmaps, None, None, live))
-
-        def plan_bits() -> Launch:
-            return strips, (N, strip), {"num_warps": LIST_WARPS}
-
-        launch(_list_bits_kernel, (number,), (bitmaps, live, listed, count), plan_bits)
-        return Rows(listed, count, None, None, None, bias)
-    tensors = attributes, table, bitmaps, live
-    sizes = N, attributes.stride(0), table.shape[0]
-    if plan.kind == "compact":
-        if LISTING and B <= plan.tile.queries <= 16:
-            return Rows(listed, count, None, None, None, bias, tensors)
-
-        def plan_list() -> Launch:
-            return strips, (*sizes, strip, min(strip, LIST_BLOCK)), {"num_warps": LIST_WARPS}
-
-        launch(_list_kernel, (number,), (*tensors, listed, count), plan_list)
-        return Rows(listed, count, None, None, None, bias)
-    word = items.new_empty((cdiv(filters, 32), N), dtype=torch.int32)
+            return Rows(word=bitmaps, which=which, live=live, bias=bias, starts=table)
+        # Rows that pass the filter act as live rows.
+        return Rows(live=bitmaps[0] if live is None else bitmaps[0] & live, bias=bias)
+    word = bitmaps.new_empty((cdiv(filters, 32), N))
 
     def plan_words() -> Launch:
-        return cdiv(N, WORDS_BLOCK), (*sizes, WORDS_BLOCK), {"num_warps": WORDS_WARPS}
+        sizes = N, attributes.stride(0), table.shape[0], WORDS_BLOCK
+        return cdiv(N, WORDS_BLOCK), sizes, {"num_warps": WORDS_WARPS}
 
-    launch(_words_kernel, (number,), (*tensors, word), plan_words)
-    return Rows(None, None, word, which, None, bias)
+    launch(_words_kernel, (number,), (*tests, word), plan_words)
+    return Rows(word=word, which=which, bias=bias)
+
+
+def list_rows(N: int, strip: int, tests: Tests, bias: Tensor | None, number: int, later: bool = False) -> Rows:
+    """List the rows that pass a single filter, a part for each strip. later: the scan makes the list itself."""
+    attributes, table, bitmaps, live = tests
+    assert bitmaps is not None
+    strips = cdiv(N, strip)
+    # A strip's list entries past its count are never read.
+    listed, count = bitmaps.new_empty((strips * strip,)), bitmaps.new_empty((strips,))
+    from_bits = attributes is None or table is None
+    if later and LISTING:
+        return Rows(listed, count, bias=bias, listing=(bitmaps, None, None, live) if from_bits else tests)
+
+    def plan_list() -> Launch:
+        if attributes is None or table is None:
+            return strips, (N, strip), {"num_warps": LIST_WARPS}
+        sizes = N, attributes.stride(0), table.shape[0], strip, min(strip, LIST_BLOCK)
+        return strips, sizes, {"num_warps": LIST_WARPS}
+
+    if from_bits:
+        launch(_list_bits_kernel, (number,), (bitmaps, live, listed, count), plan_list)
+    else:
+        launch(_list_kernel, (number,), (*tests, listed, count), plan_list)
+    return Rows(listed, count, bias=bias)
 
 
 def _nodes(N: int, plan: Plan) -> tuple[list[int], list[int]]:
     """Node counts and offsets per level, from the top; the groups come first in memory."""
-    strips = cdiv(N, plan.sizes.strip)
-    # Below strip level, every strip has room for its maximum node count.
-    counts = [cdiv(N, n) if n >= plan.sizes.strip else strips * (plan.sizes.strip // n) for n in plan.levels]
+    counts = count_nodes(N, plan.levels, plan.sizes.strip)
     return counts, [sum(counts[level + 1 :]) for level in range(len(counts))]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import Plan, cdiv, do_not_specialize, jit, launch, tl, use_triton
-from tigon.retrieve.scan.select import key_of
+from tigon.retrieve.scan.select import order_key
 
 BLOCK = 256
 LAST = 0x7FFFFFFF
@@ -93,7 +93,7 @@ def _pack_kernel(
     there = at < count
     row = tl.load(row_ptr + at, mask=there, other=-1)
     found = there & (row >= 0)
-    key = key_of(tl.load(score_ptr + at, mask=there, other=float("-inf")))
+    key = order_key(tl.load(score_ptr + at, mask=there, other=float("-inf")))
     signed = (key ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64)
     whole = tl.where(found, row * devices + device, -1)
     tl.store(out_ptr + at, (signed << 32) | (0x7FFFFFFF - whole), mask=there)

@@ -21,6 +21,48 @@ GATHERED = 1.2
 WORKSPACE = 5 << 28
 
 
+# Shared memory per program on a Hopper GPU, in bytes.
+ROOM = 232448
+
+
+class SearchSizes(NamedTuple):
+    """The sizes and options that a search is planned from.
+
+    Attributes:
+        B, k, D, N: queries, results, width, rows.
+        dtype: the items' dtype.
+        filters: the number of distinct filters: 0 if all rows pass, 1 for a single filter for the batch.
+        words: attribute words that the filters read.
+        share: the fraction of rows that pass; None if unknown: counted as half.
+        live, bias: whether they are given.
+        kind: "auto", or the requested plan.
+        two_terms: each query is a sum of two rows in the items' dtype.
+        room: bytes of shared memory per program.
+        kept: whether precomputed bits are read in place of attributes.
+        width: tag columns per step of their product, 0 without tags. steps: the number of steps.
+        many: whether products read their operands from shared memory, as from the H100 on, which leaves registers for
+            larger tiles with tags.
+    """
+
+    B: int
+    k: int
+    D: int
+    N: int
+    dtype: torch.dtype
+    filters: int = 0
+    words: int = 0
+    share: float | None = None
+    live: bool = False
+    bias: bool = False
+    kind: str = "auto"
+    two_terms: bool = False
+    room: int = ROOM
+    kept: bool = False
+    width: int = 0
+    steps: int = 0
+    many: bool = True
+
+
 class Sizes(NamedTuple):
     """Tree sizes, in item rows: a group, an intermediate node (0: none), a strip; and the number of groups that
     a program's table has places for."""
@@ -113,6 +155,17 @@ def list_levels(N: int, sizes: Sizes) -> tuple[int, ...]:
     return tuple(reversed(levels))
 
 
+def count_nodes(N: int, levels: tuple[int, ...], strip: int) -> list[int]:
+    """Nodes per level, from the top. Below strip level, every strip has room for its maximum node count."""
+    return [cdiv(N, n) if n >= strip else cdiv(N, strip) * (strip // n) for n in levels]
+
+
+def _split(B: int, one: int) -> tuple[int, int]:
+    """The pieces of a batch whose queries take so many bytes of workspace each, and the queries in a piece."""
+    pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
+    return pieces, cdiv(B, max(pieces, 1))
+
+
 # Tuned on a GPU, for 16-bit numbers: maximum batch size → tile for contiguous rows, and for listed rows.
 TILES = {
     16: (Tile(16, 128, 128, 4, 4), Tile(16, 64, 128, 4, 3)),
@@ -131,8 +184,6 @@ TILES_FILTERED = {
 TILES_WIDE = {16: Tile(16, 128, 64, 4, 4), 64: Tile(64, 64, 64, 4, 3), 256: Tile(128, 64, 64, 4, 3)}
 # For fp32, where a product takes three on the tensor cores.
 TILES_FP32 = {16: Tile(16, 64, 64, 4, 3), 256: Tile(64, 64, 64, 8, 2)}
-# Shared memory per program on a Hopper GPU, in bytes.
-ROOM = 232448
 
 
 def tag_steps(columns: int, width: int) -> int:
@@ -141,13 +192,9 @@ def tag_steps(columns: int, width: int) -> int:
     return steps if steps <= 2 else 0
 
 
-def choose_tile(
-    B: int, D: int, dtype: torch.dtype, kind: str, *, two_terms: bool = False, room: int = ROOM, width: int = 0,
-    steps: int = 0, many: bool = True,
-) -> Tile:  # fmt: skip
-    """two_terms: each query is a sum of two rows in the items' dtype. room: bytes of shared memory per program. width:
-    tag columns per step of their product, 0 without tags; steps: the number of steps. many: whether products read their
-    operands from shared memory, as from the H100 on, which leaves registers for larger tiles with tags."""
+def choose_tile(given: SearchSizes, B: int, kind: str) -> Tile:
+    """B: queries at once. kind: the plan."""
+    D, dtype, two_terms, width, steps = given.D, given.dtype, given.two_terms, given.width, given.steps
     if dtype == torch.float32:
         tile = TILES_FP32[16 if B <= 16 else 256]
     elif D > 128:
@@ -160,23 +207,24 @@ def choose_tile(
         if two_terms:
             tile = tile._replace(queries=min(tile.queries, 128), stages=min(tile.stages, 3))
     if width:
-        tile = _with_tags(tile, dtype, steps, two_terms, many)
+        tile = _with_tags(tile, given)
     tile = tile._replace(depth=max(16, min(tile.depth, next_power_of_2(D))))
     size = 4 if dtype == torch.float32 else 2
-    while tile.stages > 1 and _shared_bytes(tile, D, size, two_terms, width, steps) > room:
+    while tile.stages > 1 and _shared_bytes(tile, D, size, two_terms, width, steps) > given.room:
         tile = tile._replace(stages=tile.stages - 1)
-    while tile.queries > 16 and _shared_bytes(tile, D, size, two_terms, width, steps) > room:
+    while tile.queries > 16 and _shared_bytes(tile, D, size, two_terms, width, steps) > given.room:
         tile = tile._replace(queries=tile.queries // 2)
     return tile
 
 
-def _with_tags(tile: Tile, dtype: torch.dtype, steps: int, two_terms: bool, many: bool) -> Tile:
+def _with_tags(tile: Tile, given: SearchSizes) -> Tile:
     """Shrink tiles that leave no registers for the tag product's separate sums."""
-    if dtype == torch.float32:
+    if given.dtype == torch.float32:
         return tile._replace(queries=min(tile.queries, 16), warps=4)
-    if not many:
-        return tile._replace(queries=min(tile.queries, 32 if steps > 1 or two_terms else 64), rows=64, warps=4)
-    if steps > 2:
+    if not given.many:
+        wide = 32 if given.steps > 1 or given.two_terms else 64
+        return tile._replace(queries=min(tile.queries, wide), rows=64, warps=4)
+    if given.steps > 2:
         return tile._replace(queries=min(tile.queries, 32), rows=64, warps=4)
     return tile
 
@@ -201,50 +249,29 @@ def choose_kind(filters: int, share: float | None, kind: str = "auto") -> str:
     return "compact" if filters and (share is None or share * GATHERED < 1) else "dense"
 
 
-def plan_scan(
-    B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
-    live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False,
-    room: int = ROOM, kept: bool = False, width: int = 0, steps: int = 0, many: bool = True,
-) -> Plan:  # fmt: skip
-    """Plan a search.
-
-    Args:
-        B, k, D, N: queries, results, width, rows.
-        dtype: the items' dtype.
-        filters: the number of distinct filters: 0 if all rows pass, 1 for a single filter for the batch.
-        words: attribute words that the filters read.
-        kept: whether precomputed bits are read instead.
-        share: the fraction of rows that pass; None if unknown: counted as half.
-        live, bias: whether they are given.
-        kind: "auto", or the requested plan.
-        two_terms, room, width, steps, many: see `choose_tile`.
-    """
-    kind, sizes = choose_kind(filters, share, kind), choose_sizes(k)
+def plan_scan(given: SearchSizes) -> Plan:
+    """Plan a search."""
+    B, k, D, N, dtype, filters, words, share = given[:8]
+    kind, sizes = choose_kind(filters, share, given.kind), choose_sizes(k)
     levels = list_levels(N, sizes)
-    strips = cdiv(N, sizes.strip)
-    groups = min(k + SPARE, sizes.places, strips * (sizes.strip // sizes.group))
+    groups = min(k + SPARE, sizes.places, cdiv(N, sizes.strip) * (sizes.strip // sizes.group))
     size = torch.empty((), dtype=dtype).element_size()
     passing = (0.5 if share is None else share) if kind == "compact" else 1.0
-    read = int(N * passing * (size * D + (4 if bias else 0) + (4 if kind == "compact" else 0)))
-    read += (filters * N // 8 if kept else 8 * words * N) + (N // 8 if live else 0)
-    if not kept and (kind == "bitmaps" or (kind == "dense" and filters)):
+    read = int(N * passing * (size * D + (4 if given.bias else 0) + (4 if kind == "compact" else 0)))
+    read += (filters * N // 8 if given.kept else 8 * words * N) + (N // 8 if given.live else 0)
+    if not given.kept and (kind == "bitmaps" or (kind == "dense" and filters)):
         read += 2 * 4 * N * cdiv(max(filters, 1), 32)
     elif kind == "compact":
         read += int(4 * N * passing)
     # The maxima are written, and each query's picked groups are read again.
     read += B * int(4 * cdiv(N, sizes.group) * passing) + B * groups * sizes.group * (size * D + 16)
-    one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
-    one += 8 * groups * sizes.group
-    pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
-    tile = choose_tile(
-        cdiv(B, max(pieces, 1)), D, dtype, kind, two_terms=two_terms, room=room, width=width, steps=steps, many=many
-    )  # fmt: skip
+    one = 4 * sum(count_nodes(N, levels, sizes.strip)) + 8 * groups * sizes.group
+    pieces, b = _split(B, one)
+    tile = choose_tile(given, b, kind)
     # Tags: a word per step, and two weight terms.
-    read += int(N * passing) * 8 * steps
-    return Plan(
-        kind if N and B else "none", read, int(2 * B * N * passing * (D + 2 * width * steps)), groups, sizes, levels,
-        tile, pieces, one * cdiv(B, max(pieces, 1)),
-    )  # fmt: skip
+    read += int(N * passing) * 8 * given.steps
+    flop = int(2 * B * N * passing * (D + 2 * given.width * given.steps))
+    return Plan(kind if N and B else "none", read, flop, groups, sizes, levels, tile, pieces, one * b)
 
 
 # With codes: the maximum batch size that reads codes; the maximum with two terms per query element (which halves the
@@ -272,44 +299,35 @@ def choose_coded_sizes(k: int) -> Sizes:
     return Sizes(sizes.group, 8 * sizes.group, sizes.strip, max(128, next_power_of_2(CODED_GROUPS * k)))
 
 
-def plan_coded_scan(
-    B: int, k: int, D: int, N: int, dtype: torch.dtype, *, filters: int = 0, words: int = 0, share: float | None = None,
-    live: bool = False, bias: bool = False, kind: str = "auto", two_terms: bool = False, room: int = ROOM,
-    kept: bool = False,
-) -> Plan | None:  # fmt: skip
-    """Plan a search with 8-bit codes, with `plan_scan`'s arguments; None if codes would move more bytes."""
-    plain = plan_scan(
-        B, k, D, N, dtype, filters=filters, words=words, share=share, live=live, bias=bias, kind=kind,
-        two_terms=two_terms, room=room, kept=kept,
-    )  # fmt: skip
+def plan_coded_scan(given: SearchSizes) -> Plan | None:
+    """Plan a search with 8-bit codes; None if codes would move more bytes."""
+    B, k, D, N, dtype = given[:5]
+    plain = plan_scan(given)
     if plain.kind not in ("dense", "compact") or B > CODED_QUERIES or k > CODED_MOST or D > 1 << 16:
         return None
     sizes = choose_coded_sizes(k)
     levels = list_levels(N, sizes)
-    strips = cdiv(N, sizes.strip)
-    there = strips * (sizes.strip // sizes.group)
-    groups = min(sizes.places, there)
+    nodes = count_nodes(N, levels, sizes.strip)
+    groups = min(sizes.places, nodes[-1])
     size = torch.empty((), dtype=dtype).element_size()
-    passing = (0.5 if share is None else share) if plain.kind == "compact" else 1.0
+    passing = (0.5 if given.share is None else given.share) if plain.kind == "compact" else 1.0
     read = plain.bytes + int(N * passing * (D + 4 - size * D))
     read += B * (groups - plain.groups) * sizes.group * (size * D + 16)
     if read + CODED_BYTES > plain.bytes:
         return None
-    one = 4 * sum(strips * (sizes.strip // n) if n < sizes.strip else cdiv(N, n) for n in levels)
-    one += 16 * groups * sizes.group
-    pieces = cdiv(B, max(16, WORKSPACE // max(one, 1) // 16 * 16))
-    b = cdiv(B, pieces)
+    one = 4 * sum(nodes) + 16 * groups * sizes.group
+    pieces, b = _split(B, one)
     if D > 128:
         tile = TILES_INT8_WIDE[16 if b <= 16 else 64]
     else:
         tile = TILES_INT8[next(n for n in TILES_INT8 if n >= b)][plain.kind == "compact"]
     tile = tile._replace(depth=max(32, min(tile.depth, next_power_of_2(D))), rows=min(tile.rows, sizes.middle))
     terms = 2 if b <= CODED_TERMS else 1
-    while tile.stages > 1 and _shared_bytes(tile, D, 1, terms == 2) > room:
+    while tile.stages > 1 and _shared_bytes(tile, D, 1, terms == 2) > given.room:
         tile = tile._replace(stages=tile.stages - 1)
     then = plain._replace(
         sizes=sizes, levels=levels, groups=min(k + SPARE, groups), pieces=pieces,
-        tile=choose_tile(b, D, dtype, plain.kind, two_terms=two_terms, room=room),
+        tile=choose_tile(given, b, plain.kind),
     )  # fmt: skip
     then = then._replace(tile=then.tile._replace(rows=min(then.tile.rows, sizes.middle)))
     return plain._replace(

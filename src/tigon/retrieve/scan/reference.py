@@ -33,13 +33,13 @@ def filtered_topk_reference(
             s = s + bias[start:stop].to(wide)
         if tags is not None and tag_weights is not None and attributes is not None and len(tags):
             s = s + tag_weights.to(wide) @ tags.has(attributes[:, start:stop]).to(wide)
-        hidden = _hide(attributes, where, live, start, stop)
+        hidden = find_hidden(attributes, where, live, start, stop)
         if hidden is not None:
             s = s.masked_fill(hidden, -torch.inf)
         if looks:
             s, at = _best_on_host(s, k)
         else:
-            s, at = _plain(s), torch.arange(stop - start, device=s.device).expand(B, -1)
+            s, at = normalize(s), torch.arange(stop - start, device=s.device).expand(B, -1)
         # Earlier chunks' results come first, so that position is the row order among equal scores.
         s, at = torch.cat((scores, s), 1), torch.cat((rows, at + start), 1)
         best = _order(s, k)
@@ -66,16 +66,16 @@ def _best_on_host(s: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, at = s.topk(many)
     last = values[:, -1:]
     if values.isnan().any() or (((s == last).sum(1) > (values == last).sum(1)) & (last[:, 0] > -torch.inf)).any():
-        s = _plain(s)
+        s = normalize(s)
         at = _order(s, many)
         return s.gather(1, at), at
     at = at.sort(1).values
-    values = _plain(s.gather(1, at))
+    values = normalize(s.gather(1, at))
     order = values.sort(dim=1, descending=True, stable=True).indices
     return values.gather(1, order), at.gather(1, order)
 
 
-def _plain(s: Tensor) -> Tensor:
+def normalize(s: Tensor) -> Tensor:
     """Normalize: -0 becomes +0, so that equal zeros have equal bits; NaN becomes -inf."""
     return torch.where(s == 0, 0.0, s).masked_fill(s.isnan(), -torch.inf)
 
@@ -91,7 +91,7 @@ def _order(s: Tensor, k: int) -> Tensor:
     return torch.topk((ordered << 32) | lacking, k, dim=1).indices
 
 
-def _hide(
+def find_hidden(
     attributes: Tensor | None, where: RowFilter | Sequence[RowFilter | None] | RowBits | None, live: Tensor | None,
     start: int, stop: int,
 ) -> Tensor | None:  # fmt: skip

@@ -6,7 +6,7 @@ from tigon.kernels import do_not_specialize, jit, tl
 
 
 @jit
-def key_of(x):
+def order_key(x):
     """fp32 as an order-preserving unsigned integer. NaN is 0, below all; zeros with either sign are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where(x == x, tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000), 0)
@@ -45,7 +45,7 @@ def largest(u, K):
 
 
 @jit
-def packed(chosen, value, room_ptr, SIZE: tl.constexpr):
+def store_chosen(chosen, value, room_ptr, SIZE: tl.constexpr):
     """Write the chosen values in order, at most SIZE, then -1, to memory that no other program uses."""
     place = tl.arange(0, SIZE)
     at = tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -62,7 +62,7 @@ def keys_at(maxima_ptr, at, there):
     if maxima_ptr.dtype.element_ty == tl.int32:
         key = tl.load(maxima_ptr + at, mask=there, other=0).to(tl.uint32, bitcast=True)
     else:
-        key = key_of(tl.load(maxima_ptr + at, mask=there, other=float("nan")))
+        key = order_key(tl.load(maxima_ptr + at, mask=there, other=float("nan")))
     return key
 
 
@@ -89,7 +89,7 @@ def best_children(
     chosen = largest(keys_at(maxima_ptr, (child.to(tl.int64) + at) * B + b, there), K)
     # Recomputed to save registers. A key of 0 is a NaN, or a missing child.
     node = tl.load(room_ptr + n // ARITY)
-    packed(chosen & there, node * ARITY + n % ARITY, room_ptr, PLACES)
+    store_chosen(chosen & there, node * ARITY + n % ARITY, room_ptr, PLACES)
 
 
 @jit
@@ -128,7 +128,7 @@ def _pick_kernel(
     room_ptr = pick_ptr + b.to(tl.int64) * PLACES
     node = tl.arange(0, NODES)
     key = keys_at(maxima_ptr, (node.to(tl.int64) + at_0) * B + b, node < nodes)
-    packed(largest(key, K) & (node < nodes), node, room_ptr, PLACES)
+    store_chosen(largest(key, K) & (node < nodes), node, room_ptr, PLACES)
     best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_1, SIZE_1, ARITY_1, STRIP, PLACES)
     if ARITY_2 > 0:
         best_children(maxima_ptr, count_ptr, room_ptr, b, B, N, K, at_2, SIZE_2, ARITY_2, STRIP, PLACES)
@@ -139,7 +139,7 @@ def _pick_kernel(
 
 
 @jit
-def place_of(group_ptr, m, G: tl.constexpr):
+def locate_candidate(group_ptr, m, G: tl.constexpr):
     """The m-th candidate's offset, -1 if missing: among the chosen groups' candidates or, without groups, among all."""
     if group_ptr is not None:
         group = tl.load(group_ptr + m // G, mask=m >= 0, other=-1)
@@ -156,17 +156,17 @@ def choose_best(
 ):  # fmt: skip
     """The k best candidates of a query, sorted by (score, row). Returns scores, of which the first k count."""
     m = tl.arange(0, M)
-    from_at = place_of(group_ptr, m, G)
+    from_at = locate_candidate(group_ptr, m, G)
     there = (from_at >= 0) & (from_at < count)
-    keys = key_of(tl.load(candidate_ptr + b * count + from_at, mask=there, other=float("nan")))
+    keys = order_key(tl.load(candidate_ptr + b * count + from_at, mask=there, other=float("nan")))
     chosen = largest(keys, k)
     place = tl.arange(0, OUT)
     room_ptr += b * OUT
-    packed(chosen, m, room_ptr, OUT)
+    store_chosen(chosen, m, room_ptr, OUT)
     at = tl.load(room_ptr + place)
-    from_at = place_of(group_ptr, at, G)
+    from_at = locate_candidate(group_ptr, at, G)
     there = (from_at >= 0) & (from_at < count)
-    keys = key_of(tl.load(candidate_ptr + b * count + from_at, mask=there, other=float("nan")))
+    keys = order_key(tl.load(candidate_ptr + b * count + from_at, mask=there, other=float("nan")))
     at = tl.maximum(at, 0)
     # As a signed number: the key above, the inverted position below, so that the earlier is larger.
     signed = (keys ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64)
@@ -176,7 +176,7 @@ def choose_best(
     found = (place < k) & (keys > 0x007FFFFF)  # the key for -inf
     score = tl.where(keys >= 0x80000000, keys ^ 0x80000000, keys ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
     score = tl.where(found, score, float("-inf"))
-    row = tl.load(row_ptr + b * count + place_of(group_ptr, at, G), mask=found, other=-1)
+    row = tl.load(row_ptr + b * count + locate_candidate(group_ptr, at, G), mask=found, other=-1)
     tl.store(rows_ptr + b * k + place, row.to(tl.int64), mask=place < k)
     tl.store(scores_ptr + b * k + place, score, mask=place < k)
     return score
@@ -209,7 +209,7 @@ def _choose_among_groups_kernel(
         return
     r = tl.arange(0, PLACES)
     best = tl.load(best_ptr + b * K + r, mask=r < K, other=float("nan"))
-    packed(largest(key_of(best), k) & (r < K), r, group_ptr + b * OUT, OUT)
+    store_chosen(largest(order_key(best), k) & (r < K), r, group_ptr + b * OUT, OUT)
     score = choose_best(
         candidate_ptr, row_ptr, group_ptr + b * OUT, room_ptr, scores_ptr, rows_ptr, b, K * G, k, M, OUT, G
     )  # fmt: skip

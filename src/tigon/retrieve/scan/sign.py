@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from tigon.kernels import cdiv, is_traced
 from tigon.retrieve.scan.bits import RowBits
+from tigon.retrieve.scan.codes import CodedItems
 from tigon.retrieve.scan.filters import RowFilter
+from tigon.retrieve.scan.reference import find_hidden, normalize
 
 BITS = (64, 128, 256, 512, 1024)
 # Row elements per projection if there are more bits than elements. With 1, codes would repeat; above 2, recall is
@@ -40,6 +43,9 @@ POPCOUNT, OVERHEAD = 1.2, 350_000_000
 FLOP = 184
 # Codes per chunk on a CPU: 16 million signs in fp32.
 SIGNS = 1 << 24
+# Maximum number of candidates per query.
+MOST_CANDIDATES = 65536
+Where = RowFilter | Sequence[RowFilter | None] | RowBits
 
 
 class Signs(NamedTuple):
@@ -105,6 +111,23 @@ def pays(B: int, items: Tensor, bits: int, scaled: bool, share: float | None) ->
     rows = passing * max(D * items.element_size(), 2 * B * D / FLOP)
     signs = passing * max(bits // 8 + (2 if scaled else 0), POPCOUNT * B * bits / 16)
     return signs + OVERHEAD < rows
+
+
+def uses_signs(query: Tensor, coded: CodedItems | None, where: Where | None, plan: str, share: float | None) -> bool:
+    """Whether a search reads signs. With a filter per query it reads the rows, which cost as much for all queries."""
+    signs = coded is not None and coded.projection is not None
+    one = where is None or isinstance(where, RowFilter) or (isinstance(where, RowBits) and where.which is None)
+    if plan == "codes" and not (signs and one):
+        got = "another kind of items" if not signs else "a filter for each query"
+        raise ValueError(
+            "filtered_topk: plan may be 'codes' for items with signs, as encode_items(rows, 'sign') makes them, and at "
+            f"most one filter, got {got}."
+        )
+    if coded is None or coded.projection is None or not one or plan not in ("auto", "codes"):
+        return False
+    passing = None if where is None else 0.5 if share is None else share
+    bits = coded.projection.shape[1]
+    return plan == "codes" or pays(query.shape[0], coded.rows, bits, coded.scales is not None, passing)
 
 
 # ------------------------------------------------------------------------------------------------------- on a CPU
@@ -184,24 +207,23 @@ def keys_reference(query: Signs, codes: Tensor, scales: Tensor | None, bias: Ten
 
 
 def sign_topk_reference(
-    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int, *,
-    attributes: Tensor | None = None, where: RowFilter | RowBits | None = None, live: Tensor | None = None,
-    bias: Tensor | None = None,
+    query: Tensor, coded: CodedItems, k: int, *, attributes: Tensor | None = None,
+    where: RowFilter | RowBits | None = None, live: Tensor | None = None, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The k best rows in the groups with the best codes: the kernels' result."""
+    items, codes, scales, projection = coded.rows, coded.codes, coded.scales, coded.projection
+    assert projection is not None
     B, N = query.shape[0], items.shape[0]
-    G = choose_group(codes)
+    G = choose_group(codes.shape[1])
     strip = G * ARITY * ARITY
     strips = cdiv(N, strip)
     wide = torch.float64 if torch.float64 in (query.dtype, items.dtype) else torch.float32
     every = torch.arange(N, device=query.device)
-    there = torch.ones_like(every, dtype=torch.bool)
-    if live is not None:
-        there = ((live[every >> 5] >> (every & 31)) & 1) != 0
+    hidden = find_hidden(attributes, where, live, 0, N)
+    there = torch.ones_like(every, dtype=torch.bool) if hidden is None else ~hidden
     # A row's position: its index, or with a filter its rank among the strip's passing rows.
     place = every
     if where is not None:
-        there = there & _passing(attributes, where, N)
         passing = torch.nn.functional.pad(there, (0, strips * strip - N)).view(strips, strip).long()
         place = ((passing.cumsum(1) - passing).view(-1)[:N]) + every // strip * strip
     groups = strips * (strip // G)
@@ -218,7 +240,7 @@ def sign_topk_reference(
             asked, codes[at], None if scales is None else scales[at], None if bias is None else bias[at]
         )
         best.scatter_reduce_(1, (place[at] // G).expand(B, -1), keys.masked_fill(~there[at], 0), "amax")
-    many = min(candidates, groups)
+    many = min(count_candidates(k, coded.candidates), groups)
     order = (best << 31) | (0x7FFFFFFF - torch.arange(groups, device=query.device))
     picked = torch.topk(order, many, dim=1).indices.sort(dim=1).values
     found = (picked[:, :, None] * G + torch.arange(G, device=query.device)).view(B, -1)
@@ -227,7 +249,7 @@ def sign_topk_reference(
     s = (x.view(items.dtype).to(wide) @ query.to(wide)[:, :, None])[:, :, 0]
     if bias is not None:
         s = s + bias[rows.clamp(min=0)].to(wide)
-    s = torch.where(s == 0, 0.0, s).masked_fill(s.isnan() | (rows < 0), -torch.inf)
+    s = normalize(s).masked_fill(rows < 0, -torch.inf)
     s, rows = (
         torch.nn.functional.pad(t, (0, max(k - s.shape[1], 0)), value=v) for t, v in ((s, -torch.inf), (rows, -1))
     )
@@ -236,13 +258,6 @@ def sign_topk_reference(
     return scores, rows.gather(1, at_best).masked_fill(scores == -torch.inf, -1)
 
 
-def _passing(attributes: Tensor | None, where: RowFilter | RowBits, N: int) -> Tensor:
-    if isinstance(where, RowBits):
-        return where.mask(0, N)
-    assert attributes is not None
-    return where.mask(attributes)
-
-
-def choose_group(codes: Tensor) -> int:
-    """Rows per group."""
-    return GROUP_BYTES // (4 * codes.shape[1])
+def choose_group(words: int) -> int:
+    """Rows per group, for codes of so many 32-bit words."""
+    return GROUP_BYTES // (4 * words)

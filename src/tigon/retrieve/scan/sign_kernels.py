@@ -8,7 +8,7 @@ from tigon.retrieve.scan.scan import numbers
 
 
 @jit
-def exponent_of(x):
+def find_exponent(x):
     """The fp32 exponent of the largest among non-negative numbers, clamped to avoid both ends."""
     return tl.minimum(tl.maximum(tl.max(x, 0).to(tl.int32, bitcast=True) >> 23, 15), 254)
 
@@ -20,7 +20,7 @@ def power(exponent):
 
 
 @jit
-def words_of(bits, BITS: tl.constexpr):
+def pack_words(bits, BITS: tl.constexpr):
     """Pack bits into 32-bit numbers, the first in the lowest bit."""
     place = tl.reshape(tl.arange(0, BITS), [BITS // 32, 32]) % 32
     return tl.sum(tl.reshape(bits.to(tl.int32), [BITS // 32, 32]) << place, 1)
@@ -45,16 +45,16 @@ def _encode_kernel(
         x = numbers(tl.load(x_ptr + (p >> 1), mask=p >= 0, other=0), tl.float32)
         y += tl.where((p & 1) != 0, -x, x)
     word = tl.arange(0, BITS // 32)
-    tl.store(code_ptr + row * (BITS // 32) + word, words_of(y >= 0, BITS))
+    tl.store(code_ptr + row * (BITS // 32) + word, pack_words(y >= 0, BITS))
     if more_ptr is not None:
         size = tl.abs(y)
         size = tl.where(size < float("inf"), size, 0.0)
-        exponent = exponent_of(size)
+        exponent = find_exponent(size)
         u = (size * power(268 - exponent)).to(tl.int32)
         # Large means at least 1.25 times the mean: levels 1 and 3 then have the least error for normally distributed
         # numbers.
         large = u * (4 * BITS) >= 5 * tl.sum(u, 0)
-        tl.store(more_ptr + row * (BITS // 32) + word, words_of(large, BITS))
+        tl.store(more_ptr + row * (BITS // 32) + word, pack_words(large, BITS))
         v = tl.where(large, 3, 1)
         step = tl.div_rn(tl.sum(u * v, 0).to(tl.float32), tl.sum(v * v, 0).to(tl.float32))
         tl.store(scale_ptr + row, step * factor * power(exponent - 14))
@@ -62,7 +62,7 @@ def _encode_kernel(
         d = tl.arange(0, BLOCK_D)
         size = tl.abs(numbers(tl.load(x_ptr + d, mask=d < D, other=0), tl.float32))
         size = tl.where(size < float("inf"), size, 0.0)
-        exponent = exponent_of(size)
+        exponent = find_exponent(size)
         u = (size * power(268 - exponent)).to(tl.int64)
         norm = tl.sqrt_rn(tl.sum(u * u, 0).to(tl.float32)) * power(exponent - 14)
         tl.store(scale_ptr + row, norm.to(scale_ptr.dtype.element_ty))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.kernels import Plan as Launch
-from tigon.kernels import cdiv, launch, launcher, next_power_of_2
-from tigon.retrieve.scan.compact import _list_bits_kernel, _list_kernel
+from tigon.kernels import cdiv, launch, launcher, next_power_of_2, use_triton
+from tigon.retrieve.scan.bits import RowBits
+from tigon.retrieve.scan.codes import CodedItems
+from tigon.retrieve.scan.filters import RowFilter, stack_tables
 from tigon.retrieve.scan.launches import (
-    LIST_BLOCK,
-    LIST_WARPS,
     Rows,
     _best,
     _descend,
@@ -22,9 +22,19 @@ from tigon.retrieve.scan.launches import (
     _number,
     _unit,
     _unit_stride,
+    allocate_answer,
+    list_rows,
 )  # fmt: skip
 from tigon.retrieve.scan.plan import KEYS, WORKSPACE, Plan, Sizes, Tile, choose_sizes, list_levels
-from tigon.retrieve.scan.sign import ARITY, Signs, compute_factor
+from tigon.retrieve.scan.sign import (
+    ARITY,
+    Signs,
+    Where,
+    choose_group,
+    compute_factor,
+    count_candidates,
+    sign_topk_reference,
+)
 from tigon.retrieve.scan.sign_kernels import (
     _encode_kernel,
     _sign_rows_kernel,
@@ -50,6 +60,26 @@ class SignPlan(NamedTuple):
     pieces: int
 
 
+def sign_topk(
+    query: Tensor, coded: CodedItems, k: int, attributes: Tensor | None, where: Where | None, live: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, codes, scales, projection = coded.rows, coded.codes, coded.scales, coded.projection
+    assert projection is not None
+    assert where is None or isinstance(where, (RowFilter, RowBits))
+    if not use_triton(query, None if rows.dtype == torch.float8_e4m3fn else rows, bias):
+        return sign_topk_reference(query, coded, k, attributes=attributes, where=where, live=live, bias=bias)
+    many = count_candidates(k, coded.candidates)
+    table, bitmaps = None, None
+    if isinstance(where, RowBits):
+        attributes, bitmaps = None, where.bits
+    elif where is not None:
+        table, bitmaps, _ = stack_tables(where, "compact", query.device, query.shape[0])[1]
+    else:
+        attributes = None
+    return _sign_topk(query, rows, codes, scales, projection, k, many, attributes, table, bitmaps, live, bias)
+
+
 def encode(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = False) -> Signs:
     """`signs_reference` on a GPU."""
     rows = _unit_stride(rows)
@@ -73,7 +103,7 @@ def encode(rows: Tensor, projection: Tensor, *, scaled: bool, query: bool = Fals
 
 
 def _plan(B: int, N: int, W: int, k: int, candidates: int) -> SignPlan:
-    G = choose_word_group(W)
+    G = choose_group(W)
     strip = G * ARITY * ARITY
     groups = cdiv(N, strip) * ARITY * ARITY
     picked = min(candidates, groups)
@@ -90,10 +120,6 @@ def _plan(B: int, N: int, W: int, k: int, candidates: int) -> SignPlan:
     return SignPlan(picked, tree, exact, 1 if B == 1 else 2 if B == 2 else 4, pieces)
 
 
-def choose_word_group(W: int) -> int:
-    return 512 // (4 * W)
-
-
 def _empty_plan(groups: int, sizes: Sizes, levels: tuple[int, ...]) -> Plan:
     return Plan("codes", 0, 0, groups, sizes, levels, Tile(1, 1, 1, 4, 1), 1, 0)
 
@@ -101,37 +127,30 @@ def _empty_plan(groups: int, sizes: Sizes, levels: tuple[int, ...]) -> Plan:
 _plan_scan = functools.lru_cache(1024)(_plan)
 
 
-def _sign_topk_fake(
-    query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int,
-    attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None, bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    B = query.shape[0]
-    return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
-
-
 @launcher(
     "(Tensor query, Tensor items, Tensor codes, Tensor? scales, Tensor projection, int k, int candidates, "
     "Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? live, Tensor? bias) -> (Tensor, Tensor)",
-    _sign_topk_fake,
+    lambda query, items, codes, scales, projection, k, *_: allocate_answer(query, k),
 )
 def _sign_topk(
     query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int,
-    attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None, bias: Tensor | None,
+    *given: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """table: a single filter for all queries. Without attributes, bitmaps holds the bits of passing rows."""
+    """given: as in the schema. table: a single filter for all queries. Without attributes, bitmaps holds the bits of
+    passing rows."""
+    attributes, table, bitmaps, live, bias = given
     (B, _), N = query.shape, items.shape[0]
-    scores = query.new_empty((B, k), dtype=torch.float32)
-    found = query.new_empty((B, k), dtype=torch.int64)
+    scores, found = allocate_answer(query, k)
     if not B or not N:
         return scores.fill_(-torch.inf), found.fill_(-1)
-    query, items, codes = _unit_stride(query), _unit_stride(items), codes.contiguous()
-    attributes = None if attributes is None else _unit_stride(attributes)
-    bias = None if bias is None else _unit_stride(bias)
-    live = None if live is None else live.contiguous()
+    query, items, attributes, live, bias = map(_unit_stride, (query, items, attributes, live, bias))
+    codes = codes.contiguous()
     plan = _plan_scan(B, N, codes.shape[1], k, candidates)
     number = _number((plan, k, _key(query, items, codes, scales, attributes, table, bitmaps, live, bias)))
     stored = items.view(torch.uint8) if items.dtype == torch.float8_e4m3fn else items
-    given = _list_rows(codes, attributes, table, bitmaps, live, bias, plan.tree, number)
+    given = Rows(live=live, bias=bias)
+    if bitmaps is not None:
+        given = list_rows(N, plan.tree.sizes.strip, (attributes, table, bitmaps, live), bias, number)
     size = cdiv(B, plan.pieces)
     for start in range(0, B, size):
         at = slice(start, start + size) if plan.pieces > 1 else slice(None)
@@ -142,32 +161,6 @@ def _sign_topk(
         rows, blocks = _make_rows(picks, given, N, plan, key)
         _best(part, stored, rows, blocks, plan.exact, scores[at], found[at], key)
     return scores, found
-
-
-def _list_rows(
-    codes: Tensor, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None,
-    bias: Tensor | None, tree: Plan, number: int,
-) -> Rows:  # fmt: skip
-    if bitmaps is None:
-        return Rows(None, None, None, None, live, bias)
-    N, strip = codes.shape[0], tree.sizes.strip
-    strips = cdiv(N, strip)
-    listed = codes.new_empty((strips * strip,), dtype=torch.int32)
-    count = codes.new_empty((strips,), dtype=torch.int32)
-    if attributes is None or table is None:
-
-        def plan_bits() -> Launch:
-            return strips, (N, strip), {"num_warps": LIST_WARPS}
-
-        launch(_list_bits_kernel, (number,), (bitmaps, live, listed, count), plan_bits)
-        return Rows(listed, count, None, None, None, bias)
-    literals, stride = table.shape[0], attributes.stride(0)
-
-    def plan() -> Launch:
-        return strips, (N, stride, literals, strip, min(strip, LIST_BLOCK)), {"num_warps": LIST_WARPS}
-
-    launch(_list_kernel, (number,), (attributes, table, bitmaps, live, listed, count), plan)
-    return Rows(listed, count, None, None, None, bias)
 
 
 def _pick(
@@ -219,4 +212,4 @@ def _make_rows(picks: Tensor, rows: Rows, N: int, plan: SignPlan, key: tuple[int
     launch(
         _sign_rows_kernel, (*key, picks.shape[1]), (picks, rows.listed, rows.counts, listed, many, blocks), plan_rows
     )
-    return Rows(listed, many, None, None, rows.live, rows.bias), blocks
+    return Rows(listed, many, live=rows.live, bias=rows.bias), blocks

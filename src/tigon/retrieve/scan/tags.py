@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import jit, next_power_of_2, tl
-from tigon.retrieve.scan.filters import LARGEST, _copy_to
+from tigon.retrieve.scan.filters import LARGEST, DeviceTables
 
 # Tests that a scan step multiplies at once, all on the same word, and the maximum tag count.
 LEAST, WIDEST, MOST_TAGS = 16, 64, 4096
@@ -23,7 +23,7 @@ class Tag(NamedTuple):
     value: int
 
 
-class RowTags:
+class RowTags(DeviceTables):
     """Attribute values that `tigon.filtered_topk` weighs by `tag_weights`.
 
     Args:
@@ -42,6 +42,7 @@ class RowTags:
     """
 
     Tag = Tag
+    tables = ("table", "places")
 
     def __init__(self, tags: Sequence[Any], *, device: torch.device | str | int | None = None) -> None:
         self.tags = _check_tags(tags)
@@ -59,34 +60,13 @@ class RowTags:
             rows += [Tag(word, 0, 1)] * (-len(rows) % self.width)  # a tag that no row has
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3).t().contiguous()
         self.places = torch.tensor(places, dtype=torch.int64, device="cpu")
-        self.device = torch.device("cpu")
-        # Excludes these tags: a cycle would keep the tables until garbage collection.
-        self._moved: dict[torch.device, RowTags] = {}
-        if device is not None:
-            moved = self.to(device)
-            self.table, self.places, self.device, self._moved = moved.table, moved.places, moved.device, {}
+        self._place(device)
 
     def __len__(self) -> int:
         return len(self.tags)
 
     def __repr__(self) -> str:
         return f"RowTags({len(self)} tags of {self.words} words, device={str(self.device)!r})"
-
-    def to(self, device: torch.device | str | int) -> RowTags:
-        """Return these tags with their table on a device; the same object for the same device."""
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        if device == self.device:
-            return self
-        moved = self._moved.get(device)
-        if moved is None:
-            moved = object.__new__(RowTags)
-            moved.tags, moved.words, moved.width = self.tags, self.words, self.width
-            moved.table, moved.places = _copy_to(self.table, device), _copy_to(self.places, device)
-            moved.device, moved._moved = device, {}
-            self._moved[device] = moved
-        return moved
 
     def has(self, attributes: Tensor) -> Tensor:
         """(T, N) bool, whether each row has each tag; the kernels' specification.

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,12 @@ class Service(Application):
             wheres += [few, many, [few, many, None]]
         batch = self.limits.max_batch
         queries = [n for n in (1, 16, 32, 64, 128) if n < batch] + [batch]
-        dtype = ["float16", "float32"] if self.info.prefers_half else ["float32"]
-        return sum(self.index.warmup(k, queries, where, dtype=dtype) for where in wheres)
+        dtypes = [torch.float16, torch.float32] if self.info.prefers_half else [torch.float32]
+        seconds = 0.0
+        for where, dtype, count, hits in product(wheres, dtypes, queries, k):
+            wanted = [where[i % len(where)] for i in range(count)] if isinstance(where, list) else where
+            seconds += self.index.warmup(torch.ones(count, self.index.dim, dtype=dtype), hits, wanted)
+        return seconds
 
     def close(self) -> None:
         """Finish running searches and updates, then close the journal."""

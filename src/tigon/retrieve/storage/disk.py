@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.files import compute_sha256
+
 PIECE = 1 << 24
 # Ends the name of a snapshot that does not count: being written, or being removed.
 PARTIAL = ".partial"
@@ -92,12 +94,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, An
 
 def compute_digest(path: Path) -> dict[str, Any]:
     """A file's size and SHA-256."""
-    digest, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-            size += len(piece)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": compute_sha256(path)}
 
 
 # --------------------------------------------------------------------------------------------------------- safetensors

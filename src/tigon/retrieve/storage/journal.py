@@ -165,10 +165,7 @@ def _read_whole_records(path: Path) -> Iterator[tuple[str, bytes, int]]:
 
 def measure(path: Path, snapshot: str) -> int:
     """The byte size of the complete records."""
-    end = 0
-    for _, _, end in read_records(path, snapshot):  # noqa: B007
-        pass
-    return end
+    return max((end for _, _, end in read_records(path, snapshot)), default=0)
 
 
 def _make_error(path: Path, number: int, at: int, size: int) -> _Damaged:

@@ -23,6 +23,7 @@ from tigon.retrieve.filters.expressions import Where
 from tigon.retrieve.ids import StringIds
 from tigon.retrieve.index.index import Index
 from tigon.retrieve.index.request import SearchRequest, broadcast_filters, parse_query
+from tigon.retrieve.index.search import rank_rows
 from tigon.retrieve.metrics import pack_passing_bits
 from tigon.retrieve.scan import RowBits
 from tigon.retrieve.scan.bits import write_bits
@@ -143,14 +144,14 @@ def _search_by_bits(index: Index, request: SearchRequest, keys: Tensor, where: A
     bits = pack_passing_bits(pairs, torch.stack((bounds[:-1], bounds[1:])), len(table.item_ids))
     filters = _compile_filters(index, where, len(q))
     if filters is None:
-        return index.searcher.rank_rows(request, bits)
+        return rank_rows(index.table, request, bits)
     with table.scheduler.search_turn(table.device):
         words, which = _test_rows(filters, table.words, len(q))
     words = words[which.long()]
     if bits is not None:
         words = words & bits.bits
     which = torch.arange(len(q), dtype=torch.int32, device=words.device)
-    return index.searcher.rank_rows(request, RowBits(words, which))
+    return rank_rows(index.table, request, RowBits(words, which))
 
 
 # ---------------------------------------------------------------------------------------------------------- positives
