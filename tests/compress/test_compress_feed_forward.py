@@ -33,9 +33,8 @@ def test_layers_are_recognised_compressed_and_put_back(family):
     assert found.distance >= 0
     # 8 and 6 bits, and half a bit of scales, of 32: biases are more of so small a layer.
     assert 0.2 < found.bytes / found.bytes_before < 0.25
-    stored = [
-        t for m in model.modules() if isinstance(m, compress.SplitLinear) for t in (*m.parameters(), *m.buffers())
-    ]
+    split = [m for m in model.modules() if isinstance(m, compress.SplitLinear)]
+    stored = [t for m in split for t in (*m.parameters(), *m.buffers())]
     assert sum(t.numel() * t.element_size() for t in stored) == found.bytes
     found.remove()
     assert torch.equal(answer(model), before)
@@ -102,8 +101,7 @@ def test_a_budget_of_one_changes_nothing():
     modules = dict(model.named_modules())
     found = compress.feed_forward(model, IDS, method="auto", budget=1.0)
     assert dict(model.named_modules()) == modules
-    assert found.distance == 0
-    assert {row.method for row in found.layers} == {"whole"}
+    assert (found.distance, {row.method for row in found.layers}) == (0, {"whole"})
 
 
 def test_recovery_brings_the_layers_nearer_on_rows_it_has_not_seen():
@@ -221,6 +219,10 @@ def test_other_classes_other_activations_and_experts_are_skipped_and_named():
 def test_options_out_of_range_get_a_sentence(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         compress.feed_forward(llama(), IDS, **options)
+    with pytest.raises(ValueError, match=r"Bits: heavy must be one of 2, 3, 4, 5, 6, 8, got 7"):
+        compress.Bits(7, 3)
+    with pytest.raises(ValueError, match="share must be from 0 to 1"):
+        compress.Bits(4, 3, 1.5)
 
 
 def test_too_little_calibration_says_how_much_is_needed():
@@ -255,26 +257,19 @@ def test_a_low_rank_keeps_as_many_rows_as_it_needs(tokens, monkeypatch):
     assert {row.method for row in report.layers} == {"rank"}
 
 
-def test_numbers_that_are_not_finite_are_named():
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("model.layers.1.input_layernorm.weight", math.nan, r"not finite .* at model.layers.1.self_attn.q_proj"),
+        ("model.layers.1.mlp.down_proj.weight", 1e6, r"weights of model.layers.1.mlp must be finite and within ±65504"),
+        ("lm_head.weight", math.nan, "answers to the calibration are not finite"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_named(name, value, sentence):
     model = llama()
-    model.model.layers[1].input_layernorm.weight.data[0] = torch.nan
-    with pytest.raises(ValueError, match=r"not finite .* at model.layers.1.self_attn.q_proj"):
+    model.get_parameter(name).data.view(-1)[0] = value
+    with pytest.raises(ValueError, match=sentence):
         compress.feed_forward(model, IDS, budget=0.5)
-    model = llama()
-    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = 1e6
-    with pytest.raises(ValueError, match=r"weights of model.layers.1.mlp must be finite and within ±65504"):
-        compress.feed_forward(model, IDS, budget=0.5)
-    model = llama()
-    model.lm_head.weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"answers to the calibration are not finite"):
-        compress.feed_forward(model, IDS, budget=0.5)
-
-
-def test_bits_that_there_are_not():
-    with pytest.raises(ValueError, match=r"Bits: heavy must be one of 2, 3, 4, 5, 6, 8, got 7"):
-        compress.Bits(7, 3)
-    with pytest.raises(ValueError, match="share must be from 0 to 1"):
-        compress.Bits(4, 3, 1.5)
 
 
 # ------------------------------------------------------------------------------------------------------------ parts
@@ -300,12 +295,13 @@ def test_low_rank_is_the_best_for_the_inputs_it_was_made_for():
 def test_the_plan_is_the_best_of_all_plans():
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
+        error = torch.rand(4, 4, generator=draw)
         layers = [
             [
-                Candidate("bits", 1, None, 0, size, float(1 / (1 + size) + 0.01 * torch.rand(1, generator=draw)))
-                for size in (2, 5, 9, 14)
+                Candidate("bits", 1, None, 0, n, 1 / (1 + n) + 0.01 * float(e))
+                for n, e in zip((2, 5, 9, 14), row, strict=True)
             ]
-            for _ in range(4)
+            for row in error
         ]
         weights = (torch.rand(4, generator=draw) + 0.1).tolist()
         every = [

@@ -96,6 +96,9 @@ class SplitLinear(nn.Module):
     """
 
     like: Tensor
+    parts: Any
+    in_features: int
+    out_features: int
 
     def __init__(
         self, axis: str, parts: Sequence[nn.Module], bias: Tensor | None = None, dtype: torch.dtype | None = None
@@ -104,7 +107,7 @@ class SplitLinear(nn.Module):
         # Only carries the dtype for model.to(dtype): packed weights are integers.
         self.register_buffer("like", torch.zeros(0, dtype=dtype), persistent=False)
         self.axis = axis
-        self.parts: Any = nn.ModuleList(parts)
+        self.parts = nn.ModuleList(parts)
         self.bias = None if bias is None else nn.Parameter(bias)
         rows = axis == "rows"
         self.in_features = self.parts[0].in_features if rows else sum(part.in_features for part in self.parts)

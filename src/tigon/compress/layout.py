@@ -87,10 +87,11 @@ def _build_layers(layout: dict[str, Any]) -> dict[str, nn.Module]:
     new: dict[str, nn.Module] = {}
     for name, row in layout["layers"].items():
         if "pruned" in row:
-            new[name] = nn.Linear(*row["pruned"], bias=row["bias"])
+            width, out = row["pruned"]
+            new[name] = nn.Linear(width, out, bias=row["bias"])
             vars(new[name])["pruned_from"] = tuple(row["from"])
         else:
-            parts = [nn.Linear(*s, bias=False) if k == "dense" else kinds[k](*s) for k, *s in row["parts"]]
+            parts = [nn.Linear(s[0], s[1], bias=False) if k == "dense" else kinds[k](*s) for k, *s in row["parts"]]
             layer = new[name] = SplitLinear(row["axis"], parts)
             if row["bias"]:
                 layer.bias = nn.Parameter(torch.empty(layer.out_features))

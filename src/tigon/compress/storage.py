@@ -41,7 +41,7 @@ def save(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
     else:
         from safetensors.torch import save_file
 
-        names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}  # tied tensors have one name
+        names = _list_tensors(model)
         save_file({k: t.contiguous() for k, t in model.state_dict().items() if k in names}, str(folder / WEIGHTS))
         (folder / LAYOUT).write_text(json.dumps(layout, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
@@ -67,12 +67,17 @@ def load(folder: str | Path, model: nn.Module | None = None, *, dense: bool = Fa
         check_manifest(folder)
         build_layout(model, read_json(folder / LAYOUT))
         tensors = read_tensors(folder / WEIGHTS)
-        own = {name for name, _ in model.named_parameters()}  # tied tensors have one name here and two in the state
-        load_state(model, tensors, folder / WEIGHTS, ignore=lambda name: name not in own and name not in tensors)
+        names = _list_tensors(model)
+        load_state(model, tensors, folder / WEIGHTS, ignore=lambda name: name not in names and name not in tensors)
         opened: Any = model.eval()
     else:
         opened = _load_pretrained(folder, options)
     return dequantize(opened) if dense else opened
+
+
+def _list_tensors(model: nn.Module) -> set[str]:
+    """The names of parameters and buffers; tied tensors have one name here, and two in the state dict."""
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _load_pretrained(folder: Path, options: dict[str, Any]) -> Any:
