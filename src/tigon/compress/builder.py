@@ -95,7 +95,7 @@ def _prune(layer: Layer, heavy: int) -> Modules:
     modules: Modules = {
         layer.feed_forward.down: make_linear(layer.down[:, :heavy].to(layer.dtype), _cast(layer, layer.down_bias))
     }
-    for name, weights, biases in _pair(layer, layer.rows):
+    for name, weights, biases in _group_by_module(layer, layer.rows):
         kept = [None if b is None else b[:heavy] for b in biases]
         modules[name] = make_linear(torch.cat([w[:heavy] for w in weights]).to(layer.dtype), _cast(layer, *kept))
     return modules
@@ -104,12 +104,12 @@ def _prune(layer: Layer, heavy: int) -> Modules:
 def _assemble(layer: Layer, rows: list[Parts], columns: Parts) -> Modules:
     bias = _cast(layer, layer.down_bias)
     modules: Modules = {layer.feed_forward.down: SplitLinear("columns", columns, bias, layer.dtype)}
-    for name, parts, biases in _pair(layer, rows):
+    for name, parts, biases in _group_by_module(layer, rows):
         modules[name] = SplitLinear("rows", [part for row in parts for part in row], _cast(layer, *biases), layer.dtype)
     return modules
 
 
-def _pair(layer: Layer, rows: Sequence[T]) -> Iterator[tuple[str, list[T], list[Tensor | None]]]:
+def _group_by_module(layer: Layer, rows: Sequence[T]) -> Iterator[tuple[str, list[T], list[Tensor | None]]]:
     """Gate's and up's values and biases by module: packed, both are in one module."""
     feed_forward, biases = layer.feed_forward, layer.row_biases
     if feed_forward.packed:

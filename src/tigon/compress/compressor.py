@@ -155,7 +155,7 @@ class _Compressor:
                 f"got {budget}."
             )
         tried = possible if name == "auto" else {name: possible[name]}
-        results = {method: self._try(chosen) for method, chosen in tried.items()}
+        results = {method: self._evaluate(chosen) for method, chosen in tried.items()}
         best = min(results, key=lambda method: results[method][1])
         methods = []
         for method, chosen in possible.items():
@@ -183,14 +183,14 @@ class _Compressor:
         if isinstance(self.method, Bits):
             return {"bits": [candidate for (candidate,) in rows["bits"]]}
         room = int(budget * sum(self.sizes))
-        weights, rows = self._weigh(rows) if budget < 1 else ([1.0] * len(self.layers), rows)
+        weights, rows = self._weigh_layers(rows) if budget < 1 else ([1.0] * len(self.layers), rows)
         plans = {name: plan(row, room, weights) for name, row in rows.items()}
         if self.name == "auto":
             mixed = [[c for row in rows.values() for c in row[place]] for place in range(len(self.layers))]
             plans["mixed"] = plan(mixed, room, weights)
         return plans
 
-    def _weigh(self, rows: Rows) -> tuple[list[float], Rows]:
+    def _weigh_layers(self, rows: Rows) -> tuple[list[float], Rows]:
         """Model sensitivity to each layer's error, and candidates with expected errors.
 
         Both are measured with the layer at 3 bits. Candidate errors from rounding to nearest are rescaled, since fitted
@@ -203,7 +203,7 @@ class _Compressor:
             candidate = layer.split_by_bits(layer.neurons, (3, 3))
             modules = self._build(place, candidate, layer)
             error = max(measure_error(layer, modules), 1e-9)
-            weights.append(max(self._measure(probe, modules), 1e-9) / error)
+            weights.append(max(self._measure_distance(probe, modules), 1e-9) / error)
             gain = error / max(candidate.error, 1e-9)
             bits.append([replace(c, error=gain * c.error) for c in row])
         return weights, {**rows, "bits": bits}
@@ -228,7 +228,7 @@ class _Compressor:
             self.quantized[key] = modules
         return modules
 
-    def _try(self, chosen: Sequence[Candidate]) -> tuple[float, float]:
+    def _evaluate(self, chosen: Sequence[Candidate]) -> tuple[float, float]:
         """Mean layer error, and the whole model's distance from the original."""
         modules: Modules = {}
         errors = []
@@ -240,9 +240,9 @@ class _Compressor:
             own = self._build(place, candidate, layer)
             errors.append(measure_error(layer, own))
             modules |= own
-        return statistics.fmean(errors), self._measure(self.outputs, modules) if modules else 0.0
+        return statistics.fmean(errors), self._measure_distance(self.outputs, modules) if modules else 0.0
 
-    def _measure(self, outputs: data.OutputDistance, modules: Modules) -> float:
+    def _measure_distance(self, outputs: data.OutputDistance, modules: Modules) -> float:
         before = swap_layers(self.model, modules)
         try:
             distance = outputs.measure()

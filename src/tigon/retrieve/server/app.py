@@ -23,12 +23,12 @@ from tigon.retrieve.server import openapi
 from tigon.retrieve.server.bodies import BINARY, JSON, SMALL, Array, SearchResult, is_small
 from tigon.retrieve.server.metrics import RequestMetrics
 from tigon.retrieve.server.requests import (
-    DeleteRequest,
     IndexInfo,
     Limits,
     SearchRequest,
     UpsertRequest,
     check_vectors,
+    parse_ids,
     parse_queries,
 )
 
@@ -38,6 +38,7 @@ RETRY = {"retry-after": "1"}
 CLOSE = {"connection": "close"}
 OPEN_PATHS = ("/health", "/docs", "/openapi.json")  # without a key
 UPDATES = ("/upsert", "/delete", "/snapshot")
+METHODS = ("encode", "upsert", "delete", "snapshot", "health", "metrics")  # of the index process
 LOCAL = ("localhost", "127.0.0.1", "::1")
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -54,17 +55,8 @@ class Backend(Protocol):
     async def search(self, query: Array, k: list[int], where: list[str | None], strict: bool) -> SearchResult:
         """A request that is cancelled before its search starts is skipped."""
 
-    async def encode(self, features: Any) -> Array: ...
-
-    async def upsert(self, ids: Any, vectors: Array | None, table: dict[str, list[Any]] | None) -> dict[str, Any]: ...
-
-    async def delete(self, ids: Any) -> dict[str, Any]: ...
-
-    async def snapshot(self) -> dict[str, Any]: ...
-
-    async def health(self) -> dict[str, Any]: ...
-
-    async def metrics(self) -> bytes: ...
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call one of `METHODS`: "encode" gives an array, "metrics" bytes, and the others a response's fields."""
 
 
 class Application:
@@ -267,7 +259,7 @@ class Application:
         query = request.query
         if query is None:
             count = len(request.k)
-            vectors = await self.backend.encode(request.features)
+            vectors: Array = await self.backend.call("encode", request.features)
             if vectors.shape[:-1] != (count,):
                 raise HTTPException(
                     422, f"the encoder must give a vector for each of {count} queries, got {vectors.shape}."
@@ -279,23 +271,23 @@ class Application:
 
     async def upsert(self, content: bytes, binary: bool, receive: Any) -> Response:
         request = await self._parse(UpsertRequest.parse, content, binary, self.info)
-        return _json_response(await self.backend.upsert(*request))
+        return _json_response(await self.backend.call("upsert", *request))
 
     async def delete(self, content: bytes, binary: bool, receive: Any) -> Response:
-        request = await self._parse(DeleteRequest.parse, content, binary, self.info)
-        return _json_response(await self.backend.delete(*request))
+        ids = await self._parse(parse_ids, content, binary, self.info)
+        return _json_response(await self.backend.call("delete", ids))
 
     async def snapshot(self, content: bytes, binary: bool, receive: Any) -> Response:
-        return _json_response(await self.backend.snapshot())
+        return _json_response(await self.backend.call("snapshot"))
 
     async def show_health(self) -> Response:
-        health = {"status": "draining" if self.draining else "ok", **await self.backend.health()}
+        health = {"status": "draining" if self.draining else "ok", **await self.backend.call("health")}
         if self.key is not None:  # /health needs no key, but column names are not public
             del health["columns"]
         return _json_response(health, 503 if self.draining else 200)
 
     async def show_metrics(self) -> Response:
-        searches = await self.backend.metrics()
+        searches = await self.backend.call("metrics")
         return Response(self.metrics.to_text() + searches, headers={"content-type": PROMETHEUS})
 
     async def show_docs(self) -> Response:

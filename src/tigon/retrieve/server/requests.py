@@ -136,16 +136,10 @@ class UpsertRequest(NamedTuple):
         return cls(arrays.get("ids", body.ids), vectors, body.table)
 
 
-class DeleteRequest(NamedTuple):
-    """Items to delete."""
-
-    ids: Array | list[int] | list[str]
-
-    @classmethod
-    def parse(cls, content: bytes, binary: bool, info: IndexInfo) -> DeleteRequest:
-        """Raises: HTTPException, 422 or 413, for an invalid body."""
-        body, arrays = parse_body(DeleteBody, content, binary, info.dim)
-        return cls(arrays.get("ids", body.ids))
+def parse_ids(content: bytes, binary: bool, info: IndexInfo) -> Array | list[int] | list[str]:
+    """The items to delete. Raises: HTTPException, 422 or 413, for an invalid body."""
+    body, arrays = parse_body(DeleteBody, content, binary, info.dim)
+    return arrays.get("ids", body.ids)
 
 
 def check_vectors(vectors: Array, dim: int) -> Array:
