@@ -626,6 +626,7 @@ SLOW = {
     "one vector": ("/search", lambda: fill('{"vectors":[[', "1", "]]}")),
     "empty vectors": ("/search", lambda: fill('{"vectors":[', "[]", "]}")),
     "short vectors": ("/search", lambda: fill('{"vectors":[', "[1]", "]}")),
+    "wide vectors": ("/search", lambda: fill('{"vectors":[', "[" + "1," * 200_000 + "1]", "]}", 4 * SIZE - 10)),
     "many queries": ("/search", lambda: fill('{"vectors":[', json.dumps(VECTOR), "]}")),
     "many filters": ("/search", lambda: fill('{"vectors":[[1]],"where":[', '"a==1"', "]}")),
     "small numbers": ("/search", lambda: fill('{"vectors":[[', "1e-400", "]]}")),

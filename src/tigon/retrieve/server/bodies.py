@@ -159,7 +159,9 @@ class _VectorReader:
 
     def take(self, rows: list[Any]) -> None:
         self.rows += rows
-        if len(self.rows) * self.dim >= CHUNK:
+        # A row of another width is refused at once: it may be long.
+        is_wrong = any(isinstance(row, list) and len(row) != self.dim for row in rows)
+        if is_wrong or len(self.rows) * self.dim >= CHUNK:
             self.convert()
 
     def convert(self) -> None:

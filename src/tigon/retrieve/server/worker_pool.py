@@ -71,21 +71,16 @@ class MergedSearch(AdmittedSearch):
 class WorkerConnection(FrameProtocol):
     """The index's end of the socket to worker number `place`."""
 
-    def __init__(self, service: Service, place: int, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, service: Service, place: int, process: Any) -> None:
         super().__init__()
         self.backend, self.place = service.index_backend, place
-        self._process = process
+        self.process: subprocess.Popen[bytes] = process
         self.started = time.monotonic()
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[bool] = loop.create_future()  # False: the worker exited before
         self.closed: asyncio.Future[None] = loop.create_future()
         self.searches: set[MergedSearch] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None
-        return self._process
 
     def connection_lost(self, error: Exception | None) -> None:
         for search in self.searches:
