@@ -7,43 +7,27 @@ transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 97
 SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+WIDTHS = {"hidden_size": 32, "intermediate_size": 128}
 IDS = torch.randint(VOCABULARY, (12, 64), generator=torch.Generator().manual_seed(1))
 
-
-def llama(**changes):
-    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 128, "num_key_value_heads": 2, "pad_token_id": 0}
-    return made(transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**sizes, **changes}))
-
-
-def phi3():
-    sizes = {
-        **SIZES,
-        "hidden_size": 32,
-        "intermediate_size": 128,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 1,
-    }
-    return made(transformers.Phi3ForCausalLM, transformers.Phi3Config(**sizes))
+FAMILIES = {  # class and sizes; formula; the first layer's name
+    "llama": ("Llama", {**SIZES, **WIDTHS, "num_key_value_heads": 2, "pad_token_id": 0}, "down(silu(gate) · up)",
+              "model.layers.0.mlp"),
+    "phi3": ("Phi3", {**SIZES, **WIDTHS, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1},
+             "down(silu(gate) · up)", "model.layers.0.mlp"),
+    "bert": ("Bert", {**SIZES, **WIDTHS}, "down(gelu(up))", "encoder.layer.0"),
+    "opt": ("OPT", {**SIZES, "hidden_size": 32, "ffn_dim": 128, "word_embed_proj_dim": 32}, "down(relu(up))",
+            "model.decoder.layers.0"),
+    "gpt2": ("GPT2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+                      "eos_token_id": 1, "bos_token_id": 1}, "down(gelu_tanh(up))", "transformer.h.0.mlp"),
+}  # fmt: skip
 
 
-def bert():
-    return made(transformers.BertModel, transformers.BertConfig(**SIZES, hidden_size=32, intermediate_size=128))
-
-
-def opt():
-    sizes = {**SIZES, "hidden_size": 32, "ffn_dim": 128, "word_embed_proj_dim": 32}
-    return made(transformers.OPTForCausalLM, transformers.OPTConfig(**sizes))
-
-
-def gpt2():
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "eos_token_id": 1}
-    return made(transformers.GPT2LMHeadModel, transformers.GPT2Config(**sizes, bos_token_id=1))
-
-
-def made(kind, config):
+def make_model(family, **changes):
+    name, sizes, _, _ = FAMILIES[family]
+    kind = getattr(transformers, name + {"Bert": "Model", "GPT2": "LMHeadModel"}.get(name, "ForCausalLM"))
     torch.manual_seed(0)
-    model = kind(config).eval()
+    model = kind(getattr(transformers, f"{name}Config")(**{**sizes, **changes})).eval()
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,16 +44,10 @@ def made(kind, config):
     return model
 
 
-FAMILIES = {
-    "llama": (llama, "down(silu(gate) · up)", "model.layers.0.mlp"),
-    "phi3": (phi3, "down(silu(gate) · up)", "model.layers.0.mlp"),
-    "bert": (bert, "down(gelu(up))", "encoder.layer.0"),
-    "opt": (opt, "down(relu(up))", "model.decoder.layers.0"),
-    "gpt2": (gpt2, "down(gelu_tanh(up))", "transformer.h.0.mlp"),
-}
+def llama(**changes):
+    return make_model("llama", **changes)
 
 
 @torch.no_grad()
 def answer(model, ids=IDS[:2]):
-    y = model(ids)
-    return y[0]
+    return model(ids)[0]

@@ -1,8 +1,11 @@
 """Indexes, requests and processes for the tests of servers."""
 
 import asyncio
+import gc
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +19,9 @@ import torch
 from safetensors import numpy as tensors
 
 from tigon.retrieve import Category, Index, Number, Schema
+from tigon.retrieve.server import run as server_run
+from tigon.retrieve.server import worker, worker_pool
+from tigon.retrieve.server.service import Service
 
 D, ITEMS = 16, 300
 X = [[1.0] * D]
@@ -111,6 +117,79 @@ def check_answer(answer, index, query, k, where):
             found[name] = [row[:n] for row, n in zip(found[name], counts, strict=True)]
     same(found["ids"], found["scores"], hits)
     assert found["exact"] == hits.exact.tolist()
+
+
+def serve(test, index=None, workers=0, **options):
+    """Run a coroutine of two clients and a service: clients of the service, or of workers in front of it, which have
+    sockets to it in this process.
+    """
+    service = Service(made() if index is None else index, **options)
+
+    async def run():
+        apps = [service, service]
+        backends, pool = [], worker_pool.WorkerPool(service, [None] * workers, 0.0, 10.0)
+        for place in range(workers):
+            here, there = socket.socketpair()
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_unix_connection(
+                lambda p=place: worker_pool.WorkerConnection(service, p, None), sock=here
+            )
+            _, backend = await loop.create_unix_connection(lambda p=place: worker.RemoteBackend(p), sock=there)
+            pool.greet(connection)
+            apps[place] = await backend.hello
+            backend.send("ready")
+            assert await connection.ready
+            backends.append(backend)
+        clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://tigon") for app in apps]
+        try:
+            async with clients[0], clients[1]:
+                await test(clients, service)
+                assert not any(backend.queries or backend.pending for backend in backends)
+        finally:
+            for backend in backends:
+                backend.is_ended = True
+                backend.transport.close()
+                await backend.closed
+            pool._metrics.cleanup()
+
+    try:
+        asyncio.run(run())
+    finally:
+        service.close()
+
+
+def run_server(service, act, is_signaled=False, **options):
+    """Run a server in this process while `act(port)` runs in a thread. SIGTERM follows, unless `act` has sent that.
+
+    Returns: the seconds from the signal to the end.
+    """
+    errors, signaled = [], []
+
+    def work(port):
+        try:
+            act(port)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            signaled.append(time.monotonic())
+            if errors or not is_signaled:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    threads = []
+
+    def start(port):
+        threads.append(threading.Thread(target=work, args=(port,)))
+        threads[0].start()
+
+    try:
+        server_run.serve(service, "127.0.0.1", 0, started=start, **options)
+    finally:
+        gc.unfreeze()  # what the server has frozen
+        for thread in threads:
+            thread.join(20)
+    if errors:
+        raise errors[0]
+    return time.monotonic() - signaled[0]
 
 
 class Process:

@@ -3,31 +3,28 @@
 the index is as it was."""
 
 import contextlib
+import gc
 import http.client
 import json
-import os
-import signal
 import socket
 import struct
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors import numpy as tensors
-from serving import D, Process, made
+from serving import D, made, run_server
 
 from tigon.retrieve import Category, Index, Number, Schema, Tags, Timestamp
-from tigon.retrieve.server.connections import Config, Server, run_loop
+from tigon.retrieve.server.connections import Config, Server, freeze_garbage, run_loop
 from tigon.retrieve.server.run import bind_sockets
 from tigon.retrieve.server.service import Limits, Service
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
-LIMIT = 1.0  # seconds in which a request must have come
+LIMIT = 0.5  # seconds in which a request must have come
 VECTOR = [1.0] * D
 WRITTEN = b"HTTP/1.1 200 OK"
 
@@ -126,8 +123,10 @@ def server(tmp_path_factory):
     running = Running(
         Service(Index.open(folder), folder, encode=encode, limits=limits, hosts=("example.org",)), request_timeout=LIMIT
     )
+    freeze_garbage()  # as a server does: collections of the tests' objects would hold the loop
     yield running
     running.end()
+    gc.unfreeze()
 
 
 def encode(features):
@@ -167,12 +166,10 @@ def chunk(body):
 
 HEADS = {
     "a large header": (GET + b"X: " + b"a" * 100_000 + b"\r\n\r\n", 431),
-    "a large name": (GET + b"a" * 100_000 + b": 1\r\n\r\n", 431),
     "a large path": (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
     "a large query": (b"GET /health?" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
     "many headers": (GET + b"".join(b"X-%d: 1\r\n" % i for i in range(20_000)) + b"\r\n", 431),
     "a head of 3 MB": (GET + b"X: " + b"a" * 3_000_000, 431),
-    "3 MB of a path": (b"GET /" + b"a" * 3_000_000, 431),
     "a large trailer": (TYPED + CHUNKED + b"\r\n" + chunk(SEARCH) + b"0\r\nX: " + b"a" * 300_000 + b"\r\n\r\n", {200, 400, 431}),
     "a head at the limit": (GET + b"Connection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n", 200),
     "no HTTP": (b"\x00\xff\x01garbage\r\n\r\n", 400),
@@ -180,43 +177,26 @@ HEADS = {
     "HTTP/0.9": (b"GET /health\r\n\r\n", {200, 403}),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "HTTP/1.0": (b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n", 200),
-    "HTTP/9.9": (b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n", 400),
     "zeros in a header": (GET + b"X: a\x00b\r\n\r\n", 400),
     "a space before the colon": (GET + b"X : a\r\n\r\n", 400),
-    "a line without a colon": (GET + b"nothing\r\n\r\n", 400),
     "a bare CR": (GET + b"X: a\rY: b\r\n\r\n", 400),
     "an unknown method": (b"EVIL /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-    "a method in lower case": (b"get /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-    "no path": (b"GET  HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
     "a path in bytes": (b"GET /h\xff HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", {400, 404}),
     "a path in percents": (b"GET /%ff%00%ed%a0%80 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404),
     "dots in a path": (b"GET /docs/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404),
-    "OPTIONS": (request("/search", method="OPTIONS"), 405),
-    "TRACE": (request("/search", method="TRACE"), 405),
     "CONNECT": (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", {400, 404, 405}),
-    "DELETE": (request("/delete", method="DELETE"), 405),
     "GET of a search": (request("/search", method="GET"), 405),
     "POST of a page": (request("/health"), 405),
     "length and chunks": (TYPED + LENGTH + CHUNKED + b"\r\n" + chunk(SEARCH) + b"0\r\n\r\n", 400),
-    "chunks and length": (TYPED + CHUNKED + LENGTH + b"\r\n" + chunk(SEARCH) + b"0\r\n\r\n", 400),
     "two lengths": (TYPED + LENGTH + b"Content-Length: 5\r\n\r\n" + SEARCH, 400),
-    "a length twice": (TYPED + LENGTH + LENGTH + b"\r\n" + SEARCH, 400),
-    "a list of lengths": (TYPED + b"Content-Length: 5, 5\r\n\r\nabcde", 400),
     "a negative length": (TYPED + b"Content-Length: -1\r\n\r\n", 400),
-    "a signed length": (TYPED + b"Content-Length: +5\r\n\r\nabcde", 400),
-    "a length in hexadecimal": (TYPED + b"Content-Length: 0x5\r\n\r\nabcde", 400),
     "a length of 30 digits": (TYPED + b"Content-Length: 1" + b"0" * 29 + b"\r\n\r\n", {400, 413}),
     "a length of 1 TB": (TYPED + b"Content-Length: 1000000000000\r\n\r\n", 413),
-    "a length of nothing": (TYPED + b"Content-Length: \r\n\r\n", 400),
-    "another encoding": (TYPED + b"Transfer-Encoding: gzip\r\n\r\n", {400, 422}),
     "chunks in quotes": (TYPED + b'Transfer-Encoding: "chunked"\r\n\r\n' + chunk(SEARCH) + b"0\r\n\r\n", {400, 422}),
-    "chunks, then gzip": (TYPED + b"Transfer-Encoding: chunked, gzip\r\n\r\n" + chunk(SEARCH) + b"0\r\n\r\n", 400),
     "xchunked": (TYPED + b"Transfer-Encoding: xchunked\r\n\r\n" + chunk(SEARCH) + b"0\r\n\r\n", {400, 422}),
     "chunks": (TYPED + CHUNKED + b"\r\n" + b"".join(chunk(SEARCH[i : i + 1]) for i in range(len(SEARCH))) + b"0\r\n\r\n", 200),
     "a chunk of no number": (TYPED + CHUNKED + b"\r\nzz\r\nab\r\n0\r\n\r\n", 400),
-    "a chunk of a negative size": (TYPED + CHUNKED + b"\r\n-1\r\nab\r\n0\r\n\r\n", 400),
     "a chunk of 2**70": (TYPED + CHUNKED + b"\r\n" + b"f" * 20 + b"\r\nab\r\n0\r\n\r\n", 400),
-    "a chunk that is longer": (TYPED + CHUNKED + b"\r\n2\r\nabcdef\r\n0\r\n\r\n", 400),
     "chunks of a GET": (GET + b"Connection: close\r\n" + CHUNKED + b"\r\n0\r\n\r\n", 200),
     "lines of LF": (b"GET /health HTTP/1.1\nHost: localhost\nConnection: close\n\n", {200, 400}),
     "empty lines first": (b"\r\n\r\n\r\n" + GET + b"Connection: close\r\n\r\n", 200),
@@ -400,50 +380,30 @@ LONE = "\ud800"
 BODIES = {
     # lone surrogates, in each place of a string
     "surrogate id": ("/upsert", item([LONE])),
-    "surrogate id to delete": ("/delete", {"ids": [LONE]}),
     "surrogate category": ("/upsert", item(kind=[LONE])),
     "surrogate tag": ("/upsert", item(tags=[[LONE]])),
-    "surrogate number": ("/upsert", item(part=[LONE])),
-    "surrogate time": ("/upsert", item(posted=[LONE])),
     "surrogate column": ("/upsert", item(**{LONE: [1]})),
     "surrogate field": ("/search", {"vectors": [VECTOR], LONE: 1}),
     "surrogate filter": ("/search", {"vectors": [VECTOR], "where": f"kind == '{LONE}'"}),
-    "surrogate filters": ("/search", {"vectors": [VECTOR], "where": [LONE]}),
-    "surrogate text": ("/search", {"texts": [LONE]}),
-    "surrogate feature": ("/search", {"features": [LONE]}),
     "surrogate feature name": ("/search", {"features": {LONE: [1]}}),
     "surrogate pair the wrong way": ("/delete", b'{"ids": ["\\udc00\\ud800"]}'),
     "large and surrogate": ("/delete", b'{"ids": [' + b'"\\ud800",' * 20_000 + b'"a"]}'),
     "tensors: surrogate id": ("/upsert", tensor_body({"ids": [LONE], **item()} | {"vectors": None}, vectors=ONE)),
-    "tensors: surrogate category": ("/upsert", tensor_body({"ids": ["x"], "table": item(kind=[LONE])["table"]}, vectors=ONE)),
-    "tensors: surrogate tag": ("/upsert", tensor_body({"ids": ["x"], "table": item(tags=[[LONE]])["table"]}, vectors=ONE)),
-    "tensors: surrogate column": ("/upsert", tensor_body({"ids": ["x"], "table": item(**{LONE: [1]})["table"]}, vectors=ONE)),
-    "tensors: surrogate to delete": ("/delete", tensor_body({"ids": [LONE]}, vectors=ONE)),
-    "tensors: surrogate filter": ("/search", tensor_body({"where": f"kind == '{LONE}'"}, vectors=ONE)),
     "tensors: surrogate name": ("/search", head_of({LONE: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})),
-    "tensors: surrogate dtype": ("/search", head_of({"vectors": {"dtype": LONE, "shape": [0], "data_offsets": [0, 0]}})),
     # JSON
     "nothing": ("/search", b""),
-    "spaces": ("/search", b" " * 1000),
     "null": ("/search", b"null"),
-    "a number": ("/search", b"1"),
-    "a text": ("/search", b'"a"'),
     "half of it": ("/search", SEARCH[:-3]),
     "more than it": ("/search", SEARCH + b"}"),
     "a byte order mark": ("/search", b"\xef\xbb\xbf" + SEARCH),
-    "UTF-16": ("/search", SEARCH.decode().encode("utf-16")),
     "Latin-1": ("/delete", '{"ids": ["é"]}'.encode("latin-1")),
     "a zero byte": ("/delete", b'{"ids": ["a\x00"]}'),
     "deep lists": ("/search", b"[" * 200_000),
     "deep vectors": ("/search", b'{"vectors": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
-    "deep features": ("/search", b'{"features": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
     "deep table": ("/upsert", b'{"ids": [], "table": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_000 + b"}"),
-    "nested a little": ("/search", b'{"features": ' + b"[" * 150 + b"1" + b"]" * 150 + b"}"),
     "tensors: deep header": ("/search", head_of(b"[" * 200_000)),
-    "tensors: deep request": ("/search", head_of({"__metadata__": {"request": "[" * 200_000}})),
     "tensors: deep shape": ("/search", head_of(b'{"vectors": {"dtype": "F32", "shape": ' + b"[" * 5000 + b"]" * 5000 + b"}}")),
     "NaN": ("/search", b'{"vectors": [[NaN]]}'),
-    "infinity": ("/search", b'{"vectors": [[-Infinity]]}'),
     "NaN in a large body": ("/search", b'{"vectors": [[' + b"1," * 50_000 + b"NaN]]}"),
     "infinity to write": ("/upsert", json.dumps(item()).replace("1.0", "1e999", 1).encode()),
     "beyond fp32": ("/upsert", json.dumps(item()).replace("1.0", "1e39", 1).encode()),
@@ -452,115 +412,63 @@ BODIES = {
     "400 digits for k": ("/search", b'{"vectors": [[1]], "k": 1%s}' % (b"0" * 400)),
     "5000 digits for k": ("/search", b'{"vectors": [[1]], "k": 1%s}' % (b"0" * 5000)),
     "400 digits for a number": ("/upsert", item(price=[10**400])),
-    "400 digits for a step": ("/upsert", item(part=[10**400])),
-    "400 digits for a time": ("/upsert", item(posted=[10**400])),
     "400 digits for an id": ("/delete", {"ids": [10**400]}),
-    "400 digits of a feature": ("/search", {"features": [10**400]}),
     "an id beyond 63 bits": ("/delete", {"ids": [2**63]}),
     "large and beyond 63 bits": ("/delete", b'{"ids": [' + b"1," * 50_000 + b"9223372036854775808]}"),
     "a key twice": ("/search", b'{"vectors": [[1]], "k": 1, "k": "a"}'),
-    "vectors twice": ("/search", json.dumps({"vectors": [VECTOR]})[:-1].encode() + b', "vectors": [[1]]}'),
     "booleans": ("/search", {"vectors": [[True] * D]}),
-    "texts of numbers": ("/search", {"vectors": [["1"] * D]}),
     "ids of both kinds": ("/delete", {"ids": ["a", 1]}),
     "large and of both kinds": ("/delete", b'{"ids": [' + b'"a",' * 30_000 + b"1]}"),
     "an object for a list": ("/search", {"vectors": {"0": VECTOR}}),
     "a long text beside numbers": ("/search", {"features": ["a" * 60_000] + [1] * 500}),
     "an own error of the encoder": ("/search", {"texts": ["a"]}),
-    "another own error": ("/search", {"features": {"a": [1]}}),
     "a field of 1 MB": ("/search", {"vectors": [VECTOR], "a" * 1_000_000: 1}),
     # filters
     "400 digits in a filter": ("/search", {"vectors": [VECTOR], "where": f"part <= 1{'0' * 400} and part >= 0.5"}),
-    "400 digits of a category": ("/search", {"vectors": [VECTOR], "where": f"kind == 1{'0' * 400}", "strict": True}),
-    "400 digits for a time in a filter": ("/search", {"vectors": [VECTOR], "where": f"posted <= 1{'0' * 400}"}),
     "5000 digits in a filter": ("/search", {"vectors": [VECTOR], "where": f"price <= 1{'0' * 5000}"}),
-    "hexadecimal": ("/search", {"vectors": [VECTOR], "where": f"kind == 0x{'f' * 9000}"}),
-    "before the year 1": ("/search", {"vectors": [VECTOR], "where": "posted >= '0001-01-01T00:00+14:00'"}),
     "after the year 9999": ("/search", {"vectors": [VECTOR], "where": "posted <= '9999-12-31T23:59:59-14:00'"}),
     "a time before the year 1": ("/upsert", item(posted=["0001-01-01T00:00+14:00"])),
     "parentheses": ("/search", {"vectors": [VECTOR], "where": "(" * 9000 + "part == 1" + ")" * 9000}),
-    "not not": ("/search", {"vectors": [VECTOR], "where": "not " * 8000 + "part =="}),
     "signs": ("/search", {"vectors": [VECTOR], "where": "part == " + "-" * 30_000 + "1"}),
+    "hexadecimal": ("/search", {"vectors": [VECTOR], "where": f"kind == 0x{'f' * 9000}"}),
     "code": ("/search", {"vectors": [VECTOR], "where": "__import__('os').system('true')"}),
-    "a formatted text": ("/search", {"vectors": [VECTOR], "where": "kind == f'{1}'"}),
-    "an empty filter": ("/search", {"vectors": [VECTOR], "where": ""}),
-    "a filter of 100 KB": ("/search", {"vectors": [VECTOR], "where": "kind == '" + "a" * 99_000 + "'"}),
     "filters of 100 KB": ("/search", {"vectors": [VECTOR] * 100, "where": [f"kind == '{i:1000}'" for i in range(100)]}),
     "too many results": ("/search", {"vectors": [VECTOR] * 100, "k": 2048}),
     # tensors
     "tensors: a scalar": ("/search", tensor_body({}, vectors=np.float32(1))),
-    "tensors: a scalar of ids": ("/delete", tensor_body({}, ids=np.int64(1))),
     "tensors: a scalar of ids to write": ("/upsert", tensor_body({"table": item()["table"]}, ids=np.int64(1), vectors=ONE)),
     "tensors: a scalar of features": ("/search", tensor_body({}, features=np.float32(1))),
     "tensors: three dimensions": ("/search", tensor_body({}, vectors=np.ones((1, 1, D), np.float32))),
     "tensors: ids of two dimensions": ("/delete", tensor_body({}, ids=np.ones((2, 2), np.int64))),
-    "tensors: ids of floats": ("/delete", tensor_body({}, ids=np.ones(2, np.float32))),
     "tensors: no vectors": ("/search", tensor_body({}, vectors=np.ones((0, D), np.float32))),
-    "tensors: no width": ("/search", tensor_body({}, vectors=np.ones((3, 0), np.float32))),
-    "tensors: a list": ("/search", head_of([])),
     "tensors: a number": ("/search", head_of(3)),
-    "tensors: metadata of a number": ("/search", head_of({"__metadata__": 3})),
     "tensors: request of a number": ("/search", head_of({"__metadata__": {"request": 3}})),
     "tensors: dtype of a list": ("/search", head_of({"vectors": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}})),
     "tensors: shape of 2**62": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 0]}})),
     "tensors: shape of zeros": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]}})),
-    "tensors: shape of floats": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [1.0, 4.0], "data_offsets": [0, 16]}}, b"a" * 16)),
     "tensors: a negative shape": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [-1, 4], "data_offsets": [0, 16]}}, b"a" * 16)),
     "tensors: offsets backwards": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, b"a" * 16)),
     "tensors: offsets outside": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [1], "data_offsets": [2**62, 2**62 + 4]}})),
-    "tensors: offsets of 10**400": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [1], "data_offsets": [0, 10**400]}})),
-    "tensors: three offsets": ("/search", head_of({"vectors": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}})),
     "tensors: a header of 2**63": ("/search", b"\xff" * 7 + b"\x7f" + b"{}"),
-    "tensors: a header in Latin-1": ("/search", head_of('{"é": 1}'.encode("latin-1"))),
     "tensors: NaN": ("/upsert", tensor_body({"ids": ["x"], "table": item()["table"]}, vectors=ONE * np.nan)),
 }  # fmt: skip
-UNCLEAR = {  # taken, or refused by the index, as it likes
-    "surrogate id to delete", "tensors: surrogate to delete", "tensors: surrogate filter", "surrogate filter",
-    "400 digits in a filter", "400 digits of a category",
-}  # fmt: skip
+UNCLEAR = {"surrogate filter", "400 digits in a filter"}  # taken, or refused by the index, as it likes
+
+
+def send_case(address, case, table=BODIES, **headers):
+    path, body = table[case]
+    body = body() if callable(body) else body
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return ask(address, request(path, content, BINARY if case.startswith("tensors") else JSON, **headers))
 
 
 @pytest.mark.parametrize("case", BODIES)
 def test_bodies_that_are_none(server, case):
-    path, body = BODIES[case]
-    kind = BINARY if case.startswith("tensors") else JSON
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = server.ask(request(path, content, kind))
-    expected = {200, 422} if case in UNCLEAR else {413, 422}
-    assert status(answer) in expected, answer[:300]
+    answer = send_case(("127.0.0.1", server.port), case)
+    assert status(answer) in ({200, 422} if case in UNCLEAR else {413, 422}), answer[:300]
     assert len(answer) < 5000, "a sentence, not the request again"
     if status(answer) != 200:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["detail"]
-
-
-def test_workers_answer_likewise(tmp_path):
-    make_index().save(tmp_path / "index")
-    server = Process(tmp_path / "index", "--workers", "2", "--request-timeout", "2")
-    address = server.client.base_url.host, server.client.base_url.port
-    try:
-        for case, (path, body) in BODIES.items():
-            kind = BINARY if case.startswith("tensors") else JSON
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = ask(address, request(path, content, kind, x_api_key="k"))
-            assert status(answer) in ({200, 422} if case in UNCLEAR else {413, 422}), (case, answer[:300])
-        for case, (path, make) in SLOW.items():
-            if path == "/upsert" or "filter" in case:
-                kind = BINARY if case.startswith("tensors") else JSON
-                answer = ask(address, request(path, make(), kind, x_api_key="k"))
-                assert status(answer) in (200, 413, 422), (case, answer[:300])
-        for case, (content, expected) in HEADS.items():
-            answer = ask(address, content)
-            expected = expected if isinstance(expected, set) else {expected}
-            assert status(answer) in expected | {401}, (case, answer[:300])
-        found = server.client.post("/search", json={"vectors": [VECTOR], "k": 5}).json()
-        assert sorted(found["ids"][0]) == ["a", "b", "c"]
-        assert server.client.post("/snapshot").status_code == 200
-        server.process.terminate()
-        assert server.process.wait(20) == 0
-        assert "Traceback" not in server.process.stderr.read()
-    finally:
-        server.end()
-    assert len(Index.load(tmp_path / "index")) == 3
 
 
 # ----------------------------------------------------------------------------------------------------------------- time
@@ -594,11 +502,11 @@ def test_slow_clients_are_closed(server):
     }
     clients = []
     for content, _ in begun.values():
-        clients += [server.connect() for _ in range(5)]
-        for client in clients[-5:]:
+        clients += [server.connect() for _ in range(2)]
+        for client in clients[-2:]:
             client.sendall(content)
-    dribbling = [server.connect() for _ in range(5)]
-    stop = time.monotonic() + 2 * LIMIT
+    dribbling = [server.connect() for _ in range(2)]
+    stop = time.monotonic() + LIMIT + 0.5
     while time.monotonic() < stop:  # a byte now and then is no excuse
         for client in dribbling:
             with contextlib.suppress(OSError):
@@ -606,14 +514,14 @@ def test_slow_clients_are_closed(server):
         time.sleep(0.1)
     answers = closed_within(clients, 10)
     for i, (name, (_, expected)) in enumerate(begun.items()):
-        assert {status(answer) for answer in answers[5 * i : 5 * i + 5]} == {expected}, name
+        assert {status(answer) for answer in answers[2 * i : 2 * i + 2]} == {expected}, name
     for answer in closed_within(dribbling, 10):
         assert status(answer) in (None, 400, 408)
     assert not server.server.server_state.connections
 
 
 def test_a_client_that_does_not_read_is_closed(server):
-    clients = [server.connect() for _ in range(3)]
+    clients = [server.connect()]
     for client in clients:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(0.2)
@@ -718,50 +626,39 @@ SLOW = {
     "one vector": ("/search", lambda: fill('{"vectors":[[', "1", "]]}")),
     "empty vectors": ("/search", lambda: fill('{"vectors":[', "[]", "]}")),
     "short vectors": ("/search", lambda: fill('{"vectors":[', "[1]", "]}")),
-    "objects for vectors": ("/search", lambda: fill('{"vectors":[', "{}", "]}")),
+    "wide vectors": ("/search", lambda: fill('{"vectors":[', "[" + "1," * 200_000 + "1]", "]}", 4 * SIZE - 10)),
     "many queries": ("/search", lambda: fill('{"vectors":[', json.dumps(VECTOR), "]}")),
-    "many k": ("/search", lambda: fill('{"vectors":[[1]],"k":[', "1", "]}")),
     "many filters": ("/search", lambda: fill('{"vectors":[[1]],"where":[', '"a==1"', "]}")),
     "small numbers": ("/search", lambda: fill('{"vectors":[[', "1e-400", "]]}")),
     "empty features": ("/search", lambda: fill('{"features":[', "[]", "]}", SIZE // 4)),
     "many features": ("/search", lambda: fill('{"features":[', "1.25", "]}")),
-    "texts as features": ("/search", lambda: fill('{"features":{"a":[', '"ab"', "]}}")),
     "many texts": ("/search", lambda: fill('{"texts":[', '"ab"', "]}")),
     "escapes": ("/delete", lambda: fill('{"ids":[', '"\\u00e9"', "]}", SIZE // 2)),
     "unknown fields": ("/search", lambda: ("{" + ",".join(f'"k{i}":1' for i in range(SIZE // 12)) + "}").encode()),
-    "one field often": ("/search", lambda: fill("{", '"k":1', "}")),
     "many columns": ("/upsert", lambda: ('{"ids":[],"table":{' + ",".join(f'"k{i}":[]' for i in range(SIZE // 13)) + "}}").encode()),
     "many values": ("/upsert", lambda: fill('{"ids":[],"table":{"part":[', "1", "]}}")),
     "many tags": ("/upsert", lambda: fill('{"ids":["a"],"table":{"tags":[', "[]", "]}}", SIZE // 4)),
     "many ids": ("/delete", lambda: fill('{"ids":[', "12345678", "]}")),
     "spaces": ("/search", lambda: b'{"vectors":[[' + b" " * SIZE + b"1]]}"),
     "almost large": ("/search", lambda: fill('{"vectors":[', "[]", "]}", 65_500)),
-    "almost large fields": ("/search", lambda: ("{" + ",".join(f'"k{i}":1' for i in range(6000)) + "}").encode()),
     "tensors: request": ("/upsert", lambda: head_of({"__metadata__": {"request": fill('{"ids":[', '"ab"', "]}", SIZE // 2).decode()}})),
     "tensors: header": ("/search", lambda: fill('{"__metadata__":{"request":"{}"},"a":[', "[]", "]}")),
     "two lists": ("/search", lambda: searched(f"{listed(0, 4000)} and {listed(1, 4000)}")),
-    "two lists or": ("/search", lambda: searched(f"({listed(0, 4000)} or kind=='a') and ({listed(1, 4000)} or kind=='a')")),
     "many or": ("/search", lambda: searched(any_of(lambda i: f"large=={2 * i}"))),
     "many and": ("/search", lambda: searched(any_of(lambda i: f"large!={2 * i}", " and "))),
-    "many bands": ("/search", lambda: searched(any_of(lambda i: f"large between {9 * i} and {9 * i + 5}"))),
     "many tags of a filter": ("/search", lambda: searched(any_of(lambda i: "tags is null"))),
     "products": ("/search", lambda: searched(" or ".join(f"({listed(i, 1000 + i)} and part=={i})" for i in range(7)))),
     "wide and narrow": ("/search", lambda: searched("large < 2000000 or " + listed(3_000_001, 3_000_041))),
     "a chain": ("/search", lambda: searched("<".join(["large", "1"] * 8000))),
-    "signs": ("/search", lambda: searched("large in (" + "-1," * 10_000 + "1)")),
     "different filters": ("/search", lambda: searched([f"large in ({', '.join(str(17 * i + 2 * j) for j in range(17))})" for i in range(200)], 200)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SLOW)
 def test_no_request_holds_the_event_loop(server, case):
-    path, make = SLOW[case]
-    content = request(path, make(), BINARY if case.startswith("tensors") else JSON)
     for attempt in range(3):  # of another thread's work, the rest of the machine decides how much counts
         server.gap = 0.0
-        with server.connect() as client:
-            client.sendall(content)
-            answer = read_all(client)
+        answer = send_case(("127.0.0.1", server.port), case, SLOW)
         assert status(answer) in (200, 413, 422), answer[:200]
         print(case, attempt, f"{server.gap:.3f}")
         if server.gap < 0.05:
@@ -772,54 +669,54 @@ def test_no_request_holds_the_event_loop(server, case):
 # ------------------------------------------------------------------------------------------------------------------ end
 
 
+def leave_clients(address):
+    """Clients that hang: with nothing sent, half a head, half a body, and responses that are not read."""
+    keyed, page = b"x-api-key: k\r\n", b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+    clients = []
+    for content in (
+        b"", b"G", GET, GET + b"\r\n", TYPED + keyed + b"Content-Length: 1000\r\n\r\n{",
+        TYPED + keyed + b"Content-Length: 1000\r\n\r\n", TYPED + keyed + CHUNKED + b"\r\n5\r\nab",
+        TYPED + keyed + b"Content-Length: 10000000\r\n\r\n" + b" " * 2_000_000, page * 2000, page * 2000,
+    ):  # fmt: skip
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(0.2)
+        client.connect(address)
+        with contextlib.suppress(OSError):
+            client.sendall(content)
+        clients.append(client)
+    return clients
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_sigterm_ends_a_server_whatever_its_clients_do(workers, tmp_path):
-    made().save(tmp_path / "index")
-    server = Process(tmp_path / "index", "--workers", str(workers), "--grace", "1")
-    keyed = b"x-api-key: k\r\n"
-    page = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
-    try:
-        address = server.client.base_url.host, server.client.base_url.port
-        clients = []
-        for content in (
-            b"", b"G", GET, GET + b"\r\n", TYPED + keyed + b"Content-Length: 1000\r\n\r\n{",
-            TYPED + keyed + b"Content-Length: 1000\r\n\r\n", TYPED + keyed + CHUNKED + b"\r\n5\r\nab",
-            TYPED + keyed + b"Content-Length: 10000000\r\n\r\n" + b" " * 2_000_000, page * 2000, page * 2000,
-        ):  # fmt: skip
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.settimeout(0.3)
-            client.connect(address)
-            with contextlib.suppress(OSError):
-                client.sendall(content)
-            clients.append(client)
-        assert server.client.get("/health").status_code == 200
-        begun = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
-        assert time.monotonic() - begun < 12
-        said = server.process.stderr.read()
-        assert "Traceback" not in said, said
-        Index.open(tmp_path / "index").close()
-        for client in clients:
-            client.close()
-    finally:
-        server.end()
+def test_a_server_answers_attacks_and_ends_whatever_its_clients_do(workers, tmp_path, capfd):
+    make_index().save(tmp_path / "index")
+    service = Service(Index.open(tmp_path / "index"), tmp_path / "index", key="k", limits=Limits(request_timeout=2.0))
+    clients = []
 
+    def act(port):
+        address = "127.0.0.1", port
+        if workers:  # a server without workers is attacked above
+            for case in BODIES:
+                answer = send_case(address, case, x_api_key="k")
+                assert status(answer) in ({200, 422} if case in UNCLEAR else {413, 422}), (case, answer[:300])
+            for case in ("many columns", "many values", "tensors: request", "many filters", "different filters"):
+                answer = send_case(address, case, SLOW, x_api_key="k")
+                assert status(answer) in (200, 413, 422), (case, answer[:300])
+            for case, (content, expected) in HEADS.items():
+                answer = ask(address, content)
+                expected = expected if isinstance(expected, set) else {expected}
+                assert status(answer) in expected | {401}, (case, answer[:300])
+        answer = ask(address, request("/search", json.dumps({"vectors": [VECTOR], "k": 5}).encode(), x_api_key="k"))
+        assert sorted(json.loads(answer.partition(b"\r\n\r\n")[2])["ids"][0]) == ["a", "b", "c"]
+        assert status(ask(address, request("/snapshot", x_api_key="k"))) == 200
+        clients.extend(leave_clients(address))
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are found in /proc")
-def test_a_worker_that_hangs_is_killed(tmp_path):
-    made().save(tmp_path / "index")
-    server = Process(tmp_path / "index", "--workers", "2", "--grace", "0")
-    pid = server.process.pid
-    workers = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    try:
-        os.kill(workers[0], signal.SIGSTOP)
-        server.process.terminate()
-        assert server.process.wait(20) == 0
-        assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
-    finally:
-        server.end()
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
+    assert run_server(service, act, workers=workers, grace=0.5) < 6
+    said = capfd.readouterr().err
+    assert "Traceback" not in said, said
+    again = Index.open(tmp_path / "index")
+    assert len(again) == 3
+    again.close()
+    for client in clients:
+        client.close()

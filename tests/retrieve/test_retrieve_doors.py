@@ -36,19 +36,9 @@ def made(strings=True):
     [
         (["b", SURROGATE], {}, r"Index.upsert: ids must be text that UTF-8 can encode, got str 'a\\ud800'"),
         (np.array(["b", SURROGATE]), {}, r"ids must be text that UTF-8 can encode, got str 'a\\ud800'"),
-        (["b", "\udc00"], {}, r"ids must be text that UTF-8 can encode, got str '\\udc00'"),
-        (
-            ["b", "c"],
-            {"country": ["us", SURROGATE]},
-            r"'country' \(Category\), id 'c': must be UTF-8 text, got str 'a\\",
-        ),
         (["b", "c"], {"country": np.array([SURROGATE, "us"])}, r"'country' \(Category\), id 'b': must be UTF-8 text"),
         (["b", "c"], {"tags": [["new"], ["new", SURROGATE]]}, r"'tags' \(Tags\), id 'c': must be UTF-8 text"),
-        (
-            ["b", "c"],
-            {"country": [1, 10**5000]},
-            r"'country' .*, id 'c': must be an integer of 64 bits, got int of very",
-        ),
+        (["b", "c"], {"country": [1, 10**5000]}, r"'country' .*, id 'c': must be an integer of 64 bits, got int of"),
         (["b", "c"], {"tags": [[1], [2**63]]}, r"'tags' .*, id 'c': must be an integer of 64 bits, got int 92233720"),
         (["b", "c"], {"country": [1e300, None]}, r"'country' .*, id 'b': must be an integer of 64 bits, got int 1000"),
     ],
@@ -241,18 +231,14 @@ def test_queries_that_are_not_finite_are_refused():
 def test_numbers_beyond_reason_get_a_sentence(options):
     with pytest.raises(ValueError, match=r"^Number: "):
         Number(**options)
-
-
-@pytest.mark.parametrize("end", ["low", "high"])
-def test_a_range_of_times_has_two_ends(end):
-    with pytest.raises(ValueError, match=f"Timestamp: {end} must be a time"):
-        Timestamp(**{end: np.datetime64("NaT")})
+    for end in ("low", "high"):
+        with pytest.raises(ValueError, match=f"Timestamp: {end} must be a time"):
+            Timestamp(**{end: np.datetime64("NaT")})
 
 
 VALUES = [
-    None, 0, -1, 1.0, 0.5, 2**63 - 1, float("inf"), "", "\0", "a\0", "\n", '"', "é\U0001f600", True, np.int8(3),
-    np.float16(2), np.str_("x"), np.bool_(True), decimal.Decimal(3), datetime.date(2026, 1, 1), np.datetime64("2026"),
-    "2026-01-01T00:00Z",
+    None, -1, 0.5, 2**63 - 1, float("inf"), "", "a\0", '"', "é\U0001f600", True, np.int8(3), np.str_("x"),
+    decimal.Decimal(3), datetime.date(2026, 1, 1), np.datetime64("2026"), "2026-01-01T00:00Z",
 ]  # fmt: skip
 
 
@@ -286,10 +272,9 @@ def test_a_decimal_that_is_nan_is_missing():
 @pytest.mark.parametrize(
     "times",
     [
-        np.array([2**62], "datetime64[s]"), np.array([18448479763309], "datetime64[s]"),
-        np.array([-(2**62)], "datetime64[m]"), np.array([2**62], "datetime64[h]"), np.array([2**40], "datetime64[D]"),
+        np.array([18448479763309], "datetime64[s]"), np.array([-(2**62)], "datetime64[m]"),
         np.array([10**13], "datetime64[Y]"), np.array([10**16], "datetime64[ms]"),
-        [np.datetime64(2**62, "s")], [None, np.datetime64(18448479763309, "s")],
+        [None, np.datetime64(18448479763309, "s")],
     ],
     ids=str,
 )  # fmt: skip
@@ -309,15 +294,14 @@ def test_times_of_arrow_that_would_wrap_around_are_refused():
         made().upsert(["b"], torch.ones(1, D), given)
 
 
-@pytest.mark.parametrize("unit", ["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps"])
-def test_times_of_every_unit_are_read(unit):
-    index = made()
-    day = np.datetime64("1970-01-01" if unit in ("Y", "W", "ps") else "2026-01-01")
-    times = np.array([day, "NaT"]).astype(f"datetime64[{unit}]")
-    index.upsert(["b", "c"], torch.ones(2, D), table(2) | {"posted": times})
-    hits = index.search(torch.ones(1, D), 9, col("posted") == day.astype(object))
-    assert "b" in hits.ids[0]
-    assert "c" not in hits.ids[0]
+def test_times_of_every_unit_are_read():
+    for unit in ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps"):
+        index = made()
+        day = np.datetime64("1970-01-01" if unit in ("Y", "W", "ps") else "2026-01-01")
+        times = np.array([day, "NaT"]).astype(f"datetime64[{unit}]")
+        index.upsert(["b", "c"], torch.ones(2, D), table(2) | {"posted": times})
+        ids = index.search(torch.ones(1, D), 9, col("posted") == day.astype(object)).ids[0]
+        assert ("b" in ids, "c" in ids) == (True, False), unit
 
 
 @pytest.mark.parametrize(
@@ -385,13 +369,6 @@ def test_descriptions_of_a_schema_that_make_no_sense_get_a_sentence(text):
         Schema.from_json(text)
 
 
-def test_metrics_are_an_attribute_of_the_package():
-    assert retrieve.metrics.recall(np.array([[1, 2]]), [{2}]) == 1
-    assert {"metrics", "clusters", "negatives"} <= {*dir(retrieve)}
-    with pytest.raises(ValueError, match="metrics: ids must be an array"):
-        retrieve.metrics.ndcg(None, [])
-
-
 def test_what_cannot_be_held_in_memory_gets_a_sentence():
     with pytest.raises(ValueError, match="Index: capacity must be as many items as memory holds"):
         Index(D, 10**15)
@@ -426,7 +403,7 @@ def test_copies_beside_updates_and_searches_are_of_one_moment():
     for thread in threads:
         thread.start()
     try:
-        for _ in range(25):
+        for _ in range(8):
             for copied in (copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
                 assert len(copied) == 2
                 hits = copied.search(torch.ones(1, D), 2)

@@ -28,17 +28,6 @@ def slow_in_batch(query, positive, ids, log_q, scale, allowed=None):
     return total / len(ids)
 
 
-def slow_sampled(query, items, target, negatives, log_q, scale):
-    total, count = 0.0, 0
-    for i, t in enumerate(target.tolist()):
-        if t == -100:
-            continue
-        right = scale * query[i] @ items[t]
-        scores = [scale * query[i] @ items[j] - log_q[j] for j in negatives.tolist() if j != t]
-        total, count = total + torch.logsumexp(torch.stack([right, *scores]), 0) - right, count + 1
-    return total / count
-
-
 def slow_among(query, items, target, shared, bias, allowed, mined, mined_bias, scale):
     """Each query among what it is allowed of the shared negatives, and its own."""
     total, count = 0.0, 0
@@ -67,28 +56,6 @@ def pairs(B=20, D=16, items=9):
     return query, positive, ids, torch.rand(B, generator=generator).log()
 
 
-def test_in_batch_softmax(device, backend):
-    query, positive, ids, log_q = (t.to(device) for t in pairs())
-    query.requires_grad_()
-    positive.requires_grad_()
-    ours = gradients(in_batch_softmax(query, positive, ids, log_q, scale=2.0), query, positive)
-    theirs = gradients(slow_in_batch(query, positive, ids, log_q, 2.0), query, positive)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_sampled_softmax(device, backend):
-    query, _, _, _ = pairs()
-    items, log_q = torch.randn(30, 16), torch.rand(30).log()
-    target, negatives = torch.arange(20), torch.randint(0, 30, (25,))
-    target[3] = -100
-    query, items, target, negatives, log_q = (t.to(device) for t in (query, items, target, negatives, log_q))
-    query.requires_grad_()
-    items.requires_grad_()
-    ours = gradients(sampled_softmax(query, items, target, negatives, log_q, scale=0.7), query, items)
-    theirs = gradients(slow_sampled(query, items, target, negatives, log_q, 0.7), query, items)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def drawn(device, dtype=torch.float32):
     """Queries, items, targets, shared negatives, what is allowed of them, and own negatives with hits and gaps."""
     query, items = torch.randn(20, 16, dtype=dtype), torch.randn(30, 16, dtype=dtype)
@@ -115,14 +82,15 @@ def test_negatives_of_each_query(device, backend, corrected, monkeypatch):
     torch.testing.assert_close(ours, gradients(slow, query, items), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("with_own", [False, True])
-def test_shared_negatives_that_are_allowed_and_own_ones(device, backend, with_own):
+@pytest.mark.parametrize("kind", ["shared", "allowed", "allowed and own"])
+def test_shared_negatives_that_are_allowed_and_own_ones(device, backend, kind):
     query, items, target, shared, allowed, mined = drawn(device)
     log_q = torch.rand(30, device=device).log()
-    mined = mined if with_own else mined[:, :0]
-    given = Negatives(shared, mined if with_own else None, allowed)
+    given = Negatives(shared, mined if "own" in kind else None, allowed if "allowed" in kind else None)
+    mined, allowed = mined if "own" in kind else mined[:, :0], allowed if "allowed" in kind else allowed | True
     slow = slow_among(query, items, target, shared, -log_q[shared], allowed, mined, torch.zeros(20, 7), 0.7)
     want = gradients(slow, query, items)
+    given = shared if kind == "shared" else given
     ours = gradients(sampled_softmax(query, items, target, given, log_q, scale=0.7), query, items)
     torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
 
@@ -134,19 +102,19 @@ def test_shared_negatives_that_are_allowed_and_own_ones(device, backend, with_ow
     torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
 
 
-def test_in_batch_softmax_of_what_is_allowed(device, backend):
+def test_in_batch_softmax(device, backend):
     query, positive, ids, log_q = (t.to(device) for t in pairs())
     query.requires_grad_()
     positive.requires_grad_()
     allowed = torch.rand(20, 20, device=device) < 0.5
     allowed[3] = False  # among nothing: a loss of 0
-    given = Negatives(ids, allowed=allowed)
-    ours = gradients(in_batch_softmax(query, positive, given, log_q, scale=2.0), query, positive)
-    theirs = gradients(slow_in_batch(query, positive, ids, log_q, 2.0, allowed), query, positive)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    given = Negatives(ids, allowed=allowed[0])  # for all queries
-    ours = in_batch_softmax(query, positive, given, log_q, scale=2.0)
-    torch.testing.assert_close(ours, slow_in_batch(query, positive, ids, log_q, 2.0, allowed[:1].expand(20, -1)))
+    for given, mask in (
+        (ids, None), (Negatives(ids, allowed=allowed), allowed),
+        (Negatives(ids, allowed=allowed[0]), allowed[:1].expand(20, -1)),  # for all queries
+    ):  # fmt: skip
+        ours = gradients(in_batch_softmax(query, positive, given, log_q, scale=2.0), query, positive)
+        theirs = gradients(slow_in_batch(query, positive, ids, log_q, 2.0, mask), query, positive)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -182,12 +150,12 @@ def test_a_sure_model_keeps_small_gradients_of_own_negatives(device):
     torch.testing.assert_close(items.grad[3, 0].item(), exact * scale / 39, rtol=1e-4, atol=0.0)
 
 
-def test_with_all_items_for_own_negatives_it_is_the_whole_softmax():
+def test_with_every_item_it_is_the_whole_softmax():
     query, items, target = torch.randn(9, 16), torch.randn(30, 16), torch.arange(9)
-    every = torch.arange(30).expand(9, -1)
-    torch.testing.assert_close(sampled_softmax(query, items, target, every), item_softmax(query, items, target))
-    one = sampled_softmax(query, items, target, every[:, :0])
-    assert one == 0  # among no one
+    whole, every = item_softmax(query, items, target), torch.arange(30).expand(9, -1)
+    torch.testing.assert_close(sampled_softmax(query, items, target, every), whole)
+    torch.testing.assert_close(sampled_softmax(query, items, target, every[0], torch.zeros(30)), whole)
+    assert sampled_softmax(query, items, target, every[:, :0]) == 0  # among no one
 
 
 def test_own_negatives_give_the_same_bits_and_no_second_gradient(device):
@@ -198,12 +166,6 @@ def test_own_negatives_give_the_same_bits_and_no_second_gradient(device):
     (dq,) = torch.autograd.grad(sampled_softmax(query, items, target, mined), query, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dq.sum().backward()
-
-
-def test_with_every_item_drawn_once_it_is_the_whole_softmax():
-    query, items, target = torch.randn(9, 16), torch.randn(30, 16), torch.arange(9)
-    loss = sampled_softmax(query, items, target, torch.arange(30), torch.zeros(30))
-    torch.testing.assert_close(loss, item_softmax(query, items, target))
 
 
 def test_drawn_by_popularity_and_corrected_it_nears_the_whole_softmax():
@@ -222,40 +184,35 @@ def test_drawn_by_popularity_and_corrected_it_nears_the_whole_softmax():
     assert abs(uniform - whole) < 0.1
 
 
-@pytest.mark.parametrize("loss", ["in_batch", "sampled"])
-def test_bad_input_gets_a_sentence(loss):
+def test_bad_input_gets_a_sentence():
     query, positive, ids, _ = pairs()
-    if loss == "in_batch":
-        with pytest.raises(ValueError, match=r"in_batch_softmax: positive must have query's shape \(20, 16\)"):
-            in_batch_softmax(query, positive[:3], ids)
-        with pytest.raises(ValueError, match=r"in_batch_softmax: ids must be a vector of integers .*got \(3,\)"):
-            in_batch_softmax(query, positive, ids[:3])
-        with pytest.raises(ValueError, match=r"in_batch_softmax: log_q must be \(20,\) floats .*got \(2,\)"):
-            in_batch_softmax(query, positive, ids, torch.zeros(2))
-        with pytest.raises(ValueError, match=r"in_batch_softmax: ids must be those of the batch"):
-            in_batch_softmax(query, positive, Negatives(ids, ids[:, None]))
-    else:
-        with pytest.raises(ValueError, match=r"sampled_softmax: target must lie in \[0, 20\) .*got 20"):
-            sampled_softmax(query, positive, torch.full((20,), 20), ids)
-        with pytest.raises(ValueError, match=r"sampled_softmax: target must lie in .*got -1"):
-            sampled_softmax(query, positive, torch.arange(20), torch.tensor([-1]))
-        with pytest.raises(ValueError, match=r"sampled_softmax: items must be \(N, 16\), as wide as query"):
-            sampled_softmax(query, positive[:, :8], torch.arange(20), ids)
-        every, mined, allowed = torch.arange(20), ids[:, None], torch.ones(20, 3, dtype=torch.bool)
-        for given, words in (
-            (ids[:3, None], r"negatives of each query must be \(20, K\) integers, got \(3, 1\)"),
-            (mined + 20, r"target must lie in \[0, 20\) or be ignore_index=-1"),
-            (Negatives(None), "negatives must be shared ones, own ones or both, got none"),
-            (Negatives(ids, allowed=allowed), r"allowed must be \(20, 20\) or \(20,\) bool on cpu, got \(20, 3\)"),
-            (Negatives(None, mined, allowed), "allowed must be None without shared negatives"),
-            ([1], "negatives must be a tensor of rows or Negatives, got list"),
-        ):
-            with pytest.raises(ValueError, match=f"sampled_softmax: {words}"):
-                sampled_softmax(query, positive, every, given)
-        with pytest.raises(ValueError, match=r"similarity must return float scores \(20, 1\), got \(20, 16\)"):
-            similarity_softmax(lambda q, x: q, query, positive, every, ids)
-        with pytest.raises(ValueError, match=r"similarity must be a module or a function, got int"):
-            similarity_softmax(3, query, positive, every, ids)
+    every, mined, allowed = torch.arange(20), ids[:, None], torch.ones(20, 3, dtype=torch.bool)
+
+    def in_batch(*arguments):
+        return lambda: in_batch_softmax(*arguments)
+
+    def sampled(*arguments):
+        return lambda: sampled_softmax(*arguments)
+
+    for call, words in (
+        (in_batch(query, positive[:3], ids), r"in_batch_softmax: positive must have query's shape \(20, 16\)"),
+        (in_batch(query, positive, ids[:3]), r"in_batch_softmax: ids must be a vector of integers .*got \(3,\)"),
+        (in_batch(query, positive, ids, torch.zeros(2)), r"in_batch_softmax: log_q must be \(20,\) .*got \(2,\)"),
+        (in_batch(query, positive, Negatives(ids, mined)), r"in_batch_softmax: ids must be those of the batch"),
+        (sampled(query, positive, every + 1, ids), r"sampled_softmax: target must lie in \[0, 20\) .*got 20"),
+        (sampled(query, positive, every, -ids[:1] - 1), r"sampled_softmax: target must lie in .*got -"),
+        (sampled(query, positive[:, :8], every, ids), r"sampled_softmax: items must be \(N, 16\), as wide as query"),
+        (sampled(query, positive, every, mined[:3]), r"of each query must be \(20, K\) integers, got \(3, 1\)"),
+        (sampled(query, positive, every, mined + 20), r"target must lie in \[0, 20\) or be ignore_index=-1"),
+        (sampled(query, positive, every, Negatives(None)), "negatives must be shared ones, own ones or both, got none"),
+        (sampled(query, positive, every, Negatives(ids, allowed=allowed)), r"allowed must be \(20, 20\) or \(20,\)"),
+        (sampled(query, positive, every, Negatives(None, mined, allowed)), "allowed must be None without shared"),
+        (sampled(query, positive, every, [1]), "negatives must be a tensor of rows or Negatives, got list"),
+        (lambda: similarity_softmax(lambda q, x: q, query, positive, every, ids), r"return float scores \(20, 1\)"),
+        (lambda: similarity_softmax(3, query, positive, every, ids), "similarity must be a module or a function"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 def test_frequencies_are_learned_from_a_stream():

@@ -131,8 +131,8 @@ def test_what_they_refuse():
         (lambda: retrieve.MixtureOfLogits(2, 4, mlp2)(q, x[:, :, :8]), r"gating must return \(5, 6, 4\).*got \(5, 6\)"),
         (lambda: mixture(q, x[:2]), r"items must be \(5 or 1, C, 12\), 3 of 4, got \(2, 6, 12\)"),
         (lambda: retrieve.HadamardMLP(4, 0), "dim, hidden and outputs must be positive, got 4, 0 and 1"),
-        (lambda: mlp(q, x), r"query must be \(B, 4\), got \(5, 8\)"),
-        (lambda: mlp(q[:, :4], x), r"items must be \(5 or 1, C, 4\), got \(5, 6, 12\)"),
+        (lambda: mlp(q, x), r"query must be \(B, 4\), 1 of 4, got \(5, 8\)"),
+        (lambda: mlp(q[:, :4], x), r"items must be \(5 or 1, C, 4\), 1 of 4, got \(5, 6, 12\)"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

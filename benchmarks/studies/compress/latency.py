@@ -10,7 +10,7 @@ of tokens; the whole model is timed, and the feed-forward part of its first laye
 turns, so that other programs do not favour one; `ms` is the median of the rounds, with the quartiles.
 
     prune, rank           at 0.57 of the feed-forward layers' bytes; calibrated on random tokens: only times are read
-    bits 4/3 0.25         packed, and widened at each call; "widened": once, by `compress.widen`
+    bits 4/3 0.25         packed, and widened at each call; "widened": once, by `compress.dequantize`
     torchao int8, int4    its weight-only layers, in the places of the same linear layers; left out if it is missing
 """
 
@@ -32,7 +32,7 @@ from harness import report
 from torch import Tensor, nn
 
 from tigon import compress
-from tigon.compress.finding import find
+from tigon.compress.recognition import find_feed_forwards
 
 BUDGET, LENGTH = 0.57, 128
 PACKED = compress.Bits(4, 3, 0.25, fit=False)  # rounded to nearest: as fast as what is fitted
@@ -69,14 +69,14 @@ def store_model(dense: nn.Module, way: str) -> nn.Module:
         ids = torch.randint(words, (tokens // LENGTH, LENGTH), generator=draw).to(device)
         options: dict[str, Any] = {"method": way, "budget": BUDGET} if way in ("prune", "rank") else {"method": PACKED}
         compress.feed_forward(model, ids, **options).forget()
-    kept: nn.Module = compress.widen(model) if way.endswith("widened") else model
+    kept: nn.Module = compress.dequantize(model) if way.endswith("widened") else model
     return kept
 
 
 def with_torchao(model: nn.Module, way: str, ids: Tensor) -> nn.Module:
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, MappingType, PerGroup, quantize_
 
-    layers, _ = find(model, {"input_ids": ids})
+    layers, _ = find_feed_forwards(model, {"input_ids": ids})
     names = {name for one in layers for name in one.layers}
     config = Int8WeightOnlyConfig()
     if way.endswith("int4"):

@@ -8,7 +8,6 @@ of transformers with its tokenizer, or `relu`: a language model of 0.9 million w
 calibration half. Models run in fp32, from the weights they have. Each row is one way to store the layers:
 
     bits A, bits A/B share   all neurons at A bits; the heavy share at A and the others at B; groups of 64
-    random A/B share         the same with neurons drawn at random in the place of the heavy ones
     nearest A, A/B share     the same with each weight rounded to nearest, and not for the calibration's inputs
     bits within, auto        `feed_forward(method=…)` within the bytes of bits 4/3 0.25
     bits, prune, rank, svd   within 0.6 of the bytes; "recovered": with 100 steps of recovery
@@ -36,19 +35,19 @@ from harness import report
 from torch import Tensor, nn
 
 from tigon import compress
-from tigon.compress.finding import find
-from tigon.compress.texts import Whole
+from tigon.compress.calibration import OutputDistance
+from tigon.compress.recognition import find_feed_forwards
 
 CPU = torch.device("cpu")  # where all of it runs
 FIXED = {
     "bits 4": compress.Bits(4, 4), "bits 3": compress.Bits(3, 3), "bits 4/3 0.25": compress.Bits(4, 3, 0.25),
-    "random 4/3 0.25": compress.Bits(4, 3, 0.25, chosen=False), "nearest 4": compress.Bits(4, 4, fit=False),
+    "nearest 4": compress.Bits(4, 4, fit=False),
     "nearest 3": compress.Bits(3, 3, fit=False), "nearest 4/3 0.25": compress.Bits(4, 3, 0.25, fit=False),
 }  # fmt: skip
 SPLIT, BUDGET, STEPS = "bits 4/3 0.25", 0.6, 100
 WITHIN = {"bits within": "bits", "auto within": "auto"}
 FLOATS = {"prune": 0, "rank": 0, "svd": 0, "auto": 0, "prune recovered": STEPS, "rank recovered": STEPS}
-SPLITS = ("nearest 4/3 0.25", "bits 4/3 0.25", "random 4/3 0.25", "bits within")
+SPLITS = ("nearest 4/3 0.25", "bits 4/3 0.25", "bits within")
 PEERS = {"torchao int4": "int4", "torchao int3": "int3"}
 WAYS = ("whole", *FIXED, *WITHIN, *FLOATS, *PEERS)
 LENGTH = 256
@@ -86,13 +85,13 @@ class Case:
     held: Tensor
 
     def __post_init__(self) -> None:
-        self.before = Whole(self.model, [{"input_ids": ids} for ids in self.held.split(4)])
-        self.known = Whole(self.model, [{"input_ids": ids} for ids in self.calibration.split(4)])
+        self.before = OutputDistance(self.model, [{"input_ids": ids} for ids in self.held.split(4)])
+        self.known = OutputDistance(self.model, [{"input_ids": ids} for ids in self.calibration.split(4)])
 
     @torch.no_grad()
     def loss(self) -> float:
-        if not self.before.nats:
-            return self.before.distance()
+        if not self.before.is_nats:
+            return self.before.measure()
         total = 0.0
         for ids in self.held.split(4):
             logits = self.model(input_ids=ids).logits[:, :-1]
@@ -177,7 +176,7 @@ def measure_all(case: Case, way: str) -> Row:
         else:
             undo = compress_model(case, way, row)
         row.loss = case.loss()
-        row.distance = case.known.distance() if row.distance is None else row.distance
+        row.distance = case.known.measure() if row.distance is None else row.distance
         row.seconds = time.process_time() - began
     except Exception as error:
         row.status, row.reason = "failed", f"{type(error).__name__}: {error}"
@@ -216,7 +215,7 @@ def with_torchao(case: Case, word: str, row: Row) -> Callable[[], None]:
 
     bits = int(word[-1])
     config = IntxWeightOnlyConfig(getattr(torch, word), PerGroup(64), MappingType.ASYMMETRIC)
-    layers, _ = find(case.model, {"input_ids": case.calibration[:1]})
+    layers, _ = find_feed_forwards(case.model, {"input_ids": case.calibration[:1]})
     names = {name for one in layers for name in one.layers}
     before = {name: copy.deepcopy(case.model.get_submodule(name)) for name in names}
     quantize_(case.model, config, filter_fn=lambda _, name: name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import re
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+# Modules that register a quantization method with transformers when they are imported.
+QUANTIZERS = {"tigon": "tigon.compress.quantizer"}
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
 
 
@@ -205,10 +208,9 @@ def random_model(config: PretrainedConfig, *, any_head: bool = False, **options:
 
 def load_model(source: Source, dtype: Any, **options: Any) -> PreTrainedModel:
     """The model with its trained weights. Raises Problem if they are missing or unreadable."""
-    if stored_form(source.config) == "tigon":
-        from tigon.compress.saving import hosted
-
-        hosted()
+    quantizer = QUANTIZERS.get(stored_form(source.config) or "")
+    if quantizer is not None:
+        importlib.import_module(quantizer)
     if source.kind == "path":
         folder = Path(_folder(source))
         check_manifest(folder, sorted(file.name for pattern in WEIGHTS for file in folder.glob(pattern)))

@@ -1,18 +1,18 @@
-"""Linear layers split in two parts, heavy neurons and the rest, with separate storage formats."""
+"""Layers in fewer bytes: linear layers split in parts with separate storage formats, and 8-bit embeddings."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.compress.packing import GROUP, groups_of, pack, quantize_groups, unpack, widen_groups
-
-Part = nn.Module  # nn.Linear without a bias, Packed, LowRank or Stacked
+from tigon.compress.packing import GROUP, dequantize_groups, pack, quantize_groups, split_groups, unpack
+from tigon.kernels import use_triton
+from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
 
 
 class Packed(nn.Module):
@@ -28,36 +28,33 @@ class Packed(nn.Module):
     def __init__(self, in_features: int, out_features: int, bits: int, group: int = GROUP) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bits, self.group = in_features, out_features, bits, group
-        self.groups = groups_of(in_features, group)
+        self.groups = split_groups(in_features, group)
         count = math.ceil(out_features * math.prod(self.groups) / 8) * bits
         self.register_buffer("codes", torch.zeros(count, dtype=torch.uint8))
         self.register_buffer("scales", torch.zeros(out_features, self.groups[0], 2, dtype=torch.int16))
         self.trained: Tensor | None = None  # fp32 scales during recovery
 
     @classmethod
-    def of(cls, weight: Tensor, bits: int, group: int = GROUP) -> Packed:
+    def quantize(cls, weight: Tensor, bits: int) -> Packed:
         """Quantize a matrix by rounding to nearest."""
-        return cls.holding(*quantize_groups(weight, bits, group), weight.shape[1], bits, group)
+        return cls.from_codes(*quantize_groups(weight, bits), weight.shape[1], bits)
 
     @classmethod
-    def holding(cls, codes: Tensor, scales: Tensor, width: int, bits: int, group: int = GROUP) -> Packed:
+    def from_codes(cls, codes: Tensor, scales: Tensor, width: int, bits: int) -> Packed:
         """From `packing.quantize_groups`' codes (M, G, S) and scales (M, G, 2) for a matrix (M, width)."""
-        made = cls(width, len(codes), bits, group)
-        made.codes, made.scales = pack(codes, bits), scales.view(torch.int16)
-        return made
+        layer = cls(width, len(codes), bits)
+        layer.codes, layer.scales = pack(codes, bits), scales.view(torch.int16)
+        return layer
 
-    def unpacked(self) -> tuple[Tensor, Tensor]:
-        """Codes (M, G, S) uint8, and scales (M, G, 2): fp16, or the trainable fp32 scales."""
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight (M, N)."""
         count = self.out_features * math.prod(self.groups)
         codes = unpack(self.codes, self.bits, count).view(self.out_features, *self.groups)
-        return codes, self.scales.view(torch.float16) if self.trained is None else self.trained
-
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        """The dequantized weight (M, N)."""
-        return widen_groups(*self.unpacked(), self.in_features, dtype)
+        scales = self.scales.view(torch.float16) if self.trained is None else self.trained
+        return dequantize_groups(codes, scales, self.in_features, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.widened(x.dtype))
+        return F.linear(x, self.dequantize(x.dtype))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bits={self.bits}"
@@ -73,128 +70,118 @@ class LowRank(nn.Module):
         self.outer = nn.Linear(rank, out_features, bias=False)
 
     @classmethod
-    def of(cls, outer: Tensor, inner: Tensor) -> LowRank:
+    def from_factors(cls, outer: Tensor, inner: Tensor) -> LowRank:
         """From outer (M, r) and inner (r, N)."""
         with torch.device("meta"):
-            made = cls(inner.shape[1], outer.shape[0], len(inner))
-        made.inner.weight, made.outer.weight = nn.Parameter(inner), nn.Parameter(outer)
-        return made
+            layer = cls(inner.shape[1], outer.shape[0], len(inner))
+        layer.inner.weight, layer.outer.weight = nn.Parameter(inner), nn.Parameter(outer)
+        return layer
 
-    def widened(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The product (M, N)."""
         return (self.outer.weight @ self.inner.weight).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(self.inner(x))  # type: ignore[no-any-return]
 
 
-class Stacked(nn.Module):
-    """Two parts with the same input and concatenated outputs: low-rank gate and up in one layer."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-        self.in_features, self.out_features = first.in_features, first.out_features + second.out_features
-
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        return torch.cat((self.first.widened(dtype), self.second.widened(dtype)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat((self.first(x), self.second(x)), -1)
-
-
 class SplitLinear(nn.Module):
-    """y = x Wᵀ + b, with W split in two parts with separate storage formats.
+    """y = x Wᵀ + b, with W split in parts: heavy neurons and the rest.
 
     Args:
-        axis: "rows": the parts hold W's first and last rows, for gate and up; "columns": its first and last columns,
-            for down.
-        halves: 2 if W stacks gate above up; each half then has rows in both parts.
-        heavy, rest: nn.Linear without a bias, Packed, LowRank or Stacked; either may be None.
+        axis: "rows": the parts hold successive rows of W, for gate and up; "columns": successive columns, for down.
+        parts: nn.Linear without a bias, Packed or LowRank.
         bias: (out_features,) or None.
         dtype: the replaced layer's dtype.
     """
 
     like: Tensor
+    parts: Any
+    in_features: int
+    out_features: int
 
     def __init__(
-        self, axis: str, heavy: Part | None, rest: Part | None, bias: Tensor | None = None, *, halves: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self, axis: str, parts: Sequence[nn.Module], bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         # Only carries the dtype for model.to(dtype): packed weights are integers.
         self.register_buffer("like", torch.zeros(0, dtype=dtype), persistent=False)
-        self.axis, self.halves = axis, halves
-        self.heavy, self.rest = heavy, rest
+        self.axis = axis
+        self.parts = nn.ModuleList(parts)
         self.bias = None if bias is None else nn.Parameter(bias)
-        parts: list[Any] = [part for part in (heavy, rest) if part is not None]
         rows = axis == "rows"
-        self.in_features = parts[0].in_features if rows else sum(part.in_features for part in parts)
-        self.out_features = sum(part.out_features for part in parts) if rows else parts[0].out_features
-
-    def parts(self) -> Iterator[Any]:
-        """The parts that exist, heavy first."""
-        return (part for part in (self.heavy, self.rest) if part is not None)
+        self.in_features = self.parts[0].in_features if rows else sum(part.in_features for part in self.parts)
+        self.out_features = sum(part.out_features for part in self.parts) if rows else self.parts[0].out_features
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis == "rows":
-            y = self._joined([part(x) for part in self.parts()])
+            y = torch.cat([part(x) for part in self.parts], -1)
         else:
-            places = x.split([part.in_features for part in self.parts()], -1)
-            first, *others = (part(own) for part, own in zip(self.parts(), places, strict=True))
+            pieces = x.split([part.in_features for part in self.parts], -1)
+            first, *others = (part(piece) for part, piece in zip(self.parts, pieces, strict=True))
             y = sum(others, first)
         return y if self.bias is None else y + self.bias
 
-    def _joined(self, results: list[Tensor], dim: int = -1) -> Tensor:
-        if len(results) == 1:
-            return results[0]
-        pieces = zip(*(y.chunk(self.halves, dim) for y in results), strict=True)
-        return torch.cat([piece for half in pieces for piece in half], dim)
-
     @property
     def weight(self) -> Tensor:
-        """(out_features, in_features), dequantized, for code that reads a layer's weight dtype or device."""
-        return self.widened(self.like.dtype)
-
-    def widened(self, dtype: torch.dtype) -> Tensor:
-        """The whole weight W, dense."""
-        found = [part.weight.to(dtype) if isinstance(part, nn.Linear) else part.widened(dtype) for part in self.parts()]
-        return self._joined(found, 0) if self.axis == "rows" else torch.cat(found, 1)
+        """(out_features, in_features), dequantized, in the replaced layer's dtype."""
+        dtype = self.like.dtype
+        weights = [p.weight.to(dtype) if isinstance(p, nn.Linear) else p.dequantize(dtype) for p in self.parts]
+        return torch.cat(weights, 0 if self.axis == "rows" else 1)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.axis}, bias={self.bias is not None}"
 
 
-def layout_of(layer: SplitLinear) -> dict[str, Any]:
-    """JSON layout from which `built` creates a layer with the same parts."""
-    sizes = [_of_part(part) for part in (layer.heavy, layer.rest)]
-    return {"axis": layer.axis, "halves": layer.halves, "bias": layer.bias is not None, "parts": sizes}
+class ByteEmbedding(nn.Module):
+    """Replaces nn.Embedding with a uint8 table; no gradient.
+
+    codes: (N, D) uint8. scales: (N, 2), scale and offset as fp16 bits in int16. dtype: the output dtype.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    like: Tensor
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.register_buffer("codes", torch.zeros(num_embeddings, embedding_dim, dtype=torch.uint8))
+        self.register_buffer("scales", torch.zeros(num_embeddings, 2, dtype=torch.int16))
+        self.register_buffer("like", torch.zeros(0, dtype=dtype), persistent=False)  # as in SplitLinear
+
+    @classmethod
+    def quantize(cls, weight: Tensor) -> ByteEmbedding:
+        """Quantize a float table (N, D)."""
+        layer = cls(weight.shape[0], weight.shape[1], weight.dtype)
+        codes, scales = quantize_rows(weight)
+        layer.codes, layer.scales = codes, scales.view(torch.int16)
+        return layer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        # Bags with a single row each. Padding ids read their row as in nn.Embedding.
+        codes, scales, flat = self.codes, self.scales.view(torch.float16), ids.reshape(-1, 1)
+        if not use_triton(scales):  # the reference dequantizes a whole table, so pass only the rows looked up
+            codes, scales = codes[flat[:, 0]], scales[flat[:, 0]]
+            flat = torch.arange(len(flat), device=flat.device)[:, None]
+        rows = quantized_embedding(codes, scales, flat, mode="sum", dtype=self.like.dtype)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized table (N, D)."""
+        scale, offset = self.scales.view(torch.float16).float().split(1, 1)
+        return torch.addcmul(offset, self.codes.float(), scale).to(self.like.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, bits=8"
 
 
-def _of_part(part: Any) -> list[Any] | None:
-    if part is None:
-        return None
-    if isinstance(part, Stacked):
-        return ["stacked", _of_part(part.first), _of_part(part.second)]
-    size = [part.in_features, part.out_features]
-    if isinstance(part, Packed):
-        return ["bits", *size, part.bits, part.group]
-    return ["rank", *size, part.rank] if isinstance(part, LowRank) else ["dense", *size]
-
-
-def built(layout: dict[str, Any]) -> SplitLinear:
-    """An empty layer with this layout, on the default device and in the default dtype."""
-    heavy, rest = (None if row is None else _part(row) for row in layout["parts"])
-    layer = SplitLinear(layout["axis"], heavy, rest, halves=layout["halves"])
-    if layout["bias"]:
-        layer.bias = nn.Parameter(torch.empty(layer.out_features))
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer with this weight and bias."""
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = nn.Parameter(weight.contiguous())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone())
     return layer
-
-
-def _part(row: list[Any]) -> Part:
-    kind, *sizes = row
-    if kind == "stacked":
-        return Stacked(*map(_part, sizes))
-    if kind == "dense":
-        return nn.Linear(sizes[0], sizes[1], bias=False)
-    made: Part = {"bits": Packed, "rank": LowRank}[kind](*sizes)
-    return made

@@ -8,9 +8,8 @@ from typing import Any, Literal, get_args
 
 from tigon.compress.packing import WIDTHS
 
-Name = Literal["bits", "rank", "prune", "svd"]
 Method = Literal["bits", "rank", "prune", "svd", "auto"]
-NAMES: tuple[Name, ...] = ("bits", "rank", "prune", "svd")
+NAMES = ("bits", "rank", "prune", "svd")
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class Bits:
         heavy: weight bits for heavy neurons: 2, 3, 4, 5, 6 or 8.
         rest: weight bits for the other neurons, same choices.
         share: fraction of heavy neurons, 0 to 1.
-        chosen: False picks heavy neurons at random, as an ablation. Seeded by the layer.
         fit: False rounds each weight to nearest instead of fitting the calibration inputs, as an ablation.
     Raises: ValueError for other widths and shares.
     """
@@ -29,7 +27,6 @@ class Bits:
     heavy: int = 4
     rest: int = 3
     share: float = 0.25
-    chosen: bool = True
     fit: bool = True
 
     def __post_init__(self) -> None:
@@ -42,14 +39,14 @@ class Bits:
             raise ValueError(f"Bits: share must be from 0 to 1, a share of the neurons, got {self.share}.")
 
 
-def checked_method(method: Any, budget: Any, recover: Any) -> str:
-    """Return the method's name, or raise if the options are incompatible."""
-    known = (*get_args(Method), "Bits(…)")
-    if not isinstance(method, Bits) and method not in known[:-1]:
-        near = difflib.get_close_matches(str(method), known[:-1], 1)
+def check_method(method: Any, budget: Any, recover: Any) -> None:
+    """Raise an error if the options are incompatible."""
+    known = get_args(Method)
+    if not isinstance(method, Bits) and method not in known:
+        near = difflib.get_close_matches(str(method), known, 1)
         meant = f"; did you mean {near[0]!r}?" if near else "."
         kind = ValueError if isinstance(method, str) else TypeError
-        raise kind(f"feed_forward: method must be one of {', '.join(known)}, got {method!r}{meant}")
+        raise kind(f"feed_forward: method must be one of {', '.join(known)}, Bits(…), got {method!r}{meant}")
     if isinstance(method, Bits):
         if budget is not None:
             raise ValueError(f"feed_forward: budget must be left out where method is Bits(…), got {budget}.")
@@ -60,4 +57,3 @@ def checked_method(method: Any, budget: Any, recover: Any) -> str:
         )
     if not isinstance(recover, int) or recover < 0:
         raise ValueError(f"feed_forward: recover must be a number of steps, 0 or more, got {recover}.")
-    return "bits" if isinstance(method, Bits) else str(method)

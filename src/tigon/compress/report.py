@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
-from tigon.compress.finding import Left
+from tigon.compress.layout import swap_layers, write_layout
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A skipped layer and the reason."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Report:
 
     layers: a row per layer.
     methods: each method's cost.
-    left: skipped layers and reasons.
+    skipped: skipped layers and reasons.
     tokens: calibration tokens.
     unit: unit for distances.
     notes: further remarks.
@@ -68,7 +75,7 @@ class Report:
 
     layers: list[LayerRow]
     methods: list[MethodRow]
-    left: list[Left]
+    skipped: list[Skipped]
     tokens: int
     unit: str
     notes: list[str] = field(default_factory=list)
@@ -95,10 +102,8 @@ class Report:
         """
         if self._model is None:
             raise RuntimeError("compress: the layers from before are gone, since forget() was called.")
-        from tigon.compress.saving import describe
-
-        swap(self._model, self._before)
-        describe(self._model)
+        swap_layers(self._model, self._before)
+        write_layout(self._model)
         self.forget()
 
     def forget(self) -> None:
@@ -107,11 +112,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Rows as JSON-compatible values."""
-        return {
-            "layers": [asdict(row) for row in self.layers], "methods": [asdict(row) for row in self.methods],
-            "left": [asdict(row) for row in self.left], "tokens": self.tokens, "unit": self.unit, "notes": self.notes,
-            "bytes": self.bytes, "bytes_before": self.bytes_before,
-        }  # fmt: skip
+        rows = {name: [asdict(row) for row in getattr(self, name)] for name in ("layers", "methods", "skipped")}
+        totals = {name: getattr(self, name) for name in ("tokens", "unit", "notes", "bytes", "bytes_before")}
+        return rows | totals
 
     def table(self) -> str:
         """The report as text."""
@@ -131,7 +134,7 @@ class Report:
             lines.append(f"{mark} {one.name:<6} {one.bytes / 2**20:9.2f} MiB  mean error {one.error:.3e}{distance}")
         share = self.bytes / self.bytes_before if self.bytes_before else 1.0
         lines.append(f"{self.bytes_before / 2**20:.2f} MiB before, {self.bytes / 2**20:.2f} now: {share:.1%}")
-        lines += [f"left as it is: {one.name}: {one.reason}" for one in self.left]
+        lines += [f"skipped: {row.name}: {row.reason}" for row in self.skipped]
         return "\n".join([*lines, *self.notes])
 
     def __str__(self) -> str:
@@ -154,14 +157,3 @@ class Report:
         if values and min(values) > 0:
             right.set_yscale("log")
         figure.savefig(path)
-
-
-def swap(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Replace layers by name; return the replaced layers."""
-    before = {}
-    for name, layer in layers.items():
-        owner, _, child = name.rpartition(".")
-        parent = model.get_submodule(owner)
-        before[name] = parent._modules[child]
-        parent._modules[child] = layer
-    return before  # type: ignore[return-value]

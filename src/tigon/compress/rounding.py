@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tigon.compress.packing import LARGEST, grid, groups_of, nearest
+from tigon.compress.packing import LARGEST, choose_grid, round_to_grid, split_groups
 
 DAMPING = 0.01  # relative to the inputs' mean square; just enough that inputs do not explain unrelated inputs
 
 
-def fitted(weight: Tensor, moment: Tensor, widths: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+def fit_codes(weight: Tensor, moment: Tensor, widths: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
     """Quantize a matrix in column blocks.
 
     Args:
@@ -32,7 +32,7 @@ def fitted(weight: Tensor, moment: Tensor, widths: Sequence[tuple[int, int]]) ->
     w, root = weight.detach().float().clone(), _root(moment)
     parts, start = [], 0
     for columns, bits in widths:
-        count, size = groups_of(columns)
+        count, size = split_groups(columns)
         codes = torch.zeros(len(w), count, size, dtype=torch.uint8, device=w.device)
         scales = torch.zeros(len(w), count, 2, dtype=torch.float16, device=w.device)
         for group in range(count):
@@ -56,11 +56,11 @@ def _root(moment: Tensor) -> Tensor:
 def _group(own: Tensor, root: Tensor, later: Tensor, bits: int, codes: Tensor) -> Tensor:
     """Round a group's columns into `codes`, correct later columns in place, and return the group's scales."""
     own = own.clamp(-LARGEST, LARGEST)
-    scales = grid(own, bits)
+    scales = choose_grid(own, bits)
     scale, offset = scales.float().unbind(-1)
     left_over = torch.empty_like(own)
     for i in range(own.shape[1]):
-        code = nearest(own[:, i : i + 1], scales, bits)[:, 0]
+        code = round_to_grid(own[:, i : i + 1], scales, bits)[:, 0]
         codes[:, i] = code.to(torch.uint8)
         left_over[:, i] = (own[:, i] - torch.addcmul(offset, code, scale)) / root[i, i]
         own[:, i + 1 :] -= left_over[:, i, None] * root[i, i + 1 : own.shape[1]]

@@ -13,7 +13,7 @@ import typer
 from tigon.cli.outputs import PICTURES, check_output_file, check_output_folder
 from tigon.cli.problem import Problem, device_of, needs, one_line
 from tigon.cli.progress import working
-from tigon.compress.cli.cost import Cost, megabytes, told
+from tigon.compress.cli.cost import Cost, format_cost, megabytes
 from tigon.files import DamagedFileError
 from tigon.manifest import MANIFEST, read_manifest, write_manifest
 
@@ -79,7 +79,7 @@ def compress(
 
     console = screen(stderr=True, soft_wrap=True)
     with working(console, f"reading {model}"):
-        loaded, tokenizer = _opened(model, dtype)
+        loaded, tokenizer = _load_model(model, dtype)
         loaded = loaded.to(place)
     try:
         chosen: Any = method or "bits"
@@ -95,7 +95,7 @@ def compress(
     for one in (report, tables):
         if one is not None:
             one.forget()
-    _save(package.widen(loaded) if dense else loaded, output, tokenizer)
+    _save(package.dequantize(loaded) if dense else loaded, output, tokenizer)
     if plot is not None:
         plot.parent.mkdir(parents=True, exist_ok=True)
         report.plot(plot)
@@ -129,12 +129,12 @@ def _tell(report: Report, tables: Report | None, cost: dict[str, Any], output: P
     print(report.table())
     if tables is not None:
         print(f"embeddings: {tables.bytes_before / 2**20:.2f} MiB before, {tables.bytes / 2**20:.2f} now")
-        for one in tables.left:
-            print(f"left as it is: {one.name}: {one.reason}")
+        for one in tables.skipped:
+            print(f"skipped: {one.name}: {one.reason}")
     before, now = cost["mb"]
     print("file: " + ("" if before is None else f"{before:.2f} MB before, ") + f"{now:.2f} MB now")
     if cost["held"] is not None:
-        print("\n".join(told(cost["held"])))
+        print("\n".join(format_cost(cost["held"])))
     print(f"saved to {output}")
 
 
@@ -158,14 +158,14 @@ def _texts(paths: list[Path], option: str = "--data") -> list[str]:
 
 def _windows(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> list[dict[str, Any]]:
     """Batches with the fewest windows, spread over the whole text, that hold `tokens` tokens."""
-    from tigon.compress.texts import batches_of, tokens_of
+    from tigon.compress.calibration import count_tokens, make_batches
 
-    batches = batches_of(model, texts, tokenizer, name=NAME)
-    every = max(1, sum(map(tokens_of, batches)) // tokens)
+    batches = make_batches(model, texts, tokenizer, name=NAME)
+    every = max(1, sum(map(count_tokens, batches)) // tokens)
     return batches[::every]
 
 
-def _opened(name: str, dtype: str) -> tuple[Any, Any]:
+def _load_model(name: str, dtype: str) -> tuple[Any, Any]:
     """Load the model, by the class in its configuration, and its tokenizer."""
     import transformers
 
@@ -197,7 +197,7 @@ def _opened(name: str, dtype: str) -> tuple[Any, Any]:
 
 
 def _save(model: Any, output: Path, tokenizer: Any) -> None:
-    """Save via `save_pretrained`, which also writes the storage layout. Widened models contain no compressed layers."""
+    """Save via `save_pretrained`, which also writes the layout of compressed layers."""
     staged = output.with_name(output.name + ".partial")
     shutil.rmtree(staged, ignore_errors=True)
     model.save_pretrained(staged)

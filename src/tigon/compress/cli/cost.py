@@ -19,10 +19,10 @@ class Cost:
     """Cost on held-out batches. Construct before changing the model."""
 
     def __init__(self, model: Any, batches: list[dict[str, Any]]) -> None:
-        from tigon.compress.texts import Whole
+        from tigon.compress.calibration import OutputDistance
 
         self.model, self.batches = model, batches
-        self.whole = Whole(model, batches)
+        self.outputs = OutputDistance(model, batches)
         self.before = self._now()
 
     def table(self) -> dict[str, Any]:
@@ -30,15 +30,15 @@ class Cost:
 
         Loss is in nats per token, None unless the model predicts next tokens; latency in ms per call.
         """
-        from tigon.compress.texts import tokens_of
+        from tigon.compress.calibration import count_tokens
 
-        tokens = sum(map(tokens_of, self.batches))
-        return {"before": self.before, "now": self._now(), "distance": self.whole.distance(),
-                "unit": self.whole.unit, "tokens": tokens}  # fmt: skip
+        tokens = sum(map(count_tokens, self.batches))
+        return {"before": self.before, "now": self._now(), "distance": self.outputs.measure(),
+                "unit": self.outputs.unit, "tokens": tokens}  # fmt: skip
 
     def _now(self) -> dict[str, float | None]:
         # Masked language models also have a token head, but do not predict the next token.
-        causal = self.whole.nats and getattr(self.model, "can_generate", lambda: False)()
+        causal = self.outputs.is_nats and getattr(self.model, "can_generate", lambda: False)()
         return {"loss": self._loss() if causal else None, "ms": self._ms()}
 
     def _loss(self) -> float:
@@ -70,7 +70,7 @@ class Cost:
         return statistics.median(times[1:])
 
 
-def told(cost: dict[str, Any]) -> list[str]:
+def format_cost(cost: dict[str, Any]) -> list[str]:
     """Format the cost as text lines."""
     before, now = cost["before"], cost["now"]
     if before["loss"] is None:

@@ -16,21 +16,20 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route, Router
 
 from tigon.retrieve.server import openapi
 from tigon.retrieve.server.bodies import BINARY, JSON, SMALL, Array, SearchResult, is_small
 from tigon.retrieve.server.metrics import RequestMetrics
 from tigon.retrieve.server.requests import (
-    DeleteRequest,
     IndexInfo,
     Limits,
     SearchRequest,
     UpsertRequest,
+    check_vectors,
+    parse_ids,
     parse_queries,
-    parse_vectors,
 )
 
 MAX_BODIES = 16  # all request bodies together, in multiples of the largest size
@@ -39,10 +38,12 @@ RETRY = {"retry-after": "1"}
 CLOSE = {"connection": "close"}
 OPEN_PATHS = ("/health", "/docs", "/openapi.json")  # without a key
 UPDATES = ("/upsert", "/delete", "/snapshot")
+METHODS = ("encode", "upsert", "delete", "snapshot", "health", "metrics")  # of the index process
 LOCAL = ("localhost", "127.0.0.1", "::1")
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 T = TypeVar("T")
+Post = Callable[[bytes, bool, Any], Awaitable[Response]]  # from the body, whether tensors, and ASGI's receive
 
 
 class Backend(Protocol):
@@ -54,17 +55,8 @@ class Backend(Protocol):
     async def search(self, query: Array, k: list[int], where: list[str | None], strict: bool) -> SearchResult:
         """A request that is cancelled before its search starts is skipped."""
 
-    async def encode(self, features: Any) -> Array: ...
-
-    async def upsert(self, ids: Any, vectors: Array | None, table: dict[str, list[Any]] | None) -> dict[str, Any]: ...
-
-    async def delete(self, ids: Any) -> dict[str, Any]: ...
-
-    async def snapshot(self) -> dict[str, Any]: ...
-
-    async def health(self) -> dict[str, Any]: ...
-
-    async def metrics(self) -> bytes: ...
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call one of `METHODS`: "encode" gives an array, "metrics" bytes, and the others a response's fields."""
 
 
 class Application:
@@ -88,24 +80,17 @@ class Application:
         self._known_hosts: set[bytes | None] = set()
         self._parser = ThreadPoolExecutor(1, "tigon.retrieve.server parser")
         self._api = openapi.describe_api(info.has_snapshot)
-        self._posts = {"/search": self.search, "/upsert": self.upsert, "/delete": self.delete}
+        self._posts: dict[str, Post] = {"/search": self.search, "/upsert": self.upsert, "/delete": self.delete}
         if info.has_snapshot:
             self._posts["/snapshot"] = self.snapshot
-        pages = {
+        self._pages = {
             "/health": self.show_health, "/metrics": self.show_metrics, "/docs": self.show_docs,
             "/openapi.json": self.show_api,
         }  # fmt: skip
-        # The router tries regular expressions in turn, so that it only routes the other requests, 404 and 405.
-        self._post_apps = {path: _Post(self, answer) for path, answer in self._posts.items()}
-        routes = [Route(path, app, methods=["POST"]) for path, app in self._post_apps.items()]
-        routes += [Route(path, show) for path, show in pages.items()]
-        self._router = Router(routes, redirect_slashes=False)
-        self._paths = {*self._posts, *pages}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            await self._router(scope, receive, send)
-            return
+            raise ValueError(f"the server speaks HTTP alone, got {scope['type']}.")
         start, status = time.perf_counter(), 499  # the client disconnected
         path: str = scope["path"].removeprefix(scope.get("root_path", ""))  # inside another application
 
@@ -115,25 +100,37 @@ class Application:
                 status = message["status"]
             await send(message)
 
-        scope["app"] = self  # the router then raises its 404 and 405
         try:
             try:
                 self._check_access(scope, path)
-                app = self._post_apps.get(path) if scope["method"] == "POST" else None
-                await (app or self._router)(scope, receive, send_response)
+                response = await self._answer(path, scope, receive)
             except HTTPException as error:
-                if status != 499:  # a response has started
-                    raise
                 if error.headers and "connection" in error.headers:
                     await self._discard(scope, receive)
-                await to_response(error)(scope, receive, send_response)
+                response = Response(to_json({"detail": error.detail}), error.status_code, error.headers, JSON)
+            await response(scope, receive, send_response)
         except ClientDisconnect:
             pass
         except Exception:
             status = 500
             raise
         finally:
-            self.metrics.observe(path if path in self._paths else "other", status, time.perf_counter() - start)
+            known = path in self._posts or path in self._pages
+            self.metrics.observe(path if known else "other", status, time.perf_counter() - start)
+
+    async def _answer(self, path: str, scope: Any, receive: Any) -> Response:
+        method = scope["method"]
+        if method == "POST" and path in self._posts:
+            content = await self.read_body(scope, receive)
+            try:
+                return await self._posts[path](content, scope["tigon.content_type"] == BINARY, receive)
+            finally:
+                self.release_body(content)
+        if method in ("GET", "HEAD") and path in self._pages:
+            return await self._pages[path]()
+        if path in self._posts or path in self._pages:
+            raise HTTPException(405, headers={"allow": "POST" if path in self._posts else "GET, HEAD"})
+        raise HTTPException(404)
 
     # ------------------------------------------------------------------------------------------------ every request
 
@@ -262,58 +259,43 @@ class Application:
         query = request.query
         if query is None:
             count = len(request.k)
-            vectors = await self.backend.encode(request.features)
+            vectors: Array = await self.backend.call("encode", request.features)
             if vectors.shape[:-1] != (count,):
                 raise HTTPException(
                     422, f"the encoder must give a vector for each of {count} queries, got {vectors.shape}."
                 )
-            query = parse_queries(parse_vectors(vectors, self.info.dim), self.info)
+            query = parse_queries(check_vectors(vectors, self.info.dim), self.info)
         search = self.backend.search(query, request.k, request.where, request.strict)
         result = await (_while_connected(search, receive) if self.backend.is_crowded() else search)
         return Response(result.to_bytes(binary), media_type=BINARY if binary else JSON)
 
     async def upsert(self, content: bytes, binary: bool, receive: Any) -> Response:
         request = await self._parse(UpsertRequest.parse, content, binary, self.info)
-        return _json_response(await self.backend.upsert(*request))
+        return _json_response(await self.backend.call("upsert", *request))
 
     async def delete(self, content: bytes, binary: bool, receive: Any) -> Response:
-        request = await self._parse(DeleteRequest.parse, content, binary, self.info)
-        return _json_response(await self.backend.delete(*request))
+        ids = await self._parse(parse_ids, content, binary, self.info)
+        return _json_response(await self.backend.call("delete", ids))
 
     async def snapshot(self, content: bytes, binary: bool, receive: Any) -> Response:
-        return _json_response(await self.backend.snapshot())
+        return _json_response(await self.backend.call("snapshot"))
 
-    async def show_health(self, request: Request) -> Response:
-        health = {"status": "draining" if self.draining else "ok", **await self.backend.health()}
+    async def show_health(self) -> Response:
+        health = {"status": "draining" if self.draining else "ok", **await self.backend.call("health")}
         if self.key is not None:  # /health needs no key, but column names are not public
             del health["columns"]
         return _json_response(health, 503 if self.draining else 200)
 
-    async def show_metrics(self, request: Request) -> Response:
-        searches = await self.backend.metrics()
+    async def show_metrics(self) -> Response:
+        searches = await self.backend.call("metrics")
         return Response(self.metrics.to_text() + searches, headers={"content-type": PROMETHEUS})
 
-    async def show_docs(self, request: Request) -> Response:
+    async def show_docs(self) -> Response:
         policy = {"content-security-policy": openapi.CONTENT_POLICY}
         return HTMLResponse(openapi.render_page(self._api), headers=policy)
 
-    async def show_api(self, request: Request) -> Response:
+    async def show_api(self) -> Response:
         return _json_response(self._api)
-
-
-class _Post:
-    """The route for a request with a body. As a plain function, Starlette would take twice the time."""
-
-    def __init__(self, app: Application, answer: Callable[[bytes, bool, Any], Awaitable[Response]]) -> None:
-        self.app, self.answer = app, answer
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        content = await self.app.read_body(scope, receive)
-        try:
-            response = await self.answer(content, scope["tigon.content_type"] == BINARY, receive)
-        finally:
-            self.app.release_body(content)
-        await response(scope, receive, send)
 
 
 async def _while_connected(search: Coroutine[Any, Any, T], receive: Any) -> T:
@@ -329,11 +311,6 @@ async def _while_connected(search: Coroutine[Any, Any, T], receive: Any) -> T:
         return searching.result()
     searching.cancel()
     raise ClientDisconnect
-
-
-def to_response(error: HTTPException) -> Response:
-    """The error response."""
-    return Response(to_json({"detail": error.detail}), error.status_code, error.headers, JSON)
 
 
 def _json_response(content: dict[str, Any], status: int = 200) -> Response:

@@ -85,38 +85,11 @@ class DeleteBody(Body):
     ids: Ints | Texts = Field(description="of the items; those that are not there are passed over")
 
 
-class SearchResponse(BaseModel):
-    """Best first; a list is shorter than k where fewer items pass."""
-
-    ids: list[list[int]] | list[list[str]]
-    scores: list[list[float]]
-    exact: list[bool]
-
-
-class UpsertResponse(BaseModel):
-    upserted: int = Field(description="items of the call")
-    items: int = Field(description="in the index")
-
-
-class DeleteResponse(BaseModel):
-    deleted: int = Field(description="items that were there")
-    items: int
-
-
-class SnapshotResponse(BaseModel):
-    items: int
-    seconds: float
-
-
-class ErrorResponse(BaseModel):
-    detail: str = Field(description="what is wrong, in a sentence")
-
-
 B = TypeVar("B", bound=Body)
 
 
 def parse_body(kind: type[B], content: bytes, binary: bool, dim: int) -> tuple[B, dict[str, Array]]:
-    """A body's fields, and the tensor fields; in large JSON, vectors and integer ids are parsed as arrays, too.
+    """A body's fields, and its arrays: the tensors, vectors as lists, and in large bodies integer ids as a list.
 
     Args:
         dim: the index's vector width.
@@ -127,9 +100,11 @@ def parse_body(kind: type[B], content: bytes, binary: bool, dim: int) -> tuple[B
         if binary:
             return _parse_tensors(kind, content, dim)
         if len(content) <= SMALL:
-            return kind.model_validate_json(content), {}
-        fields, tensors = _parse_fields(kind, content.decode(), "the body", dim)
-        return kind.model_validate(fields), tensors
+            body = kind.model_validate_json(content)
+            rows: Any = getattr(body, "vectors", None)
+            return body, {} if rows is None else {"vectors": _to_matrix(rows, dim)}
+        fields, arrays = _parse_fields(kind, content.decode(), "the body", dim)
+        return kind.model_validate(fields), arrays
     except ValidationError as error:
         raise HTTPException(422, _describe(error)) from None
     except UnicodeDecodeError:
@@ -149,15 +124,16 @@ def _parse_fields(kind: type[B], text: str, name: str, dim: int) -> tuple[dict[s
     vectors, ids = _VectorReader(dim), _IdReader()
     take = {"vectors": vectors.take, "ids": ids.take}
     fields = _parse_object(text, name, {field: take[field] for field in take.keys() & kind.model_fields.keys()})
-    tensors = {}
-    if vectors.count:
-        del fields["vectors"]
-        tensors["vectors"] = vectors.join()
+    arrays = {}
+    if isinstance(fields.get("vectors"), list):
+        vectors.rows += fields.pop("vectors")
+        vectors.convert()
+        arrays["vectors"] = np.concatenate(vectors.parts)
     if ids.parts:
-        tensors["ids"] = np.concatenate(ids.parts)
+        arrays["ids"] = np.concatenate(ids.parts)
     elif ids.texts:
         fields["ids"] = ids.texts
-    return fields, tensors
+    return fields, arrays
 
 
 def _parse_object(text: str, name: str, take: Mapping[str, Take]) -> dict[str, Any]:
@@ -177,32 +153,31 @@ class _VectorReader:
     """Reads rows of numbers, converting them to an array in chunks."""
 
     def __init__(self, dim: int) -> None:
-        self.dim, self.count, self.numbers = dim, 0, 0
+        self.dim, self.count = dim, 0
         self.parts: list[Array] = []
         self.rows: list[Any] = []
 
     def take(self, rows: list[Any]) -> None:
-        for row in rows:
-            self.rows.append(row)
-            self.numbers += 1 + (len(row) if isinstance(row, list) else 0)
-        self.count += len(rows)
-        if self.numbers >= CHUNK:
-            self._convert()
+        self.rows += rows
+        # A row of another width is refused at once: it may be long.
+        is_wrong = any(isinstance(row, list) and len(row) != self.dim for row in rows)
+        if is_wrong or len(self.rows) * self.dim >= CHUNK:
+            self.convert()
 
-    def join(self) -> Array:
-        if self.rows:
-            self._convert()
-        return np.concatenate(self.parts)
-
-    def _convert(self) -> None:
-        _check_elements(_ROWS, self.rows, "vectors", self.count - len(self.rows))
-        got = next((len(row) for row in self.rows if len(row) != self.dim), self.dim)
-        if got != self.dim:
-            raise HTTPException(422, f"vectors must have {self.dim} numbers each, the index's dim, got {got:,}.")
-        with np.errstate(over="ignore"):
-            self.parts.append(np.array(self.rows, dtype=np.float32))
+    def convert(self) -> None:
+        _check_elements(_ROWS, self.rows, "vectors", self.count)
+        self.parts.append(_to_matrix(self.rows, self.dim))
+        self.count += len(self.rows)
         self.rows.clear()
-        self.numbers = 0
+
+
+def _to_matrix(rows: list[list[float]], dim: int) -> Array:
+    """(n, dim) fp32."""
+    wrong = next((len(row) for row in rows if len(row) != dim), dim)
+    if wrong != dim:
+        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim, got {wrong:,}.")
+    with np.errstate(over="ignore"):
+        return np.array(rows, dtype=np.float32).reshape(-1, dim)
 
 
 class _IdReader:
@@ -214,7 +189,7 @@ class _IdReader:
         self.texts: list[str] = []
 
     def take(self, ids: list[Any]) -> None:
-        are_texts = bool(self.texts) or (not self.parts and isinstance(ids[0], str))
+        are_texts = isinstance(ids[0], str) if not self.count else bool(self.texts)
         _check_elements(_TEXTS if are_texts else _INTS, ids, "ids", self.count)
         self.count += len(ids)
         if are_texts:
@@ -296,7 +271,7 @@ def _parse_header(kind: type[B], text: bytes, dim: int) -> tuple[B, dict[str, Ar
     header = _parse_object(text.decode(), "the header", {})
     request = header.pop("__metadata__", {}).get("request", "{}")
     fields, arrays = _parse_fields(kind, request, "request in the metadata", dim)
-    if both := fields.keys() & header.keys():
+    if both := (fields.keys() | arrays.keys()) & header.keys():
         raise HTTPException(422, f"{min(both)} must be a tensor or a field of the request, got both.")
     if unknown := {name for name in header if name.partition(".")[0] not in kind.tensors or name[:8] == "vectors."}:
         raise HTTPException(422, f"tensors must be named {' or '.join(kind.tensors)}, got {min(unknown)[:100]!r}.")

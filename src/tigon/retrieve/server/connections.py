@@ -57,8 +57,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.active_cycle: Any = None  # being answered by the application
-        self.head_bytes, self.is_head_split = 0, False  # in an incomplete head
-        self.heads_in_piece = 0  # heads that started in the last piece of data
+        self.head_bytes = 0  # in an incomplete head, without the piece of data in which the head started
         # The incomplete request at the last check, since when it has been incomplete, and since when responses are not
         # read.
         self.incomplete: Any = None
@@ -78,24 +77,15 @@ class Protocol(HttpToolsProtocol):
         self.active_cycle = cycle
         HttpToolsProtocol._start_asgi_task(self, cycle, app)
 
-    def on_message_begin(self) -> None:
-        HttpToolsProtocol.on_message_begin(self)
-        self.heads_in_piece += 1
-
     def data_received(self, data: bytes) -> None:
-        was_in_body = self.cycle is not None and bool(self.cycle.more_body)
-        self.heads_in_piece = 0
+        head = self.scope if self.is_in_head() else None
         HttpToolsProtocol.data_received(self, data)
-        if not self.is_in_head():
-            if (self.is_head_split or len(data) > MAX_HEAD) and self.is_head_large():
+        if self.is_in_head():
+            # The piece in which a head starts may hold other requests.
+            self.head_bytes = self.head_bytes + len(data) if self.scope is head else 0
+            if self.head_bytes > MAX_HEAD:
                 self.refuse_head()
-            self.head_bytes, self.is_head_split = 0, False
-            return
-        self.is_head_split = True
-        # A piece that starts with other requests does not count: its share of the head is unknown.
-        if self.heads_in_piece == 0 or (self.heads_in_piece == 1 and not was_in_body):
-            self.head_bytes += len(data)
-        if self.head_bytes > MAX_HEAD:
+        elif (head is not None or len(data) > MAX_HEAD) and self.is_head_large():
             self.refuse_head()
 
     def is_in_head(self) -> bool:

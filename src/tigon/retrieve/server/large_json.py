@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 PIECE = 1 << 16  # characters
@@ -37,107 +37,95 @@ def parse_large_object(text: str, take: Mapping[str, Take]) -> dict[str, Any]:
 
     Raises: ValueError if the text is not JSON, is not an object, or nests too deeply; TooManyValues.
     """
-    return _Parser(text).parse_document(take)
+    parser = _Parser(text, take)
+    if parser.peek() != "{":
+        raise ValueError("an object is expected")
+    document: dict[str, Any] = parser.parse_value(0)
+    if parser.peek():
+        raise parser.error("nothing more is expected")
+    return document
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
-        self.text, self.position, self.values = text, 0, 0
+    def __init__(self, text: str, take: Mapping[str, Take]) -> None:
+        self.text, self.take, self.position, self.values = text, take, 0, 0
         self.decoder: Any = json.JSONDecoder(parse_constant=_refuse_constant)
 
-    def parse_document(self, take: Mapping[str, Take]) -> dict[str, Any]:
-        if self._peek() != "{":
-            raise ValueError("an object is expected")
-
-        def parse_member(name: str) -> Any:
-            if name not in take or self._peek() != "[":
-                return self._parse_value(1)
-            before = self.values
-
-            def take_piece(piece: list[Any]) -> None:
-                take[name](piece)
-                self.values = before
-
-            self._parse_elements(take_piece, 1)
-            return []
-
-        document = self._parse_object(parse_member)
-        if self._peek():
-            raise self._error("nothing more is expected")
-        return document
-
-    def _peek(self) -> str:
+    def peek(self) -> str:
         """The first character after white space; empty at the end."""
         match = _SPACE.match(self.text, self.position)
         assert match is not None
         self.position = match.end()
         return self.text[self.position : self.position + 1]
 
-    def _parse_value(self, depth: int) -> Any:
-        first = self._peek()
+    def parse_value(self, depth: int, name: str | None = None) -> Any:
+        """Parse the value at the position; name: the member's that has the value, if any."""
+        first = self.peek()
         if first not in ("[", "{"):
             return self._parse_scalar()
         self._count(CONTAINER_VALUES)
         if depth > MAX_DEPTH:
-            raise self._error(f"lists and objects nest {MAX_DEPTH} deep at most")
+            raise self.error(f"lists and objects nest {MAX_DEPTH} deep at most")
+        self.position += 1
         if first == "{":
-            return self._parse_object(lambda _: self._parse_value(depth + 1))
+            return dict(self._parse_members(depth))
+        take = self.take.get(name) if depth == 1 and name is not None else None
         elements: list[Any] = []
-
-        def take(piece: list[Any]) -> None:
-            elements.extend(piece)
-            self._count(len(piece))
-
-        self._parse_elements(take, depth)
+        before = self.values
+        for piece in self._parse_elements(depth):
+            if take is None:
+                elements += piece
+                self._count(len(piece))
+            else:
+                take(piece)
+                self.values = before
         return elements
 
     def _parse_scalar(self) -> Any:
         try:
             value, self.position = self.decoder.scan_once(self.text, self.position)
         except StopIteration:
-            raise self._error("a value is expected") from None
+            raise self.error("a value is expected") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{error.msg} at character {error.pos:,}") from None
         if isinstance(value, str):
             value.encode()  # raises for a lone surrogate
         return value
 
-    def _parse_object(self, parse_member: Callable[[str], Any]) -> dict[str, Any]:
-        members: dict[str, Any] = {}
-        self.position += 1
-        if self._peek() == "}":
+    def _parse_members(self, depth: int) -> Iterator[tuple[str, Any]]:
+        if self.peek() == "}":
             self.position += 1
-            return members
+            return
         for _ in range(MAX_MEMBERS):
-            if self._peek() != '"':
-                raise self._error("a name in quotes is expected")
+            if self.peek() != '"':
+                raise self.error("a name in quotes is expected")
             name = self._parse_scalar()
-            if self._peek() != ":":
-                raise self._error("a colon is expected")
+            if self.peek() != ":":
+                raise self.error("a colon is expected")
             self.position += 1
-            members[name] = parse_member(name)
+            yield name, self.parse_value(depth + 1, name)
             self._count(1)
             if not self._has_more("}"):
-                return members
-        raise self._error(f"an object has at most {MAX_MEMBERS:,} members")
+                return
+        raise self.error(f"an object has at most {MAX_MEMBERS:,} members")
 
-    def _parse_elements(self, take: Take, depth: int) -> None:
+    def _parse_elements(self, depth: int) -> Iterator[list[Any]]:
+        """The elements of a list, in pieces."""
         text = self.text
-        self.position += 1
-        if self._peek() == "]":
+        if self.peek() == "]":
             self.position += 1
             return
         while True:
             stop = self.position + PIECE
             end = text.find("]", self.position, stop)
             if end >= 0 and not _NESTED.search(text, self.position, end):
-                take(self._parse_piece(end))
+                yield self._parse_piece(end)
                 self.position = end + 1
                 return
             if run := _RUN.match(text, self.position, stop):
-                take(self._parse_piece(run.end() - 1))
+                yield self._parse_piece(run.end() - 1)
                 self.position = run.end()
-            take([self._parse_value(depth + 1)])
+            yield [self.parse_value(depth + 1)]
             if not self._has_more("]"):
                 return
 
@@ -149,9 +137,9 @@ class _Parser:
         return piece
 
     def _has_more(self, end: str) -> bool:
-        character = self._peek()
+        character = self.peek()
         if character not in (",", end) or not character:
-            raise self._error(f"a comma or {end} is expected")
+            raise self.error(f"a comma or {end} is expected")
         self.position += 1
         return character == ","
 
@@ -160,7 +148,7 @@ class _Parser:
         if self.values > MAX_VALUES:
             raise TooManyValues(f"a request has at most {MAX_VALUES:,} values beside ids and vectors")
 
-    def _error(self, sentence: str) -> ValueError:
+    def error(self, sentence: str) -> ValueError:
         return ValueError(f"{sentence} at character {self.position:,}")
 
 

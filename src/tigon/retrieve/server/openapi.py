@@ -5,8 +5,6 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
-
 import tigon
 from tigon.retrieve.server import bodies
 
@@ -16,45 +14,35 @@ REFUSALS = {
     401: "no key, or another", 413: "too large", 422: "does not fit", 429: "too many queries wait",
     503: "the server ends, or has too little memory",
 }  # fmt: skip
-REQUESTS: tuple[tuple[str, type[bodies.Body] | None, Any, str], ...] = (
-    ("/search", bodies.SearchBody, bodies.SearchResponse, ""),
-    ("/upsert", bodies.UpsertBody, bodies.UpsertResponse, ""),
-    ("/delete", bodies.DeleteBody, bodies.DeleteResponse, ""),
-    ("/snapshot", None, bodies.SnapshotResponse, "Save a snapshot; the journal begins anew."),
-)
-PAGES = (
-    ("/health", "Whether the server takes searches, and what index it has."),
-    ("/metrics", "Counters, for Prometheus."),
-)
+REQUESTS: dict[str, type[bodies.Body]] = {
+    "/search": bodies.SearchBody, "/upsert": bodies.UpsertBody, "/delete": bodies.DeleteBody,
+}  # fmt: skip
+PAGES = {
+    "/health": "Whether the server takes searches, and what index it has.",
+    "/metrics": "Counters, for Prometheus.",
+}
 
 
 def describe_api(has_snapshot: bool) -> dict[str, Any]:
     """Describe the server's requests in OpenAPI."""
-    models = [answer for _, _, answer, _ in REQUESTS] + [bodies.ErrorResponse]
-    references, schemas = models_json_schema(
-        [(model, "serialization") for model in models], ref_template="#/components/schemas/{model}"
-    )
-
-    def describe_answer(text: str, model: Any) -> dict[str, Any]:
-        return {"description": text, "content": {"application/json": {"schema": references[model, "serialization"]}}}
-
+    answers = {"200": "done"} | {str(status): text for status, text in REFUSALS.items()}
+    responses = {status: {"description": text} for status, text in answers.items()}
     paths: dict[str, Any] = {}
-    for path, body, answer, summary in REQUESTS if has_snapshot else REQUESTS[:-1]:
-        answers = {"200": describe_answer("done", answer)}
-        answers |= {str(status): describe_answer(text, bodies.ErrorResponse) for status, text in REFUSALS.items()}
-        about: dict[str, Any] = {"summary": summary or body.__doc__, "operationId": path[1:], "responses": answers}
-        if body is not None:
-            json_body = {"schema": body.model_json_schema()}
-            binary = {"schema": {"type": "string", "format": "binary"}}
-            about["requestBody"] = {"content": {"application/json": json_body, "application/octet-stream": binary}}
-        paths[path] = {"post": about}
-    for path, summary in PAGES:
-        answers = {"200": {"description": "done"}}
-        paths[path] = {"get": {"summary": summary, "operationId": path[1:], "responses": answers}}
-    return {
-        "openapi": "3.1.0", "info": {"title": "tigon retrieve serve", "version": tigon.__version__}, "paths": paths,
-        "components": schemas and {"schemas": schemas["$defs"]},
-    }  # fmt: skip
+    for path, body in REQUESTS.items():
+        content = {
+            "application/json": {"schema": body.model_json_schema()},
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        }
+        about = {"summary": body.__doc__, "operationId": path[1:], "responses": responses}
+        paths[path] = {"post": {**about, "requestBody": {"content": content}}}
+    if has_snapshot:
+        summary = "Save a snapshot; the journal begins anew."
+        paths["/snapshot"] = {"post": {"summary": summary, "operationId": "snapshot", "responses": responses}}
+    for path, summary in PAGES.items():
+        done = {"200": {"description": "done"}}
+        paths[path] = {"get": {"summary": summary, "operationId": path[1:], "responses": done}}
+    about_server = {"title": "tigon retrieve serve", "version": tigon.__version__}
+    return {"openapi": "3.1.0", "info": about_server, "paths": paths}
 
 
 def render_page(api: dict[str, Any]) -> str:

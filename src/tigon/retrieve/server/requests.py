@@ -73,19 +73,18 @@ class SearchRequest(NamedTuple):
     @classmethod
     def parse(cls, content: bytes, binary: bool, info: IndexInfo, limits: Limits) -> SearchRequest:
         """Raises: HTTPException, 422 or 413, for an invalid body."""
-        body, tensors = parse_body(SearchBody, content, binary, info.dim)
-        vectors = tensors.get("vectors", body.vectors)
-        has_features = body.features is not None or any(name.startswith("features") for name in tensors)
-        if (vectors is not None) + (body.texts is not None) + has_features != 1:
+        body, arrays = parse_body(SearchBody, content, binary, info.dim)
+        query, features = arrays.get("vectors"), None
+        has_features = body.features is not None or any(name.startswith("features") for name in arrays)
+        if (query is not None) + (body.texts is not None) + has_features != 1:
             raise HTTPException(422, "a search must have vectors, texts or features, one of them.")
-        if vectors is None and not info.has_encoder:
-            raise HTTPException(422, "texts and features need an encoder, and this server has none: send vectors.")
-        if vectors is not None:
-            query, features = parse_vectors(vectors, info.dim), None
+        if query is not None:
+            query = check_vectors(query, info.dim)
             count = len(query)
+        elif info.has_encoder:
+            features, count = parse_features(body, arrays)
         else:
-            query = None
-            features, count = parse_features(body, tensors)
+            raise HTTPException(422, "texts and features need an encoder, and this server has none: send vectors.")
         if not 0 < count <= limits.max_batch:
             status = 413 if count else 422
             raise HTTPException(status, f"a request must have 1 to {limits.max_batch:,} queries, got {count:,}.")
@@ -104,15 +103,11 @@ def _parse_k(body: SearchBody, count: int) -> list[int]:
 
 
 def _parse_where(body: SearchBody, count: int) -> list[str | None]:
-    if not isinstance(body.where, list):
-        wheres = [body.where] * count
-        distinct = set() if body.where is None else {body.where}
-    else:
-        wheres = body.where
-        distinct = {where for where in wheres if where is not None}
+    wheres = body.where if isinstance(body.where, list) else [body.where] * count
+    distinct = set(wheres) - {None}
     if len(wheres) != count:
         raise HTTPException(422, f"where must have a filter for each of {count} queries, got {len(wheres)}.")
-    if (size := sum(map(len, distinct))) > MAX_FILTER_TEXT or len(distinct) > MAX_FILTERS:
+    if (size := sum(map(len, filter(None, distinct)))) > MAX_FILTER_TEXT or len(distinct) > MAX_FILTERS:
         limit = f"{MAX_FILTERS} different filters, of {MAX_FILTER_TEXT:,} characters together"
         raise HTTPException(422, f"a request must have at most {limit}, got {len(distinct):,} of {size:,}.")
     return wheres
@@ -133,45 +128,28 @@ class UpsertRequest(NamedTuple):
     @classmethod
     def parse(cls, content: bytes, binary: bool, info: IndexInfo) -> UpsertRequest:
         """Raises: HTTPException, 422 or 413, for an invalid body."""
-        body, tensors = parse_body(UpsertBody, content, binary, info.dim)
-        vectors = tensors.get("vectors", body.vectors)
+        body, arrays = parse_body(UpsertBody, content, binary, info.dim)
+        vectors = arrays.get("vectors")
         if (vectors is None) != info.is_fixed:
             raise HTTPException(422, "vectors must be given, unless the index is over a parameter.")
-        matrix = None if vectors is None else parse_vectors(vectors, info.dim)
-        return cls(tensors.get("ids", body.ids), matrix, body.table)
+        vectors = None if vectors is None else check_vectors(vectors, info.dim)
+        return cls(arrays.get("ids", body.ids), vectors, body.table)
 
 
-class DeleteRequest(NamedTuple):
-    """Items to delete."""
-
-    ids: Array | list[int] | list[str]
-
-    @classmethod
-    def parse(cls, content: bytes, binary: bool, info: IndexInfo) -> DeleteRequest:
-        """Raises: HTTPException, 422 or 413, for an invalid body."""
-        body, tensors = parse_body(DeleteBody, content, binary, info.dim)
-        return cls(tensors.get("ids", body.ids))
+def parse_ids(content: bytes, binary: bool, info: IndexInfo) -> Array | list[int] | list[str]:
+    """The items to delete. Raises: HTTPException, 422 or 413, for an invalid body."""
+    body, arrays = parse_body(DeleteBody, content, binary, info.dim)
+    return arrays.get("ids", body.ids)
 
 
-def parse_vectors(vectors: Any, dim: int) -> Array:
-    """(n, dim) floats from a body.
+def check_vectors(vectors: Array, dim: int) -> Array:
+    """(n, dim) floats, from the body or from the encoder; a single vector may be (dim,).
 
     Raises: HTTPException, 422.
     """
-    try:
-        with np.errstate(over="ignore"):
-            matrix: Array = vectors if isinstance(vectors, np.ndarray) else np.asarray(vectors, dtype=np.float32)
-    except ValueError:
-        matrix = np.empty(0, np.float32)
-    if matrix.ndim == 0:
-        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim.")
-    if matrix.ndim == 1 and isinstance(vectors, np.ndarray):
-        matrix = matrix[None]
-    if len(matrix) and (matrix.ndim != 2 or matrix.shape[1] != dim):
-        got = f"{matrix.shape}" if matrix.ndim == 2 else "lists of other lengths"
-        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim, got {got}.")
-    if not len(matrix) and len(vectors):
-        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim.")
+    matrix = vectors[None] if vectors.ndim == 1 else vectors
+    if matrix.ndim != 2 or (len(matrix) and matrix.shape[1] != dim):
+        raise HTTPException(422, f"vectors must have {dim} numbers each, the index's dim, got {vectors.shape}.")
     if matrix.dtype.kind != "f":
         raise HTTPException(422, f"vectors must be floats, got {matrix.dtype}.")
     return matrix.astype(np.float32) if matrix.dtype == np.float64 else matrix

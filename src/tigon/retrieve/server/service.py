@@ -19,7 +19,7 @@ import tigon
 from tigon.retrieve.batch_queue import Overloaded
 from tigon.retrieve.index.index import Index
 from tigon.retrieve.server.admission import AdmissionQueue, AdmittedSearch
-from tigon.retrieve.server.app import RETRY, Application
+from tigon.retrieve.server.app import METHODS, RETRY, Application
 from tigon.retrieve.server.bodies import Array, SearchResult
 from tigon.retrieve.server.requests import IndexInfo, Limits, is_long
 
@@ -141,6 +141,10 @@ class IndexBackend:
     async def compile_in_thread(self, where: Collection[str], strict: bool) -> dict[str | None, HTTPException]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._compiler, self.compile_filters, where, strict)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        assert method in METHODS, method
+        return await getattr(self, method)(*arguments)
 
     async def encode(self, features: Any) -> Array:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, features)

@@ -131,7 +131,10 @@ class RemoteBackend(FrameProtocol):
 
     # -------------------------------------------------------------------------------------------- the other requests
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
+        if method == "upsert":
+            *others, table = arguments
+            arguments = *others, await self.loop.run_in_executor(None, split_table, table)
         number, future = self._expect()
         self.send("call", number, method, *map(encode_arrays, arguments))
         try:
@@ -139,27 +142,7 @@ class RemoteBackend(FrameProtocol):
         finally:
             del self.pending[number]
 
-    async def encode(self, features: Any) -> Array:
-        vectors: Array = await self._call("encode", features)
-        return vectors
-
-    async def upsert(self, ids: Any, vectors: Array | None, table: dict[str, list[Any]] | None) -> dict[str, Any]:
-        pieces = await self.loop.run_in_executor(None, split_table, table)
-        return dict(await self._call("upsert", ids, vectors, pieces))
-
-    async def delete(self, ids: Any) -> dict[str, Any]:
-        return dict(await self._call("delete", ids))
-
-    async def snapshot(self) -> dict[str, Any]:
-        return dict(await self._call("snapshot"))
-
-    async def health(self) -> dict[str, Any]:
-        return dict(await self._call("health"))
-
-    async def metrics(self) -> bytes:
-        return bytes(await self._call("metrics"))
-
-    # ------------------------------------------------------------------------------- frames of the process of the index
+    # ---------------------------------------------------------------------------------- frames of the index process
 
     def on_hello(self, info: Any, key: str | None, limits: Any, hosts: list[str] | None, workers: int) -> None:
         self.limits, self.workers = Limits(*limits), workers

@@ -31,7 +31,6 @@ from tigon.retrieve.server.service import Service, to_http_exception
 
 PATIENCE = 2.0  # seconds for a worker to exit
 QUICK, TRIES = 1.0, 3  # a worker that exits within QUICK seconds is restarted, except the third time in a row
-CALLS = ("encode", "upsert", "delete", "snapshot", "health", "metrics")  # backend methods
 
 
 class WorkerError(RuntimeError):
@@ -72,21 +71,16 @@ class MergedSearch(AdmittedSearch):
 class WorkerConnection(FrameProtocol):
     """The index's end of the socket to worker number `place`."""
 
-    def __init__(self, service: Service, place: int, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, service: Service, place: int, process: Any) -> None:
         super().__init__()
         self.backend, self.place = service.index_backend, place
-        self._process = process
+        self.process: subprocess.Popen[bytes] = process
         self.started = time.monotonic()
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[bool] = loop.create_future()  # False: the worker exited before
         self.closed: asyncio.Future[None] = loop.create_future()
         self.searches: set[MergedSearch] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None
-        return self._process
 
     def connection_lost(self, error: Exception | None) -> None:
         for search in self.searches:
@@ -181,11 +175,10 @@ class WorkerConnection(FrameProtocol):
 
     async def _answer(self, number: int, method: str, *arguments: Any) -> None:
         try:
-            assert method in CALLS, method
             decoded = list(map(decode_arrays, arguments))
             if method == "upsert":
                 decoded[2] = await asyncio.get_running_loop().run_in_executor(None, join_table, decoded[2])
-            self.send("reply", number, encode_arrays(await getattr(self.backend, method)(*decoded)))
+            self.send("reply", number, encode_arrays(await self.backend.call(method, *decoded)))
         except Exception as error:
             self._refuse([number], error)
 
@@ -202,8 +195,6 @@ class WorkerPool:
     def __init__(self, service: Service, sockets: list[socket.socket], delay: float, grace: float) -> None:
         self.service, self.sockets, self.delay, self.grace = service, sockets, delay, grace
         self.connections: dict[int, WorkerConnection] = {}
-        self._restarts: set[asyncio.Task[None]] = set()
-        self._quick_ends = [0] * len(sockets)
         self._metrics = tempfile.TemporaryDirectory(prefix="tigon-metrics-")
 
     async def run(self, started: Callable[[], None]) -> None:
@@ -213,7 +204,6 @@ class WorkerPool:
         """
         loop = asyncio.get_running_loop()
         self.signals: asyncio.Queue[int] = asyncio.Queue()
-        self.failed: asyncio.Future[str] = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.signals.put_nowait, number)
         try:
@@ -225,13 +215,12 @@ class WorkerPool:
                 return
             if not all(ready.result()):
                 raise WorkerError("a worker ended before it was ready; the reason stands above")
-            for connection in connections:
-                self._watch(connection)
             freeze_garbage()
             started()
-            await asyncio.wait((signaled, self.failed), return_when=asyncio.FIRST_COMPLETED)
-            if self.failed.done():
-                raise WorkerError(self.failed.result())
+            supervision = asyncio.gather(*map(self._supervise, connections))
+            await asyncio.wait((signaled, supervision), return_when=asyncio.FIRST_COMPLETED)
+            if supervision.done():
+                supervision.result()  # raises
             await self._drain()
         finally:
             self.service.draining = True
@@ -269,30 +258,26 @@ class WorkerPool:
         hosts = None if service.hosts is None else list(service.hosts)
         connection.send("hello", tuple(service.info), service.key, tuple(service.limits), hosts, len(self.sockets))
 
-    def _watch(self, connection: WorkerConnection) -> None:
-        task = asyncio.ensure_future(self._restart(connection))
-        self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
+    async def _supervise(self, connection: WorkerConnection) -> None:
+        """Start another worker whenever a worker exits unexpectedly.
 
-    async def _restart(self, connection: WorkerConnection) -> None:
-        """Start another worker when a worker exits unexpectedly."""
-        await connection.closed
-        place = connection.place
-        status = await asyncio.get_running_loop().run_in_executor(None, connection.process.wait)
-        if self.service.draining:
-            return
-        was_quick = time.monotonic() - connection.started < QUICK
-        self._quick_ends[place] = self._quick_ends[place] + 1 if was_quick else 0
-        if self._quick_ends[place] >= TRIES:
-            if not self.failed.done():
-                self.failed.set_result(f"worker {place} ended {TRIES} times as soon as it was started")
-            return
-        detail = f"worker {place} ended with status {status}, and is started again"
-        print(f"tigon: retrieve serve: {detail}", file=sys.stderr, flush=True)
-        try:
-            self._watch(await self._start(place))
-        except OSError as error:
-            self.failed.set_result(f"worker {place} cannot be started again: {error.strerror}")
+        Raises: WorkerError if workers exit as soon as they are started, or cannot be started.
+        """
+        place, quick = connection.place, 0
+        while True:
+            await connection.closed
+            status = await asyncio.get_running_loop().run_in_executor(None, connection.process.wait)
+            if self.service.draining:
+                return
+            quick = quick + 1 if time.monotonic() - connection.started < QUICK else 0
+            if quick >= TRIES:
+                raise WorkerError(f"worker {place} ended {TRIES} times as soon as it was started")
+            detail = f"worker {place} ended with status {status}, and is started again"
+            print(f"tigon: retrieve serve: {detail}", file=sys.stderr, flush=True)
+            try:
+                connection = await self._start(place)
+            except OSError as error:
+                raise WorkerError(f"worker {place} cannot be started again: {error.strerror}") from None
 
     async def _drain(self) -> None:
         """Let requests in flight finish within the grace time, unless there is a second signal."""

@@ -22,6 +22,7 @@ from tigon.ops.targets import checked_target
 from tigon.retrieve.arguments import as_int, as_number, require_tensors
 from tigon.retrieve.training.over_items import check_bias, check_pair, contrast
 from tigon.retrieve.training.over_items.per_query_negatives import combine_losses, loss_among, own_contrast
+from tigon.retrieve.training.over_items.reference import Contrast
 
 Similarity = Callable[[Tensor, Tensor], Tensor]
 # Never occurs as a target: every query in a batch counts.
@@ -89,7 +90,7 @@ def in_batch_softmax(
         first = dist.get_rank(group) * B
     allowed = _check_allowed(name, allowed, query, len(others))
     rows = torch.arange(first, first + B, device=query.device)
-    return contrast(query, items, rows, bias, others, own, allowed, None, None, scale, NEVER, "mean")
+    return contrast(query, items, Contrast(rows, bias, others, own, allowed, scale=scale))
 
 
 def sampled_softmax(
@@ -129,8 +130,8 @@ def sampled_softmax(
     losses = None
     if drawn.shared is not None:
         rows, bias, allowed = drawn.shared, drawn.bias, drawn.allowed
-        chosen = query, items[rows], target, bias, rows, target, allowed, positive
-        losses = contrast(*chosen, None, scale, NEVER, reduction)
+        options = Contrast(target, bias, rows, target, allowed, positive, scale=scale, reduction=reduction)
+        losses = contrast(query, items[rows], options)
     if drawn.own is None:
         assert losses is not None
         return losses

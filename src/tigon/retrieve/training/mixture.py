@@ -60,8 +60,7 @@ class MixtureOfLogits(nn.Module):
         Raises: ValueError for another shape.
         """
         (P, own), dim = self.components, self.dim
-        if query.dim() != 2 or query.shape[1] != P * dim:
-            raise ValueError(f"MixtureOfLogits: query must be (B, {P * dim}), {P} of {dim}, got {tuple(query.shape)}.")
+        _check_query("MixtureOfLogits", query, P, dim)
         one = torch.eye(own, dtype=query.dtype, device=query.device)
         placed = query.view(-1, P, 1, 1, dim) * one.view(1, 1, own, own, 1)
         return placed.reshape(-1, P * own, own * dim)
@@ -79,13 +78,8 @@ class MixtureOfLogits(nn.Module):
         (P, own), dim = self.components, self.dim
         if query.dim() == 3 and query.shape[1:] == (P * own, own * dim):
             query = query.view(-1, P, own, own, dim)[:, :, 0, 0].reshape(-1, P * dim)
-        if query.dim() != 2 or query.shape[1] != P * dim:
-            raise ValueError(f"MixtureOfLogits: query must be (B, {P * dim}), {P} of {dim}, got {tuple(query.shape)}.")
-        if items.dim() != 3 or len(items) not in (1, len(query)) or items.shape[2] != own * dim:
-            raise ValueError(
-                f"MixtureOfLogits: items must be ({len(query)} or 1, C, {own * dim}), {own} of {dim}, got "
-                f"{tuple(items.shape)}."
-            )
+        _check_query("MixtureOfLogits", query, P, dim)
+        _check_items("MixtureOfLogits", items, len(query), own, dim)
         items = items.to(query.dtype)
         C = items.shape[1]
         x = items.reshape(len(items), C * own, dim)
@@ -134,14 +128,22 @@ class HadamardMLP(nn.Module):
         Returns: (B, C), or (B, C, outputs) for more than one output.
         Raises: ValueError for other shapes.
         """
-        if query.dim() != 2 or query.shape[1] != self.dim:
-            raise ValueError(f"HadamardMLP: query must be (B, {self.dim}), got {tuple(query.shape)}.")
-        if items.dim() != 3 or len(items) not in (1, len(query)) or items.shape[2] != self.dim:
-            raise ValueError(
-                f"HadamardMLP: items must be ({len(query)} or 1, C, {self.dim}), got {tuple(items.shape)}."
-            )
+        _check_query("HadamardMLP", query, 1, self.dim)
+        _check_items("HadamardMLP", items, len(query), 1, self.dim)
         output: Tensor = self.mlp(query.unsqueeze(1) * items.to(query.dtype))
         return output.squeeze(-1) if self.outputs == 1 else output
+
+
+def _check_query(name: str, query: Tensor, count: int, dim: int) -> None:
+    if query.dim() != 2 or query.shape[1] != count * dim:
+        raise ValueError(f"{name}: query must be (B, {count * dim}), {count} of {dim}, got {tuple(query.shape)}.")
+
+
+def _check_items(name: str, items: Tensor, queries: int, count: int, dim: int) -> None:
+    if items.dim() != 3 or len(items) not in (1, queries) or items.shape[2] != count * dim:
+        raise ValueError(
+            f"{name}: items must be ({queries} or 1, C, {count * dim}), {count} of {dim}, got {tuple(items.shape)}."
+        )
 
 
 class _Product(nn.Module):

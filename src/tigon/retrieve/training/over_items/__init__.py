@@ -21,7 +21,7 @@ from tigon.ops import shard_statistics
 from tigon.ops.cross_entropy import CrossEntropy, Reduction, check_options
 from tigon.ops.targets import checked_target
 from tigon.retrieve.training.over_items.launches import _item_softmax
-from tigon.retrieve.training.over_items.reference import contrast_reference, item_softmax_reference
+from tigon.retrieve.training.over_items.reference import Contrast, contrast_reference, item_softmax_reference
 from tigon.retrieve.training.over_items.sharded import _over_shards
 
 if TYPE_CHECKING:
@@ -84,33 +84,28 @@ def item_softmax(
     trained = bias is not None and bias.requires_grad and torch.is_grad_enabled()
     narrow = query.shape[-1] <= WIDEST and not trained and count > 0
     if narrow and use_triton(query, items, bias):
-        return run_fused(query, items, target, bias, None, None, None, None, None, scale, IGNORED, reduction, shards)
+        return run_fused(query, items, Contrast(target, bias, scale=scale, reduction=reduction), shards)
     inner = bias if bias is None or scale == 1.0 else bias / scale
     head = Head(items, None if inner is None else inner.to(items.dtype), scale=scale, group=group)
     return linear_cross_entropy(query, head, target, config=CrossEntropy(ignore_index=IGNORED, reduction=reduction))
 
 
-def run_fused(
-    query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
-    reduction: str, shards: Shards | None = None,
-) -> Tensor:  # fmt: skip
-    """The kernels' loss. Items with id `own` are excluded, except row `target`, or `positive` in its place, and so are
-    items that are not `allowed`, (M, N) bool or (1, N), which requires ids."""
+def run_fused(query: Tensor, items: Tensor, options: Contrast, shards: Shards | None = None) -> Tensor:
+    """The kernels' loss."""
+    target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction = options
     flat = query.reshape(target.numel(), query.shape[-1])
     need_dq = query.requires_grad and torch.is_grad_enabled()
     labels = target.reshape(-1).contiguous()
     bias, ids, own, positive_bias = (t if t is None else t.contiguous() for t in (bias, ids, own, positive_bias))
     if allowed is not None:
         allowed = _lines(allowed).expand(len(flat), -1)
-    sides = bias, ids, own, allowed, positive, positive_bias, float(scale)
+    inputs = bias, ids, own, allowed, positive, positive_bias, float(scale)
     if shards is None:
-        loss = _item_softmax(flat, items, labels, *sides, ignore_index, reduction, need_dq)
+        loss = _item_softmax(flat, items, labels, *inputs, ignore_index, reduction, need_dq)
     else:
         labels = shards.labels(labels, ignore_index)
-        loss = _over_shards(
-            flat, items, labels, *sides, shard_statistics.IGNORED, reduction, need_dq, {"shards": shards}
-        )
+        rest = shard_statistics.IGNORED, reduction, need_dq, {"shards": shards}
+        loss = _over_shards(flat, items, labels, *inputs, *rest)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -122,16 +117,11 @@ def _lines(allowed: Tensor) -> Tensor:
     return allowed.view(torch.uint8)
 
 
-def contrast(
-    query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor, own: Tensor,
-    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
-    reduction: str,
-) -> Tensor:  # fmt: skip
-    """`run_fused`, or its reference where kernels cannot run."""
-    arguments = query, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction
-    if query.shape[-1] <= WIDEST and use_triton(query, items, positive, bias):
-        return run_fused(*arguments)
-    return contrast_reference(*arguments)
+def contrast(query: Tensor, items: Tensor, options: Contrast) -> Tensor:
+    """`run_fused`, or its reference where kernels cannot run. Options with ids and own."""
+    if query.shape[-1] <= WIDEST and use_triton(query, items, options.positive, options.bias):
+        return run_fused(query, items, options)
+    return contrast_reference(query, items, options)
 
 
 def check_pair(name: str, query: Tensor, items: Tensor) -> None:

@@ -110,12 +110,8 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
 # --------------------------------------------------------------------------------------------------------- launches
 
 
-def _item_softmax_fwd_fake(
-    q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
-    reduction: str, need_dq: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    M = q.shape[0]
+def _item_softmax_fwd_fake(q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    M, (*_, reduction, need_dq) = q.shape[0], rest
     rows = [q.new_empty(M, dtype=torch.float32) for _ in range(2)]
     loss = q.new_empty((M,) if reduction == "none" else (), dtype=torch.float32)
     return loss, *rows, q.new_empty(q.shape if need_dq else (0,), dtype=torch.float32), loss.new_empty(())
@@ -134,9 +130,7 @@ def _item_softmax_fwd(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Returns: loss, log-sum-exp in units of log 2, the target's p − 1, dloss/dq, the sum's factor."""
     (M, D), N = q.shape, items.shape[0]
-    _, lse, less, dq, _ = _item_softmax_fwd_fake(
-        q, items, target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction, need_dq
-    )
+    _, lse, less, dq, _ = _item_softmax_fwd_fake(q, reduction, need_dq)
     losses = torch.empty_like(lse)
     if M:
         m, total, acc = run_scan(q, items, target if own is None else own, bias, ids, allowed, scale, need_dq)
@@ -198,13 +192,8 @@ def reduce_losses(losses: Tensor, target: Tensor, ignore_index: int, reduction: 
     return losses.sum() * inverse, inverse
 
 
-def _item_softmax_bwd_fake(
-    g: Tensor, q: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor | None, own: Tensor | None,
-    allowed: Tensor | None, positive: Tensor | None, lse: Tensor, less: Tensor, dq: Tensor, inverse: Tensor,
-    scale: float, wants: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    given = q, items, q
-    return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip(given, wants, strict=True))  # type: ignore[return-value]
+def _item_softmax_bwd_fake(g: Tensor, q: Tensor, items: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, items, q), rest[-1], strict=True))
 
 
 @launcher(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,13 +23,35 @@ def item_softmax_reference(
     return reduce_losses(losses.view(target.shape), target, ignore_index, reduction)
 
 
-def contrast_reference(
-    query: Tensor, items: Tensor, target: Tensor, bias: Tensor | None, ids: Tensor, own: Tensor,
-    allowed: Tensor | None, positive: Tensor | None, positive_bias: Tensor | None, scale: float, ignore_index: int,
-    reduction: str,
-) -> Tensor:  # fmt: skip
-    """A positive per query against all items with another id that are allowed, (M, N) bool. The positive is row
-    `target` in items, or `positive`."""
+class Contrast(NamedTuple):
+    """The positive of each query against all items with another id.
+
+    Attributes:
+        target: (M,), each query's item row; `ignore_index` for queries that do not count.
+        bias: (N,), added to the scores, or None.
+        ids, own: the items' ids (N,), and the id (M,) whose items are no negatives of a query; None: the target alone.
+        allowed: (M, N) or (1, N) bool, the items that are compared, which requires ids. None: all.
+        positive, positive_bias: (M, D) and (M,), in place of row `target`, or None.
+        scale, ignore_index, reduction: as in `item_softmax`.
+    """
+
+    target: Tensor
+    bias: Tensor | None = None
+    ids: Tensor | None = None
+    own: Tensor | None = None
+    allowed: Tensor | None = None
+    positive: Tensor | None = None
+    positive_bias: Tensor | None = None
+    scale: float = 1.0
+    ignore_index: int = -100
+    reduction: str = "mean"
+
+
+def contrast_reference(query: Tensor, items: Tensor, options: Contrast) -> Tensor:
+    """Options with ids and own."""
+    target, bias, ids, own, allowed, positive, positive_bias, scale, ignore_index, reduction = options
+    assert ids is not None
+    assert own is not None
     wide = torch.promote_types(query.dtype, torch.float32)
     q, x = query.to(wide), items.to(wide)
     z = q @ x.mT * scale
