@@ -80,7 +80,7 @@ class Inputs(nn.Module):
 
     Attributes:
         width: width of x₀. names: fields read, by side. vectors: widths of the vectors in x₀, one per table use and
-            number, in order.
+            number, in order. owners: the field for each number in x₀.
 
     Raises: ValueError if there are no fields to read.
     """
@@ -113,17 +113,18 @@ class Inputs(nn.Module):
         self.slope = nn.Parameter(STD * torch.randn(count, width))
         self.shift = nn.Parameter(torch.zeros(count, width))
         self.missing = nn.Parameter(torch.zeros(count, width))
-        self.vectors = [one for side in SIDES for one in self._vectors(side, width)]
+        # A vector's field and width, in the order of `forward`.
+        vectors: list[tuple[str, int]] = []
+        for side in SIDES:
+            for group in self._groups():
+                attended = [column for column in group.columns["attention"] if column.name in self.fields[side]]
+                # A product's two columns are one vector.
+                columns = [c for c in group.columns[side] if c.part != "quotient"]
+                vectors += [(column.name, group.tables.width) for column in (*columns, *attended)]
+            vectors += [(name, width) for name in self.numbers[side]]
+        self.vectors = [size for _, size in vectors]
+        self.owners = [name for name, size in vectors for _ in range(size)]
         self.width = sum(self.vectors)
-
-    def _vectors(self, side: str, width: int) -> list[int]:
-        """A side's vector widths, in the order of `forward`."""
-        found: list[int] = []
-        for group in self._groups():
-            pool_by_attention = sum(column.name in self.fields[side] for column in group.columns["attention"])
-            number = len(group.columns[side]) - group.products[side] + pool_by_attention
-            found += [group.tables.width] * number
-        return found + [width] * len(self.numbers[side])
 
     def _groups(self) -> list[Group]:
         return [group for group in self.groups if isinstance(group, Group)]
@@ -131,21 +132,6 @@ class Inputs(nn.Module):
     def tables(self) -> list[EmbeddingTables]:
         """The tables, one per width."""
         return [group.tables for group in self._groups()]
-
-    def owners(self) -> list[str]:
-        """The field for each number in x₀, in the order of `forward`."""
-        result: list[str] = []
-        for side in SIDES:
-            for group in self._groups():
-                width, own, products = group.tables.width, group.columns[side], group.products[side]
-                pool_by_attention = [
-                    column for column in group.columns["attention"] if column.name in self.fields[side]
-                ]
-                for column in (*own[:products], *own[2 * products :], *pool_by_attention):
-                    result += [column.name] * width
-            for name in self.numbers[side]:
-                result += [name] * self.slope.shape[1]
-        return result
 
     def forward(
         self, context: dict[str, Any], rows: dict[str, Any], request: Tensor | None, *, plain: bool = False
