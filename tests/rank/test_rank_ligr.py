@@ -141,31 +141,6 @@ def test_options_leave_out_what_they_say():
             assert (plain(changed)["click"] - plain(made)["click"]).abs().max() > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- alone, or as a set
-
-
-def test_isolated_candidates_score_as_if_alone():
-    model, made = ranker(setwise_layers=0), batch(HISTORIES, CANDIDATES)
-    with torch.no_grad():
-        together = model(made)
-        alone = [model(chosen(of_request(made, r), [[c]])) for r, n in enumerate(CANDIDATES) for c in range(n)]
-    close(together, joined(alone))
-
-
-def test_candidates_of_a_set_have_no_order_and_read_each_other():
-    model, made = ranker(setwise_layers=1), batch(HISTORIES, CANDIDATES)
-    draw = torch.Generator().manual_seed(1)
-    order = [torch.randperm(n, generator=draw).tolist() for n in CANDIDATES]
-    turned = chosen(made, order)
-    with torch.no_grad():
-        found, expected = model(turned), model(made)
-        fewer = model(chosen(made, [[*range(n - (r == 0))] for r, n in enumerate(CANDIDATES)]))
-    close(found, {label: logits[turned.rows] for label, logits in expected.items()})
-    # Without its last candidate, the others of request 0 are scored otherwise; those of other requests are not.
-    assert (fewer["click"][:2] - expected["click"][:2]).abs().min() > 1e-4
-    close({k: z[2:] for k, z in fewer.items()}, {k: z[3:] for k, z in expected.items()})
-
-
 # ------------------------------------------------------------------------------------------------ encoded once, kept
 
 
@@ -182,6 +157,8 @@ def test_scores_by_a_cache_are_those_of_one_pass(setwise):
         turned = [of_request(made, r) for r in (2, 0)]
         found = [model.score(part.select([place]), one) for place, one in enumerate(turned)]
         close(joined(found), joined([model(one) for one in turned]))
+        later = dataclasses.replace(made, age=made.age + 3600)
+        close(model.score(cache, made, elapsed=3600.0), model(later))
 
 
 def test_appended_events_are_those_of_encoding_all():
@@ -211,13 +188,6 @@ def test_appended_events_are_those_of_encoding_all():
             by_one = model.append(by_one, chosen(made, events=[[place] if place < n else [] for n in HISTORIES]))
         by_one = model.append(by_one, chosen(made, events=[[]] * 4))
         close(model.score(by_one, made), model(made))
-
-
-def test_time_that_passes_ages_the_history():
-    model, made = ranker(), batch([3, 0], [2, 2])
-    later = dataclasses.replace(made, age=made.age + 3600)
-    with torch.no_grad():
-        close(model.score(model.encode(made), made, elapsed=3600.0), model(later))
 
 
 # --------------------------------------------------------------------------------------------------- training, odd rows

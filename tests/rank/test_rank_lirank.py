@@ -307,10 +307,8 @@ def test_heads_read_what_stands_beside_each_other_where_it_is(options, together,
 
 
 def test_zeros_are_put_beside_large_products_of_16_bits_on_a_gpu_alone():
-    assert padded_linear.is_slow(65_536, 640, 3500)
-    assert padded_linear.is_slow(65_536, 3500, 3500)
-    assert not padded_linear.is_slow(65_536, 3504, 3504)
-    assert not padded_linear.is_slow(256, 3500, 3500)
+    sizes = [(65_536, 640, 3500), (65_536, 3500, 3500), (65_536, 3504, 3504), (256, 3500, 3500)]
+    assert [padded_linear.is_slow(*size) for size in sizes] == [True, True, False, False]
     layer = torch.nn.Linear(3500, 3500, device="meta")
     assert not padded_linear.is_padding_faster(layer, torch.empty(65_536, 3500, device="meta", dtype=torch.bfloat16))
 
@@ -519,18 +517,20 @@ def _ligr():
 
 def test_data_of_other_codes_are_refused():
     pytest.importorskip("accelerate")
-    data, other = (rank.Impressions.read({"a": names, "y": [0, 1, 1]}) for names in (["p", "q", "r"], ["q", "r", "s"]))
+    data, other, less, none = (
+        rank.Impressions.read({name: values, "y": [0, 1, 1]})
+        for name, values in (("a", "pqr"), ("a", "qrs"), ("a", "pqq"), ("b", "pqr"))
+        for values in ([*values],)
+    )
     model = made(data.schema)
-    for call, name in ((lambda: rank.score(model, other), "score"), (lambda: rank.fit(model, other), "fit")):
-        with pytest.raises(
-            ValueError, match=rf"^rank\.{name}: data must be read with .* 'a' has another vocabulary of 3"
-        ):
-            call()
-    less = rank.Impressions.read({"a": ["p", "q", "q"], "y": [0, 1, 1]})
-    with pytest.raises(ValueError, match="'a' has a vocabulary of 2 values, and one of 3 in the ranker's"):
-        rank.score(model, less)
-    with pytest.raises(ValueError, match=r"schema=ranker\.schema: it has no field 'a'\.$"):
-        rank.score(model, rank.Impressions.read({"b": ["p", "q", "r"], "y": [0, 1, 1]}))
+    for call, table, sentence in (
+        (rank.score, other, r"rank\.score: data must be read with .* 'a' has another vocabulary of 3"),
+        (rank.fit, other, r"rank\.fit: data must be read with .* 'a' has another vocabulary of 3"),
+        (rank.score, less, "'a' has a vocabulary of 2 values, and one of 3 in the ranker's"),
+        (rank.score, none, r"schema=ranker\.schema: it has no field 'a'\.$"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call(model, table)
     again = rank.Impressions.read({"a": ["q", "z", "r"], "y": [0, 1, 1]}, schema=data.schema)
     assert len(rank.score(model, again).score) == 3
 

@@ -21,7 +21,7 @@ from tigon.ops.embedding import embedding
 from tigon.rank.data.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.data.ragged import Ragged
 from tigon.rank.data.schema import Schema
-from tigon.rank.models.ligr.tokens import DAY, HOUR, pool_by_attention, pool_by_attention_padded
+from tigon.rank.models.ligr.tokens import DAY, HOUR, pool_lists, pool_padded
 from tigon.rank.models.lirank.config import Bits
 from tigon.rank.models.lirank.embedding_tables import EmbeddingTables
 
@@ -226,19 +226,14 @@ def _look_up_plain(tables: EmbeddingTables, value: Tensor, column: int, dtype: t
     """(n, width): embeddings for codes (n,), or means over padded lists (n, most)."""
     if value.dim() == 1:
         return tables.look_up_plain(value, column, dtype)
-    there = (value >= 0).unsqueeze(-1)
-    rows = tables.look_up_plain(value.clamp(min=0), column, dtype)
-    return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
+    return pool_padded(tables.look_up_plain(value.clamp(min=0), column, dtype), (value >= 0).unsqueeze(-1), None)
 
 
 def _pool_by_attention(group: Group, number: int, value: Any, plain: bool, dtype: torch.dtype) -> Tensor:
     """(n, width): attention from a learned query over each list's rows."""
     column, query = group.first["attention"] + number, group.queries[number].to(dtype)
     if plain:
-        there = (value >= 0).unsqueeze(-1)
-        return pool_by_attention_padded(group.tables.look_up_plain(value.clamp(min=0), column, dtype), query, there)
+        rows = group.tables.look_up_plain(value.clamp(min=0), column, dtype)
+        return pool_padded(rows, (value >= 0).unsqueeze(-1), query)
     assert isinstance(value, Ragged)
-    rows = group.tables.look_up(value.values, column, dtype)
-    if not len(rows):  # segment_reduce rejects empty input
-        return rows.new_zeros(value.number, rows.shape[1]) + rows.sum()
-    return pool_by_attention(rows, query, value.offsets)
+    return pool_lists(group.tables.look_up(value.values, column, dtype), value.offsets, query)

@@ -126,12 +126,7 @@ class Encoder:
 
         Special tokens in the text are encoded as plain text: data cannot end the user's turn.
         """
-        result = self._lines.get(text)
-        if result is None:
-            result = self._ids(text + "\n")
-            if len(self._lines) < REMEMBERED:
-                self._lines[text] = result
-        return result
+        return self._encode_cached(text + "\n")
 
     def encode(self, request: Request, *, labelled: bool = True) -> Encoded:
         """Tokenise a request.
@@ -157,12 +152,11 @@ class Encoder:
         room = self.prefix_len - len(prefix)
         for row in reversed(request.events if prompt.event is not None else ()):
             event = self.line(prompt.render("event", row))
-            if len(event) > room:  # drop older events too, so that histories have no gaps
+            room -= len(event)
+            if room < 0:  # drop older events too, so that histories have no gaps
                 break
             kept.append(event)
-            room -= len(event)
-        for event in reversed(kept):
-            prefix += event
+        prefix += [token for event in reversed(kept) for token in event]
         suffixes = [[self._suffix(row, name) for name in prompt.tasks] for row in request.candidates]
         longest = max(len(suffix) for own in suffixes for suffix in own)
         if self.positions is not None and len(prefix) + longest > self.positions:
@@ -178,10 +172,9 @@ class Encoder:
         return Encoded(prefix, suffixes, labels, teacher, len(request.events) - len(kept))
 
     def _suffix(self, row: Mapping[str, Any], task: str) -> list[int]:
-        prompt = self.prompt
-        ids = self.line(prompt.render("candidate", row))
         # The question's line break belongs to the tail: a chat template ends the turn instead.
-        return ids + self._encode_cached(prompt.render(task, row)) + self.tail
+        question = self._encode_cached(self.prompt.render(task, row))
+        return self.line(self.prompt.render("candidate", row)) + question + self.tail
 
     def _targets(self, request: Request, labelled: bool) -> tuple[list[list[int]], list[list[Sequence[float] | None]]]:
         labels, teacher = [], []
@@ -223,12 +216,11 @@ class Encoder:
         return self._ids(before, special=True), self._ids(after, special=True)
 
     def _encode_cached(self, text: str) -> list[int]:
-        key = "\0" + text  # distinct from lines, which end in a line break
-        result = self._lines.get(key)
+        result = self._lines.get(text)
         if result is None:
             result = self._ids(text)
             if len(self._lines) < REMEMBERED:
-                self._lines[key] = result
+                self._lines[text] = result
         return result
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
@@ -251,9 +243,9 @@ class Encoder:
 def group_by_budget(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Group consecutive sizes into groups with total at most `budget`; larger sizes form their own group."""
     groups: list[list[int]] = []
-    room = 0
+    room = -1
     for place, size in enumerate(sizes):
-        if not groups or size > room:
+        if size > room:
             groups.append([])
             room = budget
         groups[-1].append(place)
