@@ -270,7 +270,6 @@ def test_packing_by_tokens():
         ("{{ title|join(*year) }}", "must not reach attributes"),
         ("{{ title|default(**year) }}", "must not reach attributes"),
         ("{{ title|map(attribute='upper') }}", "no filter 'map'"),
-        ("{{ title|attr('upper') }}", "no filter 'attr'"),
         ("{{ title|sort(attribute='upper') }}", "no filter 'sort'"),
         ("{{ " + "(" * 3000 + "title" + ")" * 3000 + " }}", "nests too deeply"),
         ("{{ title" + "|trim" * 3000 + " }}", "nests too deeply"),

@@ -120,8 +120,7 @@ def test_cross_layers_are_the_written_formula(kind, low):
         torch.testing.assert_close(found[row], x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("gate", [True, False])
-@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+@pytest.mark.parametrize(("gate", "norm"), [(True, "none"), (False, "layer"), (True, "batch")])
 def test_logits_are_the_written_formula(gate, norm):
     towers = {"clicks": ["click"], "likes": ["like"]}
     model = randomly(made(gate=gate, norm=norm, towers=towers, tower_mlp=(5,)))
@@ -145,8 +144,7 @@ def test_logits_are_the_written_formula(gate, norm):
     torch.testing.assert_close(model.features(requests), model.features(requests, "click"))
 
 
-@pytest.mark.parametrize("gate", [True, False])
-@pytest.mark.parametrize("norm", ["none", "layer", "batch"])
+@pytest.mark.parametrize(("gate", "norm"), [(True, "none"), (True, "layer"), (False, "batch")])
 def test_widths_that_are_no_multiple_of_8_get_zeros_where_that_is_faster(gate, norm, monkeypatch):
     towers = {"clicks": ["click"], "likes": ["like"]}
     model = randomly(made(gate=gate, norm=norm, mlp=(11, 6, 16, 9), towers=towers, tower_mlp=(13,)))
@@ -642,6 +640,7 @@ def test_what_makes_no_model_is_refused():
         ({"mlp": (4, 0)}, r"mlp must be positive widths, got \(4, 0\)"),
         ({"norm": "group"}, "norm must be one of 'none', 'batch', 'layer', got 'group'"),
         ({"bits": 4}, "bits must be 32 or 8, got 4"),
+        ({"blocks": [{"kind": "mlp", "width": 4, "inputs": [0]}], "temperature": 0.0}, "temperature must be positive"),
         ({"calibrate": "contry"}, "calibrate must be .* name of a field Id, got 'contry'; did you mean 'country'"),
         ({"calibrate": "hashed"}, "calibrate must be .* got 'hashed'"),
         ({"towers": {"a": ["click"]}}, "towers must name each of the labels click, like once, got 'like' 0 times"),
