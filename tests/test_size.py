@@ -19,10 +19,10 @@ LINES = {  # to the next 50
     "src/tigon/losses": 8700,
     "src/tigon/nn": 650,
     "src/tigon/ops": 16700,
-    "src/tigon/rank": 16650,
+    "src/tigon/rank": 16200,
     "src/tigon/retrieve": 19150,
     "src/tigon/training": 2550,
-    "tests": 66500,
+    "tests": 66250,
     "benchmarks": 15650,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

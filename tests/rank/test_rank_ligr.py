@@ -281,23 +281,6 @@ def test_the_score_weighs_probabilities():
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
-def test_a_saved_ranker_is_the_same(tmp_path):
-    torch.manual_seed(1)
-    model, made = LiGR(SCHEMA, LiGRConfig(16, 2, 2, gate=False, weights={"like": 1.0})), batch(HISTORIES, CANDIDATES)
-    model.save_pretrained(tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "schema.json", "config.json", "model.safetensors", "manifest.json",
-    }  # fmt: skip
-    loaded = Ranker.from_pretrained(tmp_path / "run")
-    assert type(loaded) is LiGR
-    assert not loaded.training
-    assert loaded.schema == SCHEMA
-    assert loaded.config == model.config
-    assert loaded.score_weights == {"click": 0.0, "like": 1.0}
-    with torch.no_grad():
-        close(loaded(made), model.eval()(made), 0)
-
-
 def test_what_is_no_ranker_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="folder must be a folder, got the file"):
@@ -309,8 +292,17 @@ def test_what_is_no_ranker_is_refused(tmp_path):
         Ranker.from_pretrained(tmp_path)
 
 
-def test_files_that_do_not_fit_together_are_refused(tmp_path):
-    LiGR(SCHEMA, LiGRConfig(16, 2, 2)).save_pretrained(tmp_path)
+def test_a_saved_ranker_is_the_same_and_files_that_do_not_fit_together_are_refused(tmp_path):
+    model, made = ranker(gate=False, weights={"like": 1.0}).float(), batch(HISTORIES, CANDIDATES)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "schema.json", "config.json", "model.safetensors", "manifest.json",
+    }  # fmt: skip
+    loaded = Ranker.from_pretrained(tmp_path)
+    assert (type(loaded), loaded.training, loaded.schema, loaded.config) == (LiGR, False, SCHEMA, model.config)
+    assert loaded.score_weights == {"click": 0.0, "like": 1.0}
+    with torch.no_grad():
+        close(loaded(made), model(made), 0)
     (tmp_path / "schema.json").write_text((tmp_path / "schema.json").read_text() + " ")
     with pytest.raises(ValueError, match=r"schema.json is not what was written"):
         LiGR.from_pretrained(tmp_path)

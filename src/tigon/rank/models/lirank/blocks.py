@@ -108,7 +108,7 @@ class Pairs(nn.Module):
 
     def __init__(self, block: Block, vectors: Sequence[int], others: Sequence[int], width: int) -> None:
         super().__init__()
-        self.kind, self.size, self.inputs = block.kind, width, block.inputs
+        self.kind, self.size = block.kind, width
         self.vectors = list(vectors) if 0 in block.inputs else []
         self.fields = nn.ModuleDict({str(n): nn.Linear(w, width) for n, w in enumerate(self.vectors) if w != width})
         self.others = nn.ModuleList(nn.Linear(w, width) for w in others)

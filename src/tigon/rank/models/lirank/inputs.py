@@ -116,11 +116,11 @@ class Inputs(nn.Module):
         # A vector's field and width, in the order of `forward`.
         vectors: list[tuple[str, int]] = []
         for side in SIDES:
-            for group in self._groups():
-                attended = [column for column in group.columns["attention"] if column.name in self.fields[side]]
+            for own in self._groups():
+                attended = [column for column in own.columns["attention"] if column.name in self.fields[side]]
                 # A product's two columns are one vector.
-                columns = [c for c in group.columns[side] if c.part != "quotient"]
-                vectors += [(column.name, group.tables.width) for column in (*columns, *attended)]
+                columns = [column for column in own.columns[side] if column.part != "quotient"]
+                vectors += [(column.name, own.tables.width) for column in (*columns, *attended)]
             vectors += [(name, width) for name in self.numbers[side]]
         self.vectors = [size for _, size in vectors]
         self.owners = [name for name, size in vectors for _ in range(size)]

@@ -22,7 +22,7 @@ from tigon.losses.choices import IGNORED
 from tigon.manifest import MANIFEST, check_manifest, write_manifest
 from tigon.rank.data.batches import eval_mode
 from tigon.rank.models.prompt.calibration import Calibration
-from tigon.rank.models.prompt.packing import Encoded, Encoder, PromptBatch, Request, collate, split_request
+from tigon.rank.models.prompt.packing import Encoder, PromptBatch, Request, collate, group_by_budget, split_request
 from tigon.rank.models.prompt.requests import Requests
 from tigon.rank.models.prompt.task import NAME
 from tigon.rank.models.prompt.templates import FILE, Prompt
@@ -96,17 +96,9 @@ class PromptRanker(nn.Module):
             tokens: prefixes and suffixes together.
             labelled: whether labels are read.
         """
-        waiting: list[Encoded] = []
-        room = tokens
-        for request in requests:
-            for piece in split_request(self.encoder.encode(request, labelled=labelled), tokens):
-                if waiting and piece.tokens > room:
-                    yield collate(waiting)
-                    waiting, room = [], tokens
-                waiting.append(piece)
-                room -= piece.tokens
-        if waiting:
-            yield collate(waiting)
+        encoded = (self.encoder.encode(request, labelled=labelled) for request in requests)
+        pieces = (piece for one in encoded for piece in split_request(one, tokens))
+        return map(collate, group_by_budget(pieces, lambda piece: piece.tokens, tokens))
 
     def logits(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
         """Logits for all answers after each suffix, (C, U) in fp32; columns as in each task's `columns`.

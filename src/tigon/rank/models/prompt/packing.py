@@ -10,9 +10,9 @@ ids use identical ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tigon.losses.choices import IGNORED
 from tigon.rank.models.prompt.task import NAME
 from tigon.rank.models.prompt.templates import Prompt
 
+T = TypeVar("T")
 # Placeholder for the user's turn in a chat template.
 MARK = "\u2402content\u2403"
 # Number of lines with cached tokens: events and candidates repeat often.
@@ -240,17 +241,18 @@ class Encoder:
         return result
 
 
-def group_by_budget(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Group consecutive sizes into groups with total at most `budget`; larger sizes form their own group."""
-    groups: list[list[int]] = []
-    room = -1
-    for place, size in enumerate(sizes):
-        if size > room:
-            groups.append([])
-            room = budget
-        groups[-1].append(place)
-        room -= size
-    return groups
+def group_by_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> Iterator[list[T]]:
+    """Group consecutive items into groups with total size at most `budget`; larger items form their own group."""
+    group: list[T] = []
+    room = budget
+    for item in items:
+        if group and size(item) > room:
+            yield group
+            group, room = [], budget
+        group.append(item)
+        room -= size(item)
+    if group:
+        yield group
 
 
 def split_request(encoded: Encoded, budget: int) -> Iterable[Encoded]:
@@ -262,7 +264,7 @@ def split_request(encoded: Encoded, budget: int) -> Iterable[Encoded]:
         yield encoded
         return
     sizes = [sum(map(len, own)) for own in encoded.suffixes]
-    for group in group_by_budget(sizes, max(budget - len(encoded.prefix), 1)):
+    for group in group_by_budget(range(len(sizes)), sizes.__getitem__, max(budget - len(encoded.prefix), 1)):
         yield encoded.take(group[0], group[-1] + 1)
 
 
