@@ -208,6 +208,7 @@ def test_a_relu_that_is_a_products_last_step_is_torchs(padded, monkeypatch, back
     layer.register_forward_hook(lambda layer, args, y: 2 * y)
     torch.testing.assert_close(padded_linear.linear_relu(layer, x)[:, :11], 2 * plain[0])
     # Two dtypes are refused as torch does. Where nothing is differentiated, as in evaluation, NaN stays NaN.
+    monkeypatch.undo()
     layer = torch.nn.Linear(13, 3, device=device)
     with pytest.raises(RuntimeError, match="dtype"):
         padded_linear.linear_relu(layer, x.bfloat16())

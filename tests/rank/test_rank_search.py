@@ -243,9 +243,11 @@ def options(trials, **more):
 
 @pytest.fixture(scope="module")
 def whole_search(parts, tmp_path_factory):
-    """A search of 22 trials, the last two of which are not random."""
+    """A search of six trials, the last two of which are not random, here and in the tests that follow."""
     folder = tmp_path_factory.mktemp("studies") / "whole"
-    return folder, rank.search_blocks(*parts, options(22), folder=folder, test=parts[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evolution, "FIRST", 4)
+        yield folder, rank.search_blocks(*parts, options(6), folder=folder, test=parts[1])
 
 
 def losses(found):
@@ -254,8 +256,8 @@ def losses(found):
 
 def test_a_search_finds_and_fits(whole_search, parts):
     folder, found = whole_search
-    assert [one.number for one in found.trials] == list(range(22))
-    assert len({graph_key(one.graph) for one in found.trials}) == 22
+    assert [one.number for one in found.trials] == list(range(6))
+    assert len({graph_key(one.graph) for one in found.trials}) == 6
     assert (found.failed, found.stopped) == (0, False)
     assert found.best.loss == min(one.loss for one in found.trials)
     assert {one.number for one in found.refits} == {one.number for one in select_distinct(found.trials, 2)}
@@ -291,10 +293,10 @@ def test_a_search_that_was_stopped_or_killed_goes_on(whole_search, parts, tmp_pa
 
     def after(progress):
         steps.append(progress)
-        return progress.trials == 20 and progress.result is None  # in the midst of the next trial
+        return progress.trials == 4 and progress.result is None  # in the midst of the next trial
 
-    first = rank.search_blocks(*parts, options(22), folder=tmp_path, after=after)
-    assert (first.stopped, len(first.trials), first.refits) == (True, 20, [])
+    first = rank.search_blocks(*parts, options(6), folder=tmp_path, after=after)
+    assert (first.stopped, len(first.trials), first.refits) == (True, 4, [])
     assert steps[-1].best == first.best
     assert any(step.result == first.trials[3] for step in steps)
     # A killed process leaves a trial at work whose heart has stopped.
@@ -302,13 +304,13 @@ def test_a_search_that_was_stopped_or_killed_goes_on(whole_search, parts, tmp_pa
     dead = study.ask()
     study._storage.record_heartbeat(dead._trial_id)
     assert module.is_active(tmp_path)
-    found = rank.search_blocks(*parts, options(22), folder=tmp_path, test=parts[1])
+    found = rank.search_blocks(*parts, options(6), folder=tmp_path, test=parts[1])
     assert not module.is_active(tmp_path)
-    assert [graph_key(one.graph) for one in found.trials[:20]] == [graph_key(one.graph) for one in want.trials[:20]]
-    assert [one.number for one in found.trials[20:]] == [22, 23]  # 20 was stopped, 21 killed
+    assert [graph_key(one.graph) for one in found.trials[:4]] == [graph_key(one.graph) for one in want.trials[:4]]
+    assert [one.number for one in found.trials[4:]] == [6, 7]  # 4 was stopped, 5 killed
     # Nothing is left to do: what was fitted stays, and is not fitted again.
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("refits/*/*")}
-    again = rank.search_blocks(*parts, options(22), folder=tmp_path, test=parts[1])
+    again = rank.search_blocks(*parts, options(6), folder=tmp_path, test=parts[1])
     assert again.refits == found.refits
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("refits/*/*")} == kept
     assert losses(again) == losses(found)
@@ -320,12 +322,12 @@ def test_other_data_labels_and_options_are_refused(whole_search, parts, tmp_path
     fewer = rank.Impressions.read(table(100, 1), schema=train.schema)
     other = rank.Impressions.read(table(label="bought"), labels="bought").split(by="request", fraction=0.3)
     for arguments, sentence in (
-        ((*other, options(22)), r"begun with labels click, and now there is bought;"),
-        ((fewer, val, options(22)), r"begun with training data 168 requests, \w+, and now there is 100 requests, "),
-        ((train, fewer, options(22)), r"begun with held-out data 72 requests, .* and now there is 100 requests, "),
-        ((*parts, options(22, sampler="random")), r"with sampler evolution, and now there is random;"),
-        ((*parts, options(22, seed=1)), r"begun with seed 0, and now there is 1;"),
-        ((*parts, options(22, fit=dataclasses.replace(FIT, lr=0.5))), r"with fit lr 0\.02, and now there is 0\.5;"),
+        ((*other, options(6)), r"begun with labels click, and now there is bought;"),
+        ((fewer, val, options(6)), r"begun with training data 168 requests, \w+, and now there is 100 requests, "),
+        ((train, fewer, options(6)), r"begun with held-out data 72 requests, .* and now there is 100 requests, "),
+        ((*parts, options(6, sampler="random")), r"with sampler evolution, and now there is random;"),
+        ((*parts, options(6, seed=1)), r"begun with seed 0, and now there is 1;"),
+        ((*parts, options(6, fit=dataclasses.replace(FIT, lr=0.5))), r"with fit lr 0\.02, and now there is 0\.5;"),
     ):
         with pytest.raises(ValueError, match=sentence):
             rank.search_blocks(*arguments, folder=folder)
