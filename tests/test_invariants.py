@@ -51,10 +51,10 @@ WITHOUT_A_ROW = {
     "dropped_outer": "as dropped_product",
     "dropped_gradient": "as dropped_product",
     "signed_bwd": "the backward of tvd from 1024 wide rows on: ops/test_tvd_signs.py",
-    "row_dot_fwd": "a head of one label, inside of a LiRank: ops/test_row_dot.py",
+    "row_dot_fwd": "a head of one label, inside of a LiRank: rank/test_row_kernels.py",
     "row_dot_bwd": "as row_dot_fwd",
-    "relu_gradient": "the backward of a product with a relu: ops/test_relu_gradient.py",
-    "crossed_sum_fwd": "the last step of a cross layer: ops/test_crossed_sum.py",
+    "relu_gradient": "the backward of a product with a relu: rank/test_row_kernels.py",
+    "crossed_sum_fwd": "the last step of a cross layer: rank/test_row_kernels.py",
     "crossed_sum_bwd": "as crossed_sum_fwd",
 }
 # Operators without Triton launches.

@@ -19,7 +19,7 @@ def rows(B, r, device="cpu", seed=0):
 
 
 # Each number of lanes; full and masked; more columns than threads of a warp can hold.
-@pytest.mark.parametrize("r", [1, 3, 4, 8, 32, 60, 65, 128, 256, 300])
+@pytest.mark.parametrize("r", [1, 4, 8, 32, 60, 65, 128, 300])
 def test_any_rank(r, device, triton_backend):
     def draw(generator):
         return (torch.randn(2 if r > 60 else 9, 3 * r, generator=generator).to(device),)
@@ -31,10 +31,11 @@ def test_any_rank(r, device, triton_backend):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("r", range(1, 4097, 45))
-def test_a_tile_has_a_place_for_each_thread(r):
+def test_a_tile_has_a_place_for_each_thread():
     """Lanes that were more or fewer than threads would leave sums in registers to be exchanged."""
-    for tile, warps in (KERNELS._fwd_tile(r), KERNELS._bwd_tile(r)):
+    for r, (tile, warps) in (
+        (r, tile(r)) for r in range(1, 4097, 45) for tile in (KERNELS._fwd_tile, KERNELS._bwd_tile)
+    ):
         assert tile["SAMPLES"] * tile["LANES_I"] * tile["LANES_J"] == 32 * warps
         assert tile["BLOCK"] >= r
         assert tile["BLOCK"] % tile["LANES_J"] == tile["STEP"] % tile["LANES_I"] == 0

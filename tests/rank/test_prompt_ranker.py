@@ -40,6 +40,12 @@ def test_probabilities_are_those_of_separate_sequences():
     """The islands of fp32 in a model of fp64 (its norms) round alike, unless a last bit of fp64 differs there."""
     own = ranker()
     want = separately(own, requests())
+    (batch,) = own.batches(requests())
+    z = own.logits(batch)
+    assert z.dtype == torch.float64
+    for t, name in enumerate(own.prompt.tasks):
+        torch.testing.assert_close(z[batch.task == t][:, own.columns[t]], want[name], rtol=0, atol=1e-10)
+    assert {name: len(scores) for name, scores in own.score([]).items()} == {"like": 0, "stars": 0}
     for tokens in (10_000, 150, 1):  # one pass, several, one candidate each
         got = own.probabilities(requests(), tokens=tokens)
         for name, logits in want.items():
@@ -49,16 +55,6 @@ def test_probabilities_are_those_of_separate_sequences():
     scores = own.score(requests())
     torch.testing.assert_close(scores["like"], got["like"][:, 0])
     torch.testing.assert_close(scores["stars"], got["stars"] @ torch.arange(1.0, 6.0))
-
-
-def test_logits_in_fp64():
-    own = ranker()
-    want = separately(own, requests())
-    (batch,) = own.batches(requests())
-    z = own.logits(batch)
-    assert z.dtype == torch.float64
-    for t, name in enumerate(own.prompt.tasks):
-        torch.testing.assert_close(z[batch.task == t][:, own.columns[t]], want[name], rtol=0, atol=1e-10)
 
 
 def test_a_step_has_the_gradients_of_separate_sequences():
@@ -108,19 +104,8 @@ def test_the_loss_over_the_whole_vocabulary(dtype):
     assert loss > 2 * ranker(dtype).loss(batch)  # so that the second part is no rounding
 
 
-def test_it_learns_and_is_saved(tmp_path):
-    own = ranker(torch.float32)
-    optimizer = torch.optim.AdamW(own.model.parameters(), 6e-3)
-    listed = requests()
-    first = None
-    for _ in range(15):
-        (batch,) = own.batches(listed, labelled=True)
-        loss = own.loss(batch)
-        first = loss.item() if first is None else first
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.3 * first
+def test_it_is_saved(tmp_path):
+    own, listed = ranker(torch.float32), requests()
     calibrate(own, listed, "isotonic")
     own.save_pretrained(tmp_path)
     again = PromptRanker.from_pretrained(tmp_path)
@@ -171,15 +156,6 @@ def test_on_a_gpu(dtype):
     assert (gradients[1] - gradients[0]).norm() < 4 * close * gradients[0].norm()
 
 
-def test_the_prefix_is_cut_as_in_training():
-    own = ranker()
-    room = len(own.encoder.encode(requests()[0]).prefix) - 1
-    cut = PromptRanker(own.model, own.tokenizer, own.prompt, prefix_len=room)
-    fewer = [Request(r.candidates, r.profile, r.events[1:]) for r in requests()[:1]]
-    torch.testing.assert_close(cut.score(requests()[:1])["like"], own.score(fewer)["like"], rtol=0, atol=1e-12)
-    assert (cut.score(requests()[:1])["like"] - own.score(requests()[:1])["like"]).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -199,10 +175,6 @@ def test_the_prefix_is_cut_as_in_training():
 def test_what_does_not_fit_gets_a_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
-
-
-def test_no_requests():
-    assert {name: len(scores) for name, scores in ranker().score([]).items()} == {"like": 0, "stars": 0}
 
 
 # ---------------------------------------------------------------------------------------------------- calibration
@@ -266,27 +238,16 @@ def test_the_target_is_mixed():
     assert counted.tolist() == [1, 1, 1, 0]
 
 
-def test_a_student_learns_of_its_teacher():
+def test_the_loss_of_a_student_is_its_cross_entropy_with_the_teacher():
     teacher = ranker(torch.float32)
     student = PromptRanker(model(1, num_hidden_layers=1), tokenizer(), prompt(), distil=1.0)
     check_teacher(student, teacher)
     listed = add_teacher_scores(requests(), teacher)
-    want = teacher.probabilities(requests())
+    want, own = teacher.probabilities(requests()), student.probabilities(requests())
     assert listed[1].teacher["like"][0] == pytest.approx(want["like"][4].tolist())
-    optimizer = torch.optim.AdamW(student.model.parameters(), 1e-2)
-    before = student.probabilities(requests())
-    for _ in range(30):
-        (batch,) = student.batches(listed, labelled=True)
-        loss = student.loss(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    after = student.probabilities(requests())
-    for name, p in want.items():
-        assert (after[name] - p).abs().mean() < 0.4 * (before[name] - p).abs().mean()
-    # A teacher alone: its cross entropy is at least its entropy.
-    entropy = [-(p * p.log()).sum(-1).mean() for p in want.values()]
-    assert loss.item() >= (entropy[0] + 0.5 * entropy[1]) / 1.5 - 1e-4
+    terms = {name: -(p * own[name].log()).sum(-1).mean() for name, p in want.items()}
+    (batch,) = student.batches(listed, labelled=True)
+    assert student.loss(batch).item() == pytest.approx((terms["like"] + 0.5 * terms["stars"]).item() / 1.5, rel=1e-5)
 
 
 def test_a_teacher_that_answers_other_questions():

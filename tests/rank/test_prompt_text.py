@@ -250,7 +250,7 @@ def test_answers_begin_with_different_tokens():
 
 
 def test_packing_by_tokens():
-    assert group_by_budget([3, 3, 5, 9, 1, 1], 6) == [[0, 1], [2], [3], [4, 5]]
+    assert list(group_by_budget([3, 3, 5, 9, 1, 1], int, 6)) == [[3, 3], [5], [9], [1, 1]]
     encoded = Encoder(prompt(), tokenizer()).encode(requests()[0])
     assert list(split_request(encoded, encoded.tokens)) == [encoded]
     own = [sum(map(len, suffixes)) for suffixes in encoded.suffixes]
@@ -270,7 +270,6 @@ def test_packing_by_tokens():
         ("{{ title|join(*year) }}", "must not reach attributes"),
         ("{{ title|default(**year) }}", "must not reach attributes"),
         ("{{ title|map(attribute='upper') }}", "no filter 'map'"),
-        ("{{ title|attr('upper') }}", "no filter 'attr'"),
         ("{{ title|sort(attribute='upper') }}", "no filter 'sort'"),
         ("{{ " + "(" * 3000 + "title" + ")" * 3000 + " }}", "nests too deeply"),
         ("{{ title" + "|trim" * 3000 + " }}", "nests too deeply"),

@@ -165,12 +165,6 @@ def test_what_is_no_graph_is_refused(blocks, sentence):
         made(blocks)
 
 
-def test_norms_and_temperatures_are_checked():
-    for options, word in (({"norm": "bat"}, "norm must be one of"), ({"temperature": 0.0}, "temperature must be")):
-        with pytest.raises(ValueError, match=word):
-            made([MLP], **options)
-
-
 def test_vectors_are_those_of_all_inputs():
     schema = SCHEMA.replace({"hashed": Id(hash_rows=5, hash="qr", side="row"), "note": Text()})
     inputs = rank.LiRank(schema, rank.LiRankConfig(WIDTH, blocks=[MLP])).inputs

@@ -84,28 +84,6 @@ def test_a_schema_with_crosses_is_its_file(tmp_path):
         assert mine.items["both"].tolist() == [whole[row] for row in mine.rows.tolist()]
 
 
-def test_found_crosses_go_into_a_schema_that_a_ranker_learns_from():
-    draw = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(4, (2000,), generator=draw) for _ in range(2))
-    code = torch.randint(2, (4, 4), generator=draw)
-    data = {"item": [0] * 2000, "a": a.tolist(), "b": b.tolist(), "click": code[a, b].tolist()}
-    weights = [np.array([[0.0, 1.0, 1.0], [0.2, 0.0, 0.1]]), np.ones((1, 2))]
-    found = rank.find_interactions(weights, ["item", "a", "b"], order=2)
-    schema = rank.infer_schema(data, labels="click").replace({"item": ITEM, **found.crosses(1, hash_rows=10_000)})
-    assert "a × b" in schema.rows
-    read = rank.Impressions.read(data, schema=schema)
-    # Each code of the cross has one label: a table of it alone foretells all of them.
-    batch = read.batch(torch.arange(len(read)))
-    by_code = {}
-    for value, label in zip(batch.items["a × b"].tolist(), batch.labels["click"].tolist(), strict=True):
-        by_code.setdefault(value, set()).add(label)
-    assert len(by_code) == 16
-    assert all(len(labels) == 1 for labels in by_code.values())
-    torch.manual_seed(0)
-    ranker = rank.LiGR(read.schema, rank.LiGRConfig(8, 1, 1, setwise_layers=0))
-    assert ranker(batch)["click"].shape == (2000,)
-
-
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

@@ -56,7 +56,7 @@ def x0(made, data):
 def test_a_number_of_the_inputs_belongs_to_the_field_that_changes_it():
     data = read()
     made = ranker(data)
-    owners = made.inputs.owners()
+    owners = made.inputs.owners
     assert len(owners) == made.inputs.width
     before, rows = x0(made, data), table()
     for name in FIELDS:
@@ -85,7 +85,7 @@ def test_strengths_by_hand(options, label):
     found = rank.extract_mlp(made, data, label)
     assert found.left_out == {"one": "it is the same in all rows"}
     assert set(found.names) == set(FIELDS) - {"one"}
-    x, owners = x0(made, data), made.inputs.owners()
+    x, owners = x0(made, data), made.inputs.owners
 
     def weight(layer):
         norm = layer.norm
@@ -114,7 +114,7 @@ def test_strengths_by_hand(options, label):
     else:
         first = torch.cat([signed(tower[0]) for tower in towers])
         want = torch.cat([weights[name] * one for name, one in reach.items()])
-    (network,) = found.networks
+    network = found.network
     np.testing.assert_allclose(network.reach, want.numpy(), rtol=1e-6)
     for place, name in enumerate(found.names):
         own = [n for n, owner in enumerate(owners) if owner == name]

@@ -3,7 +3,7 @@
 import torch
 
 from tigon import rank
-from tigon.rank.models.lirank.calibrate import Rows, fit_isotonic
+from tigon.rank.models.lirank.calibrate import fit_isotonic
 from tigon.rank.models.lirank.isotonic import HIGH, LOW, STEP, Isotonic, isotonic
 
 BUCKETS = 501
@@ -44,15 +44,6 @@ def test_a_prefix_sum_and_a_gather_are_the_sum_over_all_buckets():
         assert (rising.diff() > 0.01).any()
 
 
-def test_gradients_are_those_of_differences():
-    x = torch.tensor([-20.0, -3.013, 0.022, 0.74, 9.3], dtype=torch.float64, requires_grad=True)  # inside of buckets
-    weight, bias = drawn(2)
-    segment = torch.tensor([0, 1, 1, 0, 1])
-    assert torch.autograd.gradcheck(
-        lambda x, w, b: isotonic(x, w.repeat(1, 1), b, segment), (x, weight, bias), fast_mode=True
-    )
-
-
 def test_it_is_the_identity_at_first_to_the_last_bit():
     x = torch.cat((torch.randn(1000) * 9, torch.tensor([-torch.inf, torch.inf])))
     assert torch.equal(Isotonic(2)(x[:1000], torch.ones(1000, dtype=torch.int64)), x[:1000])
@@ -82,32 +73,3 @@ def test_it_learns_the_log_odds_of_each_segment():
     weights = kept.float()
     again = fit_isotonic(x, y, weights * len(x) / kept.sum() * kept.sum() / len(x), None, 1, 1.0)
     torch.testing.assert_close(isotonic(at, *again), isotonic(at, *shared), atol=1e-2, rtol=0)
-
-
-def pooled(x, y, at):
-    """Isotonic regression: neighbours in the order of x whose means fall are one block, until none falls."""
-    blocks = []
-    for value in y[x.argsort()].double().tolist():
-        blocks.append((value, 1))
-        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] >= blocks[-1][0] * blocks[-2][1]:
-            (a, n), (b, m) = blocks.pop(), blocks.pop()
-            blocks.append((a + b, n + m))
-    means = torch.tensor([total / count for total, count in blocks for _ in range(count)], dtype=torch.float64)
-    return means[torch.searchsorted(x.sort().values, at).clamp(max=len(x) - 1)]
-
-
-def test_it_is_as_good_as_isotonic_regression_and_better_than_one_slope():
-    draw = torch.Generator().manual_seed(3)
-    x = torch.randn(8000, generator=draw)
-    y = (torch.rand(8000, generator=draw) < (3 * x.clamp(-1, 0.5)).sigmoid()).float()
-    fit, held = slice(0, 4000), slice(4000, None)
-    weight, bias = fit_isotonic(x[fit], y[fit], None, None, 1, 1.0)
-    ours = rank.metrics.log_loss(isotonic(x[held].double(), weight, bias).sigmoid(), y[held])
-    theirs = rank.metrics.log_loss(pooled(x[fit], y[fit], x[held]).clamp(1e-3, 1 - 1e-3), y[held])
-    # Pooled blocks are steps, which fit the noise between them.
-    assert ours < theirs
-    a, b = Rows(x[fit].double(), y[fit].double(), None, None).platt()
-    z = a * x[held].double() + b - (a - 1) * LOW
-    assert ours < rank.metrics.log_loss(z.sigmoid(), y[held]) - 0.001
-    few = fit_isotonic(x[:100] / 50, y[:100], None, None, 1, 1.0)  # logits of one bucket or two, all too small
-    assert rank.metrics.log_loss(isotonic(x[held].double() / 50, *few).sigmoid(), y[held]) < ours + 0.05

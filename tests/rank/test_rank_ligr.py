@@ -141,31 +141,6 @@ def test_options_leave_out_what_they_say():
             assert (plain(changed)["click"] - plain(made)["click"]).abs().max() > 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- alone, or as a set
-
-
-def test_isolated_candidates_score_as_if_alone():
-    model, made = ranker(setwise_layers=0), batch(HISTORIES, CANDIDATES)
-    with torch.no_grad():
-        together = model(made)
-        alone = [model(chosen(of_request(made, r), [[c]])) for r, n in enumerate(CANDIDATES) for c in range(n)]
-    close(together, joined(alone))
-
-
-def test_candidates_of_a_set_have_no_order_and_read_each_other():
-    model, made = ranker(setwise_layers=1), batch(HISTORIES, CANDIDATES)
-    draw = torch.Generator().manual_seed(1)
-    order = [torch.randperm(n, generator=draw).tolist() for n in CANDIDATES]
-    turned = chosen(made, order)
-    with torch.no_grad():
-        found, expected = model(turned), model(made)
-        fewer = model(chosen(made, [[*range(n - (r == 0))] for r, n in enumerate(CANDIDATES)]))
-    close(found, {label: logits[turned.rows] for label, logits in expected.items()})
-    # Without its last candidate, the others of request 0 are scored otherwise; those of other requests are not.
-    assert (fewer["click"][:2] - expected["click"][:2]).abs().min() > 1e-4
-    close({k: z[2:] for k, z in fewer.items()}, {k: z[3:] for k, z in expected.items()})
-
-
 # ------------------------------------------------------------------------------------------------ encoded once, kept
 
 
@@ -182,6 +157,8 @@ def test_scores_by_a_cache_are_those_of_one_pass(setwise):
         turned = [of_request(made, r) for r in (2, 0)]
         found = [model.score(part.select([place]), one) for place, one in enumerate(turned)]
         close(joined(found), joined([model(one) for one in turned]))
+        later = dataclasses.replace(made, age=made.age + 3600)
+        close(model.score(cache, made, elapsed=3600.0), model(later))
 
 
 def test_appended_events_are_those_of_encoding_all():
@@ -211,13 +188,6 @@ def test_appended_events_are_those_of_encoding_all():
             by_one = model.append(by_one, chosen(made, events=[[place] if place < n else [] for n in HISTORIES]))
         by_one = model.append(by_one, chosen(made, events=[[]] * 4))
         close(model.score(by_one, made), model(made))
-
-
-def test_time_that_passes_ages_the_history():
-    model, made = ranker(), batch([3, 0], [2, 2])
-    later = dataclasses.replace(made, age=made.age + 3600)
-    with torch.no_grad():
-        close(model.score(model.encode(made), made, elapsed=3600.0), model(later))
 
 
 # --------------------------------------------------------------------------------------------------- training, odd rows
@@ -311,23 +281,6 @@ def test_the_score_weighs_probabilities():
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
-def test_a_saved_ranker_is_the_same(tmp_path):
-    torch.manual_seed(1)
-    model, made = LiGR(SCHEMA, LiGRConfig(16, 2, 2, gate=False, weights={"like": 1.0})), batch(HISTORIES, CANDIDATES)
-    model.save_pretrained(tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "schema.json", "config.json", "model.safetensors", "manifest.json",
-    }  # fmt: skip
-    loaded = Ranker.from_pretrained(tmp_path / "run")
-    assert type(loaded) is LiGR
-    assert not loaded.training
-    assert loaded.schema == SCHEMA
-    assert loaded.config == model.config
-    assert loaded.score_weights == {"click": 0.0, "like": 1.0}
-    with torch.no_grad():
-        close(loaded(made), model.eval()(made), 0)
-
-
 def test_what_is_no_ranker_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="folder must be a folder, got the file"):
@@ -339,8 +292,17 @@ def test_what_is_no_ranker_is_refused(tmp_path):
         Ranker.from_pretrained(tmp_path)
 
 
-def test_files_that_do_not_fit_together_are_refused(tmp_path):
-    LiGR(SCHEMA, LiGRConfig(16, 2, 2)).save_pretrained(tmp_path)
+def test_a_saved_ranker_is_the_same_and_files_that_do_not_fit_together_are_refused(tmp_path):
+    model, made = ranker(gate=False, weights={"like": 1.0}).float(), batch(HISTORIES, CANDIDATES)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "schema.json", "config.json", "model.safetensors", "manifest.json",
+    }  # fmt: skip
+    loaded = Ranker.from_pretrained(tmp_path)
+    assert (type(loaded), loaded.training, loaded.schema, loaded.config) == (LiGR, False, SCHEMA, model.config)
+    assert loaded.score_weights == {"click": 0.0, "like": 1.0}
+    with torch.no_grad():
+        close(loaded(made), model(made), 0)
     (tmp_path / "schema.json").write_text((tmp_path / "schema.json").read_text() + " ")
     with pytest.raises(ValueError, match=r"schema.json is not what was written"):
         LiGR.from_pretrained(tmp_path)

@@ -45,7 +45,7 @@ from tigon.rank.search.search import RefitResult as RefitResult
 from tigon.rank.search.search import SearchProgress as SearchProgress
 from tigon.rank.search.search import SearchResult as SearchResult
 from tigon.rank.search.search import search_blocks as search_blocks
-from tigon.rank.search.trial import Trial as Trial
+from tigon.rank.search.space import Trial as Trial
 from tigon.rank.training.defaults import choose_sizes as choose_sizes
 from tigon.rank.training.fit import FitOptions as FitOptions
 from tigon.rank.training.fit import FitResult as FitResult

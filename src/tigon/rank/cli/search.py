@@ -102,9 +102,6 @@ def _searched(console: Any, tables: Any, options: Any, output: Path, place: Any,
             f"{NAME}: stopped after {len(found.trials):,} trials, which are kept; the same command goes on",
             code=128 + interrupts.signal,
         )
-    if not found.refits and options.best:
-        print(f"{len(found.trials):,} trials are at their end; the process that ends the last fits the best of them")
-        return
     write_json(output / RESULTS, {**results_of(found, options), **circumstances(place)})
     from tigon.cli.screen import screen
 

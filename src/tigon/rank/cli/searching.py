@@ -12,8 +12,8 @@ from tigon.files import read_json
 from tigon.rank.cli.shared import sentences
 
 NAME = "rank search"
-JOURNAL, RESULTS, PICTURE, SCHEMA = "journal.log", "results.json", "search.png", "schema.json"
-WRITTEN = (JOURNAL, f"{JOURNAL}.lock", RESULTS, PICTURE, SCHEMA, "blocks.json", "refits", "processes")
+STUDY, RESULTS, PICTURE, SCHEMA = "study.db", "results.json", "search.png", "schema.json"
+WRITTEN = (STUDY, f"{STUDY}.lock", RESULTS, PICTURE, SCHEMA, "blocks.json", "refits", "refits.lock")
 
 
 def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
@@ -21,12 +21,12 @@ def check_room(output: Path, trials: int, best: int, overwrite: bool) -> None:
     check_writable(output, f"{NAME}: --output")
     if not output.exists() or not any(output.iterdir()):
         return
-    if not (output / JOURNAL).exists():
+    if not (output / STUDY).exists():
         raise Problem(f"{NAME}: --output {output} holds files that no study wrote; give another --output")
     if overwrite:
-        from tigon.rank.search.study import is_locked
+        from tigon.rank.search.search import is_active
 
-        if any(is_locked(file) for file in (output / "processes").glob("*")):
+        if is_active(output):
             raise Problem(f"{NAME}: another process searches in {output}; wait for its end, or give another --output")
         return
     if (output / RESULTS).is_file():

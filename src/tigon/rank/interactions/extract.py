@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tigon.data.arrow import nearest
 from tigon.rank.data.batches import BatchOptions, BatchSource, check_schema, eval_mode
-from tigon.rank.interactions.strengths import Array, Network
-from tigon.rank.interactions.weights import norm_factor, to_array
+from tigon.rank.interactions.weights import Array, Network, compute_reach, norm_factor, to_array
 from tigon.rank.models.lirank.model import LiRank, row_requests
 from tigon.rank.models.lirank.towers import BatchNorm, Hidden
 
@@ -35,14 +33,13 @@ class FieldMLP:
 
     Attributes:
         names: the fields that vary.
-        networks: a single network; its weights are the standard deviation, over data rows, of each field's contribution
-            to a unit.
+        network: its weights are the standard deviation, over data rows, of each field's contribution to a unit.
         left_out: field → reason for skipping the field.
         notes: caveats for interpreting the weights.
     """
 
     names: tuple[str, ...]
-    networks: tuple[Network, ...]
+    network: Network
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -72,24 +69,26 @@ def extract_mlp(
     """
     _check(ranker, label)
     check_schema(NAME, ranker, data)
-    first, reach = _layers(ranker, [label] if label else ranker.labels)
-    owners = ranker.inputs.owners()
-    moments = _field_covariances(ranker, data, batch_options, seed, owners)
-    largest = max(float(moment.trace()) for moment in moments.values())
+    first, reach = _read_layers(ranker, [label] if label else ranker.labels)
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(ranker.inputs.owners):
+        places.setdefault(name, []).append(place)
+    covariances = _field_covariances(ranker, data, batch_options, seed, places)
+    still = STILL * max(float(one.trace()) for one in covariances.values())
     strengths, left_out = {}, {}
-    for name, moment in moments.items():
-        if float(moment.trace()) <= STILL * largest:
+    for name, covariance in covariances.items():
+        if float(covariance.trace()) <= still:
             left_out[name] = "it is the same in all rows"
-            continue
-        own = first[:, [place for place, owner in enumerate(owners) if owner == name]]
-        strengths[name] = np.sqrt(np.einsum("ui,ij,uj->u", own, moment.numpy(), own).clip(min=0))
+        else:
+            own = first[:, places[name]]
+            strengths[name] = np.sqrt(np.einsum("ui,ij,uj->u", own, covariance, own).clip(min=0))
     if len(strengths) < 2:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise ValueError(
             f"{NAME}: there must be two fields that vary, got {len(strengths)}{f' ({why})' if why else ''}."
         )
     network = Network(np.stack([*strengths.values()], 1), reach)
-    return FieldMLP(tuple(strengths), (network,), left_out, _notes(ranker, left_out))
+    return FieldMLP(tuple(strengths), network, left_out, _collect_notes(ranker, left_out))
 
 
 def _check(ranker: Any, label: str | None) -> None:
@@ -100,48 +99,31 @@ def _check(ranker: Any, label: str | None) -> None:
     if label is not None and label not in ranker.labels:
         raise ValueError(f"{NAME}: there is no label {label!r}; {nearest(label, ranker.labels)}")
     # Towers after cross layers read products of fields rather than fields.
-    if ranker.mlp is None and (ranker.cross is not None or not any(len(tower) for tower in _towers(ranker))):  # type: ignore[arg-type]
+    if ranker.mlp is None and (ranker.cross is not None or not ranker.config.tower_mlp or ranker.blocks is not None):
         raise ValueError(f"{NAME}: ranker must have an MLP over its fields, by mlp=…, got one without.")
 
 
-def _towers(ranker: LiRank) -> list[nn.Module]:
-    return [*ranker.towers.hidden]
-
-
-def _layers(ranker: LiRank, labels: Sequence[str]) -> tuple[Array, Array]:
+def _read_layers(ranker: LiRank, labels: Sequence[str]) -> tuple[Array, Array]:
     """(U, wide) first-layer weights, and (U,) the units' effect on labels."""
-    shared = [] if ranker.mlp is None else _weights(ranker.mlp)
     heads = {name: np.abs(to_array(w)) for name, (w, _) in ranker.last_layer().items()}
-    skipped = 0 if ranker.cross is None else ranker.inputs.width
-    firsts: list[Array] = [] if not shared else [shared[0]]
-    reaches: list[Array] = []
-    for own, tower in zip(ranker.towers.labels, _towers(ranker), strict=True):
-        reach = np.zeros(next(iter(heads.values())).shape)
-        for name in own:
-            if name in labels:
-                counts = 1.0 if len(labels) == 1 else abs(ranker.score_weights[name])
-                reach = reach + counts * heads[name]
-        later = _weights(tower)
-        for weight in reversed(later if shared else later[1:]):
-            reach = reach @ np.abs(weight)
-        if shared:
-            reaches.append(reach[skipped:])
-        elif later:
-            firsts.append(later[0])
-            reaches.append(reach)
-    if not shared:
-        return np.concatenate(firsts), np.concatenate(reaches)
-    total = np.sum(reaches, axis=0)
-    for weight in reversed(shared[1:]):
-        total = total @ np.abs(weight)
-    return firsts[0], total
+    towers = [_read_weights(tower) for tower in ranker.towers.hidden]
+    own = []
+    for names in ranker.towers.labels:
+        weights = {name: 1.0 if len(labels) == 1 else abs(ranker.score_weights[name]) for name in labels}
+        own.append(np.sum([weights.get(name, 0.0) * heads[name] for name in names], 0))
+    if ranker.mlp is None:
+        reaches = [compute_reach(reach, tower[1:]) for reach, tower in zip(own, towers, strict=True)]
+        return np.concatenate([tower[0] for tower in towers]), np.concatenate(reaches)
+    total = np.sum([compute_reach(reach, tower) for reach, tower in zip(own, towers, strict=True)], 0)
+    shared = _read_weights(ranker.mlp)
+    # Cross layers come before the MLP in the towers' input.
+    return shared[0], compute_reach(total[0 if ranker.cross is None else ranker.inputs.width :], shared[1:])
 
 
-def _weights(layers: Any) -> list[Array]:
+def _read_weights(layers: Any) -> list[Array]:
     """Hidden-layer weights, with norm factors applied."""
     result = []
     for place, layer in enumerate(layers, 1):
-        assert isinstance(layer, Hidden)
         weight = to_array(layer.linear.weight)
         if isinstance(layer.norm, BatchNorm):
             weight = weight * norm_factor(layer.norm)[:, None]
@@ -154,36 +136,29 @@ def _weights(layers: Any) -> list[Array]:
 
 
 def _field_covariances(
-    ranker: LiRank, data: BatchSource, batch_options: BatchOptions, seed: int, owners: Sequence[str]
-) -> dict[str, Tensor]:
-    """Covariance of each field's numbers in x₀, (d, d) fp64 on the CPU."""
-    places = {name: [n for n, owner in enumerate(owners) if owner == name] for name in dict.fromkeys(owners)}
-    device = ranker.device
-    sums = torch.zeros(len(owners), dtype=torch.float64, device=device)
-    squares = {name: torch.zeros(len(of), len(of), dtype=torch.float64, device=device) for name, of in places.items()}
-    rows = 0
+    ranker: LiRank, data: BatchSource, batch_options: BatchOptions, seed: int, places: dict[str, list[int]]
+) -> dict[str, Array]:
+    """Covariance of each field's numbers in x₀, (d, d). places: field → its columns."""
+    sums: dict[str, Any] = dict.fromkeys(places, 0.0)
+    squares, rows, order = dict(sums), 0, torch.Generator().manual_seed(seed)
     with eval_mode(ranker):
-        for batch in batch_options._replace(history_max=0).batches(data, device, torch.Generator().manual_seed(seed)):
-            x = ranker.inputs(batch.context, batch.items, row_requests(batch, device)).double()
-            sums += x.sum(0)
-            for name, of in places.items():
-                squares[name] += x[:, of].T @ x[:, of]
+        for batch in batch_options._replace(history_max=0).batches(data, ranker.device, order):
+            x = ranker.inputs(batch.context, batch.items, row_requests(batch, ranker.device)).double()
+            for name, columns in places.items():
+                sums[name] = sums[name] + x[:, columns].sum(0)
+                squares[name] = squares[name] + x[:, columns].T @ x[:, columns]
             rows += len(x)
             if rows >= MOST_ROWS:
                 break
     if not rows:
         raise ValueError(f"{NAME}: data has no rows.")
-    mean = sums / rows
-    return {
-        name: (squares[name] / rows - torch.outer(mean[of], mean[of])).cpu() for name, of in places.items()
-    }  # fmt: skip
+    return {name: to_array(squares[name] / rows - torch.outer(sums[name], sums[name]) / rows**2) for name in places}
 
 
-def _notes(ranker: LiRank, left_out: Mapping[str, str]) -> tuple[str, ...]:
+def _collect_notes(ranker: LiRank, left_out: Mapping[str, str]) -> tuple[str, ...]:
     notes = [f"Field {name!r} is left out: {why}." for name, why in left_out.items()]
     if ranker.cross is not None:
         notes.append("What the cross layers join, beside the MLP, stands in no weight of the MLP.")
-    hidden = chain([] if ranker.mlp is None else ranker.mlp, *_towers(ranker))  # type: ignore[arg-type]
-    if any(isinstance(layer, Hidden) and layer.gate is not None for layer in hidden):
+    if any(isinstance(layer, Hidden) and layer.gate is not None for layer in ranker.modules()):
         notes.append("Gates, which scale units by what others read, are taken as constants.")
     return tuple(notes)

@@ -1,17 +1,42 @@
-"""Feature interactions: a ranking over feature sets, as a table, and as crosses for a schema."""
+"""Feature interactions: sets of features, ranked by their strength in an MLP's weights.
+
+First-layer unit u reads feature j with weight w_uj, and reaches the output with strength z_u. Sort |w_u| and lower a
+threshold: the k strongest features form a set at w_(k), and the next feature joins at w_(k+1); after the last feature
+the weight is 0. Persistence measures how long a set exists before another feature joins.
+
+    persistence of a set      Σ_u z_u (w_(k) − w_(k+1))^q      over units whose k strongest features form the set
+    persistence, fixed order  Σ_u z_u Σ_k (w_(k) − w_(k+1))^q  over all sets that contain the set
+    NID of a set              Σ_u z_u w_(k)                    over units whose k strongest features form the set
+    NID, fixed order          Σ_u z_u min_{j in S} w_uj
+
+With q = 1 the second row's sum telescopes to the fourth: with a fixed order, NID is persistence with q = 1.
+
+Sources: NID is Tsang, Cheng, Liu 2018, https://arxiv.org/abs/1705.04977. Persistence of interactions is the idea of
+Liu, Huang, Chen, Suykens, Tsang 2020, https://arxiv.org/abs/2010.13015; the definition here is our own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Literal, get_args, overload
+
+import numpy as np
 
 from tigon.rank.data.fields import Cross
 from tigon.rank.data.schema import Schema
 from tigon.rank.interactions.extract import FieldMLP
-from tigon.rank.interactions.strengths import Method, Network, check_options, rank_order, rank_prefixes
-from tigon.rank.interactions.weights import NAME, check_names, join_columns, parse_network
+from tigon.rank.interactions.weights import NAME, Array, Network, parse_network, to_array
 from tigon.rank.models.ranker import Ranker
+
+Method = Literal["persistence", "nid"]
+MOST = 2_000_000  # maximum number of sets with a given order
+LONGEST = 32  # maximum features per set
+# By set of feature numbers: the strength, and the number of units whose strongest features are the set.
+Strengths = dict[tuple[int, ...], tuple[float, int]]
 
 
 @dataclass(frozen=True)
@@ -81,14 +106,10 @@ class Interactions(Sequence[Interaction]):
         import pyarrow as pa
 
         _check_top("to_table", top)
-        some = self._found[:top]
-        return pa.table({
-            "features": pa.array([list(one.features) for one in some], pa.list_(pa.string())),
-            "order": pa.array([len(one.features) for one in some], pa.int64()),
-            "strength": pa.array([one.strength for one in some], pa.float64()),
-            "share": pa.array([one.share for one in some], pa.float64()),
-            "units": pa.array([one.units for one in some], pa.int64()),
-        })  # fmt: skip
+        rows = [dataclasses.asdict(one) | {"order": len(one.features)} for one in self._found[:top]]
+        kinds = {"features": pa.list_(pa.string()), "order": pa.int64(), "strength": pa.float64(),
+                 "share": pa.float64(), "units": pa.int64()}  # fmt: skip
+        return pa.Table.from_pylist(rows, pa.schema(kinds))
 
     def crosses(self, top: int = 10, *, hash_rows: int = 100_000, schema: Schema | None = None) -> dict[str, Cross]:
         """Crosses for the strongest sets, for use with `Schema.replace`.
@@ -146,30 +167,136 @@ def find_interactions(
     Sources: Liu et al. 2020, https://arxiv.org/abs/2010.13015 (the idea; the definition is our own), and for NID Tsang,
     Cheng, Liu 2018, https://arxiv.org/abs/1705.04977.
     """
-    networks: Sequence[Network]
     notes: Sequence[str] = ()
     if isinstance(model, FieldMLP):
         if names is not None or spread is not None:
             raise ValueError(f"{NAME}: names and spread are those of the ranker's fields.")
-        networks, features, notes = model.networks, list(model.names), model.notes
+        network, features, notes = model.network, list(model.names), model.notes
+    elif isinstance(model, Ranker):
+        raise ValueError(
+            f"{NAME}: model must be the result of rank.extract_mlp(ranker, data), whose data say how fields vary, got "
+            f"the {type(model).__name__} itself."
+        )
     else:
-        if isinstance(model, Ranker):
-            raise ValueError(
-                f"{NAME}: model must be the result of rank.extract_mlp(ranker, data), whose data say how fields vary, "
-                f"got the {type(model).__name__} itself."
-            )
-        one = parse_network(model)
-        first, features = join_columns(one.first, check_names(names, one.first.shape[1]), spread)
-        networks = [Network(first, one.reach)]
+        network = parse_network(model)
+        first, features = _join_columns(network.first, _check_names(names, network.first.shape[1]), spread)
+        network = network._replace(first=first)
     if len(features) < 2:
         raise ValueError(f"{NAME}: there must be two features or more, got {', '.join(map(repr, features))}.")
-    check_options(method, power, order, len(features))
-    strengths = rank_prefixes(networks, method, power) if order is None else rank_order(networks, order, method, power)
-    total = sum(one.strength for one in strengths.values()) or 1.0
-    ranked = sorted(strengths, key=lambda one: (-strengths[one].strength, len(one), one))
+    _check_options(method, power, order, len(features))
+    if method == "nid" and order is not None:
+        method, power = "persistence", 1
+    strengths = _rank_prefixes(network, method, power) if order is None else _rank_order(network, order, power)
+    total = sum(strength for strength, _ in strengths.values()) or 1.0
+    ranked = sorted(strengths.items(), key=lambda item: (-item[1][0], len(item[0]), item[0]))
     found = [
-        Interaction(tuple(features[place] for place in one), strength, strength / total, units)
-        for one in ranked
-        for strength, units in (strengths[one],)
+        Interaction(tuple(features[place] for place in places), strength, strength / total, units)
+        for places, (strength, units) in ranked
     ]
     return Interactions(found, features, order, notes)
+
+
+def _rank_prefixes(network: Network, method: Method, power: float) -> Strengths:
+    """Sets with two features or more that are some unit's strongest features, each with its own strength."""
+    result: Strengths = {}
+    order = np.argsort(-network.first, axis=1, kind="stable")
+    ranked = np.take_along_axis(network.first, order, 1)
+    values = (ranked if method == "nid" else _persistence(ranked, power)) * network.reach[:, None]
+    for features, own in zip(order[:, :LONGEST].tolist(), values[:, :LONGEST].tolist(), strict=True):
+        for size, strength in enumerate(own[1:], 2):
+            if strength > 0:
+                key = tuple(sorted(features[:size]))
+                before, units = result.get(key, (0.0, 0))
+                result[key] = before + strength, units + 1
+    return result
+
+
+def _rank_order(network: Network, order: int, power: float) -> Strengths:
+    """All sets with a given order; a set's strength includes all prefixes that contain the set.
+
+    Raises: ValueError for more than 2 million sets.
+    """
+    P = network.first.shape[1]
+    if (count := math.comb(P, order)) > MOST:
+        raise ValueError(
+            f"{NAME}: {P} features have {count:,} sets of {order}, more than {MOST:,}; order=None looks at those alone "
+            "that units read."
+        )
+    sets = np.array([*itertools.combinations(range(P), order)])
+    strength, units = np.zeros(count), np.zeros(count, dtype=np.int64)
+    ranked = np.argsort(-network.first, axis=1, kind="stable")
+    places = np.argsort(ranked, axis=1, kind="stable")
+    own = _persistence(np.take_along_axis(network.first, ranked, 1), power)
+    tails = np.cumsum(own[:, ::-1], axis=1)[:, ::-1]
+    # A unit at a time: the memory is that of the sets.
+    for place, tail, value, reach in zip(places, tails, own[:, order - 1], network.reach, strict=True):
+        last = place[sets].max(1)  # the weakest member's position
+        strength += reach * tail[last]
+        units += (last == order - 1) & (value > 0)
+    return dict(zip(map(tuple, sets.tolist()), zip(strength.tolist(), units.tolist(), strict=True), strict=True))
+
+
+def _persistence(ranked: Array, power: float) -> Array:
+    """(U, P) strength per prefix. ranked: |w_u|, descending."""
+    gaps: Array = -np.diff(ranked, axis=1, append=0.0)
+    return gaps**power
+
+
+def _join_columns(first: Array, names: Sequence[str], spread: Any) -> tuple[Array, list[str]]:
+    """(U, F) feature weights, and the feature names: columns with the same name are merged.
+
+    spread: (P,) column standard deviations that scale the weights; None if all are equal. Merged columns use the root
+        of the sum of squares, the spread of their sum if they are uncorrelated.
+    """
+    if spread is not None:
+        first = first * _check_spread(spread, names)
+    order = list(dict.fromkeys(names))
+    if len(order) == len(names):
+        return first, order
+    squares = np.zeros((len(first), len(order)))
+    np.add.at(squares.T, [order.index(name) for name in names], np.square(first).T)
+    return np.sqrt(squares), order
+
+
+def _check_spread(spread: Any, names: Sequence[str]) -> Array:
+    try:
+        result = to_array(spread)
+    except (TypeError, ValueError):
+        result = np.full(0, np.nan)
+    if result.shape != (len(names),):
+        raise ValueError(
+            f"{NAME}: spread must have a number for each of the {len(names)} inputs, got "
+            f"{f'shape {result.shape}' if result.size else repr(spread)}."
+        )
+    for name, one in zip(names, result.tolist(), strict=True):
+        if not np.isfinite(one) or one < 0:
+            raise ValueError(f"{NAME}: spread of {name!r} must be a finite number above 0, got {one!r}.")
+        if one == 0:
+            raise ValueError(
+                f"{NAME}: {name!r} has a variance of 0, and a weight says nothing of an input that is always the same; "
+                "leave it out of the model."
+            )
+    return result
+
+
+def _check_names(names: Any, count: int) -> list[str]:
+    """Input names. None: x1, x2, …"""
+    if names is None:
+        return [f"x{number}" for number in range(1, count + 1)]
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{NAME}: names must be a list of strings, got {names!r}.")
+    if len(names) != count:
+        raise ValueError(f"{NAME}: names must name each of the {count} inputs of the model, got {len(names)}.")
+    return list(names)
+
+
+def _check_options(method: Any, power: Any, order: Any, features: int) -> None:
+    if method not in get_args(Method):
+        raise ValueError(f"{NAME}: method must be 'persistence' or 'nid', got {method!r}.")
+    if not isinstance(power, (int, float)) or not 0 < power < math.inf:
+        raise ValueError(f"{NAME}: power must be a number above 0, got {power!r}.")
+    if order is not None and (not isinstance(order, int) or isinstance(order, bool) or not 2 <= order <= features):
+        raise ValueError(
+            f"{NAME}: order must be None or an integer from 2 to {features}, how many features there are, got "
+            f"{order!r}."
+        )

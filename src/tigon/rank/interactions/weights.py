@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor, nn
 
-from tigon.rank.interactions.strengths import Array, Network
-
 NAME = "find_interactions"
-NONE_AT_ALL = f"{NAME}: a linear model has none; model must be an MLP with a hidden layer."
+Array = npt.NDArray[np.float64]
+
+
+class Network(NamedTuple):
+    """An MLP's first layer and output reach.
+
+    Attributes:
+        first: (U, P), ≥ 0: how strongly each first-layer unit reads each feature.
+        reach: (U,), ≥ 0: how strongly each unit affects the output.
+    """
+
+    first: Array
+    reach: Array
 
 
 def parse_network(model: Any) -> Network:
@@ -20,7 +31,7 @@ def parse_network(model: Any) -> Network:
 
     Raises: ValueError for a model that is not an MLP, and for weights with inconsistent shapes or non-finite values.
     """
-    layers = linear_weights(model) if isinstance(model, nn.Module) else _check_arrays(model)
+    layers = _read_module(model) if isinstance(model, nn.Module) else _read_arrays(model)
     for place, weight in enumerate(layers, 1):
         if not np.isfinite(weight).all():
             many = int((~np.isfinite(weight)).sum())
@@ -36,36 +47,15 @@ def parse_network(model: Any) -> Network:
                 f"numbers of the {before.shape[0]} before it; the shapes are {shapes}."
             )
     if len(layers) < 2:
-        raise ValueError(NONE_AT_ALL)
-    reach = np.ones(layers[-1].shape[0])
-    for weight in reversed(layers[1:]):
+        raise ValueError(f"{NAME}: a linear model has none; model must be an MLP with a hidden layer.")
+    return Network(np.abs(layers[0]), compute_reach(np.ones(len(layers[-1])), layers[1:]))
+
+
+def compute_reach(reach: Array, layers: Sequence[Array]) -> Array:
+    """The reach of the layers' inputs, from the reach of their outputs."""
+    for weight in reversed(layers):
         reach = reach @ np.abs(weight)
-    return Network(np.abs(layers[0]), reach)
-
-
-def _check_arrays(model: Any) -> list[Array]:
-    if isinstance(model, (str, bytes)) or not isinstance(model, Sequence):
-        raise ValueError(
-            f"{NAME}: model must be an MLP, what rank.extract_mlp returned, or a list of weights, got "
-            f"{type(model).__name__}."
-        )
-    result = []
-    for place, weight in enumerate(model, 1):
-        try:
-            array = to_array(weight)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"{NAME}: layer {place} must be an array of numbers, got {type(weight).__name__}."
-            ) from None
-        if array.ndim != 2 or not array.size:
-            raise ValueError(
-                f"{NAME}: layer {place} must be (outputs, inputs), the weight of a linear layer, got shape "
-                f"{array.shape}; biases are left out."
-            )
-        result.append(array)
-    if not result:
-        raise ValueError(f"{NAME}: model must be an MLP or a list of weights, got an empty list.")
-    return result
+    return reach
 
 
 def to_array(weight: Any) -> Array:
@@ -73,38 +63,6 @@ def to_array(weight: Any) -> Array:
     if isinstance(weight, Tensor):
         weight = weight.detach().cpu().double().numpy()
     return np.asarray(weight, dtype=np.float64)
-
-
-def linear_weights(model: nn.Module) -> list[Array]:
-    """Linear weights in a chain, in module order.
-
-    BatchNorm1d factors are included: after a linear layer they scale its outputs, elsewhere the next layer's inputs.
-    """
-    result: list[Array] = []
-    factor: Array | None = None
-    behind: nn.Module | None = None
-    for name, part in model.named_modules():
-        if next(part.children(), None) is not None and next(part.parameters(recurse=False), None) is None:
-            continue
-        if isinstance(part, nn.Linear):
-            weight = to_array(part.weight)
-            result.append(weight if factor is None or factor.size != weight.shape[1] else weight * factor)
-            factor = None
-        elif isinstance(part, nn.BatchNorm1d):
-            scale = norm_factor(part)
-            if isinstance(behind, nn.Linear) and scale.size == result[-1].shape[0]:
-                result[-1] = result[-1] * scale[:, None]
-            else:
-                factor = scale
-        elif next(part.parameters(recurse=False), None) is not None:
-            raise ValueError(
-                f"{NAME}: model must be an MLP, a chain of nn.Linear, but {name or 'it'} is of the class "
-                f"{type(part).__name__}."
-            )
-        behind = part
-    if not result:
-        raise ValueError(f"{NAME}: model must be an MLP, a chain of nn.Linear, but {type(model).__name__} has none.")
-    return result
 
 
 def norm_factor(part: nn.BatchNorm1d) -> Array:
@@ -115,50 +73,53 @@ def norm_factor(part: nn.BatchNorm1d) -> Array:
     return factor
 
 
-def join_columns(first: Array, names: Sequence[str], spread: Any) -> tuple[Array, list[str]]:
-    """(U, F) feature weights, and the feature names: columns with the same name are merged.
-
-    spread: (P,) column standard deviations that scale the weights; None if all are equal. Merged columns use the root
-        of the sum of squares, the spread of their sum if they are uncorrelated.
-    """
-    if spread is not None:
-        first = first * _spreads(spread, names)
-    order = list(dict.fromkeys(names))
-    if len(order) == len(names):
-        return first, order
-    place = {name: number for number, name in enumerate(order)}
-    squares = np.zeros((len(first), len(order)))
-    np.add.at(squares.T, [place[name] for name in names], np.square(first).T)
-    return np.sqrt(squares), order
-
-
-def _spreads(spread: Any, names: Sequence[str]) -> Array:
-    try:
-        result = to_array(spread)
-    except (TypeError, ValueError):
-        result = np.full(0, np.nan)
-    if result.shape != (len(names),):
+def _read_arrays(model: Any) -> list[Array]:
+    if isinstance(model, (str, bytes)) or not isinstance(model, Sequence) or not model:
+        got = "an empty list" if isinstance(model, Sequence) and not model else type(model).__name__
         raise ValueError(
-            f"{NAME}: spread must have a number for each of the {len(names)} inputs, got "
-            f"{f'shape {result.shape}' if result.size else repr(spread)}."
+            f"{NAME}: model must be an MLP, what rank.extract_mlp returned, or a list of weights, got {got}."
         )
-    for name, one in zip(names, result.tolist(), strict=True):
-        if not np.isfinite(one) or one < 0:
-            raise ValueError(f"{NAME}: spread of {name!r} must be a finite number above 0, got {one!r}.")
-        if one == 0:
+    result = []
+    for place, weight in enumerate(model, 1):
+        try:
+            result.append(to_array(weight))
+        except (TypeError, ValueError):
+            got = type(weight).__name__
+            raise ValueError(f"{NAME}: layer {place} must be an array of numbers, got {got}.") from None
+        if result[-1].ndim != 2 or not result[-1].size:
             raise ValueError(
-                f"{NAME}: {name!r} has a variance of 0, and a weight says nothing of an input that is always the same; "
-                "leave it out of the model."
+                f"{NAME}: layer {place} must be (outputs, inputs), the weight of a linear layer, got shape "
+                f"{result[-1].shape}; biases are left out."
             )
     return result
 
 
-def check_names(names: Any, count: int) -> list[str]:
-    """Input names. None: x1, x2, …"""
-    if names is None:
-        return [f"x{number}" for number in range(1, count + 1)]
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{NAME}: names must be a list of strings, got {names!r}.")
-    if len(names) != count:
-        raise ValueError(f"{NAME}: names must name each of the {count} inputs of the model, got {len(names)}.")
-    return list(names)
+def _read_module(model: nn.Module) -> list[Array]:
+    """Linear weights in a chain, in module order.
+
+    BatchNorm1d factors are included: after a linear layer they scale its outputs, elsewhere the next layer's inputs.
+    """
+    result: list[Array] = []
+    factor: Array | None = None
+    behind: nn.Module | None = None
+    for name, part in model.named_modules():
+        is_leaf, has_weights = not [*part.children()], bool([*part.parameters(recurse=False)])
+        if not is_leaf and not has_weights:
+            continue
+        if isinstance(part, nn.Linear):
+            weight = to_array(part.weight)
+            result.append(weight if factor is None or factor.size != weight.shape[1] else weight * factor)
+            factor = None
+        elif isinstance(part, nn.BatchNorm1d):
+            factor = norm_factor(part)
+            if isinstance(behind, nn.Linear) and factor.size == len(result[-1]):
+                result[-1], factor = result[-1] * factor[:, None], None
+        elif has_weights:
+            raise ValueError(
+                f"{NAME}: model must be an MLP, a chain of nn.Linear, but {name or 'it'} is of the class "
+                f"{type(part).__name__}."
+            )
+        behind = part
+    if not result:
+        raise ValueError(f"{NAME}: model must be an MLP, a chain of nn.Linear, but {type(model).__name__} has none.")
+    return result

@@ -332,7 +332,7 @@ def _cut(C: int, W: int, itemsize: int, inputs: int, device: torch.device) -> _C
     return _Cut(chunks * blocks, chunks, per, (block_m, block_n, 3 if fits and per > 1 else 1))
 
 
-def _cut_of(*inputs: Tensor) -> _Cut:
+def _cut_inputs(*inputs: Tensor) -> _Cut:
     h = inputs[-1]
     return _cut(*h.shape, h.element_size(), len(inputs), h.device)
 
@@ -343,7 +343,7 @@ def _launch(kernel: Any, inputs: tuple[Tensor, ...], others: tuple[Tensor | None
     strides = tuple(t.stride(0) for t in inputs)
 
     def plan() -> Plan:
-        cut, unit = _cut_of(*inputs), unit_of(W, strides)
+        cut, unit = _cut_inputs(*inputs), unit_of(W, strides)
         sizes = C, N, W // unit, *(s // unit for s in strides), cut.per, unit
         return cut.programs, (*sizes, *cut.tile), {"num_warps": 4}
 
@@ -388,7 +388,7 @@ def _batch_norm_relu_fwd(
     if y.numel() == 0:
         return y, stats
     h, N = view_rows(h), weight.shape[0]
-    cut = _cut_of(h)
+    cut = _cut_inputs(h)
     part = None
     if mean is None:
         part = h.new_empty((cut.chunks, 2, N), dtype=torch.float32)
@@ -423,7 +423,7 @@ def _batch_norm_relu_bwd(
     if need_sums or of_batch:
         # With batch statistics, dh needs the sums too.
         first, second = (dw, db) if need_sums else (torch.empty_like(columns[0]) for _ in range(2))
-        part = stats.new_empty((_cut_of(*inputs).chunks, 2, N))
+        part = stats.new_empty((_cut_inputs(*inputs).chunks, 2, N))
         _launch(_batch_norm_relu_sums_kernel, inputs, (*columns, part), N)
         sum_rows(part, first, second)
         if of_batch:

@@ -92,14 +92,14 @@ def outer_softmax_reference(qkv: Tensor, temperature: float = 1.0, *, residual: 
 
 
 @jit
-def _dealt(x, SAMPLES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr):
+def _deal(x, SAMPLES: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr):
     """(S, BLOCK), as loaded, as (BLOCK / LANES, S, LANES): rows or columns for tiles."""
     return tl.permute(tl.reshape(x, (SAMPLES, BLOCK // LANES, LANES)), (1, 0, 2))
 
 
 @jit
-def _gathered(x, SAMPLES: tl.constexpr, BLOCK: tl.constexpr):
-    """Inverse of `_dealt`, for a store."""
+def _gather(x, SAMPLES: tl.constexpr, BLOCK: tl.constexpr):
+    """Inverse of `_deal`, for a store."""
     return tl.reshape(tl.permute(x, (1, 0, 2)), (SAMPLES, BLOCK))
 
 
@@ -110,7 +110,7 @@ def _over_columns(tile):
 
 
 @jit
-def _centred(k, live):
+def _center(k, live):
     """k minus its midrange, and half the range: (S, BLOCK) and (S, 1). Columns beyond r get 0."""
     # Halve before adding: the sum of two large numbers with equal sign would overflow.
     top = 0.5 * tl.max(tl.where(live, k, float("-inf")), 1, keep_dims=True)
@@ -136,22 +136,22 @@ def _outer_softmax_fwd_kernel(
     inside = (samples < B) & live
     k = tl.load(x_ptr + R + columns, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(x_ptr + 2 * R + columns, mask=inside, other=0.0).to(tl.float32)
-    k, half = _centred(k, live)
-    k = _dealt(k, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
-    v = _dealt(v, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
+    k, half = _center(k, live)
+    k = _deal(k, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
+    v = _deal(v, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
     # 1 for A's columns, 0 beyond r, where k is 0 and the exponential is not.
-    counts = _dealt(tl.broadcast_to(live, (SAMPLES, BLOCK)).to(tl.float32), SAMPLES, BLOCK, LANES_J)
+    counts = _deal(tl.broadcast_to(live, (SAMPLES, BLOCK)).to(tl.float32), SAMPLES, BLOCK, LANES_J)
     counts = counts[None, :, :, None, :]
     for start in range(0, R, STEP):
         rows = start + tl.arange(0, STEP)[None, :]
         mask = (samples < B) & (rows < R)
         q = tl.load(x_ptr + rows, mask=mask, other=0.0).to(tl.float32) * scale_log2e
         top = tl.abs(q) * half
-        q = _dealt(q, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
-        top = _dealt(top, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
+        q = _deal(q, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
+        top = _deal(top, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
         e = tl.exp2(q * k - top)
         total = _over_columns(e if WHOLE else e * counts)
-        y = _gathered(_over_columns(e * v) / total, SAMPLES, STEP)
+        y = _gather(_over_columns(e * v) / total, SAMPLES, STEP)
         if RESIDUAL:
             # Read again as rows, from the cache.
             y += tl.load(x_ptr + 2 * R + rows, mask=mask, other=0.0).to(tl.float32)
@@ -178,10 +178,10 @@ def _outer_softmax_bwd_kernel(
     inside = (samples < B) & live
     k = tl.load(x_ptr + R + columns, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(x_ptr + 2 * R + columns, mask=inside, other=0.0).to(tl.float32)
-    k, half = _centred(k, live)
-    k = _dealt(k, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
-    v = _dealt(v, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
-    counts = _dealt(tl.broadcast_to(live, (SAMPLES, BLOCK)).to(tl.float32), SAMPLES, BLOCK, LANES_J)
+    k, half = _center(k, live)
+    k = _deal(k, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
+    v = _deal(v, SAMPLES, BLOCK, LANES_J)[None, :, :, None, :]
+    counts = _deal(tl.broadcast_to(live, (SAMPLES, BLOCK)).to(tl.float32), SAMPLES, BLOCK, LANES_J)
     counts = counts[None, :, :, None, :]
     # Per row lane: lanes are reduced once, after the loop.
     dk = tl.zeros((BLOCK // LANES_J, SAMPLES, LANES_I, LANES_J), tl.float32)
@@ -191,23 +191,23 @@ def _outer_softmax_bwd_kernel(
         mask = (samples < B) & (rows < R)
         q = tl.load(x_ptr + rows, mask=mask, other=0.0).to(tl.float32) * scale_log2e
         dy = tl.load(dy_ptr + rows, mask=mask, other=0.0).to(tl.float32)
-        top = _dealt(tl.abs(q) * half, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
-        q = _dealt(q, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
+        top = _deal(tl.abs(q) * half, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
+        q = _deal(q, SAMPLES, STEP, LANES_I)[:, None, :, :, None]
         e = tl.exp2(q * k - top)
         share = 1.0 / _over_columns(e if WHOLE else e * counts)
         y = (_over_columns(e * v) * share)[:, None, :, :, None]
         # dy_i divided by the row sum turns exponentials into A's elements times dy_i. Rows beyond r have dy = 0;
         # columns beyond r are not stored, and add nothing to dq, as their k is 0.
-        factor = _dealt(dy, SAMPLES, STEP, LANES_I) * share
+        factor = _deal(dy, SAMPLES, STEP, LANES_I) * share
         w = factor[:, None, :, :, None]
         dv += tl.sum(e * w, 0)
         ds = e * (v - y)  # not yet multiplied by w
         dk += tl.sum(ds * (w * q), 0)
         # Σ_j ds_ij = 0: k and k' give the same dq.
-        dq = _gathered(_over_columns(ds * k) * factor, SAMPLES, STEP) * scale
+        dq = _gather(_over_columns(ds * k) * factor, SAMPLES, STEP) * scale
         tl.store(dx_ptr + rows, dq.to(dx_ptr.dtype.element_ty), mask=mask)
-    dk = _gathered(tl.sum(dk, 2), SAMPLES, BLOCK) * LN2  # q holds q · scale · log₂ e
-    dv = _gathered(tl.sum(dv, 2), SAMPLES, BLOCK)
+    dk = _gather(tl.sum(dk, 2), SAMPLES, BLOCK) * LN2  # q holds q · scale · log₂ e
+    dv = _gather(tl.sum(dv, 2), SAMPLES, BLOCK)
     if RESIDUAL:
         dv += tl.load(dy_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(dx_ptr + R + columns, dk.to(dx_ptr.dtype.element_ty), mask=inside)

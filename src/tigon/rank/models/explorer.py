@@ -14,7 +14,6 @@ https://papers.nips.cc/paper/4321-an-empirical-evaluation-of-thompson-sampling
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,26 +103,6 @@ class Explorer:
         ranker.explorer = explorer
         return explorer
 
-    # ------------------------------------------------------------------------------------------------------- drawing
-
-    def sampler(self, explore: float, seed: int = 0) -> WeightSampler:
-        """Sampler for weights, one draw per request.
-
-        Args:
-            explore: a, posterior scale: 1 for the exact posterior, 0 for no exploration.
-            seed: for the draws.
-        Raises: ValueError for a negative value.
-        """
-        return WeightSampler(self, explore, seed)
-
-    def covariance(self, label: str) -> Tensor:
-        """(D + 1, D + 1) fp64 covariance for a label's weights and bias, at a = 1.
-
-        Args:
-            label: one of the ranker's labels.
-        """
-        return torch.cholesky_inverse(self.factor[label])
-
     def check(self, name: str, ranker: Any) -> None:
         """Raise if the ranker's last layer has changed since the explorer was fitted. name: the caller's."""
         layers = _layers(name, ranker)
@@ -136,8 +115,6 @@ class Explorer:
                 f"{name}: explore must be of the ranker's weights, which have changed since; fit another: "
                 "rank.Explorer.fit(ranker, data)."
             )
-
-    # -------------------------------------------------------------------------------------------------------- a file
 
     def save(self, folder: str | Path) -> None:
         """Write explorer.safetensors beside the ranker's files; called by `save_pretrained`.
@@ -219,7 +196,7 @@ def sample_weights(ranker: Any, explore: float, *, seed: int = 0) -> WeightSampl
     Returns: the sampler; use a new sampler for each scoring.
     Raises: ValueError for a ranker without an explorer, or with weights changed since, and for negative a.
     """
-    return get_explorer("rank.sample_weights", ranker).sampler(explore, seed)
+    return WeightSampler(_find_explorer("rank.sample_weights", ranker), explore, seed)
 
 
 def estimate_propensities(
@@ -235,35 +212,28 @@ def estimate_propensities(
     Returns: (n,) fp32 on the CPU, in the row order of `rank.score`; sums to 1 within a request.
     Raises: ValueError for a ranker without a matching explorer, and for an unknown label.
     """
-    batch_options = BatchOptions()
-    explorer = get_explorer("rank.estimate_propensities", ranker)
+    explorer = _find_explorer("rank.estimate_propensities", ranker)
     label = ranker.labels[0] if label is None else label
     if label not in explorer.mean:
         raise ValueError(f"rank.estimate_propensities: label must be one of {', '.join(explorer.mean)}, got {label!r}.")
-    w = explorer.sampler(explore, seed).weights(label, draws).float()
-    device = get_device(ranker)
-
-    def parts() -> Iterator[Tensor]:
+    device, batch_options, parts = get_device(ranker), BatchOptions(), []
+    w = WeightSampler(explorer, explore, seed).weights(label, draws).float().to(device)
+    with eval_mode(ranker):
         for batch in batch_options.batches(data, device):
             with batch_options.autocast(device):
                 phi = ranker.label_features(batch)[label]
-            z = _append_one(phi) @ w.T.to(phi.device)
-            sizes = batch.offsets.diff().to(device)
-            request = torch.repeat_interleave(sizes)[:, None].expand_as(z)
+            z = _append_one(phi) @ w.T
+            request = torch.repeat_interleave(batch.offsets.diff().to(device))[:, None].expand_as(z)
             best = z.new_full((batch.requests, draws), -torch.inf).scatter_reduce(0, request, z, "amax")
             # On ties take the first, so that each draw chooses exactly one candidate.
-            place = (
-                torch.arange(len(z), device=device)[:, None].expand_as(z).where(z == best.gather(0, request), len(z))
-            )
+            place = torch.arange(len(z), device=device)[:, None].where(z == best.gather(0, request), len(z))
             first = place.new_full(best.shape, len(z)).scatter_reduce(0, request, place, "amin")
             # Integer counts are bitwise reproducible.
-            yield torch.bincount(first.flatten(), minlength=len(z)).cpu() / draws
-
-    with eval_mode(ranker):
-        return torch.cat([*parts()])
+            parts.append(torch.bincount(first.flatten(), minlength=len(z)).cpu() / draws)
+    return torch.cat(parts)
 
 
-def get_explorer(name: str, ranker: Any) -> Explorer:
+def _find_explorer(name: str, ranker: Any) -> Explorer:
     """A ranker's explorer, or ValueError without one. name: the caller's, for the error."""
     explorer: Explorer | None = getattr(ranker, "explorer", None)
     if explorer is None:

@@ -2,7 +2,7 @@
 
 The newest `AGE` trials are candidates. The `POPULATION` candidates with the lowest sum, rank by loss plus a tenth of
 the rank by FLOPs, survive. A parent is drawn with probability proportional to 1 / its rank among the survivors, and the
-guide picks one of `MUTANTS` untried graphs that differ from the parent in one token.
+guide picks one of `MUTANTS` untried graphs that differ from the parent in one respect.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434; survival by age: Real et al. 2019, regularized
 evolution, https://arxiv.org/abs/1802.01548
@@ -16,8 +16,7 @@ from random import Random
 from typing import Literal
 
 from tigon.rank.search.guide import pick_graph
-from tigon.rank.search.space import TRIES, Graph, Space, graph_key
-from tigon.rank.search.trial import Trial
+from tigon.rank.search.space import TRIES, Graph, Space, Trial, graph_key
 
 Sampler = Literal["evolution", "random"]
 FIRST, MUTANTS, AGE, POPULATION = 20, 100, 50, 20

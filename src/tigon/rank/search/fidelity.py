@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from tigon.rank.data.batches import BatchSource
 from tigon.rank.data.fields import Cross, Field, Id, Ids
 from tigon.rank.data.ragged import Ragged
 from tigon.rank.data.schema import Schema
@@ -80,8 +79,3 @@ def _fold_codes(value: Any, rows: int | None) -> Any:
     if isinstance(value, Ragged):
         return Ragged(_fold_codes(value.values, rows), value.offsets)
     return torch.where(value > 0, 1 + (value - 1) % rows, value)
-
-
-def reduce_vocabularies(data: BatchSource, rows: int | None) -> ReducedData:
-    """All rows in a table, with hashed codes."""
-    return ReducedData(data, 1.0, rows)

@@ -1,7 +1,7 @@
 """Pick the most promising graph: LightGBM, trained to order finished trials by loss.
 
-Features are the graph's tokens, and sums over tokens that do not depend on the block order. All finished trials form a
-single `lambdarank` query, with grades by loss decile.
+Features are each block's kind, width and inputs, and sums over blocks that do not depend on the block order. All
+finished trials form a single `lambdarank` query, with grades by loss decile.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434
 """
@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tigon.rank.models.lirank.graph import KINDS, find_outputs
-from tigon.rank.search.space import MOST, Graph, depth, get_level
-from tigon.rank.search.trial import Trial
+from tigon.rank.search.space import MOST, Graph, Trial, depth, get_level
 
 GRADES, TREES = 10, 60
 # LightGBM's maximum rows per query; the newest are kept.

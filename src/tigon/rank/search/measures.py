@@ -1,4 +1,4 @@
-"""Search measures: rankers' log losses, and table digests."""
+"""Search measures: a ranker's log loss and AUC, and table digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tigon.rank import metrics
 from tigon.rank.data.batches import BatchSource
 from tigon.rank.data.fields import Text
 from tigon.rank.data.ragged import Ragged
@@ -18,36 +17,28 @@ from tigon.rank.training.fit import FitOptions
 
 # Number of requests in the digest that identifies a table.
 DIGESTED = 4096
-
-
-def log_loss(ranker: Any, data: BatchSource, options: FitOptions) -> float:
-    """Mean log loss over a table's labels; NaN if any logit is NaN."""
-    scored = score(ranker, data, options.batch_options)
-    if not all(bool(z.isfinite().all()) for z in scored.logits.values()):
-        return math.nan
-    found = [
-        metrics.log_loss(scored.logits[name].double().sigmoid(), y, weights=scored.weights)
-        for name, y in scored.labels.items()
-    ]
-    return sum(found) / len(found)
+MEASURES = ("log_loss", "auc")
 
 
 def measure(ranker: Any, data: BatchSource, options: FitOptions) -> dict[str, float]:
-    """Mean log loss and AUC over a table's labels."""
-    found = evaluate(score(ranker, data, options.batch_options))
-    return {name: found.value(name) for name in ("log_loss", "auc")}
+    """Mean log loss and AUC over a table's labels; NaN if any logit is not finite."""
+    scored = score(ranker, data, options.batch_options)
+    if not all(bool(z.isfinite().all()) for z in scored.logits.values()):
+        return dict.fromkeys(MEASURES, math.nan)
+    evaluation = evaluate(scored, at=())
+    return {name: evaluation.value(name) for name in MEASURES}
 
 
 def digest_table(data: Any) -> str:
     """A table's request count, and a digest over its fields and first requests."""
-    found = hashlib.blake2b(digest_size=6)
-    found.update(data.schema.to_json().encode())
-    names = [name for name, one in data.schema.fields.items() if not isinstance(one, Text)]
+    digest = hashlib.blake2b(digest_size=6)
+    digest.update(data.schema.to_json().encode())
+    names = [name for name, field in data.schema.fields.items() if not isinstance(field, Text)]
     for batch in data.batches(requests=DIGESTED):
         values = {**batch.context, **batch.items}
         for value in [*(values.get(name) for name in names), *batch.labels.values()]:
             for x in (value.values, value.offsets) if isinstance(value, Ragged) else (value,):
                 if isinstance(x, Tensor):
-                    found.update(x.detach().cpu().contiguous().numpy().tobytes())
+                    digest.update(x.detach().cpu().contiguous().numpy().tobytes())
         break
-    return f"{len(data):,} requests, {found.hexdigest()}"
+    return f"{len(data):,} requests, {digest.hexdigest()}"

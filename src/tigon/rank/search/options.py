@@ -82,5 +82,5 @@ class SearchOptions:
         for name in ("trials", "best"):
             del found[name]
         found |= {"kinds": list(self.kinds), "model": dict(self.model), "fit": fitting}
-        lasting: dict[str, Any] = json.loads(json.dumps(found, default=str))  # normalised as in the journal
+        lasting: dict[str, Any] = json.loads(json.dumps(found, default=str))  # normalised as in the study
         return lasting

@@ -1,36 +1,49 @@
-"""`rank.search_blocks`: try graphs on a fraction of the rows, and refit the best on all rows."""
+"""`rank.search_blocks`: try graphs on a fraction of the rows, and refit the best on all rows.
+
+    folder/study.db     an Optuna study, readable by its dashboard: it holds all state, so that a killed search resumes,
+                        and processes share the trials
+    folder/refits/      rankers
+
+A trial's value is its log loss; its graph and FLOPs are user attributes. A trial without a finite loss is pruned. A
+trial whose process died has no heartbeat, is marked as failed by Optuna, and is replaced.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import filelock  # a torch dependency
 import torch
 
+from tigon.files import DamagedFileError
 from tigon.rank.models.lirank.blocks import count_flops
 from tigon.rank.models.lirank.config import LiRankConfig
-from tigon.rank.models.lirank.graph import blocks_to_json
+from tigon.rank.models.lirank.graph import blocks_to_json, parse_blocks
 from tigon.rank.models.lirank.model import LiRank
 from tigon.rank.models.ranker import Ranker
-from tigon.rank.search.evolution import select_distinct
-from tigon.rank.search.fidelity import ReducedData, reduce_vocabularies
-from tigon.rank.search.measures import digest_table, log_loss, measure
+from tigon.rank.search.evolution import choose_graph, select_distinct
+from tigon.rank.search.fidelity import ReducedData
+from tigon.rank.search.measures import digest_table, measure
 from tigon.rank.search.options import SearchOptions
-from tigon.rank.search.space import Graph, Space
-from tigon.rank.search.trial import Trial
+from tigon.rank.search.space import Graph, Space, Trial, graph_key
 from tigon.rank.training.fit import fit
 
-if TYPE_CHECKING:
-    from tigon.rank.search.study import Study
-
-BLOCKS, REFITS = "blocks.json", "refits"
+NAME, STUDY, BLOCKS, REFITS = "tigon rank search", "study.db", "blocks.json", "refits"
+# Seconds between a running trial's heartbeats, after which it counts as dead, and between looks at other processes.
+HEARTBEAT, GRACE, WAIT = 10, 60, 0.5
+# Seconds for which a process waits for another process's write.
+PATIENCE = 60
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ class SearchResult:
 
     Attributes:
         trials: each trial's `number`, `graph`, validation `loss` and `flops`, in order.
-        refits: sorted by validation log loss; [] while other processes run trials.
+        refits: sorted by validation log loss.
         failed: number of trials without a finite loss. stopped: whether `after` ended the search.
     """
 
@@ -102,12 +115,12 @@ def search_blocks(
     Each trial trains a block graph on a fraction of the rows and measures its log loss on `val`, averaged over the
     labels. The first 20 graphs are random; later graphs are mutants of good graphs, picked by a model fitted on
     finished trials. The best graphs, no two alike, are refitted on all rows, with early stopping on `val`. A study in
-    the folder is resumed; concurrent processes in the same folder share the trials.
+    the folder is resumed; concurrent processes in the same folder share the trials, and return the same result.
 
     Args:
         train: `rank.Impressions`. val: validation impressions, with other requests.
         options: `rank.SearchOptions`.
-        folder: for journal.log, the study for Optuna and its dashboard; refits/, rankers; and blocks.json, the best
+        folder: for study.db, the study for Optuna and its dashboard; refits/, rankers; and blocks.json, the best
             refit's graph, for `LiRank(blocks=…)` and `tigon rank fit --blocks`.
         test: impressions for the refits' final metrics; never used for selection.
         device: for the rankers; None: CPU.
@@ -120,25 +133,61 @@ def search_blocks(
         from tigon.install import install
 
         raise ImportError(f"rank.search_blocks needs {' and '.join(missing)}: {install('search')}")
-    from tigon.rank.search.study import Study
+    return _Search(train, val, test, options, Path(folder), torch.device(device or "cpu"), after).run()
 
-    run = _Search(train, val, test, options, Path(folder), torch.device(device or "cpu"), after)
-    about = {
-        "labels": list(train.schema.labels), "training data": digest_table(train), "held-out data": digest_table(val),
-        **options.lasting(),
-    }  # fmt: skip
-    defaults = SearchOptions().lasting()
-    run.study = Study(Path(folder), about, run.space, options.sampler, options.seed, defaults)
+
+def open_study(folder: Path) -> Any:
+    """A folder's Optuna study, created if missing.
+
+    Raises: DamagedFileError for a file that is no study.
+    """
+    import optuna
+    import sqlalchemy
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        return run.run()
-    finally:
-        run.study.close()
+        # Two processes must not create the tables at once.
+        with filelock.FileLock(folder / f"{STUDY}.lock"), _ignore_experimental():
+            storage = optuna.storages.RDBStorage(
+                f"sqlite:///{folder / STUDY}", {"connect_args": {"timeout": PATIENCE}},
+                heartbeat_interval=HEARTBEAT, grace_period=GRACE,
+            )  # fmt: skip
+            return optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
+    except (sqlalchemy.exc.DatabaseError, optuna.exceptions.StorageInternalError) as error:
+        said = str(error).splitlines()[0].rstrip(".")
+        raise DamagedFileError(f"{folder / STUDY} is no study that can be read: {said}.") from error
+
+
+def is_active(folder: Path) -> bool:
+    """Whether a process runs trials or refits in a folder's study; up to a minute after a kill."""
+    try:
+        with filelock.FileLock(folder / f"{REFITS}.lock", timeout=0):
+            return bool(_count_states(open_study(folder))["RUNNING"])
+    except filelock.Timeout:
+        return True
+
+
+@contextlib.contextmanager
+def _ignore_experimental() -> Iterator[None]:
+    """Optuna's heartbeat is experimental by its name since 2021."""
+    from optuna.exceptions import ExperimentalWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        yield
+
+
+def _count_states(study: Any) -> Counter[str]:
+    """Number of trials by state, once dead trials are marked as failed."""
+    from optuna.storages import fail_stale_trials
+
+    with _ignore_experimental():
+        fail_stale_trials(study)
+    return Counter(one.state.name for one in study.get_trials(deepcopy=False))
 
 
 class _Search:
     """State for a `search_blocks` call."""
-
-    study: Study
 
     def __init__(
         self, train: Any, val: Any, test: Any, options: SearchOptions, folder: Path, device: torch.device,
@@ -146,7 +195,6 @@ class _Search:
     ) -> None:  # fmt: skip
         self.train, self.val, self.test, self.options = train, val, test, options
         self.folder, self.device, self.after = folder, device, after
-        self.tested = None if test is None else digest_table(test)
         for name, data in (("train", train), ("val", val)):
             if not len(data):
                 raise ValueError(f"rank.search_blocks: {name} has no requests.")
@@ -154,105 +202,165 @@ class _Search:
         inputs = LiRank(train.schema, LiRankConfig(cross="none", mlp=(), **options.model)).inputs
         self.space = Space(tuple(options.kinds), options.most, len(inputs.vectors))
         self.small = ReducedData(train, options.rows, options.hash_rows)
-        self.held = reduce_vocabularies(val, options.hash_rows)
+        self.held = ReducedData(val, 1.0, options.hash_rows)
         self.fit = dataclasses.replace(
             options.fit, epochs=options.epochs, eval_every=0, max_minutes=None, metric="log_loss"
         )
+        folder.mkdir(parents=True, exist_ok=True)
+        self.study = open_study(folder)
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Store the settings that all runs in a study must share; raise if they are not the study's."""
+        labels, data = ", ".join(self.train.schema.labels), {"training": self.train, "held-out": self.val}
+        settings = {"labels": labels, **{f"{name} data": digest_table(table) for name, table in data.items()}}
+        options = self.options.lasting()
+        settings |= {f"fit {name}": value for name, value in options.pop("fit").items()} | options
+        before = self.study.user_attrs.get("settings")
+        if before is None:
+            self.study.set_user_attr("settings", settings)
+            return
+        for name in {**before, **settings}:
+            was, now = before.get(name), settings.get(name)
+            if was != now:
+                raise ValueError(
+                    f"rank.search_blocks: the study in {self.folder} was begun with {name} {was}, and now there is "
+                    f"{now}; a study is of one thing: give that, or another folder."
+                )
 
     def run(self) -> SearchResult:
         try:
-            while (asked := self.study.ask(self.options.trials)) is not None:
-                self._trial(*asked)
-            refitted = self._refits() if not self.study.count_running() else []
+            self._run_trials()
+            return self._result(self._refit_best(), False)
         except Stopped:
             return self._result([], True)
-        return self._result(refitted, False)
 
-    def _result(self, refitted: list[RefitResult], stopped: bool) -> SearchResult:
-        tried = self.study.finished_trials()
-        if not tried and not stopped and not self.study.count_running():
-            raise FloatingPointError(
-                "rank.search_blocks: no trial had a finite loss; a lower lr, or a longer warmup, may help."
-            )
-        return SearchResult(
-            tried, refitted, len(self.study.counting_trials()) - len(tried) - self.study.count_running(), stopped
-        )
+    def _run_trials(self) -> None:
+        """Run trials until enough have ended, here or in other processes."""
+        while True:
+            counts = _count_states(self.study)
+            ended = counts["COMPLETE"] + counts["PRUNED"]
+            if ended >= self.options.trials:
+                return
+            if ended + counts["RUNNING"] >= self.options.trials:
+                self._wait()
+                continue
+            self.study.optimize(self._try_graph, n_trials=1)
+            for trial in self._finished_trials():
+                if trial.number == self.number:
+                    self._report(trial)
 
-    def _trial(self, trial: Any, graph: Graph) -> None:
+    def _wait(self) -> None:
+        time.sleep(WAIT)
+        self._report(None)
+
+    def _try_graph(self, trial: Any) -> float:
+        """The objective: a graph's log loss after a fit on a fraction of the rows."""
+        import optuna
+
+        self.number = trial.number
+        options, trials = self.options, self.study.get_trials(deepcopy=False)
+        # Another process may still be choosing its graph.
+        seen = {graph_key(_read_graph(one)) for one in trials if "graph" in one.user_attrs}
+        graph = choose_graph(self.space, options.sampler, self._finished_trials(), seen, options.seed, trial.number)
+        trial.set_user_attr("graph", [block._asdict() for block in graph])
+        ranker = self._make_ranker(graph, self.small.schema)
+        trial.set_user_attr("flops", count_flops(ranker))
         try:
-            ranker = self._ranker(graph, self.small.schema)
-            fit(ranker, self.small, None, self.fit, after=self._step)
-            loss = log_loss(ranker, self.held, self.fit)
+            fit(ranker, self.small, None, self.fit, after=self._after_step)
+            loss = measure(ranker, self.held, self.fit)["log_loss"]
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the log loss is {loss}")
         except FloatingPointError as error:
-            self.study.fail(trial, str(error))
-            return
-        except BaseException:
-            self.study.fail(trial)  # another trial replaces it
-            raise
-        self._tell(self.study.tell(trial, loss, count_flops(ranker), graph))
+            trial.set_user_attr("note", str(error))
+            raise optuna.TrialPruned(str(error)) from error
+        return loss
 
-    def _ranker(self, graph: Graph, schema: Any) -> LiRank:
+    def _finished_trials(self) -> list[Trial]:
+        from optuna.trial import TrialState
+
+        return [
+            Trial(one.number, _read_graph(one), float(one.value), int(one.user_attrs["flops"]))
+            for one in self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        ]
+
+    def _result(self, refits: list[RefitResult], stopped: bool) -> SearchResult:
+        trials = self._finished_trials()
+        if not trials and not stopped:
+            raise FloatingPointError(
+                "rank.search_blocks: no trial had a finite loss; a lower lr, or a longer warmup, may help."
+            )
+        return SearchResult(trials, refits, _count_states(self.study)["PRUNED"], stopped)
+
+    def _make_ranker(self, graph: Graph, schema: Any) -> LiRank:
         torch.manual_seed(self.options.fit.seed)
         return LiRank(schema, LiRankConfig(blocks=graph, **self.options.model)).to(self.device)
 
     # --------------------------------------------------------------------------------------------------------- refits
 
-    def _refits(self) -> list[RefitResult]:
-        """The best graphs refitted on all rows, or stored refits; [] while another process refits them."""
-        tried = select_distinct(self.study.finished_trials(), self.options.best)
-        lock = self.study.claim() if tried else None
-        if lock is None:
+    def _refit_best(self) -> list[RefitResult]:
+        """The best graphs refitted on all rows; another process's refits are waited for, and taken."""
+        best = select_distinct(self._finished_trials(), self.options.best)
+        if not best:
             return []
-        try:
-            result = [self._refit(one) for one in tried]
-        finally:
-            from tigon.rank.search.study import release
-
-            release(lock)
-        result.sort(key=lambda one: (one.validation["log_loss"], one.number))
-        staged = self.folder / f"{BLOCKS}.partial"
-        staged.write_text(blocks_to_json(result[0].graph), encoding="utf-8")
-        os.replace(staged, self.folder / BLOCKS)
+        with self._refit_lock():
+            result = [self._refit(one) for one in best]
+            result.sort(key=lambda one: (one.validation["log_loss"], one.number))
+            staged = self.folder / f"{BLOCKS}.partial"
+            staged.write_text(blocks_to_json(result[0].graph), encoding="utf-8")
+            os.replace(staged, self.folder / BLOCKS)
         return result
 
+    @contextlib.contextmanager
+    def _refit_lock(self) -> Iterator[None]:
+        lock = filelock.FileLock(self.folder / f"{REFITS}.lock", timeout=0)
+        while not lock.is_locked:
+            try:
+                lock.acquire()
+            except filelock.Timeout:
+                self._wait()
+        try:
+            yield
+        finally:
+            lock.release()
+
     def _refit(self, one: Trial) -> RefitResult:
-        place = self.folder / REFITS / f"trial-{one.number}"
-        kept = self.study.refits().get(one.number)
-        if kept is None or not (place / "config.json").is_file():
+        """A graph's fit on all rows, or the stored fit."""
+        place, attribute = self.folder / REFITS / f"trial-{one.number}", f"refit {one.number}"
+        record = self.study.user_attrs.get(attribute)
+        if record is None or not (place / "config.json").is_file():
             began = time.perf_counter()
-            ranker = self._ranker(one.graph, self.train.schema)
+            ranker = self._make_ranker(one.graph, self.train.schema)
             options = dataclasses.replace(self.options.fit, metric=self.options.fit.metric or "log_loss")
-            fitted = fit(ranker, self.train, self.val, options, after=self._step)
+            fitted = fit(ranker, self.train, self.val, options, after=self._after_step)
             ranker.save_pretrained(place)
-            kept = {
-                "flops": count_flops(ranker), "parameters": sum(p.numel() for p in ranker.parameters()),
-                "validation": measure(ranker, self.val, options), "test": {}, "tested": None,
-                "steps": fitted.steps, "seconds": time.perf_counter() - began,
+            record = {
+                "parameters": sum(p.numel() for p in ranker.parameters()), "steps": fitted.steps,
+                "validation": measure(ranker, self.val, options), "seconds": time.perf_counter() - began,
             }  # fmt: skip
-            self.study.keep(one.number, kept)
-        if kept["tested"] != self.tested:
-            again = Ranker.from_pretrained(place, self.device)
-            test = {} if self.test is None else measure(again, self.test, self.options.fit)
-            kept = {**kept, "test": test, "tested": self.tested}
-            self.study.keep(one.number, kept)
-        about = {name: value for name, value in kept.items() if name != "tested"}
-        result = RefitResult(one.number, one.graph, **about, folder=place)
-        self._tell(result)
+            self.study.set_user_attr(attribute, record)
+        test: dict[str, float] = {}
+        if self.test is not None:
+            test = measure(Ranker.from_pretrained(place, self.device), self.test, self.options.fit)
+        result = RefitResult(one.number, one.graph, one.flops, test=test, folder=place, **record)
+        self._report(result)
         return result
 
     # ------------------------------------------------------------------------------------------------------- progress
 
-    def _step(self, _: Any) -> bool:
-        self._tell(None)
+    def _after_step(self, _: Any) -> bool:
+        self._report(None)
         return False
 
-    def _tell(self, found: Trial | RefitResult | None) -> None:
+    def _report(self, result: Trial | RefitResult | None) -> None:
         if self.after is None:
             return
-        if found is not None or not hasattr(self, "_last"):
-            tried = self.study.finished_trials()
-            self._last = len(tried), min(tried, key=lambda one: (one.loss, one.number), default=None)
-        if self.after(SearchProgress(found, *self._last)):
+        if result is not None or not hasattr(self, "_last"):
+            trials = self._finished_trials()
+            self._last = len(trials), min(trials, key=lambda one: (one.loss, one.number), default=None)
+        if self.after(SearchProgress(result, *self._last)):
             raise Stopped
+
+
+def _read_graph(trial: Any) -> Graph:
+    return parse_blocks(trial.user_attrs["graph"])

@@ -1,7 +1,7 @@
-"""The search space as tokens: the block count, and each block's kind, width level and inputs.
+"""The search space: graphs with random block counts, kinds, widths and inputs.
 
-A graph is drawn token by token. A mutant differs in one token: a kind, a level, an added or removed input, or an added
-or removed block. Graphs are equal if they compute the same function, regardless of block numbering.
+A mutant differs from its parent in one respect: a kind, a width, an added or removed input, or an added or removed
+block. Graphs are equal if they compute the same function, regardless of block numbering.
 
 Source: AutoCTR, Song et al. 2020, https://arxiv.org/abs/2007.06434
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from tigon.data.arrow import nearest
 from tigon.rank.models.lirank.graph import KINDS, Block
@@ -24,8 +25,17 @@ WIDTHS: dict[str, tuple[int, ...]] = {
     "residual-cross": (8, 16, 32, 64), "gate": (8, 16, 32, 64),
 }  # fmt: skip
 PAIRED = ("fm", "dot")
-# Attempts per token before a mutation tries another token.
+# Attempts to draw a graph that is allowed, and that has no trial.
 TRIES = 100
+
+
+class Trial(NamedTuple):
+    """A finished trial. number: trial number. loss: validation log loss. flops: per row."""
+
+    number: int
+    graph: Graph
+    loss: float
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,6 @@ class Space:
             return False
         return block.kind not in PAIRED or len(inputs) - 1 + (self.vectors if inputs[0] == 0 else 1) >= 2
 
-    # ---------------------------------------------------------------------------------------------------- random graphs
-
     def draw(self, random: Random) -> Graph:
         """Draw a random graph: uniform block count, kinds and levels; each earlier block is read with probability ½."""
         graph: list[Block] = []
@@ -96,59 +104,44 @@ class Space:
             if self._reads(block, number):
                 return block
 
-    # --------------------------------------------------------------------------------------------------------- mutants
-
     def mutate(self, graph: Graph, random: Random) -> Graph:
-        """A graph that differs from this graph in one token."""
+        """A graph that differs from this graph in one respect."""
         for _ in range(TRIES):
-            way = random.choice((_other_kind, _other_level, _other_input, _with_block, _without_block))
-            result = way(self, graph, random)
+            result = self._change(graph, random)
             if result != graph and self.allows(result):
                 return result
         return self.draw(random)  # the space has hardly any graph near this graph
+
+    def _change(self, graph: Graph, random: Random) -> Graph:
+        """Change a random block, or add or remove a block. The result may lie outside the space."""
+        at = random.randrange(len(graph))
+        block, way = graph[at], random.randrange(5)
+        if way == 0:
+            return (*graph, self.draw_block(random, len(graph) + 1))
+        if way == 1:
+            return _remove_block(graph, at + 1)
+        if way == 2:
+            kind = random.choice(self.kinds)
+            block = Block(kind, WIDTHS[kind][get_level(block)], block.inputs)
+        elif way == 3:
+            block = block._replace(width=random.choice(WIDTHS[block.kind]))
+        else:
+            block = block._replace(inputs=tuple(sorted({*block.inputs} ^ {random.randrange(at + 1)})))
+        return (*graph[:at], block, *graph[at + 1 :])
+
+
+def _remove_block(graph: Graph, gone: int) -> Graph:
+    """Remove a block by its number, from 1; blocks that read it read its inputs instead."""
+    result = []
+    for block in (*graph[: gone - 1], *graph[gone:]):
+        reads = {*block.inputs} - {gone} | ({*graph[gone - 1].inputs} if gone in block.inputs else set())
+        result.append(block._replace(inputs=tuple(sorted(n - (n > gone) for n in reads))))
+    return tuple(result)
 
 
 def get_level(block: Block) -> int:
     """A block's width level within its kind."""
     return WIDTHS[block.kind].index(block.width)
-
-
-def _replace_block(graph: Graph, at: int, block: Block) -> Graph:
-    return (*graph[:at], block, *graph[at + 1 :])
-
-
-def _other_kind(space: Space, graph: Graph, random: Random) -> Graph:
-    at = random.randrange(len(graph))
-    kind = random.choice(space.kinds)
-    return _replace_block(graph, at, Block(kind, WIDTHS[kind][get_level(graph[at])], graph[at].inputs))
-
-
-def _other_level(space: Space, graph: Graph, random: Random) -> Graph:
-    at = random.randrange(len(graph))
-    return _replace_block(graph, at, graph[at]._replace(width=WIDTHS[graph[at].kind][random.randrange(LEVELS)]))
-
-
-def _other_input(space: Space, graph: Graph, random: Random) -> Graph:
-    at = random.randrange(len(graph))
-    inputs = {*graph[at].inputs} ^ {random.randrange(at + 1)}
-    return _replace_block(graph, at, graph[at]._replace(inputs=tuple(sorted(inputs))))
-
-
-def _with_block(space: Space, graph: Graph, random: Random) -> Graph:
-    return (*graph, space.draw_block(random, len(graph) + 1))
-
-
-def _without_block(space: Space, graph: Graph, random: Random) -> Graph:
-    """Remove a block; blocks that read it read its inputs instead."""
-    gone = random.randrange(len(graph)) + 1
-    found = []
-    for block in (*graph[: gone - 1], *graph[gone:]):
-        reads = {*block.inputs} - {gone} | ({*graph[gone - 1].inputs} if gone in block.inputs else set())
-        found.append(block._replace(inputs=tuple(sorted(n - (n > gone) for n in reads))))
-    return tuple(found)
-
-
-# ------------------------------------------------------------------------------------------------- graphs as values
 
 
 def graph_key(graph: Sequence[Block]) -> str:
@@ -157,29 +150,6 @@ def graph_key(graph: Sequence[Block]) -> str:
     for block in graph:
         texts.append(f"{block.kind}:{block.width}({','.join(sorted(texts[n] for n in block.inputs))})")
     return ";".join(sorted(texts[1:]))
-
-
-def graph_tokens(graph: Sequence[Block]) -> dict[str, int | str]:
-    """A graph as trial parameters: "blocks", then "1 kind", "1 level" and "1 inputs" for the first block, and so on.
-
-    Inputs are a bit mask: bit n is set if the block reads block n; bit 0 stands for the features.
-    """
-    result: dict[str, int | str] = {"blocks": len(graph)}
-    for number, block in enumerate(graph, 1):
-        result[f"{number} kind"] = block.kind
-        result[f"{number} level"] = get_level(block)
-        result[f"{number} inputs"] = sum(1 << n for n in block.inputs)
-    return result
-
-
-def graph_from_tokens(found: dict[str, int | str]) -> Graph:
-    """The graph for the output of `graph_tokens`."""
-    graph = []
-    for number in range(1, int(found["blocks"]) + 1):
-        kind, level, bits = (found[f"{number} {name}"] for name in ("kind", "level", "inputs"))
-        inputs = tuple(n for n in range(number) if int(bits) >> n & 1)
-        graph.append(Block(str(kind), WIDTHS[str(kind)][int(level)], inputs))
-    return tuple(graph)
 
 
 def depth(graph: Sequence[Block]) -> int:

@@ -97,16 +97,13 @@ class FisherPrior:
         Args:
             old: the prior's ranker. new: the expanded ranker.
         """
-        places = _row_places(old, new)
-        parts: list[dict[str, Tensor]] = []
-        for given, blank in ((self.weights, False), (self.fisher, True)):
-            of = dict(new.named_parameters())
-            part = {}
-            for name, value in given.items():
-                x = of[name].detach().cpu().to(value.dtype).clone()
-                part[name] = _fill_rows(torch.zeros_like(x) if blank else x, value, places.get(name))
-            parts.append(part)
-        return FisherPrior(*parts)
+        places, fresh = _row_places(old, new), {name: p.detach().cpu().clone() for name, p in new.named_parameters()}
+        fisher = {
+            name: _fill_rows(torch.zeros_like(fresh[name], dtype=h.dtype), h, places.get(name))
+            for name, h in self.fisher.items()
+        }
+        weights = {name: _fill_rows(fresh[name].to(w.dtype), w, places.get(name)) for name, w in self.weights.items()}
+        return FisherPrior(weights, fisher)
 
 
 def _sampled_label_loss(

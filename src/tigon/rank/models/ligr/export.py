@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from tigon.kernels import use_backend
 from tigon.ops.rope import rope
+from tigon.rank.data.batches import eval_mode
 from tigon.rank.data.fields import Ids, Number
-from tigon.rank.data.schema import Schema
 from tigon.rank.models.ligr.model import LiGR
 
 ENCODE, SCORE = "encode.pt2", "score.pt2"
@@ -46,11 +46,26 @@ class Encode(nn.Module):
     def forward(
         self, history: dict[str, Tensor], context: dict[str, Tensor], age: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, newest = embed_padded_events(self.ranker, history, context, age, lengths)
-        kept: list[tuple[Tensor, Tensor]] = []
-        run_padded_layers(self.ranker, x, kept)
-        keys, values = (torch.stack(side) for side in zip(*kept, strict=True))
-        return keys, values, newest
+        ranker, (B, T) = self.ranker, age.shape
+        # The padded version of `tokens.event_tokens`.
+        place = torch.arange(T, device=age.device)
+        before = torch.where(place > 0, age[:, (place - 1).clamp(min=0)], torch.inf)
+        events = ranker.tokens.events(history, before - age)
+        x = torch.cat((ranker.tokens.context(context, B).unsqueeze(1), events), 1)
+        last = age.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1))[:, 0]
+        cos, sin = ranker.rotary_angles(torch.arange(x.shape[1], device=x.device), x.dtype)
+        keys, values = list[Tensor](), list[Tensor]()
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k = rope(q, k, cos, sin, unsqueeze_dim=2)
+            keys.append(k)
+            values.append(v)
+            return _attention(q, k, v)
+
+        # Attention is causal, so padding at the end does not affect valid tokens.
+        for layer in ranker.layers:
+            x = layer(x, attend)
+        return torch.stack(keys), torch.stack(values), torch.where(lengths > 0, last, torch.inf)
 
 
 class Score(nn.Module):
@@ -83,39 +98,6 @@ class Score(nn.Module):
         return ranker.logits(ranker.norm(x))
 
 
-def embed_padded_events(
-    ranker: LiGR, history: dict[str, Tensor], context: dict[str, Tensor], age: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(B, 1 + T, width) tokens, and the newest events' ages; `tokens.event_tokens` is the packed version."""
-    B, T = age.shape
-    place = torch.arange(T, device=age.device)
-    before = torch.where(place > 0, age[:, (place - 1).clamp(min=0)], torch.inf)
-    events = ranker.tokens.events(history, before - age)
-    x = torch.cat((ranker.tokens.context(context, B).unsqueeze(1), events), 1)
-    last = age.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1))[:, 0]
-    return x, torch.where(lengths > 0, last, torch.inf)
-
-
-def run_padded_layers(ranker: LiGR, x: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-    """(B, N, width) outputs after all layers and the final norm.
-
-    Attention is causal, so padding at the end does not affect valid tokens.
-    """
-    cos, sin = ranker.rotary_angles(torch.arange(x.shape[1], device=x.device), x.dtype)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = rope(q, k, cos, sin, unsqueeze_dim=2)
-        if kept is not None:
-            kept.append((k, v))
-        return _attention(q, k, v)
-
-    x = ranker.dropout(x)
-    for layer in ranker.layers:
-        x = layer(x, attend)
-    out: Tensor = ranker.norm(x)
-    return out
-
-
 def _attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """(B, N, H, D); seen: (B, 1, N, K), or None for causal."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -123,33 +105,29 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> T
 
 
 def export_ligr(ranker: LiGR, folder: Path) -> list[Path]:
-    training = ranker.training
-    ranker.eval()
-    try:
-        # Use reference implementations, which trace to torch operators.
-        with use_backend("torch"), torch.no_grad():
-            programs = _trace_programs(ranker)
-    finally:
-        ranker.train(training)
-    files = []
+    # Reference implementations trace to torch operators.
+    with eval_mode(ranker), use_backend("torch"):
+        programs = _trace_programs(ranker)
     for name, program in programs.items():
         torch.export.save(program, folder / name)
-        files.append(folder / name)
-    return files
+    return [folder / name for name in programs]
 
 
 def _trace_programs(ranker: LiGR) -> dict[str, Any]:
-    dim, device, schema = torch.export.Dim, ranker.device, ranker.schema
+    dim, device = torch.export.Dim, ranker.device
     B, T, C, P = dim("requests", min=1), dim("events", min=1), dim("candidates", min=1), dim("rows", min=2)
     sizes = {"B": 3, "T": 5, "C": 4}
 
     def examples(side: str, more: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         values, dims = {}, {}
         for name in ranker.tokens.sides[side]:
-            values[name] = _example_values(schema, name, [sizes[letter] for letter in more], device)
+            field, shape = ranker.schema.fields[name], [sizes[letter] for letter in more]
             dims[name] = {n: {"B": B, "T": T, "C": C}[letter] for n, letter in enumerate(more)}
-            if isinstance(schema.fields[name], Ids):
-                dims[name][len(more)] = dim(f"most_{ranker.tokens.names.index(name)}_{side}", min=1)
+            if isinstance(field, Ids):
+                dims[name][len(shape)] = dim(f"most_{ranker.tokens.names.index(name)}_{side}", min=1)
+                shape.append(2)
+            dtype = torch.float32 if isinstance(field, Number) else torch.int64
+            values[name] = torch.zeros(shape, dtype=dtype, device=device)
         return values, dims
 
     history, history_dims = examples("events", "BT")
@@ -169,12 +147,3 @@ def _trace_programs(ranker: LiGR) -> dict[str, Any]:
     }  # fmt: skip
     encoded = keys, values, newest, lengths, candidates, present
     return programs | {SCORE: torch.export.export(Score(ranker), encoded, dynamic_shapes=shapes)}
-
-
-def _example_values(schema: Schema, name: str, shape: list[int], device: torch.device) -> Tensor:
-    field = schema.fields[name]
-    if isinstance(field, Number):
-        return torch.zeros(shape, device=device)
-    if isinstance(field, Ids):
-        return torch.zeros(*shape, 2, dtype=torch.int64, device=device)
-    return torch.zeros(shape, dtype=torch.int64, device=device)

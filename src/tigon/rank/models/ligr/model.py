@@ -12,6 +12,7 @@ Source: LiGR, https://arxiv.org/abs/2502.03417; rotary positions: https://arxiv.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -125,10 +126,12 @@ class LiGR(Ranker):
 
     def layout(self, batch: Batch) -> PrefixLayout:
         """Token layout for a batch: computed on the host, and reusable for batches with the same lengths."""
+        return self._candidate_layout((batch.history_offsets.diff() + 1).tolist(), batch)
+
+    def _candidate_layout(self, lengths: Sequence[int], batch: Batch) -> PrefixLayout:
         candidates = batch.offsets.diff().tolist()
         if 0 in candidates:
             raise ValueError(f"LiGR: every request must have a candidate, got none for request {candidates.index(0)}.")
-        lengths = (batch.history_offsets.diff() + 1).tolist()
         return PrefixLayout(lengths, [[1] * n for n in candidates], device=self.device)
 
     def forward(self, batch: Batch, layout: PrefixLayout | None = None) -> dict[str, Tensor]:
@@ -227,10 +230,7 @@ class LiGR(Ranker):
         Raises: ValueError for a different number of requests, and for a request without candidates.
         """
         newest = cache.newest_age("LiGR.score", batch, elapsed)
-        candidates = batch.offsets.diff().tolist()
-        if 0 in candidates:
-            raise ValueError(f"LiGR: every request must have a candidate, got none for request {candidates.index(0)}.")
-        layout = PrefixLayout(cache.lengths, [[1] * n for n in candidates], device=self.device)
+        layout = self._candidate_layout(cache.lengths, batch)
         x = self.tokens.candidates(batch.items, newest[layout.request])
         return self.logits(self.run_layers(x, layout, cache))
 
@@ -258,8 +258,7 @@ class LiGR(Ranker):
         Returns: (R, codes) fp32, indexed by item code; −∞ for code 0.
         Raises: ValueError for a history without items.
         """
-        head = self._next_item_head()
-        return head.scores(self._last_states(batch))
+        return torch.cat([z for z, _ in self._score_items(batch, False)])
 
     def recommend(self, batch: Batch, k: int = 10, *, exclude_seen: bool = True) -> tuple[Tensor, Tensor]:
         """The k highest-scoring next items for each history.
@@ -272,18 +271,12 @@ class LiGR(Ranker):
             than k items remain.
         Raises: ValueError for an invalid k, and for a history without items.
         """
-        head = self._next_item_head()
-        if not 1 <= k <= head.items:
-            raise ValueError(f"LiGR.recommend: k must lie in [1, {head.items:,}], the items of the catalogue, got {k}.")
-        codes, scores = [], []
-        for z, _ in head.score_parts(self._last_states(batch), self._seen_items(batch, exclude_seen)):
-            best, code = z.topk(k)
-            codes.append(torch.where(best > -torch.inf, code, -1))
-            scores.append(best)
-        if not codes:
-            none = torch.zeros(0, k, device=self.device)
-            return none.long(), none
-        return torch.cat(codes), torch.cat(scores)
+        items = self._next_item_head().items
+        if not 1 <= k <= items:
+            raise ValueError(f"LiGR.recommend: k must lie in [1, {items:,}], the items of the catalogue, got {k}.")
+        parts = [z.topk(k) for z, _ in self._score_items(batch, exclude_seen)]
+        scores, codes = (torch.cat(side) for side in zip(*parts, strict=True))
+        return torch.where(scores > -torch.inf, codes, -1), scores
 
     def next_item_ranks(self, batch: Batch, target: Tensor | None = None, *, exclude_seen: bool = True) -> Tensor:
         """Rank of a target item per request among all catalogue items.
@@ -300,13 +293,11 @@ class LiGR(Ranker):
             target = find_positive_items(batch, str(self.schema.roles.item), self.labels)
         if target.shape != (batch.requests,):
             raise ValueError(f"LiGR.next_item_ranks: target must be ({batch.requests},), got {tuple(target.shape)}.")
-        head, ranks = self._next_item_head(), [target[:0]]
-        for z, part in head.score_parts(self._last_states(batch), self._seen_items(batch, exclude_seen), target):
-            wanted = target[part].unsqueeze(1)
+        ranks = []
+        for z, part in self._score_items(batch, exclude_seen, target):
             # The count includes the target itself.
-            rank = (z >= z.gather(1, wanted)).sum(1)
-            ranks.append(torch.where(wanted[:, 0] > 0, rank, 0))
-        return torch.cat(ranks)
+            ranks.append((z >= z.gather(1, target[part].unsqueeze(1))).sum(1))
+        return torch.where(target > 0, torch.cat(ranks), 0)
 
     def _next_item_head(self) -> NextItemHead:
         name = str(self.schema.roles.item)
@@ -320,10 +311,11 @@ class LiGR(Ranker):
         assert isinstance(items, Tensor)
         return items.long()  # tables may store narrower codes
 
-    def _seen_items(self, batch: Batch, exclude_seen: bool) -> tuple[Tensor, list[int]] | None:
-        return (self._history_items(batch), batch.history_offsets.tolist()) if exclude_seen else None
-
-    def _last_states(self, batch: Batch) -> Tensor:
-        """(R, width), each request's last output."""
+    def _score_items(
+        self, batch: Batch, exclude_seen: bool, kept: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, slice]]:
+        """Iterate over (B, codes) next-item scores for slices of the requests. kept: (R,), codes never excluded."""
+        head = self._next_item_head()
         x, _, layout = self.encode_histories(batch, context=False)
-        return x[layout.cu_suffix[1:].long() - 1]
+        seen = (self._history_items(batch), batch.history_offsets.tolist()) if exclude_seen else None
+        return head.score_parts(x[layout.cu_suffix[1:].long() - 1], seen, kept)

@@ -78,33 +78,29 @@ class FieldTokens(nn.Module):
 
     def _pool(self, value: Tensor | Ragged) -> Tensor:
         if isinstance(value, Tensor):
-            there = (value >= 0).unsqueeze(-1)
-            rows = embedding(value.clamp(min=0), self.table)
-            if self.query is None:
-                return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
-            return pool_by_attention_padded(rows, self.query, there)
-        rows, offsets = embedding(value.values, self.table), value.offsets
-        if not len(value.values):  # segment_reduce rejects empty input
-            return rows.new_zeros(len(offsets) - 1, rows.shape[1]) + rows.sum()
-        if self.query is None:
-            counts = offsets.diff().clamp(min=1).unsqueeze(1)
-            return _segment_sums(rows, offsets) / counts
-        return pool_by_attention(rows, self.query, offsets)
+            return pool_padded(embedding(value.clamp(min=0), self.table), (value >= 0).unsqueeze(-1), self.query)
+        return pool_lists(embedding(value.values, self.table), value.offsets, self.query)
 
 
-def pool_by_attention(rows: Tensor, query: Tensor, offsets: Tensor) -> Tensor:
-    """(n, D) pooled lists from rows (m, D), m > 0: Σ softmax(rows · query) rows within each list; 0 for an empty list.
+def pool_lists(rows: Tensor, offsets: Tensor, query: Tensor | None) -> Tensor:
+    """(n, D) from rows (m, D): each list's mean, or Σ softmax(rows · query) rows; 0 for an empty list.
 
     offsets: (n + 1,) int64.
     """
+    if not len(rows):  # segment_reduce rejects empty input
+        return rows.new_zeros(len(offsets) - 1, rows.shape[1]) + rows.sum()
+    if query is None:
+        return _segment_sums(rows, offsets) / offsets.diff().clamp(min=1).unsqueeze(1)
     scores, of = rows @ query, _segments(offsets, len(rows))
     top = torch.segment_reduce(scores.detach(), "max", offsets=offsets, unsafe=True, initial=-torch.inf)
     weights = (scores - top[of]).exp()
     return _segment_sums(rows * (weights / _segment_sums(weights, offsets)[of]).unsqueeze(1), offsets)
 
 
-def pool_by_attention_padded(rows: Tensor, query: Tensor, there: Tensor) -> Tensor:
-    """(…, D): `pool_by_attention` for padded lists (…, most, D). there: (…, most, 1) bool mask."""
+def pool_padded(rows: Tensor, there: Tensor, query: Tensor | None) -> Tensor:
+    """(…, D): `pool_lists` for padded lists (…, most, D). there: (…, most, 1) bool mask."""
+    if query is None:
+        return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
     scores = (rows @ query).unsqueeze(-1).masked_fill(~there, torch.finfo(rows.dtype).min)
     return (torch.where(there, scores.softmax(-2), 0) * rows).sum(-2)
 

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tigon.rank.kernels.outer_softmax import outer_softmax
 from tigon.rank.models.lirank.config import Norm
 from tigon.rank.models.lirank.cross_layers import CrossLayer
 from tigon.rank.models.lirank.graph import CROSSES, Block, find_outputs
@@ -67,15 +66,15 @@ class Blocks(nn.Module):
         found = [x]
         for block, layer in zip(self.blocks, self.layers, strict=True):
             reads = [found[n] for n in block.inputs]
-            if isinstance(layer, Hidden):
-                found.append(layer(torch.cat(reads, 1) if len(reads) > 1 else reads[0]))
-            else:
-                found.append(layer(x, reads))
-        ends = [found[n] for n in self.ends]
-        return torch.cat(ends, 1) if len(ends) > 1 else ends[0]
+            found.append(layer(_join(reads)) if isinstance(layer, Hidden) else layer(x, reads))
+        return _join([found[n] for n in self.ends])
 
 
-class Wide(nn.Module):
+def _join(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+class Wide(CrossLayer):
     """A block with the features' width as output: cross, residual-cross or gate.
 
     Args:
@@ -83,25 +82,16 @@ class Wide(nn.Module):
     """
 
     def __init__(self, block: Block, widths: Sequence[int], temperature: float) -> None:
-        super().__init__()
-        self.kind, self.rank, self.temperature = block.kind, block.width, temperature
         reads = [widths[n] for n in block.inputs]
+        super().__init__(widths[0], block.width, block.kind == "residual-cross", temperature, sum(reads))
+        self.gates = block.kind == "gate"
         self.wide = [at for at, width in enumerate(reads) if width == widths[0]]
-        self.down = nn.Linear(sum(reads), (3 if self.attention else 1) * block.width, bias=False)
-        self.up = nn.Linear(block.width, widths[0])
 
-    @property
-    def attention(self) -> bool:
-        return self.kind == "residual-cross"
-
-    def forward(self, x0: Tensor, reads: list[Tensor]) -> Tensor:
-        h = self.down(torch.cat(reads, 1) if len(reads) > 1 else reads[0])
-        if self.attention:
-            h = outer_softmax(h, self.temperature, residual=True)
+    def forward(self, x0: Tensor, reads: list[Tensor]) -> Tensor:  # type: ignore[override]
         wide = [reads[at] for at in self.wide] or [x0]
         x = wide[0] if len(wide) == 1 else torch.stack(wide).mean(0)
-        up: Tensor = self.up(h)
-        if self.kind == "gate":
+        up: Tensor = self.up(self.project(_join(reads)))
+        if self.gates:
             return 2 * x * up.sigmoid().to(x.dtype)
         return torch.addcmul(x, x0, up.to(x.dtype))
 
@@ -118,7 +108,7 @@ class Pairs(nn.Module):
 
     def __init__(self, block: Block, vectors: Sequence[int], others: Sequence[int], width: int) -> None:
         super().__init__()
-        self.kind, self.size, self.inputs = block.kind, width, block.inputs
+        self.kind, self.size = block.kind, width
         self.vectors = list(vectors) if 0 in block.inputs else []
         self.fields = nn.ModuleDict({str(n): nn.Linear(w, width) for n, w in enumerate(self.vectors) if w != width})
         self.others = nn.ModuleList(nn.Linear(w, width) for w in others)
@@ -130,19 +120,16 @@ class Pairs(nn.Module):
         self.register_buffer("pairs", i * self.count + j, persistent=False)
 
     def forward(self, x0: Tensor, reads: list[Tensor]) -> Tensor:
-        made = (
-            [layer(h) for layer, h in zip(self.others, reads[-len(self.others) :], strict=True)] if self.others else []
-        )
-        v = torch.stack([*self._fields(x0), *made], 1)
+        parts = x0.split(self.vectors, 1) if self.vectors else ()
+        own = [self.fields[str(n)](part) if str(n) in self.fields else part for n, part in enumerate(parts)]
+        # The features, if read, come before the blocks.
+        others = reads[len(reads) - len(self.others) :]
+        v = torch.stack([*own, *(layer(h) for layer, h in zip(self.others, others, strict=True))], 1)
         if self.kind == "fm":
             return self.up(0.5 * (v.sum(1).square() - v.square().sum(1)))  # type: ignore[no-any-return]
         products = (v @ v.transpose(1, 2)).flatten(1)
         # index_select rather than indexing, whose GPU gradient requires a sort.
         return self.up(products.index_select(1, self.pairs))  # type: ignore[no-any-return]
-
-    def _fields(self, x0: Tensor) -> list[Tensor]:
-        parts = x0.split(self.vectors, 1) if self.vectors else ()
-        return [self.fields[str(n)](part) if str(n) in self.fields else part for n, part in enumerate(parts)]
 
 
 def count_flops(module: nn.Module) -> int:
@@ -157,7 +144,6 @@ def count_flops(module: nn.Module) -> int:
             count += 2 * one.in_features * one.out_features
         elif isinstance(one, Pairs):
             count += one.size * (4 * one.count if one.kind == "fm" else 2 * one.count**2)
-        elif isinstance(one, (Wide, CrossLayer)) and one.attention:
-            rank = one.rank if isinstance(one, Wide) else one.up.in_features
-            count += 4 * rank * rank  # q kᵀ, and its product with v
+        elif isinstance(one, CrossLayer) and one.attention:
+            count += 4 * one.up.in_features**2  # q kᵀ, and its product with v
     return count

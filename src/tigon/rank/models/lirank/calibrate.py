@@ -7,7 +7,6 @@ the layer has segments.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,51 +99,39 @@ def fit_isotonic(
         x, labels, weights: (n,). segment: (n,) int64 in [0, segments).
     Returns: (segments, K) and (segments,) fp64.
     """
-    x, y = x.double(), labels.double()
-    rows = Rows(x, y, None if weights is None else weights.double(), segment)
-    a, b = rows.platt()
-    # Express slopes relative to Platt's, for a common scale.
-    a = a.clamp(min=LEAST_SLOPE)
-    u, b = rows._replace(segment=None).fit_near(torch.ones_like(Isotonic().weight).to(x), b, a, strength, 0.0)
-    if segment is not None:
-        u, b = rows.fit_near(u.repeat(segments, 1), b.repeat(segments), a, strength, strength)
-    return a * u, b
+    x, y, w = x.double(), labels.double(), None if weights is None else weights.double()
 
+    def log_loss(z: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(z, y, w, reduction="sum")
 
-class Rows(NamedTuple):
-    """fp64 rows: logits x, labels y, weights or None, and segments or None, (n,) each."""
-
-    x: Tensor
-    y: Tensor
-    weights: Tensor | None
-    segment: Tensor | None
-
-    def loss(self, z: Tensor) -> Tensor:
-        """Summed log loss for logits z."""
-        found = F.binary_cross_entropy_with_logits(z, self.y, reduction="none")
-        return (found if self.weights is None else found * self.weights).sum()
-
-    def platt(self) -> tuple[Tensor, Tensor]:
-        """a and b, (1,) each, for the best a x + b."""
-        # Scale logits to unit spread, which suits the solver's step size; the penalty bounds steps with few rows.
-        spread = self.x.std(correction=0).clamp(min=1e-12)
-        middle = self.x.mean()
-        a, b = self.x.new_zeros(1, requires_grad=True), self.x.new_zeros(1, requires_grad=True)
-        scaled = (self.x - middle) / spread
-        _minimize([a, b], lambda: self.loss(a * scaled + b) + a.square().sum() / 2)
-        slope = a.detach() / spread
-        return slope, b.detach() - slope * middle + (slope - 1) * LOW
-
-    def fit_near(self, u0: Tensor, b0: Tensor, unit: Tensor, of_slope: float, of_bias: float) -> tuple[Tensor, Tensor]:
-        """Slopes (segments, K), in units of `unit`, and biases (segments,), regularised towards u0 and b0."""
+    def fit_near(u0: Tensor, b0: Tensor, segment: Tensor | None, of_bias: float) -> tuple[Tensor, Tensor]:
+        """Slopes (segments, K), relative to Platt's, and biases (segments,), regularised towards u0 and b0."""
         u, b = (t.clone().requires_grad_() for t in (u0, b0))
 
         def loss() -> Tensor:
-            away = of_slope * (u - u0).square().sum() + of_bias * (b - b0).square().sum()
-            return self.loss(isotonic(self.x, unit * u, b, self.segment)) + away / 2
+            away = strength * (u - u0).square().sum() + of_bias * (b - b0).square().sum()
+            return log_loss(isotonic(x, a * u, b, segment)) + away / 2
 
         _minimize([u, b], loss)
         return u.detach(), b.detach()
+
+    a, b = _fit_platt(x, log_loss)
+    a = a.clamp(min=LEAST_SLOPE)
+    u, b = fit_near(torch.ones_like(Isotonic().weight).to(x), b, None, 0.0)
+    if segment is not None:
+        u, b = fit_near(u.repeat(segments, 1), b.repeat(segments), segment, strength)
+    return a * u, b
+
+
+def _fit_platt(x: Tensor, log_loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """a and b, (1,) each, for the best a x + b."""
+    # Scale logits to unit spread, which suits the solver's step size; the penalty bounds steps with few rows.
+    spread, middle = x.std(correction=0).clamp(min=1e-12), x.mean()
+    a, b = x.new_zeros(1, requires_grad=True), x.new_zeros(1, requires_grad=True)
+    scaled = (x - middle) / spread
+    _minimize([a, b], lambda: log_loss(a * scaled + b) + a.square().sum() / 2)
+    slope = a.detach() / spread
+    return slope, b.detach() - slope * middle + (slope - 1) * LOW
 
 
 def _minimize(values: list[Tensor], loss: Callable[[], Tensor]) -> None:

@@ -92,11 +92,8 @@ class LiRankConfig:
         options = dataclasses.asdict(self)
         for name in ("mlp", "tower_mlp"):
             options[name] = list(options[name])
-        if self.blocks is None:
-            del options["blocks"]
-        else:
-            options["blocks"] = [{**block._asdict(), "inputs": list(block.inputs)} for block in self.graph]
-        return options
+        del options["blocks"]
+        return options | ({"blocks": [block._asdict() for block in self.graph]} if self.graph else {})
 
     @property
     def graph(self) -> tuple[Block, ...]:

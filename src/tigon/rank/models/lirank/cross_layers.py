@@ -28,19 +28,25 @@ class CrossLayer(nn.Module):
     Args:
         width: width of x. rank: r, for U and V; None, without attention, for a full matrix.
         attention: whether the numbers in h attend to each other. temperature: τ.
+        inputs: width that V reads; None: `width`.
     """
 
-    def __init__(self, width: int, rank: int | None, attention: bool, temperature: float) -> None:
+    def __init__(
+        self, width: int, rank: int | None, attention: bool, temperature: float, inputs: int | None = None
+    ) -> None:
         super().__init__()
         self.attention, self.temperature = attention, temperature
-        self.down = None if rank is None else nn.Linear(width, (3 if attention else 1) * rank, bias=False)
+        self.down = None if rank is None else nn.Linear(inputs or width, (3 if attention else 1) * rank, bias=False)
         self.up = nn.Linear(width if rank is None else rank, width)
+
+    def project(self, x: Tensor) -> Tensor:
+        """h, the rank's numbers."""
+        h = x if self.down is None else self.down(x)
+        return outer_softmax(h, self.temperature, residual=True) if self.attention else h
 
     def forward(self, x0: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """x_{l+1}, and x₀ for the next layer, so that dx₀ accumulates within each layer's backward."""
-        h = x if self.down is None else self.down(x)
-        if self.attention:
-            h = outer_softmax(h, self.temperature, residual=True)
+        h = self.project(x)
         if not is_plain(self.up):
             return torch.addcmul(x, x0, self.up(h).to(x.dtype)), x0
         # Fuse the bias here: the backward pass reads u anyway and also sums the bias gradient.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels import use_backend
+from tigon.rank.data.batches import eval_mode
 from tigon.rank.data.fields import Ids, Number
 from tigon.rank.models.lirank.inputs import SIDES
 from tigon.rank.models.lirank.model import LiRank
@@ -48,13 +49,8 @@ def export_lirank(ranker: LiRank, folder: Path) -> list[Path]:
         dtype = torch.float32 if isinstance(field, Number) else torch.int64
         features[name] = torch.zeros((3, 2) if lists else (3,), dtype=dtype, device=ranker.device)
         dims[name] = {0: rows, 1: dim(f"most_{number}", min=1)} if lists else {0: rows}
-    training = ranker.training
-    ranker.eval()
-    try:
-        # Use reference implementations, which trace to torch operators.
-        with use_backend("torch"), torch.no_grad():
-            program = torch.export.export(Score(ranker), (features,), dynamic_shapes={"features": dims})
-    finally:
-        ranker.train(training)
+    # Reference implementations trace to torch operators.
+    with eval_mode(ranker), use_backend("torch"):
+        program = torch.export.export(Score(ranker), (features,), dynamic_shapes={"features": dims})
     torch.export.save(program, folder / SCORE)
     return [folder / SCORE]

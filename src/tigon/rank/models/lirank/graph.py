@@ -81,7 +81,7 @@ def _block(number: int, told: Any) -> Block:
 
 def blocks_to_json(blocks: Sequence[Block]) -> str:
     """JSON list, one block per line: {"kind": …, "width": …, "inputs": […]}."""
-    return "[\n  " + ",\n  ".join(json.dumps({**b._asdict(), "inputs": list(b.inputs)}) for b in blocks) + "\n]\n"
+    return "[\n  " + ",\n  ".join(json.dumps(block._asdict()) for block in blocks) + "\n]\n"
 
 
 def find_outputs(blocks: Sequence[Block]) -> list[int]:

@@ -21,7 +21,7 @@ from tigon.ops.embedding import embedding
 from tigon.rank.data.fields import Field, Id, Ids, Number, Text, Time
 from tigon.rank.data.ragged import Ragged
 from tigon.rank.data.schema import Schema
-from tigon.rank.models.ligr.tokens import DAY, HOUR, pool_by_attention, pool_by_attention_padded
+from tigon.rank.models.ligr.tokens import DAY, HOUR, pool_lists, pool_padded
 from tigon.rank.models.lirank.config import Bits
 from tigon.rank.models.lirank.embedding_tables import EmbeddingTables
 
@@ -80,7 +80,7 @@ class Inputs(nn.Module):
 
     Attributes:
         width: width of x₀. names: fields read, by side. vectors: widths of the vectors in x₀, one per table use and
-            number, in order.
+            number, in order. owners: the field for each number in x₀.
 
     Raises: ValueError if there are no fields to read.
     """
@@ -113,17 +113,18 @@ class Inputs(nn.Module):
         self.slope = nn.Parameter(STD * torch.randn(count, width))
         self.shift = nn.Parameter(torch.zeros(count, width))
         self.missing = nn.Parameter(torch.zeros(count, width))
-        self.vectors = [one for side in SIDES for one in self._vectors(side, width)]
+        # A vector's field and width, in the order of `forward`.
+        vectors: list[tuple[str, int]] = []
+        for side in SIDES:
+            for own in self._groups():
+                attended = [column for column in own.columns["attention"] if column.name in self.fields[side]]
+                # A product's two columns are one vector.
+                columns = [column for column in own.columns[side] if column.part != "quotient"]
+                vectors += [(column.name, own.tables.width) for column in (*columns, *attended)]
+            vectors += [(name, width) for name in self.numbers[side]]
+        self.vectors = [size for _, size in vectors]
+        self.owners = [name for name, size in vectors for _ in range(size)]
         self.width = sum(self.vectors)
-
-    def _vectors(self, side: str, width: int) -> list[int]:
-        """A side's vector widths, in the order of `forward`."""
-        found: list[int] = []
-        for group in self._groups():
-            pool_by_attention = sum(column.name in self.fields[side] for column in group.columns["attention"])
-            number = len(group.columns[side]) - group.products[side] + pool_by_attention
-            found += [group.tables.width] * number
-        return found + [width] * len(self.numbers[side])
 
     def _groups(self) -> list[Group]:
         return [group for group in self.groups if isinstance(group, Group)]
@@ -131,21 +132,6 @@ class Inputs(nn.Module):
     def tables(self) -> list[EmbeddingTables]:
         """The tables, one per width."""
         return [group.tables for group in self._groups()]
-
-    def owners(self) -> list[str]:
-        """The field for each number in x₀, in the order of `forward`."""
-        result: list[str] = []
-        for side in SIDES:
-            for group in self._groups():
-                width, own, products = group.tables.width, group.columns[side], group.products[side]
-                pool_by_attention = [
-                    column for column in group.columns["attention"] if column.name in self.fields[side]
-                ]
-                for column in (*own[:products], *own[2 * products :], *pool_by_attention):
-                    result += [column.name] * width
-            for name in self.numbers[side]:
-                result += [name] * self.slope.shape[1]
-        return result
 
     def forward(
         self, context: dict[str, Any], rows: dict[str, Any], request: Tensor | None, *, plain: bool = False
@@ -240,19 +226,14 @@ def _look_up_plain(tables: EmbeddingTables, value: Tensor, column: int, dtype: t
     """(n, width): embeddings for codes (n,), or means over padded lists (n, most)."""
     if value.dim() == 1:
         return tables.look_up_plain(value, column, dtype)
-    there = (value >= 0).unsqueeze(-1)
-    rows = tables.look_up_plain(value.clamp(min=0), column, dtype)
-    return torch.where(there, rows, 0).sum(-2) / there.sum(-2).clamp(min=1)
+    return pool_padded(tables.look_up_plain(value.clamp(min=0), column, dtype), (value >= 0).unsqueeze(-1), None)
 
 
 def _pool_by_attention(group: Group, number: int, value: Any, plain: bool, dtype: torch.dtype) -> Tensor:
     """(n, width): attention from a learned query over each list's rows."""
     column, query = group.first["attention"] + number, group.queries[number].to(dtype)
     if plain:
-        there = (value >= 0).unsqueeze(-1)
-        return pool_by_attention_padded(group.tables.look_up_plain(value.clamp(min=0), column, dtype), query, there)
+        rows = group.tables.look_up_plain(value.clamp(min=0), column, dtype)
+        return pool_padded(rows, (value >= 0).unsqueeze(-1), query)
     assert isinstance(value, Ragged)
-    rows = group.tables.look_up(value.values, column, dtype)
-    if not len(rows):  # segment_reduce rejects empty input
-        return rows.new_zeros(value.number, rows.shape[1]) + rows.sum()
-    return pool_by_attention(rows, query, value.offsets)
+    return pool_lists(group.tables.look_up(value.values, column, dtype), value.offsets, query)

@@ -139,7 +139,7 @@ class LiRank(Ranker):
         label = self.labels[0] if label is None else label
         if label not in self.labels:
             raise ValueError(f"LiRank.features: label must be one of {', '.join(self.labels)}, got {label!r}.")
-        return self.towers.features(self.compute_hidden(batch), label)
+        return self.label_features(batch)[label]
 
     def label_features(self, batch: Batch) -> dict[str, Tensor]:
         """label → `features`, computed together."""

@@ -152,14 +152,8 @@ class Towers(nn.Module):
         width = widths[-1] if widths else inputs
         self.heads = nn.ModuleList(nn.Linear(width, len(of)) for of in self.labels)
 
-    def features(self, x: Tensor, label: str) -> Tensor:
-        """(C, width): input to a label's head."""
-        number = next(n for n, of in enumerate(self.labels) if label in of)
-        out: Tensor = self.hidden[number](x)
-        return out
-
     def label_features(self, x: Tensor) -> dict[str, Tensor]:
-        """label → `features`, each tower computed once."""
+        """label → (C, width), the input to its head; each tower is computed once."""
         found = [hidden(x) for hidden in self.hidden]
         return {label: x for of, x in zip(self.labels, found, strict=True) for label in of}
 

@@ -20,8 +20,9 @@ from tigon.files import DamagedFileError, read_json
 from tigon.fusion.shared_prefix.batch import find_fusion
 from tigon.losses.choices import IGNORED
 from tigon.manifest import MANIFEST, check_manifest, write_manifest
+from tigon.rank.data.batches import eval_mode
 from tigon.rank.models.prompt.calibration import Calibration
-from tigon.rank.models.prompt.packing import Encoded, Encoder, PromptBatch, Request, collate, split_request
+from tigon.rank.models.prompt.packing import Encoder, PromptBatch, Request, collate, group_by_budget, split_request
 from tigon.rank.models.prompt.requests import Requests
 from tigon.rank.models.prompt.task import NAME
 from tigon.rank.models.prompt.templates import FILE, Prompt
@@ -95,17 +96,9 @@ class PromptRanker(nn.Module):
             tokens: prefixes and suffixes together.
             labelled: whether labels are read.
         """
-        waiting: list[Encoded] = []
-        room = tokens
-        for request in requests:
-            for piece in split_request(self.encoder.encode(request, labelled=labelled), tokens):
-                if waiting and piece.tokens > room:
-                    yield collate(waiting)
-                    waiting, room = [], tokens
-                waiting.append(piece)
-                room -= piece.tokens
-        if waiting:
-            yield collate(waiting)
+        encoded = (self.encoder.encode(request, labelled=labelled) for request in requests)
+        pieces = (piece for one in encoded for piece in split_request(one, tokens))
+        return map(collate, group_by_budget(pieces, lambda piece: piece.tokens, tokens))
 
     def logits(self, batch: PromptBatch, model: nn.Module | None = None) -> Tensor:
         """Logits for all answers after each suffix, (C, U) in fp32; columns as in each task's `columns`.
@@ -177,7 +170,6 @@ class PromptRanker(nn.Module):
 
     # -------------------------------------------------------------------------------------------------------- scores
 
-    @torch.no_grad()
     def probabilities(self, requests: Any, *, tokens: int = 16384) -> dict[str, Tensor]:
         """Answer probabilities by task: (C, K) fp32 on the CPU, candidates in request order.
 
@@ -186,21 +178,13 @@ class PromptRanker(nn.Module):
             tokens: per forward pass.
         Raises: ValueError for requests that do not fit the prompt.
         """
-        was = self.model.training
-        self.model.eval()
-        found: list[list[Tensor]] = [[] for _ in self.prompt.tasks]
-        try:
+        parts = [[torch.empty(0, len(columns))] for columns in self.columns]
+        with eval_mode(self.model):
             for batch in self.batches(self.iterate_requests(requests), tokens=tokens):
                 z = self.logits(batch).cpu()
                 for t, columns in enumerate(self.columns):
-                    found[t].append(z[batch.task == t][:, columns].float().softmax(-1))
-        finally:
-            self.model.train(was)
-        empty = [torch.empty(0, len(columns)) for columns in self.columns]
-        return {
-            name: torch.cat(own) if own else none
-            for name, own, none in zip(self.prompt.tasks, found, empty, strict=True)
-        }
+                    parts[t].append(z[batch.task == t][:, columns].float().softmax(-1))
+        return {name: torch.cat(own) for name, own in zip(self.prompt.tasks, parts, strict=True)}
 
     def score(self, requests: Any, *, tokens: int = 16384, calibrated: bool = True) -> dict[str, Tensor]:
         """Scores by task, Σ_k value_k p_k: (C,) fp32 on the CPU, candidates in request order.
@@ -339,8 +323,7 @@ def soft_target(labels: Tensor, teacher: Tensor, has_teacher: Tensor, share: flo
 
 def _cross_entropy(z: Tensor, target: Tensor) -> Tensor:
     """Mean over the rows that count, 0 if there are none."""
-    total = torch.nn.functional.cross_entropy(z, target, reduction="sum")
-    return total / (target != IGNORED).sum().clamp(min=1)
+    return F.cross_entropy(z, target, reduction="sum") / (target != IGNORED).sum().clamp(min=1)
 
 
 def default_prefix_len(positions: int | None) -> int:

@@ -10,9 +10,9 @@ ids use identical ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tigon.losses.choices import IGNORED
 from tigon.rank.models.prompt.task import NAME
 from tigon.rank.models.prompt.templates import Prompt
 
+T = TypeVar("T")
 # Placeholder for the user's turn in a chat template.
 MARK = "\u2402content\u2403"
 # Number of lines with cached tokens: events and candidates repeat often.
@@ -126,12 +127,7 @@ class Encoder:
 
         Special tokens in the text are encoded as plain text: data cannot end the user's turn.
         """
-        result = self._lines.get(text)
-        if result is None:
-            result = self._ids(text + "\n")
-            if len(self._lines) < REMEMBERED:
-                self._lines[text] = result
-        return result
+        return self._encode_cached(text + "\n")
 
     def encode(self, request: Request, *, labelled: bool = True) -> Encoded:
         """Tokenise a request.
@@ -157,12 +153,11 @@ class Encoder:
         room = self.prefix_len - len(prefix)
         for row in reversed(request.events if prompt.event is not None else ()):
             event = self.line(prompt.render("event", row))
-            if len(event) > room:  # drop older events too, so that histories have no gaps
+            room -= len(event)
+            if room < 0:  # drop older events too, so that histories have no gaps
                 break
             kept.append(event)
-            room -= len(event)
-        for event in reversed(kept):
-            prefix += event
+        prefix += [token for event in reversed(kept) for token in event]
         suffixes = [[self._suffix(row, name) for name in prompt.tasks] for row in request.candidates]
         longest = max(len(suffix) for own in suffixes for suffix in own)
         if self.positions is not None and len(prefix) + longest > self.positions:
@@ -178,10 +173,9 @@ class Encoder:
         return Encoded(prefix, suffixes, labels, teacher, len(request.events) - len(kept))
 
     def _suffix(self, row: Mapping[str, Any], task: str) -> list[int]:
-        prompt = self.prompt
-        ids = self.line(prompt.render("candidate", row))
         # The question's line break belongs to the tail: a chat template ends the turn instead.
-        return ids + self._encode_cached(prompt.render(task, row)) + self.tail
+        question = self._encode_cached(self.prompt.render(task, row))
+        return self.line(self.prompt.render("candidate", row)) + question + self.tail
 
     def _targets(self, request: Request, labelled: bool) -> tuple[list[list[int]], list[list[Sequence[float] | None]]]:
         labels, teacher = [], []
@@ -223,12 +217,11 @@ class Encoder:
         return self._ids(before, special=True), self._ids(after, special=True)
 
     def _encode_cached(self, text: str) -> list[int]:
-        key = "\0" + text  # distinct from lines, which end in a line break
-        result = self._lines.get(key)
+        result = self._lines.get(text)
         if result is None:
             result = self._ids(text)
             if len(self._lines) < REMEMBERED:
-                self._lines[key] = result
+                self._lines[text] = result
         return result
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
@@ -248,17 +241,18 @@ class Encoder:
         return result
 
 
-def group_by_budget(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Group consecutive sizes into groups with total at most `budget`; larger sizes form their own group."""
-    groups: list[list[int]] = []
-    room = 0
-    for place, size in enumerate(sizes):
-        if not groups or size > room:
-            groups.append([])
-            room = budget
-        groups[-1].append(place)
-        room -= size
-    return groups
+def group_by_budget(items: Iterable[T], size: Callable[[T], int], budget: int) -> Iterator[list[T]]:
+    """Group consecutive items into groups with total size at most `budget`; larger items form their own group."""
+    group: list[T] = []
+    room = budget
+    for item in items:
+        if group and size(item) > room:
+            yield group
+            group, room = [], budget
+        group.append(item)
+        room -= size(item)
+    if group:
+        yield group
 
 
 def split_request(encoded: Encoded, budget: int) -> Iterable[Encoded]:
@@ -270,7 +264,7 @@ def split_request(encoded: Encoded, budget: int) -> Iterable[Encoded]:
         yield encoded
         return
     sizes = [sum(map(len, own)) for own in encoded.suffixes]
-    for group in group_by_budget(sizes, max(budget - len(encoded.prefix), 1)):
+    for group in group_by_budget(range(len(sizes)), sizes.__getitem__, max(budget - len(encoded.prefix), 1)):
         yield encoded.take(group[0], group[-1] + 1)
 
 

@@ -66,6 +66,11 @@ class Task:
         if self.read.compares and not {0, 1} <= set(self.answers.values()):
             raise ValueError(f"{where}: its label is a comparison, so answers must have the values 1 and 0.")
 
+    def to_dict(self) -> dict[str, Any]:
+        """The task's entry in prompt.yaml."""
+        told = {"question": self.question, "answers": dict(self.answers), "label": self.label, "weight": self.weight}
+        return {name: value for name, value in told.items() if value not in (None, 1)}
+
     @property
     def values(self) -> list[float]:
         return [float(value) for value in self.answers.values()]

@@ -118,18 +118,8 @@ class Prompt:
     def to_dict(self) -> dict[str, Any]:
         """The contents of prompt.yaml."""
         told: dict[str, Any] = {part: getattr(self, part) for part in PARTS if getattr(self, part) is not None}
-        told["tasks"] = {
-            task.name: {
-                "question": task.question, "answers": dict(task.answers),
-                **({} if task.label is None else {"label": task.label}),
-                **({} if task.weight == 1 else {"weight": task.weight}),
-            }
-            for task in self.tasks.values()
-        }  # fmt: skip
-        for name in ("columns", "chat"):
-            if getattr(self, name):
-                told[name] = dict(getattr(self, name))
-        return told
+        told["tasks"] = {name: task.to_dict() for name, task in self.tasks.items()}
+        return told | {name: dict(getattr(self, name)) for name in ("columns", "chat") if getattr(self, name)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write prompt.yaml.
