@@ -9,7 +9,6 @@ pa = pytest.importorskip("pyarrow")
 
 from tigon.data.values import BadValue  # noqa: E402
 from tigon.rank import Id, Ids, Number, Ragged, Text, Time  # noqa: E402
-from tigon.rank.data.fields import KINDS  # noqa: E402
 
 
 def fitted(field, *columns):
@@ -164,9 +163,3 @@ def test_a_value_of_another_kind_is_refused(field, column, position, said):
 def test_a_field_that_makes_no_sense_is_refused(make, said):
     with pytest.raises(ValueError, match=said):
         make()
-
-
-def test_every_kind_is_in_the_table():
-    assert {kind: field.__name__ for kind, field in KINDS.items()} == {
-        name: name for name in ("Id", "Number", "Ids", "Cross", "Text", "Time")
-    }

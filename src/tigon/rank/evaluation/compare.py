@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tigon.rank import metrics
+from tigon.data import metrics
 from tigon.rank.data.batches import BatchOptions, BatchSource
 from tigon.rank.evaluation.score import score
 

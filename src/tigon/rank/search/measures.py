@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tigon.rank import metrics
+from tigon.data import metrics
 from tigon.rank.data.batches import BatchSource
 from tigon.rank.data.fields import Text
 from tigon.rank.data.ragged import Ragged
