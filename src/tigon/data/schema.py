@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from tigon.data.arrow import nearest
 
@@ -12,7 +12,7 @@ from tigon.data.arrow import nearest
 class Field(Protocol):
     """A column's kind, with the arguments that rebuild it."""
 
-    kind: Any
+    kind: ClassVar[str]
 
     def options(self) -> dict[str, Any]: ...
 

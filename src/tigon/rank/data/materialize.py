@@ -176,11 +176,11 @@ class FieldReader:
             numbered: dict[Any, int] = {}
             rows = values if isinstance(values, list) else map(tuple, values.lists())
             values = torch.tensor([numbered.setdefault(row, len(numbered)) for row in rows], dtype=torch.int64)
-        rows = None if name == self.roles.time else self._find_difference(values)
-        if rows is not None:
+        different = None if name == self.roles.time else self._find_difference(values)
+        if different is not None:
             raise ValueError(
-                f"{NAME}: column {name!r} has side 'context', but differs within a request, between rows {rows[0]} and "
-                f"{rows[1]}; side 'row' is for what differs."
+                f"{NAME}: column {name!r} has side 'context', but differs within a request, between rows "
+                f"{different[0]} and {different[1]}; side 'row' is for what differs."
             )
 
     def _find_difference(self, values: Tensor) -> tuple[int, int] | None:
