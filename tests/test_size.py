@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 LINES = {  # to the next 50
     "src/tigon/cli": 3500,
     "src/tigon/compress": 2700,
-    "src/tigon/data": 1250,
+    "src/tigon/data": 1650,  # with the metrics of rank and retrieve
     "src/tigon/fusion": 9300,
     "src/tigon/graph": 1450,
     "src/tigon/integrations": 3850,
@@ -19,10 +19,10 @@ LINES = {  # to the next 50
     "src/tigon/losses": 8700,
     "src/tigon/nn": 650,
     "src/tigon/ops": 16700,
-    "src/tigon/rank": 16650,
-    "src/tigon/retrieve": 19150,
+    "src/tigon/rank": 15950,
+    "src/tigon/retrieve": 19000,
     "src/tigon/training": 2550,
-    "tests": 66500,
+    "tests": 66300,
     "benchmarks": 15650,
 }
 SLACK = 0.02  # a bound more than this above its folder is to be lowered

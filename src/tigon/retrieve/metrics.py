@@ -22,7 +22,7 @@ from tigon.retrieve.index.index import Index
 from tigon.retrieve.scan import RowBits, filtered_topk
 
 # Ranked rows whose metrics are computed at once.
-PIECE = 1 << 22
+PIECE = 1 << 20
 METRICS = ("recall", "ndcg", "mrr", "hit_rate")
 
 

@@ -12,7 +12,6 @@ from tigon.data.arrow import is_numeric, kinds_agree, numbers
 from tigon.data.values import Ints
 from tigon.rank.data.crosses import compute_crosses
 from tigon.rank.data.fields import Cross, Field, Id, Time
-from tigon.rank.data.history import find_windows, sort_events
 from tigon.rank.data.in_memory import ColumnBuffer, InMemoryImpressions
 from tigon.rank.data.labels import Label
 from tigon.rank.data.schema import Roles, Schema
@@ -230,14 +229,14 @@ class FieldReader:
             notes.append(f"{lost:,} of {len(actor):,} events {_has(lost)} no user; histories leave them out.")
         order = torch.from_numpy(np.flatnonzero(actor.numpy() >= 0))
         order = order[sort_events(actor[order], when[order])]
-        found = find_windows(actor[order], when[order], user, time)
-        if (same := int(found.same.sum())) and not tables.own:
+        start, end, excluded = find_windows(actor[order], when[order], user, time)
+        if (same := int(excluded.sum())) and not tables.own:
             events = "event" if same == 1 else "events"
             notes.append(f"Histories leave out {same:,} {events} at the very time of a request of the same user.")
-        if len(order) and not (found.end > found.start).any() and not tables.own:
+        if len(order) and not (end > start).any() and not tables.own:
             notes.append("No request has a history: do both tables name users alike, and are there events before?")
         history = {k: self._read_event_field(k, v).select(order).compact(v.kind == "Id") for k, v in fields.items()}
-        return found.start, found.end, history, when[order]
+        return start, end, history, when[order]
 
     def _read_event_field(self, name: str, field: Field) -> ColumnBuffer:
         if name not in self.tables.columns("history") and name in self.tables.columns("items"):
@@ -267,6 +266,35 @@ class FieldReader:
         column = pa.concat_arrays([column, pa.nulls(1, column.type)])
         with explain_value(side, name, field.kind):
             return ColumnBuffer(field.encode(column), self.sides[side, table])
+
+
+def sort_events(user: Tensor, time: Tensor) -> Tensor:
+    """(E,) event order by user code, then by time; stable."""
+    by_time = time.sort(stable=True).indices
+    return by_time[user[by_time].sort(stable=True).indices]
+
+
+def find_windows(
+    event_user: Tensor, event_time: Tensor, user: Tensor, time: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Find the events visible to each request, those of its user strictly before the request: a slice.
+
+    Args:
+        event_user, event_time: (E,) int64, sorted by `sort_events`. User codes are ≥ 0.
+        user, time: (R,) int64; user −1 has no history.
+    Returns: (R,) each: the slices' starts and ends, and the number of events at exactly the request's time, which are
+        excluded.
+    """
+    user, time, event_time = user.contiguous(), time.contiguous(), event_time.contiguous()
+    times = event_time.unique()
+    # Combine user and time rank into a single number, so that one search handles both.
+    width = len(times) + 1
+    keys = event_user * width + torch.searchsorted(times, event_time)
+    first = user * width
+    start = torch.searchsorted(keys, first)
+    end = torch.searchsorted(keys, first + torch.searchsorted(times, time))
+    after = torch.searchsorted(keys, first + torch.searchsorted(times, time, right=True))
+    return start, end, after - end
 
 
 def _nothing(field: Field) -> Any:

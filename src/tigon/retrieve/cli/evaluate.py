@@ -65,7 +65,7 @@ def evaluate(
         row = {"k": cut, "recall of the scan in fp32": metrics.overlap(ids[:, :cut], all_of_them[:, :cut])}
         if right is not None:
             labelled = metrics.label_results(ids[:, :cut], right)
-            measures = {"recall": metrics.recall, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
+            measures: dict[str, Any] = {"recall": metrics.recall, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
             row |= {name: measure(*labelled, k=cut).mean for name, measure in measures.items()}
         rows.append(row)
     if json:
