@@ -146,7 +146,7 @@ def linked(nodes: int, seed: int) -> Any:
 def ranked(model: str, rows: int, seed: int, device: torch.device) -> Row:
     from tigon import rank
     from tigon.rank import metrics
-    from tigon.rank.training.defaults import choose_share
+    from tigon.rank.training.defaults import Settings, choose_share
 
     if model == "ligr":
         items = int(np.clip(rows // 48, 12, 20_000))
@@ -171,7 +171,7 @@ def ranked(model: str, rows: int, seed: int, device: torch.device) -> Row:
     oracle = float(metrics.auc(torch.from_numpy(p), torch.from_numpy(tested["click"]).float()))
     return found(
         model, rows, seed, "auc", value, 0.5, oracle, fitted.steps, seconds, ranker,
-        options.settings(ranker, train)._asdict(),
+        {name: getattr(options.resolve(ranker, train), name) for name in Settings._fields},
     )  # fmt: skip
 
 

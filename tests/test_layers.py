@@ -81,9 +81,9 @@ def is_allowed(importer: str, imported: str) -> bool:
     above, below = folder(importer), folder(imported)
     if below not in FOLDERS or above == below or above not in FOLDERS:  # root modules, such as tigon.lazy
         return True
-    if above in SYSTEMS:
+    if above in (*SYSTEMS, "data"):
         return below not in SYSTEMS
-    if above == "data" or below not in FLOORS:
+    if below not in FLOORS:
         return False
     return FLOORS.index(above) < FLOORS.index(below)
 

@@ -132,20 +132,6 @@ def test_what_does_not_fit_gets_a_sentence(changes, tables, sentence):
         read_impressions(made(**changes), given.pop("data"), **given)
 
 
-def test_files_of_recbole_with_what_lies_beside_them(tmp_path):
-    head = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
-    (tmp_path / "x.inter").write_text(head + "1\t7\t5\t900\n1\t8\t2\t500\n")
-    (tmp_path / "x.item").write_text("item_id:token\ttitle:token_seq\n7\tToy Story\n8\tHeat\n")
-    (tmp_path / "x.user").write_text("user_id:token\tage:token\n1\t24\n")
-    asked = prompt(profile="Age {{ age }}.", candidate="{{ title }}.", event="{{ title }}: {{ rating }}", columns={})
-    data = read_impressions(asked, str(tmp_path / "x.inter"), history="self")
-    first, second = Requests(data, asked)
-    assert asked.render("candidate", first.candidates[0]) == "Toy Story."
-    assert asked.render("profile", first.profile) == "Age 24."
-    assert [asked.render("event", row) for row in first.events] == ["Heat: 2"]
-    assert second.events == []
-
-
 def test_a_teacher_of_other_answers():
     rows = ROWS.append_column("teacher_stars", [[0.5] * 5]).set_column(4, "rating", [[5, 1, 4, 2, 3]])
     asked = made(tasks={"stars": TOLD["tasks"]["stars"]})

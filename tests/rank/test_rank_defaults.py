@@ -44,7 +44,7 @@ def test_what_is_given_wins():
     train = Requests.drawn(120)
     options = rank.FitOptions(lr=0.5, patience=2).resolve(Linear(), train)
     assert (options.lr, options.patience, options.batch_size) == (0.5, 2, 32)
-    assert rank.FitOptions(schedule="plateau").settings(Linear(), train).patience == 3
+    assert rank.FitOptions(schedule="plateau").resolve(Linear(), train).patience == 3
 
 
 @pytest.mark.parametrize("shown", [1, 8, 500])

@@ -8,7 +8,7 @@ pytest.importorskip("pyarrow")
 
 from tigon import rank
 from tigon.rank.data.summary import summarize
-from tigon.rank.evaluation.compare import compare_scores
+from tigon.rank.evaluation.score import compare_scores
 from tigon.rank.training.fit import LOSSES, objective_loss
 
 ROLES = rank.Roles(request="request", labels=("click", "long = dwell > 20"), weight="weight")

@@ -256,13 +256,6 @@ def test_what_follows_knows_of_what_was_before(tmp_path, word):
     assert alone.batch(torch.arange(2)).events == 0
 
 
-def test_unsorted_events_are_sorted_and_those_of_one_time_stay_in_order():
-    events = {"user": [1, 1, 1, 1], "time": [3, 1, 3, 2], "item": ["a", "b", "c", "d"]}
-    data = Impressions.read({"user": [1], "time": [9], "item": ["a"], "click": [1]}, history=events)
-    vocab = data.schema.fields["item"].vocab
-    assert [vocab[code - 1] for code in data.batch(torch.tensor([0])).history["item"]] == ["b", "d", "a", "c"]
-
-
 def test_tables_to_score_need_no_labels():
     data = Impressions.read(ROWS, history=EVENTS)
     rows = {name: column for name, column in ROWS.items() if name != "click"}
@@ -435,7 +428,7 @@ def test_a_split_fits_on_what_is_trained():
     assert again.schema.fields["item"].vocab == ("a", "b", "late")
 
 
-def test_rows_without_items_are_features_alone(tmp_path):
+def test_rows_without_items_are_features_alone():
     rows = {"ad": ["a", "b", "a"], "hour": [3, 4, 4], "price": [1.5, 2.5, 3.5], "click": [1, 0, 1]}
     data = Impressions.read(rows)
     assert data.schema.roles.item is None
@@ -450,18 +443,66 @@ def test_rows_without_items_are_features_alone(tmp_path):
     ):
         _ = data.item_ids
     assert Schema.from_json(data.schema.to_json()) == data.schema
-    # One-hot fields of libfm are ids, however many there are.
-    lines = "".join(f"{i % 2} {i}:1 {100 + i % 50}:1\n" for i in range(80))
-    (tmp_path / "clicks.libfm").write_text(lines)
-    fields = Impressions.read(tmp_path / "clicks.libfm").schema.fields
+    # One-hot fields are ids, however many values there are.
+    one_hot = {"field_0": list(range(80)), "field_1": [100 + i % 50 for i in range(80)]}
+    fields = Impressions.read({"label": [i % 2 for i in range(80)], **one_hot}).schema.fields
     assert {name: field.kind for name, field in fields.items()} == {"field_0": "Id", "field_1": "Id"}
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
 
 
-def changed(**columns):
+def change(columns):
     return {name: column for name, column in {**ROWS, **columns}.items() if column is not None}
+
+
+def refuse(rows, options, said):
+    with pytest.raises(ValueError, match=f"^rank.Impressions: .*{said}.*") as caught:
+        Impressions.read(rows, **options)
+    assert not isinstance(caught.value, BadValue)
+    assert str(caught.value).endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"item": None}, "the history must go with impressions of items; name their column by item=…, there are 'req"),
+        ({"click": [0, 2, 1, 0]}, "'click' .label. of the impressions, row 1: must be 0 or 1, got 2.*'click >= 4'"),
+        ({"click": [0, None, 1, 0]}, "'click' .label.*row 1: must be 0 or 1, got a missing value"),
+        ({"click": list("abab")}, "'click' .label.*row 0: must be a number, got string 'a'"),
+        ({"time": None}, "the impressions must have times, so that no event of a request's future"),
+        ({"time": [1, None, 1, 1]}, "'time' .time. of the impressions, row 1: must be a time, got a missing"),
+        ({"time": ["soon"] * 4}, "'time' .Time. of the impressions, row 0: must be a time such as"),
+        (
+            {"time": [1_700_000_000_000] * 4},
+            "one unit, but looks in the impressions like ms, and in the history",
+        ),
+        ({"user": None}, "a history needs users; name the column by user="),
+        ({"user": [1, 2, 3, 1]}, "rows 0 and 2 are of one request .'request'. and of two users"),
+        ({"request": ["x", None, "x", "z"]}, "column 'request' .request., row 1: every row must name its request"),
+        ({"sample_weight": [1.0, -1, 1, 1]}, "column 'sample_weight' .weight., row 1: must be 0 or more, got -1"),
+        ({"sample_weight": ["a"] * 4}, "'sample_weight' .weight. of the impressions, row 0: must be a number"),
+        ({"item": [0.5, 1.0, 1.0, 1.0]}, "'item' .Id. of the impressions, row 0: must be a string or an integer"),
+        ({"x": [1.0, math.inf, 2.0, 3.5]}, "'x' .Number. of the impressions, row 1: must be finite or missing"),
+    ],
+)
+def test_columns_that_cannot_be_read_get_a_sentence(columns, said):
+    refuse(change(columns), {"history": EVENTS}, said)
+
+
+@pytest.mark.parametrize(
+    ("history", "said"),
+    [
+        ({**EVENTS, "time": None}, "a column must be an array, a tensor or a list, got NoneType"),
+        ({"user": [1], "item": ["a"]}, "the history must have the column 'time' .time.; there are"),
+        ({"who": [1], "item": ["a"], "time": [1]}, "the history must have the column 'user' .user."),
+        ({**EVENTS, "time": [1, 2, None, 3, 4]}, "'time' .time. of the history, row 2: must be a time"),
+        (["self", "gone.csv"], "there is no file gone.csv"),
+        (["self", "positives"], "a history must name one of 'self' and 'positives', got both"),
+    ],
+)
+def test_histories_that_cannot_be_read_get_a_sentence(history, said):
+    refuse(ROWS, {"history": history}, said)
 
 
 @pytest.mark.parametrize(
@@ -470,119 +511,25 @@ def changed(**columns):
         (ROWS, {"item": "itm"}, r"there is no column 'itm' \(item\) in the impressions; did you mean 'item'"),
         (ROWS, {"labels": ["clik"]}, "must have the column 'clik', a label; did you mean 'click'"),
         (ROWS, {"labls": ["click"]}, "there is no argument 'labls'; did you mean 'labels'"),
-        (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= has the roles already, got item besides"),
-        (
-            changed(item=None),
-            {"history": EVENTS},
-            "the history must go with impressions of items; name their column by item=…, there are 'request', 'user'",
-        ),
-        (changed(item=None), {"history": "self"}, "the history must go with impressions of items; name their column"),
-        (
-            changed(item=None),
-            {"items": {"item": [1]}},
-            "the items must go with impressions of items; name their column",
-        ),
-        (
-            changed(click=[0, 2, 1, 0]),
-            {},
-            "'click' .label. of the impressions, row 1: must be 0 or 1, got 2.*'click >= 4'",
-        ),
-        (changed(click=[0, None, 1, 0]), {}, "'click' .label.*row 1: must be 0 or 1, got a missing value"),
-        (changed(click=list("abab")), {}, "'click' .label.*row 0: must be a number, got string 'a'"),
         (ROWS, {"labels": ["click >= word"]}, "row 0: >= compares with a number, got 'word'"),
-        (
-            changed(time=None),
-            {"history": EVENTS},
-            "the impressions must have times, so that no event of a request's future",
-        ),
-        (
-            changed(time=[1, None, 1, 1]),
-            {"history": EVENTS},
-            "'time' .time. of the impressions, row 1: must be a time, got a missing",
-        ),
-        (
-            changed(time=["soon"] * 4),
-            {"history": EVENTS},
-            "'time' .Time. of the impressions, row 0: must be a time such as",
-        ),
-        (ROWS, {"history": {**EVENTS, "time": None}}, "a column must be an array, a tensor or a list, got NoneType"),
-        (ROWS, {"history": {"user": [1], "item": ["a"]}}, "the history must have the column 'time' .time.; there are"),
-        (ROWS, {"history": {"who": [1], "item": ["a"], "time": [1]}}, "the history must have the column 'user' .user."),
-        (
-            ROWS,
-            {"history": {**EVENTS, "time": [1, 2, None, 3, 4]}},
-            "'time' .time. of the history, row 2: must be a time",
-        ),
-        (
-            ROWS,
-            {"history": EVENTS, "action": ["raing"]},
-            "the history must have the column 'raing', an action; there are",
-        ),
-        (changed(user=None), {"history": EVENTS}, "a history needs users; name the column by user="),
-        (
-            changed(user=[1, 2, 3, 1]),
-            {"history": EVENTS},
-            "rows 0 and 2 are of one request .'request'. and of two users",
-        ),
-        (
-            changed(request=["x", None, "x", "z"]),
-            {},
-            "column 'request' .request., row 1: every row must name its request",
-        ),
-        (
-            changed(heft=[1.0, -1.0, 1.0, 1.0]),
-            {"weight": "heft"},
-            "column 'heft' .weight., row 1: must be 0 or more, got -1",
-        ),
-        (
-            changed(heft=["a"] * 4),
-            {"weight": "heft"},
-            "column 'heft' .weight. of the impressions, row 0: must be a number",
-        ),
-        (
-            changed(item=[0.5, 1.0, 1.0, 1.0]),
-            {},
-            "column 'item' .Id. of the impressions, row 0: must be a string or an integer",
-        ),
-        (
-            changed(x=[1.0, math.inf, 2.0, 3.5]),
-            {},
-            "column 'x' .Number. of the impressions, row 1: must be finite or missing",
-        ),
-        (
-            ROWS,
-            {"items": {"item": ["a", "a"], "n": [1, 2]}},
-            "the items must have each 'item' once, but have 'a' more often",
-        ),
+        (ROWS, {"labels": [], "history": "positives"}, "history='positives' needs labels, and the impressions have"),
+        (ROWS, {"schema": SCHEMA, "item": "item"}, "schema= has the roles already, got item besides"),
+        (ROWS, {"history": EVENTS, "action": ["raing"]}, "the history must have the column 'raing', an action; there"),
+        (ROWS, {"items": {"item": ["a", "a"], "n": [1, 2]}}, "the items must have each 'item' once, but have 'a' more"),
         (ROWS, {"items": {"thing": ["a"]}}, "the items must have the column 'item' .item.; there are 'thing'"),
+        (change({"item": None}), {"items": {"item": [1]}}, "the items must go with impressions of items; name their"),
         (
-            ROWS,
-            {"history": "positives", "labels": []},
-            "history='positives' needs labels, and the impressions have none",
-        ),
-        (ROWS, {"history": "gone.csv"}, "there is no file gone.csv"),
-        (ROWS, {"history": ["self", "gone.csv"]}, "there is no file gone.csv"),
-        (ROWS, {"history": ["self", "positives"]}, "a history must name one of 'self' and 'positives', got both"),
-        (
-            changed(user=None),
+            change({"user": None}),
             {"users": {"user": [1], "age": [2]}},
-            "a table of users needs the impressions' column of users; name it by user=",
-        ),
-        (
-            changed(time=[1_700_000_000] * 4),
-            {"history": {**EVENTS, "time": [1_700_000_000_000] * 5}},
-            "'time' .Time. must have one unit, but looks in the impressions like s, and in the history like ms since",
+            "a table of users needs the impressions' column",
         ),
         ("gone.parquet", {}, "there is no file gone.parquet"),
         (7, {}, "a table must be a pyarrow.Table, a pandas or polars DataFrame, or a dict of arrays, got int"),
         ({}, {}, "the impressions must have columns, got none"),
     ],
 )
-def test_what_cannot_be_read_gets_a_sentence(rows, options, said):
-    with pytest.raises(ValueError, match=f"^rank.Impressions: .*{said}.*") as caught:
-        Impressions.read(rows, **options)
-    assert not isinstance(caught.value, BadValue)
-    assert str(caught.value).endswith((".", "?"))
+def test_arguments_that_cannot_be_read_get_a_sentence(rows, options, said):
+    refuse(rows, options, said)
 
 
 def test_a_context_that_differs_within_a_request_gets_a_sentence():
@@ -628,7 +575,7 @@ def test_a_context_that_differs_within_a_request_gets_a_sentence():
             lambda d: d.split(by="request", fraction=0.5),
             "by must be 'time' where the history is the impressions themselves",
         ),
-        (lambda d: Impressions.read(changed(time=None)).split(fraction=0.5), "by='time' needs times"),
+        (lambda d: Impressions.read(change({"time": None})).split(fraction=0.5), "by='time' needs times"),
     ],
 )
 def test_a_call_that_makes_no_sense_gets_a_sentence(call, said):

@@ -4,35 +4,34 @@ import json
 
 import pytest
 
-pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
+parquet = pytest.importorskip("pyarrow.parquet")
 
-from tigon.cli.problem import Problem
-from tigon.rank import Impressions, Schema
-from tigon.rank.cli.inspect_data import inspect_data
-from tigon.rank.data.summary import summarize
+from tigon.cli.problem import Problem  # noqa: E402
+from tigon.rank import Impressions, Schema  # noqa: E402
+from tigon.rank.cli.inspect_data import inspect_data  # noqa: E402
+from tigon.rank.data.summary import summarize  # noqa: E402
 
-INTER = """user_id:token\titem_id:token\trating:float\ttimestamp:float
-u\ta\t5\t100
-u\tb\t2\t100
-u\ta\t4\t200
-v\tb\t5\t86500
-"""
-ITEM = """item_id:token\ttitle:token_seq\tyear:float
-a\tToy Story\t1995.5
-c\tHeat\t
-"""
+ROWS = {
+    "user_id": ["u", "u", "u", "v"], "item_id": ["a", "b", "a", "b"], "rating": [5.0, 2.0, 4.0, 5.0],
+    "timestamp": [100.0, 100.0, 200.0, 86500.0],
+}  # fmt: skip
+ITEMS = {"item_id": ["a", "c"], "title": [["Toy", "Story"], ["Heat"]], "year": [1995.5, None]}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "films.inter").write_text(INTER)
-    (tmp_path / "films.item").write_text(ITEM)
+    for name, table in (("films", ROWS), ("items", ITEMS)):
+        (tmp_path / name).mkdir()
+        parquet.write_table(pa.table(table), tmp_path / name / "rows.parquet")
     return tmp_path
 
 
 def test_a_table_is_summed_up(folder):
-    found = summarize(Impressions.read(folder, history="self", labels=["like = rating >= 4"]))
+    found = summarize(
+        Impressions.read(folder / "films", items=folder / "items", history="self", labels=["like = rating >= 4"])
+    )
     fields = {one.pop("name"): one for one in found.pop("fields")}
     assert found == {
         "requests": 3, "rows": 4, "events": 4,
@@ -53,25 +52,17 @@ def test_a_table_is_summed_up(folder):
 
 
 def test_a_table_is_shown(folder, capsys, monkeypatch):
-    inspect_data(folder, history="self", labels=["rating >= 4"], output=folder / "schema.json")
+    tables = {"paths": folder / "films", "history": "self", "items": folder / "items"}
+    inspect_data(**tables, labels=["rating >= 4"], output=folder / "schema.json")
     said = capsys.readouterr().out
     for words in ("3 requests, 4 rows, 4 events", "1.33 on average, 2 at most", "none: 66.7%", "75.00% of the rows",
                   "title", "the history says who the user is", "not among the items"):  # fmt: skip
         assert words in said
     schema = Schema.load(folder / "schema.json")
-    inspect_data(str(folder), history="self", schema=folder / "schema.json", json=True)
+    inspect_data(**tables, schema=folder / "schema.json", json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["labels"] == {"rating>=4": 0.75}
     assert [one["name"] for one in found["fields"]] == list(schema.fields)
-
-
-def test_tables_beside_listed_files_are_found(folder):
-    for paths in (folder, [folder], [str(folder / "films.inter")]):
-        data = Impressions.read(paths, history="self")
-        assert "title" in data.schema.items
-        # Without labels, what is named like an outcome says what happened in events.
-        assert data.schema.roles.action == ("rating",)
-    assert "title" not in Impressions.read(folder / "films.inter", items={"item_id": ["a"]}).schema.items
 
 
 @pytest.mark.parametrize(
@@ -84,7 +75,7 @@ def test_tables_beside_listed_files_are_found(folder):
 )
 def test_what_cannot_be_read_is_a_problem(folder, options, said):
     with pytest.raises(Problem, match=said):
-        inspect_data(folder, **options)
+        inspect_data(folder / "films", **options)
     (folder / "bare.csv").write_text("a,b\n1,2\n")
     with pytest.raises(
         Problem, match=r"rank inspect: the history must go .* name their column by --item, there are 'a'"

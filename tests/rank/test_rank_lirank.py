@@ -15,7 +15,7 @@ from tigon.kernels import use_backend
 from tigon.kernels.dispatch import meta_as_gpu
 from tigon.rank.data.fields import Id, Ids, Number, Text, Time
 from tigon.rank.data.schema import Schema
-from tigon.rank.evaluation.compare import compare_scores
+from tigon.rank.evaluation.score import compare_scores
 from tigon.rank.kernels.batch_norm_relu import batch_norm_relu
 from tigon.rank.models.lirank import padded_linear, towers
 from tigon.rank.models.lirank.cross_layers import CrossLayers

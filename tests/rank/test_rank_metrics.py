@@ -124,7 +124,7 @@ def test_log_loss_and_ece_are_those_of_loops():
 def test_the_numbers_are_those_of_scikit_learn(tied):
     sk = pytest.importorskip("sklearn.metrics")
     draw = torch.Generator().manual_seed(1)
-    n = 2000
+    n = 600
     scores = torch.randn(n, dtype=torch.float64, generator=draw)
     scores = (8 * scores).round() / 8 if tied else scores
     labels = (torch.rand(n, generator=draw) < 0.2).int()
@@ -145,15 +145,6 @@ def test_the_numbers_are_those_of_scikit_learn(tied):
         pairs = zip(grades.split(100), scores.split(100), strict=True)
         expected = [sk.ndcg_score(y[None], s[None], k=k) for y, s in pairs]
         assert found.values.tolist() == pytest.approx(expected, **close)
-
-
-def test_groups_do_not_see_each_other_and_rows_may_stand_in_any_order():
-    scores, labels = drawn(5, tied=True)
-    whole = metrics.ndcg(scores, labels, OFFSETS, k=3).values
-    for g, (a, b) in enumerate(pairwise(OFFSETS.tolist())):
-        turned = torch.randperm(b - a) + a
-        alone = metrics.ndcg(scores[turned], labels[turned], k=3).values
-        torch.testing.assert_close(alone, whole[g : g + 1], rtol=1e-13, atol=0, equal_nan=True)
 
 
 def test_what_is_not_defined_is_nan_and_counted():
@@ -186,16 +177,16 @@ def test_large_ties_are_exact_enough():
 
 
 def test_an_interval_holds_the_mean_as_often_as_it_says():
-    """Of 200 samples whose metric is known, about 90 % of the intervals hold it: within 4 standard deviations."""
+    """Of 100 samples whose metric is known, about 90 % of the intervals hold it: within 4 standard deviations."""
     draw = torch.Generator().manual_seed(0)
     held = 0
-    for seed in range(200):
+    for seed in range(100):
         values = torch.rand(100, dtype=torch.float64, generator=draw)
         found = metrics.GroupMetric(float(values.mean()), values, torch.ones_like(values), 0)
         low, high, left_out = metrics.bootstrap_interval(found, draws=200, level=0.9, seed=seed)
         held += low <= 0.5 <= high
         assert left_out == 0
-    assert abs(held - 180) <= 4 * math.sqrt(200 * 0.9 * 0.1)
+    assert abs(held - 90) <= 4 * math.sqrt(100 * 0.9 * 0.1)
 
 
 def test_groups_are_drawn_whole_and_blocks_change_nothing(monkeypatch):
@@ -272,7 +263,7 @@ def test_bad_input_gets_a_sentence():
         ),
     ]
     for call, said in bad:
-        with pytest.raises(ValueError, match=rf"^rank\.metrics\.{said}"):
+        with pytest.raises(ValueError, match=rf"^metrics\.{said}"):
             call()
 
 

@@ -1,7 +1,6 @@
-"""Tables: read common file formats and columns from in-memory tables.
+"""Tables, the schemas' JSON and metrics, shared by retrieval and ranking.
 
-`tigon.retrieve` and `tigon.rank` read their tables here. The package depends on neither; error messages begin with the
-name passed by the caller.
+Error messages of the readers begin with the name passed by the caller.
 """
 
 from tigon.lazy import attach

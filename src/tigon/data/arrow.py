@@ -3,48 +3,42 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tigon.data.columns import columns_of
+from tigon.data.columns import read_columns
 from tigon.data.values import BadValue, Bools, Ints, have_room, microseconds, read_times
 
 # Microseconds per unit, for numeric times since 1970.
 UNITS = {"s": 1_000_000, "ms": 1000, "us": 1, "ns": 0.001}
+
+# Reasons why pyarrow cannot convert a column.
+CONVERSION_ERRORS: dict[type[Exception], str] = {
+    OverflowError: "integers of 64 bits, got a larger one",
+    UnicodeEncodeError: "UTF-8 text, got half of a surrogate pair",
+}
 
 
 def arrow_columns(name: str, table: Any) -> dict[str, Any]:
     """A table's columns as pyarrow arrays.
 
     name: prefix for error messages.
-    Raises: ValueError as in `columns_of`, and for a column with mixed value kinds.
+    Raises: ValueError as in `read_columns`, and for a column with mixed value kinds.
     """
     import pyarrow as pa
 
-    if not isinstance(table, Mapping):
-        try:
-            table = _whole(table)
-        except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
-            said = str(error).splitlines()[0].rstrip(".")
-            raise ValueError(f"{name}: each column must hold values of one kind: {said}.") from None
-    columns, _ = columns_of(name, table)
+    columns, _ = read_columns(name, table)
     found = {}
     for key, column in columns.items():
         if not isinstance(column, (pa.Array, pa.ChunkedArray)):
             try:
                 column = pa.array(_in_known_units(column))
-            except OverflowError:
-                raise ValueError(f"{name}: column {key!r} must hold integers of 64 bits, got a larger one.") from None
-            except UnicodeEncodeError:
-                raise ValueError(
-                    f"{name}: column {key!r} must hold UTF-8 text, got half of a surrogate pair."
-                ) from None
-            except (pa.ArrowException, TypeError) as error:
-                said = str(error).splitlines()[0].rstrip(".")
-                raise ValueError(f"{name}: column {key!r} must hold values of one kind: {said}.") from None
+            except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError) as error:
+                said = CONVERSION_ERRORS.get(type(error)) or f"values of one kind: {str(error).splitlines()[0]}"
+                raise ValueError(f"{name}: column {key!r} must hold {said.rstrip('.')}.") from None
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode() if isinstance(column, pa.Array) else column.cast(column.type.value_type)
         if pa.types.is_string_view(column.type) or isinstance(column, pa.ChunkedArray):
@@ -67,24 +61,18 @@ def _in_known_units(column: Any) -> Any:
     return column
 
 
-def _whole(table: Any) -> Any:
-    """Convert a DataFrame to a pyarrow.Table; other tables are returned unchanged."""
-    import pyarrow as pa
-
-    kind = type(table).__module__.split(".")[0]
-    if kind == "pandas" and hasattr(table, "columns"):
-        return pa.Table.from_pandas(table, preserve_index=False)
-    return table.to_arrow() if kind == "polars" and hasattr(table, "columns") else table
+def find_nearest(name: str, names: Iterable[str]) -> str | None:
+    """The most similar name, in any case; None if no name is similar."""
+    lower = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(name.lower(), lower, 1, cutoff=0.5)
+    return lower[near[0]] if near else None
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Suffix for an unknown-column error, suggesting similar names."""
+    """Suffix for an unknown-column error, suggesting a similar name."""
     listed = list(names)
-    near = difflib.get_close_matches(name, listed, 1) or difflib.get_close_matches(
-        name.lower(), [one.lower() for one in listed], 1, cutoff=0.5
-    )
-    if near:
-        return f"did you mean {next(one for one in listed if one.lower() == near[0].lower())!r}?"
+    if (near := find_nearest(name, listed)) is not None:
+        return f"did you mean {near!r}?"
     return f"there are {', '.join(map(repr, listed))}." if listed else "there are no columns."
 
 
@@ -132,6 +120,15 @@ def kinds_agree(columns: Sequence[Any]) -> list[Any]:
     whole = all(none or types.is_integer(column.type) for column, none in zip(columns, empty, strict=True))
     kind = pa.int64() if whole else pa.large_string()
     return [pa.nulls(len(c), kind) if none else c.cast(kind) for c, none in zip(columns, empty, strict=True)]
+
+
+def common_codes(columns: Sequence[Any]) -> tuple[list[Ints], int]:
+    """Codes for the values of several arrays from `keys`, −1 for missing values, and the number of codes."""
+    import pyarrow as pa
+
+    coded = pa.concat_arrays(kinds_agree(columns)).dictionary_encode()
+    codes = np.array(coded.indices.cast("int64").fill_null(-1))
+    return np.split(codes, np.cumsum([len(column) for column in columns])[:-1]), len(coded.dictionary)
 
 
 def is_numeric(column: Any) -> bool:

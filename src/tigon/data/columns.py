@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 
-def columns_of(name: str, table: Any) -> tuple[dict[str, Any], int]:
+def read_columns(name: str, table: Any) -> tuple[dict[str, Any], int]:
     """A table's columns by name, and its row count.
 
     name: prefix for error messages, the calling operation.
@@ -39,12 +39,16 @@ def _plain(name: str, column: Any) -> Any:
     kind = type(column).__module__.split(".")[0]
     if kind == "polars":
         column, kind = column.to_arrow(), "pyarrow"
+    if kind == "pandas" and hasattr(column, "dtype"):
+        import pyarrow as pa
+
+        if column.dtype == object:  # of any values: pyarrow would cut times to dates beside dates
+            return [None if missing else value for value, missing in zip(column, column.isna(), strict=True)]
+        column, kind = pa.Array.from_pandas(column), "pyarrow"
     if kind == "pyarrow":
         if hasattr(column, "combine_chunks") and hasattr(column, "chunks"):
             column = column.combine_chunks()
         return column
-    if kind == "pandas" and hasattr(column, "dtype"):
-        return _from_pandas(column)
     if isinstance(column, torch.Tensor):
         column = column.detach().cpu()
         narrow = column.is_floating_point() and column.dtype not in (torch.float16, torch.float32, torch.float64)
@@ -56,13 +60,3 @@ def _plain(name: str, column: Any) -> Any:
     if isinstance(column, Sequence) and not isinstance(column, (str, bytes)):
         return list(column)
     raise ValueError(f"{name}: a column must be an array, a tensor or a list, got {type(column).__name__}.")
-
-
-def _from_pandas(series: Any) -> Any:
-    dtype = series.dtype
-    if getattr(dtype, "tz", None) is not None:
-        series = series.dt.tz_convert("UTC").dt.tz_localize(None)
-    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "iufbM":
-        return series.to_numpy()
-    values = series.to_numpy(dtype=object)
-    return [None if missing else value for value, missing in zip(values, series.isna(), strict=True)]

@@ -28,10 +28,6 @@ class BadValue(ValueError):
         self.position = position
 
 
-class Malformed(ValueError):
-    """A file that does not match the format implied by its suffix."""
-
-
 class Categories(NamedTuple):
     """A value per row: `values[indices[row]]`, or missing if the index is −1."""
 

@@ -1,6 +1,6 @@
 # The public names of tigon.rank: the one place that declares them (see tigon/lazy.py).
+from tigon.data import metrics as metrics
 from tigon.rank import losses as losses
-from tigon.rank import metrics as metrics
 from tigon.rank import off_policy as off_policy
 from tigon.rank.data.batch import Batch as Batch
 from tigon.rank.data.batches import BatchOptions as BatchOptions
@@ -11,7 +11,7 @@ from tigon.rank.data.fields import Number as Number
 from tigon.rank.data.fields import Text as Text
 from tigon.rank.data.fields import Time as Time
 from tigon.rank.data.impressions import Impressions as Impressions
-from tigon.rank.data.load import infer_schema as infer_schema
+from tigon.rank.data.infer import infer_schema as infer_schema
 from tigon.rank.data.ragged import Ragged as Ragged
 from tigon.rank.data.schema import Roles as Roles
 from tigon.rank.data.schema import Schema as Schema

@@ -34,10 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tigon.data.groups import Groups, check_groups, discounts
 from tigon.kernels import is_concrete
 from tigon.ops.cross_entropy import REDUCTIONS, Reduction
 from tigon.ops.targets import CHECKS
-from tigon.rank.groups import Groups, check_groups, discounts
 
 __all__ = ["approx_ndcg", "bce", "lambda_loss", "pairwise", "softmax"]
 
@@ -107,9 +107,8 @@ def pairwise(
     All groups have equal weight, regardless of their pair counts; rax averages over all pairs in all groups.
 
     Args:
-        scores: (n,) floats.
+        scores, offsets: as in `softmax`.
         labels: (n,) bool, integers or floats ≥ 0; only their order matters.
-        offsets: (G + 1,) int32 or int64, group starts, then n; on scores' device or the CPU. None: one group.
         weights: (n,); a pair's weight is the weight of the row with the higher label. No gradient.
         reduction: "mean" over the groups with a pair; "sum"; "none" for (G,), with 0 for the other groups.
     Returns: 0-d or (G,), in fp32 (fp64 for fp64 scores). 0 if no group has a pair.
@@ -138,9 +137,7 @@ def approx_ndcg(
     rows sorted by descending w · G. rax returns negative NDCG, which has the same gradient.
 
     Args:
-        scores: (n,) floats.
-        labels: (n,) bool, integers or floats ≥ 0, relevance grades. No gradient.
-        offsets: (G + 1,) int32 or int64, group starts, then n; on scores' device or the CPU. None: one group.
+        scores, labels, offsets: as in `softmax`.
         weights: (n,) gain multipliers. No gradient.
         reduction: "mean" over the groups with a gain; "sum"; "none" for (G,), with 0 for the other groups.
         temperature: in units of scores; smaller values approximate the ranks better, with flatter gradients in between.
@@ -180,9 +177,7 @@ def lambda_loss(
     because `lambda` is a Python keyword.
 
     Args:
-        scores: (n,) floats.
-        labels: (n,) bool, integers or floats ≥ 0, relevance grades. No gradient.
-        offsets: (G + 1,) int32 or int64, group starts, then n; on scores' device or the CPU. None: one group.
+        scores, labels, offsets: as in `softmax`.
         weights: (n,); a pair's weight is the weight of the row with the higher label. No gradient.
         reduction: "mean" over the groups with a pair; "sum"; "none" for (G,), with 0 for the other groups.
         mu: ≥ 0, weight for NDCG-Loss2's bound relative to the LambdaRank weights.

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
+from tigon.data.metrics import average_groups, bootstrap_interval
 from tigon.rank.evaluation.evaluate import MetricValue
 
 
@@ -39,7 +39,7 @@ def replay(reward: Tensor, matches: Tensor, *, draws: int = 1000, level: float =
     """
     reward, matches = _check_inputs("replay", reward=reward, matches=matches)
     _check_probabilities("replay", "matches", matches)
-    return _estimate(matches * reward, matches, draws, level, seed, int((matches == 0).sum()))
+    return _estimate(reward, matches, draws, level, seed, int((matches == 0).sum()))
 
 
 def ips(
@@ -73,7 +73,7 @@ def snips(
     Raises: ValueError as `ips`.
     """
     reward, w = _importance_weights("snips", reward, logged, target, clip)
-    return _estimate(w * reward, w, draws, level, seed)
+    return _estimate(reward, w, draws, level, seed)
 
 
 def direct(expected: Tensor, *, draws: int = 1000, level: float = 0.95, seed: int = 0) -> MetricValue:
@@ -143,23 +143,13 @@ def _check_probabilities(name: str, key: str, p: Tensor) -> None:
 
 
 def _estimate(
-    value: Tensor, weight: Tensor | None, draws: int, level: float, seed: int, left_out: int = 0
+    values: Tensor, weights: Tensor | None, draws: int, level: float, seed: int, left_out: int = 0
 ) -> MetricValue:
-    """Σ value / Σ weight (weight None: ones), with bootstrap quantiles over resampled rows."""
+    """The weighted mean of values, with bootstrap quantiles over resampled rows."""
     if isinstance(draws, bool) or draws < 0 or not 0 < level < 1:
         raise ValueError(f"off_policy: draws must be at least 0 and level in (0, 1), got {draws} and {level}.")
-    n = len(value)
-    parts = torch.stack((value, torch.ones_like(value) if weight is None else weight), 1)
-    top, bottom = parts.sum(0).tolist()
-    found = top / bottom if bottom else math.nan
-    if not draws or found != found:
-        return MetricValue(found, None, None, left_out)
-    generator, sums = torch.Generator().manual_seed(seed), []
-    for _ in range(draws):
-        # Each row's multiplicity in a draw.
-        times = torch.bincount(torch.randint(0, n, (n,), generator=generator), minlength=n)
-        sums.append(times.double() @ parts)
-    again = torch.stack(sums)
-    again = (again[:, 0] / again[:, 1])[again[:, 1] > 0]
-    low, high = again.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)).tolist()
-    return MetricValue(found, low, high, left_out)
+    found = average_groups("off_policy", values, weights)
+    if not draws or found.mean != found.mean:
+        return MetricValue(found.mean, None, None, left_out)
+    interval = bootstrap_interval(found, draws=draws, level=level, seed=seed)
+    return MetricValue(found.mean, interval.low, interval.high, left_out)

@@ -1,22 +1,20 @@
-"""Retrieval metrics: recall, NDCG and MRR of ranked ids against relevant ids.
+"""Rank all items for query vectors on their device, and measure the ranking.
 
-`recall`, `ndcg`, `mrr` and `overlap` take `ids`, (queries, k), best first; −1 and None mean no item. `right` holds a
-set of relevant ids per query; queries without any are excluded from the mean.
-
-`evaluate` ranks all items for query vectors on their device, excluding the items that each query has already had, as
-recommenders are compared: never against sampled items. `ranking` computes the same for rows that were ranked before.
+`evaluate` excludes the items that each query has already had, as recommenders are compared: never against sampled
+items. `ranking` computes the same for rows that were ranked before. Search results by id are measured by
+`tigon.data.metrics`: `recall(*label_results(ids, right), k=10)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tigon.data.metrics import label_hits
+from tigon.data.sorted_groups import SortedGroups
 from tigon.data.values import describe, shorten
 from tigon.kernels import check_tensors
 from tigon.retrieve.arguments import as_int, as_list, read_int, require_tensors
@@ -24,58 +22,9 @@ from tigon.retrieve.index.index import Index
 from tigon.retrieve.index.search import rank_rows
 from tigon.retrieve.scan import RowBits, filtered_topk
 
-Ranked = npt.NDArray[Any]
-
-
-def recall(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
-    """The share of relevant items that were found: the mean over queries of |found ∩ right| / min(k, |right|).
-
-    Args:
-        ids: (queries, k). right: per query.
-    Returns: 0 to 1; NaN if no query has a relevant item.
-    Raises: ValueError if right has another length.
-    """
-    hit, many = _match(ids, right)
-    return _mean(hit.sum(1), np.minimum(many, hit.shape[1]))
-
-
-def ndcg(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
-    """Normalised discounted cumulative gain with binary gains: a hit at rank r, from 1, counts 1 / log₂(r + 1).
-
-    Args:
-        ids: (queries, k). right: per query.
-    Returns: 0 to 1; NaN if no query has a relevant item.
-    Raises: ValueError if right has another length.
-    """
-    hit, many = _match(ids, right)
-    discount = 1 / np.log2(np.arange(2, hit.shape[1] + 2))
-    best = np.concatenate([[0.0], discount.cumsum()])
-    return _mean(hit @ discount, best[np.minimum(many, hit.shape[1])])
-
-
-def mrr(ids: Ranked, right: Sequence[Collection[Any]]) -> float:
-    """Mean reciprocal rank: 1 / rank for the first relevant item, 0 where none was found.
-
-    Args:
-        ids: (queries, k). right: per query.
-    Returns: 0 to 1; NaN if no query has a relevant item.
-    Raises: ValueError if right has another length.
-    """
-    hit, many = _match(ids, right)
-    first = np.where(hit.any(1), 1 / (hit.argmax(1) + 1), 0.0) if hit.shape[1] else np.zeros(len(hit))
-    return _mean(first, (many > 0).astype(float))
-
-
-def overlap(ids: Ranked, others: Ranked) -> float:
-    """The share of the other results' items that are in these results: a search's recall against another search.
-
-    Args:
-        ids, others: (queries, k).
-    Returns: 0 to 1; NaN if the other results are empty.
-    Raises: ValueError if they have different query counts.
-    """
-    rows = _read_ranked("others", others).tolist()
-    return recall(ids, [[name for name in row if name is not None and name != -1] for row in rows])
+# Ranked rows whose metrics are computed at once.
+PIECE = 1 << 20
+METRICS = ("recall", "ndcg", "mrr", "hit_rate")
 
 
 def evaluate(
@@ -163,19 +112,14 @@ def ranking(rows: Tensor, right: Tensor, k: int | Sequence[int], items: int) -> 
     asked = torch.arange(len(rows), device=rows.device)[:, None] * width + rows
     place = torch.searchsorted(keys, asked.contiguous()).clamp(max=max(len(keys) - 1, 0))
     hit = keys[place] == asked if len(keys) else torch.zeros_like(rows, dtype=torch.bool)
-    discount = 1 / torch.arange(2, rows.shape[1] + 2, dtype=torch.float64, device=rows.device).log2()
-    most = torch.cat((discount.new_zeros(1), discount.cumsum(0)))
-    results: dict[str, float] = {}
+    queries, parts = max(PIECE // max(rows.shape[1], 1), 1), []
+    for first in range(0, len(rows), queries):
+        labelled = label_hits(hit[first : first + queries], many[first : first + queries])
+        ranked = SortedGroups.sort(name, *labelled)
+        parts.append(torch.stack([getattr(ranked, metric)(cut) for cut in cuts for metric in METRICS]))
+    means = torch.cat(parts, 1)[:, counted].mean(1).tolist() if parts else [float("nan")] * len(cuts) * len(METRICS)
+    results = dict(zip([f"{metric}@{cut}" for cut in cuts for metric in METRICS], means, strict=True))
     for cut in cuts:
-        at = hit[:, :cut].double()
-        first = (at / torch.arange(1, cut + 1, dtype=torch.float64, device=rows.device)).amax(1)
-        values = {
-            "recall": at.sum(1) / many,
-            "ndcg": (at @ discount[:cut]) / most[many.clamp(max=cut)],
-            "mrr": first,
-            "hit_rate": at.amax(1),
-        }
-        results |= {f"{metric}@{cut}": float(value[counted].mean()) for metric, value in values.items()}
         shown = rows[counted, :cut]
         results[f"coverage@{cut}"] = len(shown[shown >= 0].unique()) / max(items, 1) if len(shown) else float("nan")
     return results
@@ -245,30 +189,3 @@ def _rank(query: Tensor, items: Tensor | Index, k: int, bits: RowBits | None) ->
     if isinstance(items, Tensor):
         return filtered_topk(query, items.detach(), k, where=bits)[1]
     return rank_rows(items.table, items.parse(query, k), bits)
-
-
-def _match(ids: Ranked, right: Sequence[Collection[Any]]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-    """Whether each item is relevant, (queries, k), and each query's number of relevant items."""
-    ids, rights = _read_ranked("ids", ids), as_list(right)
-    if rights is None or any(isinstance(one, (str, bytes)) or not hasattr(one, "__iter__") for one in rights):
-        raise ValueError(f"metrics: right must be a list with a set of ids for each query, got {describe(right)}.")
-    if len(rights) != len(ids):
-        raise ValueError(
-            f"metrics: right must have a set of ids for each of {len(ids):,} queries, got {len(rights):,}."
-        )
-    sets = [set(one) for one in rights]
-    rows = [[name in one for name in row] for row, one in zip(ids.tolist(), sets, strict=True)]
-    hit = np.array(rows, dtype=bool).reshape(ids.shape)
-    return hit, np.array([len(one) for one in sets], dtype=np.int64)
-
-
-def _read_ranked(argument: str, ids: Any) -> Ranked:
-    ids = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
-    if not isinstance(ids, np.ndarray) or ids.ndim != 2:
-        raise ValueError(f"metrics: {argument} must be an array (queries, k), got {describe(ids)}.")
-    return ids
-
-
-def _mean(gains: npt.NDArray[Any], best: npt.NDArray[Any]) -> float:
-    counted = best > 0
-    return float((gains[counted] / best[counted]).mean()) if counted.any() else float("nan")

@@ -66,7 +66,7 @@ def _is_ranker(folder: Path) -> bool:
 
 
 def _compressed(ranker: Any, table: Any, batch_options: Any, output: Path) -> dict[str, Any]:
-    from tigon.rank.evaluation.compare import compare_scores
+    from tigon.rank.evaluation.score import compare_scores
     from tigon.rank.models.lirank.quantize import count_bytes, quantize_tables
 
     with sentences(NAME):

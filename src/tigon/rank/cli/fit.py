@@ -25,7 +25,7 @@ SPLITS = ("time", "request")
 # ruff: noqa: E501 (one line for each option)
 # fmt: off
 def fit(
-    data: Annotated[list[str] | None, within(_DATA, "Impressions, a row each: a file, several, or a folder: parquet, csv, JSON lines, RecBole's .inter.")] = None,
+    data: Annotated[list[str] | None, within(_DATA, "Impressions, a row each: a file, several, or a folder: parquet, csv, JSON lines.")] = None,
     history: Annotated[list[str] | None, within(_DATA, "Events: user, item, time and what happened. self: the impressions themselves; positives: those with a positive label.")] = None,
     items: Annotated[list[str] | None, within(_DATA, "Features of items, a row each.")] = None,
     users: Annotated[list[str] | None, within(_DATA, "Features of users, a row each.")] = None,

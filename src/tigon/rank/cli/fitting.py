@@ -179,7 +179,7 @@ class Run:
             self.console.print(f"from step {state['step']:,}")
         interrupts = Interrupts()
         last: list[Any] = []
-        settings = self.options.settings(ranker, train)
+        settings = self.options.resolve(ranker, train)
         # With a token budget the batch count is unknown in advance: the progress bar then counts epochs.
         by_steps = self.options.batch_tokens is None
         total = settings.epochs * (-(-len(train) // settings.batch_size) if by_steps else 1)

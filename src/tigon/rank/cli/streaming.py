@@ -19,7 +19,7 @@ def available() -> int:
 
 def streamed(given: dict[str, Any]) -> bool:
     """As --stream or --no-stream say; by default, if parquet files would take more than half the free memory."""
-    from tigon.data.lazily import ParquetColumns
+    from tigon.data.parquet import ParquetColumns
 
     if given["stream"] is not None:
         return bool(given["stream"])

@@ -17,7 +17,7 @@ from tigon.cli.model import Source, load_model
 from tigon.cli.problem import Problem, needs, one_line
 from tigon.cli.train.options import TrainOptions, trl
 from tigon.cli.train.run import build_model, find_source, find_tokenizer
-from tigon.rank.metrics import auc, log_loss
+from tigon.data.metrics import auc, log_loss
 from tigon.rank.models.prompt.calibrate import calibrate
 from tigon.rank.models.prompt.distillation import check_teacher
 from tigon.rank.models.prompt.model import PromptRanker, default_prefix_len

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,17 +69,8 @@ class Batch:
         Args:
             device: such as "cuda".
         """
-
-        def there(value: Any) -> Any:
-            return value if value is None or isinstance(value, list) else move(value, device, pin=True)
-
-        sides = (self.context, self.items, self.history)
-        context, items, history = ({k: there(v) for k, v in side.items()} for side in sides)
-        labels = {name: there(value) for name, value in self.labels.items()}
-        return Batch(
-            self.offsets, self.history_offsets, context, items, history, there(self.age), labels, there(self.weights),
-            there(self.rows), self.partial,
-        )  # fmt: skip
+        names = ("context", "items", "history", "age", "labels", "weights", "rows")
+        return replace(self, **{name: move(getattr(self, name), device, pin=True) for name in names})
 
 
 def labelled_rows(batch: Any, label: str) -> Tensor | None:
@@ -89,13 +80,17 @@ def labelled_rows(batch: Any, label: str) -> Tensor | None:
 
 
 def move(value: Any, device: torch.device | str, pin: bool = False) -> Any:
-    """Move field values to a device.
+    """Move tensors, field values and dicts with them to a device; texts and None stay.
 
     pin: copy to a GPU through pinned memory, so that the host does not wait. Only for batches: pinned memory is
         unavailable to other processes.
     """
+    if isinstance(value, dict):
+        return {name: move(one, device, pin) for name, one in value.items()}
     if isinstance(value, Ragged):
         return Ragged(move(value.values, device, pin), move(value.offsets, device, pin))
+    if not isinstance(value, Tensor):
+        return value if value is None or isinstance(value, list) else value.to(device, pin)
     if pin and value.device.type == "cpu" and torch.device(device).type == "cuda":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.data.arrow import nearest
+from tigon.data.values import Ints
 from tigon.rank.data.batch import Batch
-from tigon.rank.data.history_leaks import Exposures, check_history_leaks
 from tigon.rank.data.in_memory import InMemoryImpressions
-from tigon.rank.data.infer import fit_schema
-from tigon.rank.data.load import load_tables
+from tigon.rank.data.infer import fit_schema, load_tables
 from tigon.rank.data.materialize import materialize
 from tigon.rank.data.ragged import expand_spans, offsets_from_lengths
 from tigon.rank.data.schema import Schema
-from tigon.rank.data.split import By, choose_held_out
+from tigon.rank.data.split import RequestSet
 from tigon.rank.data.tables import Tables
 
 
-class Source(NamedTuple):
-    """The impression tables. schema: before fitting."""
-
-    tables: Tables
-    schema: Schema
-    labelled: bool
-
-
-class Impressions:
+class Impressions(RequestSet):
     """Requests with candidates and histories; made by `read`.
 
     The tables are tensors in memory, and a batch is a gather, without a data loader.
@@ -42,9 +33,11 @@ class Impressions:
         device: the tensors' device.
     """
 
-    def __init__(self, held: InMemoryImpressions, source: Source, which: Tensor | None = None) -> None:
-        self._memory, self._source = held, source
-        self._which = torch.arange(len(held.offsets) - 1) if which is None else which
+    def __init__(self, memory: InMemoryImpressions, tables: Tables, schema: Schema, labelled: bool = True) -> None:
+        self._memory, self._tables, self._open, self._labelled = memory, tables, schema, labelled
+        self._offsets, self._time = memory.offsets, memory.time
+        self.schema, self.notes = memory.schema, memory.notes
+        self._which = torch.arange(len(memory.offsets) - 1)
 
     @classmethod
     def read(
@@ -69,8 +62,7 @@ class Impressions:
             history: events in the same formats, with user, item and time; "self" for the impressions themselves,
                 "positives" for impressions with a positive label; a list such as ["self", "train.parquet"] adds earlier
                 impressions; None for no history.
-            items, users: feature tables, one row per item or user. RecBole's tables beside its .inter file are found
-                automatically.
+            items, users: feature tables, one row per item or user.
             schema: from training, or written by hand; None infers the schema. Open options are fitted on this data.
             labelled: whether labels are required, at least one per row; tables to score may lack labels or have empty
                 label columns.
@@ -80,31 +72,15 @@ class Impressions:
             a row without any label value, a history without times, and values that do not fit their field.
         """
         tables, schema = load_tables(data, history, items, users, schema, roles, labelled)
-        return cls(materialize(tables, fit_schema(schema, tables), labelled), Source(tables, schema, labelled))
-
-    def __len__(self) -> int:
-        return len(self._which)
+        return cls(materialize(tables, fit_schema(schema, tables), labelled), tables, schema, labelled)
 
     def __repr__(self) -> str:
         return f"Impressions({len(self):,} requests, {self.rows:,} rows, {len(self._memory.event_time):,} events)"
 
     @property
-    def schema(self) -> Schema:
-        return self._memory.schema
-
-    @property
-    def notes(self) -> list[str]:
-        return self._memory.notes
-
-    @property
     def device(self) -> torch.device:
         """The tensors' device."""
         return self._memory.rows.device
-
-    @property
-    def rows(self) -> int:
-        """Number of impressions."""
-        return int(self._sizes().sum())
 
     @property
     def request_ids(self) -> list[Any]:
@@ -127,7 +103,7 @@ class Impressions:
     @property
     def columns(self) -> list[str]:
         """The table's column names."""
-        return list(self._source.tables.rows)
+        return list(self._tables.rows)
 
     def column(self, name: str) -> list[Any]:
         """A table column for all candidates, request by request.
@@ -136,16 +112,10 @@ class Impressions:
             name: the column's name.
         Raises: ValueError for an unknown column.
         """
-        table = self._source.tables.rows
+        table = self._tables.rows
         if name not in table:
             raise ValueError(f"rank.Impressions: there is no column {name!r}; {nearest(name, table)}")
         return list(table[name].take(self._row_numbers(self._which)).to_pylist())
-
-    def _row_numbers(self, which: Tensor) -> Any:
-        """Table row numbers for requests, as a numpy array."""
-        offsets = self._memory.offsets
-        places = expand_spans(offsets[which], offsets_from_lengths(offsets[which + 1] - offsets[which]))
-        return self._memory.rows[places.to(self.device)].cpu().numpy()
 
     def to(self, device: torch.device | str, *, pin: bool = False) -> Impressions:
         """Copy all tensors to a device.
@@ -154,47 +124,17 @@ class Impressions:
             device: such as "cuda".
             pin: copy to a GPU through pinned memory, so that the host does not wait.
         """
-        return Impressions(self._memory.to(device, pin), self._source, self._which)
+        return self._with_memory(self._memory.to(device, pin))
 
-    def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Impressions, Impressions]:
-        """Split into training and held-out requests.
+    def _with_memory(self, memory: InMemoryImpressions) -> Impressions:
+        return Impressions(memory, self._tables, self._open, self._labelled)._select(self._which)
 
-        Open schema options are refitted on the training part, so that items seen only in the held-out part are unknown,
-        as in production. Histories are unchanged: a held-out request reads all earlier events by its user, from either
-        part.
+    def _with_schema(self, schema: Schema) -> Impressions:
+        return self._with_memory(materialize(self._tables, schema, self._labelled).to(self.device))
 
-        Args:
-            by: "time": hold out the latest requests, keeping simultaneous requests together. "request": random
-                requests.
-            fraction: held-out fraction, 0 to 1.
-            seed: for the random split.
-        Returns: (train, held), each in table order.
-        Raises: ValueError for an unknown `by` or invalid fraction; by "time" without times; by "request" if the history
-            is the impressions themselves, or has events from held-out requests, which would leak their labels into
-            training.
-        """
-        time = None if self._memory.time is None else self._memory.time.cpu()[self._which]
-        held = choose_held_out(time, len(self), by, fraction, seed, self._source.tables.own)
-        if by == "request":
-            parts = (self._exposures(self._which[part]) for part in (~held, held))
-            check_history_leaks(self._source.tables, self.schema, *parts)
-        latest = None
-        if by == "time" and time is not None and held.any() and not held.all():
-            latest = int(time[~held].max())
-        trained = self._memory
-        if self._source.schema.is_open and held.any() and not held.all():
-            rows = self._row_numbers(self._which[~held])
-            schema = fit_schema(self._source.schema, self._source.tables.part(rows, latest, self.schema))
-            if schema != self.schema:
-                trained = materialize(self._source.tables, schema, self._source.labelled).to(self.device)
-        return tuple(Impressions(trained, self._source, self._which[part]) for part in (~held, held))  # type: ignore[return-value]
-
-    def _exposures(self, which: Tensor) -> Exposures:
-        """Rows and times for requests."""
-        held = self._memory
-        time = torch.zeros(len(held.offsets) - 1, dtype=torch.int64) if held.time is None else held.time.cpu()
-        sizes = held.offsets[which + 1] - held.offsets[which]
-        return Exposures(self._row_numbers(which), time[which].repeat_interleave(sizes).numpy())
+    def _row_numbers(self, which: Tensor) -> Ints:
+        numbers: Ints = self._memory.rows[self._spans(which).to(self.device)].cpu().numpy()
+        return numbers
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -288,10 +228,6 @@ class Impressions:
             if number >= skip:
                 yield self.batch(order[start:end], history_max=history_max, device=device)
             start, number = end, number + 1
-
-    def _sizes(self) -> Tensor:
-        """(len,) candidates per request."""
-        return self._memory.offsets[self._which + 1] - self._memory.offsets[self._which]
 
     def _events(self, which: Tensor, history_max: int | None) -> tuple[Tensor, Tensor]:
         """First and last event per request, limited to the latest `history_max`."""

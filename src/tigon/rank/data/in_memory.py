@@ -100,21 +100,5 @@ class InMemoryImpressions:
     partial: frozenset[str] = frozenset()
 
     def to(self, device: torch.device | str, pin: bool = False) -> InMemoryImpressions:
-        def sides(stored: dict[str, ColumnBuffer]) -> dict[str, ColumnBuffer]:
-            return {name: one.to(device, pin) for name, one in stored.items()}
-
-        def move_tensor(value: Tensor) -> Tensor:
-            there: Tensor = move(value, device, pin)
-            return there
-
-        return replace(
-            self,
-            time=None if self.time is None else move_tensor(self.time),
-            context=sides(self.context),
-            items=sides(self.items),
-            history=sides(self.history),
-            event_time=move_tensor(self.event_time),
-            labels={name: move_tensor(value) for name, value in self.labels.items()},
-            weights=None if self.weights is None else move_tensor(self.weights),
-            rows=move_tensor(self.rows),
-        )
+        names = ("time", "context", "items", "history", "event_time", "labels", "weights", "rows")
+        return replace(self, **{name: move(getattr(self, name), device, pin) for name in names})

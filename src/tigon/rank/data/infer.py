@@ -1,4 +1,4 @@
-"""Infer a schema: each column's role and field, from its name, type and values."""
+"""Load a user's tables and infer their schema: each column's role and field, from its name, type and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from tigon.data.values import BadValue, Ints
 from tigon.rank.data.fields import Field, Id, Ids, Number, Side, Text, Time
 from tigon.rank.data.labels import Label
 from tigon.rank.data.schema import Roles, Schema
-from tigon.rank.data.tables import ACTIONS, NAME, SPOKEN, Tables
+from tigon.rank.data.tables import (
+    ACTIONS,
+    NAME,
+    SPOKEN,
+    Tables,
+    explain_value,
+    find_roles,
+    gather_tables,
+    load_columns,
+    load_history,
+)
 
 # Integers with at most this many distinct values are categories, not quantities.
 FEW = 32
@@ -23,10 +33,43 @@ MANY = 1_000_000
 # Minimum mean number of spaces for a string column to be text.
 SPACES = 3.0
 ID_ENDINGS = ("id", "_code", "_type", "category", "class")
-# One-hot field names from `tigon.data.libsvm`.
+# Names of one-hot fields, as from `examples/convert_tables.py`.
 ONE_HOT = re.compile(r"field_\d+")
 # Names pandas gives a DataFrame's index: in parquet, in csv, and after reading such a csv.
 INDEX = re.compile(r"__index_level_\d+__||Unnamed: \d+")
+
+
+def load_tables(
+    data: Any, history: Any, items: Any, users: Any, schema: Schema | None, roles: dict[str, Any],
+    labelled: bool = True,
+) -> tuple[Tables, Schema]:  # fmt: skip
+    """Tables and schema, inferred if not given. Open options are not fitted yet.
+
+    Raises: ValueError for unreadable tables, and for roles together with a schema.
+    """
+    if schema is not None and roles:
+        raise ValueError(f"{NAME}: schema= has the roles already, got {', '.join(roles)} besides.")
+    rows = load_columns(data)
+    history = load_history(history)
+    items, users = (None if side is None else load_columns(side) for side in (items, users))
+    found = find_roles(rows, roles, history) if schema is None else schema.roles
+    if schema is not None and not labelled:  # ignore an all-missing label column
+        columns = {Label.parse(text).column for text in found.labels}
+        rows = {name: column for name, column in rows.items()
+                if name not in columns or column.null_count < len(column)}  # fmt: skip
+    tables = gather_tables(rows, history, items, users, found)
+    return tables, infer_fields(tables, found) if schema is None else schema
+
+
+def infer_schema(data: Any, *, history: Any = None, items: Any = None, users: Any = None, **roles: Any) -> Schema:
+    """Infer a schema from the tables' column names, types and values, and fit it on the tables.
+
+    Args:
+        data, history, items, users, roles: as in `Impressions.read`.
+    Raises: ValueError as `Impressions.read`.
+    """
+    tables, schema = load_tables(data, history, items, users, None, roles)
+    return fit_schema(schema, tables)
 
 
 def fit_schema(schema: Schema, tables: Tables) -> Schema:
@@ -44,10 +87,8 @@ def fit_schema(schema: Schema, tables: Tables) -> Schema:
         found = {}
         for table in _homes(name, field, schema.roles):
             if name in tables.columns(table):
-                try:
+                with explain_value(table, name, field.kind):
                     found[table] = field.values(tables.columns(table)[name])
-                except BadValue as error:
-                    raise tables.bad(table, name, field.kind, error) from None
         try:
             made[name] = field.fit([*found.values()])
         except ValueError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tigon.rank import metrics
+from tigon.data import metrics
 from tigon.rank.data.batch import Batch
 from tigon.rank.data.crosses import cross_codes
 from tigon.rank.data.fields import Cross, Number, Time

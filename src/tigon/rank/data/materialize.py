@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tigon.data.arrow import is_numeric, kinds_agree, numbers
-from tigon.data.values import BadValue, Ints
+from tigon.data.values import Ints
 from tigon.rank.data.crosses import compute_crosses
 from tigon.rank.data.fields import Cross, Field, Id, Time
-from tigon.rank.data.history import find_windows, sort_events
 from tigon.rank.data.in_memory import ColumnBuffer, InMemoryImpressions
 from tigon.rank.data.labels import Label
 from tigon.rank.data.schema import Roles, Schema
-from tigon.rank.data.tables import NAME, SPOKEN, Tables
+from tigon.rank.data.tables import NAME, SPOKEN, Tables, explain_value
 
 # Numeric times above this, in microseconds, suggest the next smaller unit (see `Time`).
 LATEST = 10**17
@@ -72,10 +71,8 @@ def _labels(tables: Tables, roles: Roles, labelled: bool) -> dict[str, Tensor]:
     for label in labels:
         if label.column in tables.rows or labelled:
             column = tables.column("rows", label.column, "a label")
-            try:
+            with explain_value("rows", label.column, "label"):
                 result[label.name] = label.read(column, gaps=len(labels) > 1 or not labelled)
-            except BadValue as error:
-                raise tables.bad("rows", label.column, "label", error) from None
     if labelled and result:
         nothing = torch.stack([*result.values()]).isnan().all(0)
         if nothing.any():
@@ -144,10 +141,8 @@ def earliest_times(time: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _weights(tables: Tables, name: str) -> Tensor:
-    try:
+    with explain_value("rows", name, "weight"):
         found = numbers(tables.column("rows", name, "the weight"))
-    except BadValue as error:
-        raise tables.bad("rows", name, "weight", error) from None
     if (wrong := ~(found >= 0)).any():
         at = int(wrong.argmax())
         raise ValueError(f"{NAME}: column {name!r} (weight), row {at}: must be 0 or more, got {found[at]:g}.")
@@ -180,16 +175,23 @@ class FieldReader:
             numbered: dict[Any, int] = {}
             rows = values if isinstance(values, list) else map(tuple, values.lists())
             values = torch.tensor([numbered.setdefault(row, len(numbered)) for row in rows], dtype=torch.int64)
-        inner = values[self.order]
-        first = torch.repeat_interleave(inner[self.offsets[:-1]], self.offsets.diff())
-        differ = (inner != first) & ~((inner != inner) & (first != first))
-        if differ.any() and name != self.roles.time:
-            at = int(differ.nonzero()[0])
-            request = int(torch.searchsorted(self.offsets, at, right=True)) - 1
+        different = None if name == self.roles.time else self._find_difference(values)
+        if different is not None:
             raise ValueError(
                 f"{NAME}: column {name!r} has side 'context', but differs within a request, between rows "
-                f"{int(self.ones[request])} and {int(self.order[at])}; side 'row' is for what differs."
+                f"{different[0]} and {different[1]}; side 'row' is for what differs."
             )
+
+    def _find_difference(self, values: Tensor) -> tuple[int, int] | None:
+        """Two rows of a request with different values: its first row and another; None if there are none."""
+        inner = values[self.order]
+        first = torch.repeat_interleave(inner[self.offsets[:-1]], self.offsets.diff())
+        differ = (inner != first) & ~((inner != inner) & (first != first))  # NaN: missing
+        if not differ.any():
+            return None
+        place = int(differ.nonzero()[0])
+        request = int(torch.searchsorted(self.offsets, place, right=True)) - 1
+        return int(self.ones[request]), int(self.order[place])
 
     def read_candidates(self, name: str, field: Field) -> ColumnBuffer:
         if field.side == "item" and name not in self.tables.rows and name in self.tables.columns("items"):
@@ -216,33 +218,25 @@ class FieldReader:
             read_times(tables, "rows", self.schema)
         assert time is not None
         when = read_times(tables, "history", self.schema)
-        users = kinds_agree([tables.keys(table, roles.user, "the user") for table in ("rows", "history")])
-        user, actor = _codes(users)
-        self._one_user(user)
+        user, actor = map(torch.from_numpy, tables.codes(roles.user, "the user")[0])
+        if (rows := self._find_difference(user)) is not None:
+            raise ValueError(
+                f"{NAME}: rows {rows[0]} and {rows[1]} are of one request ({roles.request!r}) and of two users "
+                f"({roles.user!r}); a request must have one."
+            )
         user = user[self.ones]
         if lost := int((actor < 0).sum()):
             notes.append(f"{lost:,} of {len(actor):,} events {_has(lost)} no user; histories leave them out.")
         order = torch.from_numpy(np.flatnonzero(actor.numpy() >= 0))
         order = order[sort_events(actor[order], when[order])]
-        found = find_windows(actor[order], when[order], user, time)
-        if (same := int(found.same.sum())) and not tables.own:
+        start, end, excluded = find_windows(actor[order], when[order], user, time)
+        if (same := int(excluded.sum())) and not tables.own:
             events = "event" if same == 1 else "events"
             notes.append(f"Histories leave out {same:,} {events} at the very time of a request of the same user.")
-        if len(order) and not (found.end > found.start).any() and not tables.own:
+        if len(order) and not (end > start).any() and not tables.own:
             notes.append("No request has a history: do both tables name users alike, and are there events before?")
         history = {k: self._read_event_field(k, v).select(order).compact(v.kind == "Id") for k, v in fields.items()}
-        return found.start, found.end, history, when[order]
-
-    def _one_user(self, user: Tensor) -> None:
-        inner = user[self.order]
-        differ = inner != torch.repeat_interleave(inner[self.offsets[:-1]], self.offsets.diff())
-        if differ.any():
-            at = int(differ.nonzero()[0])
-            request = int(torch.searchsorted(self.offsets, at, right=True)) - 1
-            raise ValueError(
-                f"{NAME}: rows {int(self.ones[request])} and {int(self.order[at])} are of one request "
-                f"({self.roles.request!r}) and of two users ({self.roles.user!r}); a request must have one."
-            )
+        return start, end, history, when[order]
 
     def _read_event_field(self, name: str, field: Field) -> ColumnBuffer:
         if name not in self.tables.columns("history") and name in self.tables.columns("items"):
@@ -270,25 +264,43 @@ class FieldReader:
             self.sides[side, table] = torch.from_numpy(rows)
         column = self.tables.column(side, name, f"read as {field.kind}")
         column = pa.concat_arrays([column, pa.nulls(1, column.type)])
-        try:
+        with explain_value(side, name, field.kind):
             return ColumnBuffer(field.encode(column), self.sides[side, table])
-        except BadValue as error:
-            raise self.tables.bad(side, name, field.kind, error) from None
+
+
+def sort_events(user: Tensor, time: Tensor) -> Tensor:
+    """(E,) event order by user code, then by time; stable."""
+    by_time = time.sort(stable=True).indices
+    return by_time[user[by_time].sort(stable=True).indices]
+
+
+def find_windows(
+    event_user: Tensor, event_time: Tensor, user: Tensor, time: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Find the events visible to each request, those of its user strictly before the request: a slice.
+
+    Args:
+        event_user, event_time: (E,) int64, sorted by `sort_events`. User codes are ≥ 0.
+        user, time: (R,) int64; user −1 has no history.
+    Returns: (R,) each: the slices' starts and ends, and the number of events at exactly the request's time, which are
+        excluded.
+    """
+    user, time, event_time = user.contiguous(), time.contiguous(), event_time.contiguous()
+    times = event_time.unique()
+    # Combine user and time rank into a single number, so that one search handles both.
+    width = len(times) + 1
+    keys = event_user * width + torch.searchsorted(times, event_time)
+    first = user * width
+    start = torch.searchsorted(keys, first)
+    end = torch.searchsorted(keys, first + torch.searchsorted(times, time))
+    after = torch.searchsorted(keys, first + torch.searchsorted(times, time, right=True))
+    return start, end, after - end
 
 
 def _nothing(field: Field) -> Any:
     import pyarrow as pa
 
     return pa.array([], pa.list_(pa.int64()) if field.kind == "Ids" else pa.int64())
-
-
-def _codes(columns: list[Any]) -> tuple[Tensor, Tensor]:
-    """Common codes for two arrays' values; −1 for missing values."""
-    import pyarrow as pa
-
-    coded = pa.concat_arrays(columns).dictionary_encode().indices.cast("int64").fill_null(-1)
-    found = torch.from_numpy(np.array(coded))
-    return found[: len(columns[0])], found[len(columns[0]) :]
 
 
 def _note(held: InMemoryImpressions, places: FieldReader) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data.arrow import nearest
+from tigon.data.schema import dump_fields, parse_field
 from tigon.files import parse_json, read_json
 from tigon.rank.data.fields import KINDS, Cross, Field, Id, Number, Time
 from tigon.rank.data.labels import Label
@@ -201,8 +202,8 @@ class Schema:
     def to_json(self) -> str:
         """Roles and fields as editable JSON."""
         roles = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self.roles).items()}
-        fields = {name: {"kind": field.kind, **field.options()} for name, field in self.fields.items()}
-        rows = ",\n    ".join(f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in fields.items())
+        fields = dump_fields(self.fields).items()
+        rows = ",\n    ".join(f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in fields)
         return f'{{\n  "roles": {json.dumps(roles, ensure_ascii=False)},\n  "fields": {{\n    {rows}\n  }}\n}}\n'
 
     @classmethod
@@ -221,7 +222,8 @@ class Schema:
         if not all(isinstance(told.get(k), dict) for k in ("roles", "fields")):
             raise ValueError(f"{name} must hold an object with the objects 'roles' and 'fields'.")
         try:
-            return cls(_roles(told["roles"]), {key: _field(key, options) for key, options in told["fields"].items()})
+            fields = {key: parse_field(f"Schema: field {key!r}", of, KINDS) for key, of in told["fields"].items()}
+            return cls(_roles(told["roles"]), fields)
         except (TypeError, OverflowError, AttributeError) as error:  # an option value with the wrong type
             raise ValueError(f"{name} has an option of another type than it must be: {error}.") from error
 
@@ -251,22 +253,6 @@ def _roles(told: Mapping[str, Any]) -> Roles:
         if name not in known:
             raise ValueError(f"Schema: there is no role {name!r}; {nearest(name, known)}")
     return Roles(**told)
-
-
-def _field(name: str, told: Any) -> Field:
-    told = {"kind": told} if isinstance(told, str) else told
-    kind = told.get("kind") if isinstance(told, dict) else told
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"Schema: field {name!r} must have a kind; got {kind!r}, {nearest(str(kind), KINDS)}")
-    options = {key: value for key, value in told.items() if key != "kind"}
-    known = [field.name for field in dataclasses.fields(KINDS[kind]) if field.init]
-    for option in options:
-        if option not in known:
-            raise ValueError(f"Schema: field {name!r}: {kind} has no option {option!r}; {nearest(option, known)}")
-    try:
-        return KINDS[kind](**options)
-    except ValueError as error:
-        raise ValueError(f"Schema: field {name!r}: {error}") from None
 
 
 def _type(value: Any) -> str:

@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tigon.data.arrow import kinds_agree
-from tigon.data.lazily import ParquetColumns
+from tigon.data.parquet import ParquetColumns
+from tigon.data.values import Ints
 from tigon.rank.data.batch import Batch
-from tigon.rank.data.history_leaks import Exposures, check_history_leaks
-from tigon.rank.data.impressions import Impressions, Source
+from tigon.rank.data.impressions import Impressions
 from tigon.rank.data.in_memory import InMemoryImpressions
-from tigon.rank.data.infer import fit_schema
+from tigon.rank.data.infer import fit_schema, load_tables
 from tigon.rank.data.labels import Label
-from tigon.rank.data.load import load_tables
 from tigon.rank.data.materialize import earliest_times, group_requests, materialize, read_times
-from tigon.rank.data.ragged import expand_spans, offsets_from_lengths
+from tigon.rank.data.ragged import offsets_from_lengths
 from tigon.rank.data.schema import Schema
-from tigon.rank.data.split import By, choose_held_out
+from tigon.rank.data.split import RequestSet
 from tigon.rank.data.tables import OWN, Tables
 
 NAME = "rank.Stream"
@@ -60,7 +60,7 @@ class Buffer(NamedTuple):
     rows: Tensor
 
 
-class Stream:
+class Stream(RequestSet):
     """`rank.Impressions` read from parquet files during iteration; made by `read`.
 
     `rank.fit`, `rank.score` and `rank.Explorer` accept a stream in place of `Impressions`. At most `mebibytes` of
@@ -78,7 +78,8 @@ class Stream:
     def __init__(self, tables: Tables, schema: tuple[Schema, Schema], index: Index, mebibytes: float) -> None:
         assert isinstance(tables.rows, ParquetColumns)
         self._tables, (self._open, self.schema), self._index = tables, schema, index
-        self._which = torch.ones(len(index.offsets) - 1, dtype=torch.bool)
+        self._offsets, self._time = index.offsets, index.time
+        self._which = torch.arange(len(index.offsets) - 1)
         self.mebibytes, self.most = mebibytes, 0
         self.notes: list[str] = []
         self._measure_row_bytes()
@@ -115,45 +116,18 @@ class Stream:
         found = fit_schema(schema, tables)
         return cls(tables, (schema, found), _build_index(tables, found, columns), mebibytes)
 
-    def __len__(self) -> int:
-        return int(self._which.sum())
-
     def __repr__(self) -> str:
         return f"Stream({len(self):,} requests, {self.rows:,} rows, {self.pieces:,} row groups)"
-
-    @property
-    def rows(self) -> int:
-        return int(self._index.offsets.diff()[self._which].sum())
 
     @property
     def pieces(self) -> int:
         return len(self._index.pieces) - 1
 
-    def split(self, *, by: By = "time", fraction: float, seed: int = 0) -> tuple[Stream, Stream]:
-        """Split into training and held-out requests, as `Impressions.split`.
+    def _with_schema(self, schema: Schema) -> Stream:
+        return Stream(self._tables, (self._open, schema), self._index, self.mebibytes)
 
-        Args:
-            by, fraction, seed: as in `Impressions.split`.
-        Returns: (train, held).
-        Raises: ValueError as `Impressions.split`.
-        """
-        index, own = self._index, self._which.nonzero()[:, 0]
-        time = None if index.time is None else index.time[own]
-        held = choose_held_out(time, len(own), by, fraction, seed, False)
-        kept, left = own[~held], own[held]
-        if by == "request":
-            check_history_leaks(self._tables, self.schema, self._exposures(kept), self._exposures(left))
-        schema = self.schema
-        if self._open.is_open and len(kept) and len(left):
-            latest = None if by == "request" or time is None else int(time[~held].max())
-            schema = fit_schema(self._open, self._tables.part(self._exposures(kept).rows, latest, schema))
-        made = []
-        for part in (kept, left):
-            one = Stream(self._tables, (self._open, schema), index, self.mebibytes)
-            one._which = torch.zeros_like(self._which)
-            one._which[part] = True
-            made.append(one)
-        return made[0], made[1]
+    def _row_numbers(self, which: Tensor) -> Ints:
+        return self._spans(which).numpy()
 
     def batches(
         self,
@@ -175,7 +149,7 @@ class Stream:
         buffers = self._buffers(shuffle)
         seeds = [None if shuffle is None else int(torch.randint(1 << 62, (1,), generator=shuffle)) for _ in buffers]
         if requests is not None and tokens is None and requests > 0:
-            counts = [-(-sum(self._count(piece) for piece in buffer) // requests) for buffer in buffers]
+            counts = [-(-sum(len(self._requests(piece)) for piece in buffer) // requests) for buffer in buffers]
             while counts and skip >= counts[0]:
                 skip -= counts.pop(0)
                 del buffers[0], seeds[0]
@@ -204,7 +178,7 @@ class Stream:
 
     def _buffers(self, shuffle: torch.Generator | None) -> list[list[int]]:
         """Group pieces into buffers that fit half the memory."""
-        pieces = [piece for piece in range(self.pieces) if self._count(piece)]
+        pieces = [piece for piece in range(self.pieces) if len(self._requests(piece))]
         if shuffle is not None:
             pieces = [pieces[i] for i in torch.randperm(len(pieces), generator=shuffle).tolist()]
         buffers: list[list[int]] = []
@@ -218,14 +192,14 @@ class Stream:
             room -= weight
         return buffers
 
-    def _count(self, piece: int) -> int:
-        """Number of a piece's requests that belong to this stream."""
-        first, last = self._index.pieces[piece : piece + 2].tolist()
-        return int(self._which[first:last].sum())
+    def _requests(self, piece: int) -> Tensor:
+        """A piece's requests that belong to this stream."""
+        first, last = torch.searchsorted(self._which, self._index.pieces[piece : piece + 2]).tolist()
+        return self._which[first:last]
 
     def _piece_rows(self, piece: int) -> int:
-        first, last = self._index.pieces[piece : piece + 2]
-        return int(self._index.offsets[last] - self._index.offsets[first])
+        first, last = self._offsets[self._index.pieces[piece : piece + 2]].tolist()
+        return int(last - first)
 
     def _load(self, pieces: Sequence[int]) -> Buffer:
         """Load the impressions in some pieces, and their events."""
@@ -234,18 +208,16 @@ class Stream:
         columns, parts, numbers = self._tables.rows, [], []
         assert isinstance(columns, ParquetColumns)
         for piece in pieces:
-            first, last = self._index.pieces[piece : piece + 2].tolist()
-            a, b = int(self._index.offsets[first]), int(self._index.offsets[last])
-            kept = self._which[first:last].repeat_interleave(self._index.offsets[first : last + 1].diff())
-            part = pa.table(columns.between(a, b, self._columns_to_read()))
-            parts.append(part if kept.all() else part.filter(pa.array(kept.numpy())))
-            numbers.append(torch.arange(a, b)[kept])
+            a, b = self._offsets[self._index.pieces[piece : piece + 2]].tolist()
+            part, kept = pa.table(columns.between(a, b, self._columns_to_read())), self._spans(self._requests(piece))
+            parts.append(part if len(kept) == b - a else part.take(pa.array((kept - a).numpy())))
+            numbers.append(kept)
         rows = {name: column.combine_chunks() for name, column in
                 zip(parts[0].column_names, pa.concat_tables(parts).columns, strict=True)}  # fmt: skip
         tables = self._with_own_events(dataclasses.replace(self._tables, rows=rows))
         held = materialize(tables, self.schema, True)
-        nothing = Tables({}, None)  # free the tables: batches come from tensors
-        return Buffer(Impressions(held, Source(nothing, self.schema, True)), torch.cat(numbers))
+        # Without tables, which are freed: batches come from tensors.
+        return Buffer(Impressions(held, Tables({}), self.schema), torch.cat(numbers))
 
     def _columns_to_read(self) -> list[str]:
         """Names of the columns to read."""
@@ -280,29 +252,11 @@ class Stream:
                 "row groups need less."
             )
 
-    def _exposures(self, which: Tensor) -> Exposures:
-        offsets = self._index.offsets
-        sizes = offsets[which + 1] - offsets[which]
-        time = torch.zeros(len(offsets) - 1, dtype=torch.int64) if self._index.time is None else self._index.time
-        return Exposures(
-            expand_spans(offsets[which], offsets_from_lengths(sizes)).numpy(),
-            time[which].repeat_interleave(sizes).numpy(),
-        )
-
 
 def count_bytes(held: InMemoryImpressions) -> int:
     """Bytes in all tensors and texts."""
-
-    def count(value: Any) -> int:
-        if isinstance(value, Tensor):
-            return value.nbytes
-        if isinstance(value, dict):
-            return sum(map(count, value.values()))
-        if isinstance(value, list):
-            return sum(map(sys.getsizeof, value))
-        return sum(map(count, value)) if isinstance(value, tuple) else 0
-
-    return sum(count(getattr(held, field.name)) for field in dataclasses.fields(held) if field.name != "schema")
+    leaves = tree_leaves([getattr(held, field.name) for field in dataclasses.fields(held)])
+    return sum(x.nbytes if isinstance(x, Tensor) else sys.getsizeof(x) for x in leaves if isinstance(x, (Tensor, str)))
 
 
 def _build_index(tables: Tables, schema: Schema, columns: ParquetColumns) -> Index:

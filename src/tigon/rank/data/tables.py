@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tigon.data.arrow import arrow_columns, keys, nearest
+from tigon.data.arrow import arrow_columns, common_codes, keys, nearest
 from tigon.data.formats import read
-from tigon.data.lazily import ParquetColumns
-from tigon.data.recbole import beside
-from tigon.data.values import BadValue
+from tigon.data.parquet import ParquetColumns
+from tigon.data.values import BadValue, Ints
 from tigon.rank.data.fields import Field
 from tigon.rank.data.labels import Label
 from tigon.rank.data.schema import USUAL, Roles, Schema
@@ -70,10 +69,12 @@ class Tables:
 
     def keys(self, table: str, name: str, what: str) -> Any:
         """An id column, as int64 or large_string."""
-        try:
+        with explain_value(table, name, what):
             return keys(self.column(table, name, what))
-        except BadValue as error:
-            raise self.bad(table, name, what, error) from None
+
+    def codes(self, name: str, what: str) -> tuple[list[Ints], int]:
+        """Common codes for an id column in the impressions and the history, −1 if missing; and the code count."""
+        return common_codes([self.keys(table, name, what) for table in ("rows", "history")])
 
     def encode(self, table: str, name: str, kind: Field) -> Any:
         """Encode a field from a table.
@@ -81,13 +82,19 @@ class Tables:
         Raises: ValueError naming the column and row if a value does not fit.
         """
         column = self.column(table, name, f"read as {kind.kind}")
-        try:
+        with explain_value(table, name, kind.kind):
             return kind.encode(column)
-        except BadValue as error:
-            raise self.bad(table, name, kind.kind, error) from None
 
-    def bad(self, table: str, name: str, kind: str, error: BadValue) -> ValueError:
-        return ValueError(f"{NAME}: column {name!r} ({kind}) of {SPOKEN[table]}, row {error.position}: {error}.")
+
+@contextmanager
+def explain_value(table: str, name: str, kind: str) -> Iterator[None]:
+    """Name the column and the row in an error about a value."""
+    try:
+        yield
+    except BadValue as error:
+        raise ValueError(
+            f"{NAME}: column {name!r} ({kind}) of {SPOKEN[table]}, row {error.position}: {error}."
+        ) from None
 
 
 # Roles whose history columns are renamed to the impressions' names.
@@ -224,23 +231,9 @@ def _positive(part: Columns, labels: list[Label]) -> Any:
 
     kept = torch.zeros(len(next(iter(part.values()))), dtype=torch.bool)
     for label in labels:
-        try:
+        with explain_value("rows", label.column, "label"):
             kept |= label.read(part[label.column], gaps=len(labels) > 1) > 0
-        except BadValue as error:
-            raise ValueError(
-                f"{NAME}: column {label.column!r} (label) of the impressions, row {error.position}: {error}."
-            ) from None
     return pa.array(kept.numpy())
-
-
-def find_side_tables(data: Any) -> dict[str, Any]:
-    """Find item and user tables beside impression files, by format."""
-    result: dict[str, Any] = {}
-    paths = [data] if isinstance(data, (str, os.PathLike)) else data if isinstance(data, (list, tuple)) else []
-    for path in paths:
-        if isinstance(path, (str, os.PathLike)):
-            result = {**beside(Path(path)), **result}
-    return result
 
 
 def gather_tables(rows: Columns, history: Any, items: Any, users: Any, roles: Roles) -> Tables:

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.rank import metrics
+from tigon.data import metrics
+from tigon.data.metrics import GroupMetric, Interval
+from tigon.data.sorted_groups import SortedGroups, check_positive
 from tigon.rank.data.batches import BatchOptions, BatchSource, eval_mode, get_device
 from tigon.rank.evaluation.score import Scores, concat_scores
-from tigon.rank.metrics import GroupMetric, Interval
-from tigon.rank.sorted_groups import check_positive
 
 # Metrics for which smaller is better.
 ERRORS = ("log_loss", "ece")
@@ -81,6 +81,15 @@ def is_better(metric: str, value: float, than: float) -> bool:
     """Whether a metric value is better than another; any value is better than NaN."""
     sign = -1 if metric.rpartition(":")[2] in ERRORS else 1
     return sign * value > sign * than or (than != than and value == value)
+
+
+def find_best(history: Sequence[dict[str, float]], metric: str) -> dict[str, float] | None:
+    """The first of the best evaluations; None without evaluations."""
+    best = None
+    for row in history:
+        if best is None or is_better(metric, row[metric], best[metric]):
+            best = row
+    return best
 
 
 def parse_cutoffs(metric: str) -> tuple[int, ...]:
@@ -198,11 +207,10 @@ def evaluate_next_items(
     for k in at:
         check_positive("rank.evaluate_next_items", "at", k)
         values |= {f"ndcg@{k}": (place <= k) / torch.log2(1 + place), f"hr@{k}": (place <= k).double()}
-    values = {name: torch.where(place.isnan(), torch.nan, x) for name, x in values.items()}
-    ones, without = torch.ones_like(place), int(place.isnan().sum())
-    found = {
-        name: draw.measure_requests(GroupMetric(float(x.nanmean()), x, ones, without)) for name, x in values.items()
-    }
+    found, without = {}, int(place.isnan().sum())
+    for metric, value in values.items():
+        value = torch.where(place.isnan(), torch.nan, value)
+        found[metric] = draw.measure_requests(metrics.average_groups("rank.evaluate_next_items", value))
     why = "have no positive row, or one whose item the schema does not know: left out"
     notes = [f"{without:,} of {len(place):,} requests {why}"] if without else []
     return Evaluation({"next item": found}, len(place), len(place), notes)
@@ -281,11 +289,13 @@ def _row_metrics(scored: Scores, label: str, draw: _Bootstrap) -> dict[str, Metr
 def _order_metrics(
     scored: Scores, order: Tensor, y: Tensor, at: Sequence[int], draw: _Bootstrap
 ) -> dict[str, MetricValue]:
-    found = {"gauc": metrics.gauc(order, y, scored.offsets), "mrr": metrics.mrr(order, y, scored.offsets)}
+    name, ranked = "rank.evaluate", SortedGroups.sort("rank.evaluate", order, y, scored.offsets, binary=True)
+    values = {"mrr": ranked.mrr(len(y))}
     for k in at:
-        found[f"ndcg@{k}"] = metrics.ndcg(order, y, scored.offsets, k=k)
-        found[f"hr@{k}"] = metrics.hit_rate(order, y, scored.offsets, k=k)
-    return {name: draw.measure_requests(value) for name, value in found.items()}
+        values |= {f"ndcg@{k}": ranked.ndcg(k), f"hr@{k}": ranked.hit_rate(k)}
+    found = {"gauc": metrics.average_groups(name, ranked.auc(), scored.offsets.diff())}
+    found |= {metric: metrics.average_groups(name, value) for metric, value in values.items()}
+    return {metric: draw.measure_requests(value) for metric, value in found.items()}
 
 
 def _notes(label: str, y: Tensor, offsets: Tensor, found: dict[str, MetricValue]) -> list[str]:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from tigon.rank.data.batches import BatchSource
-from tigon.rank.evaluation.evaluate import is_better
+from tigon.rank.evaluation.evaluate import find_best, is_better
 
 # A metric within this many standard errors is at chance level.
 ERRORS = 2.0
@@ -97,8 +97,6 @@ def _late_gain(row: dict[str, float], history: list[dict[str, float]], monitor: 
     """Improvement of the last evaluation over those before the last quarter; None unless the last is the best."""
     if len(history) < 4 or row is not history[-1]:
         return None
-    before = [one[monitor] for one in history[: len(history) * 3 // 4]]
-    best = before[0]
-    for value in before:
-        best = value if is_better(monitor, value, best) else best
-    return abs(row[monitor] - best) if is_better(monitor, row[monitor], best) else None
+    best = find_best(history[: len(history) * 3 // 4], monitor)
+    assert best is not None
+    return abs(row[monitor] - best[monitor]) if is_better(monitor, row[monitor], best[monitor]) else None

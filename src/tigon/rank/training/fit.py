@@ -25,12 +25,12 @@ from tigon.rank.evaluation.evaluate import (
     OBJECTIVES,
     evaluate,
     evaluate_next_items,
-    is_better,
+    find_best,
     monitored_value,
     parse_cutoffs,
 )
 from tigon.rank.evaluation.score import score
-from tigon.rank.training.defaults import Settings, choose_settings
+from tigon.rank.training.defaults import choose_settings
 from tigon.rank.training.diagnostics import count_classes, find_problems
 from tigon.rank.training.optimizers import SCHEDULES, TABLE_OPTIMIZERS, Optimizers, count_drops, lr_multiplier
 from tigon.rank.training.warm_start import FisherPrior, QuadraticPenalty, check_prior_options
@@ -143,12 +143,12 @@ class FitOptions:
         requests = BatchOptions().requests if self.batch_size is None else self.batch_size
         return BatchOptions(requests, self.batch_tokens, self.history_max, self.precision)
 
-    def settings(self, ranker: Any, train: BatchSource) -> Settings:
-        """Choose `lr`, `epochs`, `batch_size`, `eval_every` and `patience` where they are None.
+    def resolve(self, ranker: Any, train: BatchSource) -> FitOptions:
+        """Choose `lr`, `epochs`, `batch_size`, `eval_every` and `patience` from the data where they are None.
 
         Args:
             ranker, train: as in `fit`.
-        Returns: `Settings`, all numeric.
+        Returns: `FitOptions`, with these five as numbers.
         """
         width = ranker.config.width if getattr(ranker, "kind", None) == "ligr" else None
         chosen = choose_settings(
@@ -156,17 +156,7 @@ class FitOptions:
         )
         if self.schedule == "plateau":  # three evaluations without improvement divide the rate by 1,000
             chosen = chosen._replace(patience=3)
-        given = {name: getattr(self, name) for name in chosen._fields}
-        return chosen._replace(**{name: value for name, value in given.items() if value is not None})
-
-    def resolve(self, ranker: Any, train: BatchSource) -> FitOptions:
-        """The options with the open values chosen from the data.
-
-        Args:
-            ranker, train: as in `fit`.
-        Returns: `FitOptions`.
-        """
-        return replace(self, **self.settings(ranker, train)._asdict())
+        return replace(self, **{name: x for name, x in chosen._asdict().items() if getattr(self, name) is None})
 
 
 @dataclass
@@ -317,8 +307,11 @@ class _Run:
         if priors:
             check_prior_options(options)
         check_arguments(ranker, train, val, options)
-        self.settings = options.settings(ranker, train)
         options = options.resolve(ranker, train)
+        assert options.lr is not None
+        assert options.epochs is not None
+        assert options.patience is not None
+        self.epochs, self.every, self.patience = options.epochs, options.eval_every, options.patience
         self.ranker, self.train, self.val, self.options, self.after = ranker, train, val, options, after
         self.device = next(ranker.parameters()).device
         # All Accelerators in a process share a state, whose device may differ from this ranker's.
@@ -326,7 +319,7 @@ class _Run:
         if self.accelerator.num_processes > 1:
             raise ValueError(f"rank.fit: trains on one device, got {self.accelerator.num_processes} processes.")
         self.optimizers = Optimizers(
-            ranker, options.table_optimizer, self.settings.lr, options.table_lr, options.weight_decay
+            ranker, options.table_optimizer, options.lr, options.table_lr, options.weight_decay
         )
         self.clipped = self.optimizers.clipped_parameters(ranker)
         self.pull = (
@@ -346,7 +339,7 @@ class _Run:
         # Do not prepare the ranker: its forward would use the precision of the process's first Accelerator.
         optimizer = self.accelerator.prepare(self.optimizers.adamw)
         stopped = False
-        while self.epoch < self.settings.epochs and not stopped and not self._is_over():
+        while self.epoch < self.epochs and not stopped and not self._is_over():
             stopped = self._epoch(optimizer)
         self._read()
         if self.best is not None and not stopped:
@@ -357,19 +350,19 @@ class _Run:
         return FitResult(self.history, best, self.step, self._seconds(), stopped, doubts)
 
     def _find_problems(self, row: dict[str, float] | None) -> list[str]:
-        options, settings = self.options, self.settings
+        options = self.options
         shown = options.objective == "impressions"
         classes = count_classes(self.val) if self.val is not None and shown else {}
         probabilities = shown and options.loss == "bce" and getattr(self.ranker, "isotonic", None) is None
         return find_problems(
-            row, self.history, options.monitor, classes, steps=self.step, ended=self.epoch == settings.epochs,
-            warmup=options.warmup * settings.epochs * self.step / max(self._epochs(), 1e-9),
+            row, self.history, options.monitor, classes, steps=self.step, ended=self.epoch == self.epochs,
+            warmup=options.warmup * self.epochs * self.step / max(self._epochs(), 1e-9),
             probabilities=probabilities,
         )  # fmt: skip
 
     def _epoch(self, optimizer: Any) -> bool:
         """Run the rest of an epoch; True if `after` ended the run."""
-        every, batch_options = self.settings.eval_every, self.options.batch_options
+        every, batch_options = self.every, self.options.batch_options
         measured = self.history[-1]["step"] if self.history else 0
         # A state saved at this step may predate its evaluation, which may be the last.
         if every and self.step % every == 0 and measured != self.step:
@@ -387,14 +380,14 @@ class _Run:
                 break
         else:
             self.epoch, self.batches, self.requests = self.epoch + 1, 0, 0
-        ends = self.epoch == self.settings.epochs or self._is_late()
+        ends = self.epoch == self.epochs or self._is_late()
         return (self.step % every > 0 and ends if every else True) and self._evaluate()
 
     def _step(self, optimizer: Any, batch: Any) -> None:
         options = self.options
         torch.manual_seed(options.seed * 1_000_003 + self.step)
         # The midpoint of the step's requests, as a fraction of the run: token-budget batches vary in size.
-        done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / self.settings.epochs
+        done = (self.epoch + (self.requests + batch.requests / 2) / len(self.train)) / self.epochs
         falls = count_drops(self.history, options.monitor) if options.schedule == "plateau" else 0
         rate = self.optimizers.set_lr(optimizer, lr_multiplier(options.schedule, done, options.warmup, falls))
         loss = objective_loss(self.ranker, batch, options)
@@ -447,9 +440,8 @@ class _Run:
         row = {"step": self.step, "epoch": round(self._epochs(), 6), "loss": self.loss, options.monitor: value}
         for label, names in found.labels.items():
             row |= {f"{label}:{name}": one.value for name, one in names.items()}
-        before = self._best_row()
         self.history.append(row)
-        if before is None or is_better(options.monitor, value, before[options.monitor]):
+        if self._best_row() is row:
             self.best = {name: x.detach().clone() for name, x in self.ranker.state_dict().items()}
         self.ranker.train()
         return self._notify(row)
@@ -460,17 +452,13 @@ class _Run:
         return bool(self.after(Progress(self.step, self._epochs(), found, self._take_rows, self._state)))
 
     def _best_row(self) -> dict[str, float] | None:
-        best = None
-        for row in self.history:
-            if best is None or is_better(self.options.monitor, row[self.options.monitor], best[self.options.monitor]):
-                best = row
-        return best
+        return find_best(self.history, self.options.monitor)
 
     def _is_over(self) -> bool:
         """Whether the time is up or patience is exhausted."""
         best = self._best_row()
         behind = 0 if best is None else len(self.history) - 1 - self.history.index(best)
-        return behind >= self.settings.patience or (self._is_late() and self.step > 0)
+        return behind >= self.patience or (self._is_late() and self.step > 0)
 
     def _is_late(self) -> bool:
         return self.options.max_minutes is not None and self._seconds() > 60 * self.options.max_minutes

@@ -34,7 +34,7 @@ def evaluate(
     import numpy as np
 
     from tigon.cli.screen import screen
-    from tigon.retrieve import metrics
+    from tigon.data import metrics
     from tigon.retrieve.cli.files import Source, named, sentences, vector_column, vectors_of
     from tigon.retrieve.cli.opened import ids_of, load
 
@@ -64,11 +64,9 @@ def evaluate(
     for cut in cuts:
         row = {"k": cut, "recall of the scan in fp32": metrics.overlap(ids[:, :cut], all_of_them[:, :cut])}
         if right is not None:
-            row |= {
-                "recall": metrics.recall(ids[:, :cut], right),
-                "ndcg": metrics.ndcg(ids[:, :cut], right),
-                "mrr": metrics.mrr(ids[:, :cut], right),
-            }
+            labelled = metrics.label_results(ids[:, :cut], right)
+            measures: dict[str, Any] = {"recall": metrics.recall, "ndcg": metrics.ndcg, "mrr": metrics.mrr}
+            row |= {name: measure(*labelled, k=cut).mean for name, measure in measures.items()}
         rows.append(row)
     if json:
         print(encoder.dumps({"queries": len(asked), "seconds": seconds, "rows": rows}))

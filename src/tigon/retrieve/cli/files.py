@@ -31,12 +31,12 @@ class Source:
 
     def __init__(self, command: str, paths: list[Path]) -> None:
         from tigon.data.arrow import arrow_columns
-        from tigon.data.formats import ending, listed, read
-        from tigon.data.lazily import ENDINGS, ParquetColumns
+        from tigon.data.formats import get_suffix, list_files, read
+        from tigon.data.parquet import SUFFIXES, ParquetColumns
 
         self.command, self.paths = command, paths
         with sentences(command):
-            if all(ending(file) in ENDINGS for file in listed(command, paths)):
+            if all(get_suffix(file) in SUFFIXES for file in list_files(command, paths)):
                 self.columns: Mapping[str, Any] = ParquetColumns(command, paths)
                 self.types: dict[str, Any] = self.columns.types
                 self.rows = int(self.columns.starts[-1])

@@ -241,10 +241,4 @@ def intersect(one: Ranges, other: Ranges) -> Ranges:
 
 def is_within(one: Ranges, other: Ranges) -> bool:
     """Whether the second ranges contain the first."""
-    j = 0
-    for low, high in one:
-        while j < len(other) and other[j][1] < high:
-            j += 1
-        if j == len(other) or other[j][0] > low:
-            return False
-    return True
+    return intersect(one, other) == one

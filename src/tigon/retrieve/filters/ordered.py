@@ -43,8 +43,7 @@ class Number(Grid):
 
     Values are rounded to the nearest float32 or the nearest step when they are written, and filters compare the rounded
     values. A filter bound is rounded to float32 in the same way. A bound between two steps is an error, or rounded
-    inward
-    with `approximate=True`: no value outside the bound passes.
+    inward with `approximate=True`: no value outside the bound passes.
 
     Args:
         low, high: the least and the greatest value.
@@ -72,7 +71,7 @@ class Number(Grid):
                 raise ValueError(
                     "Number: step and fewer than 32 bits need low and high, the least and the greatest value."
                 )
-            self.bits = 32
+            self.bits, self.points = 32, 2**32 - 1
         else:
             if not low < high:
                 raise ValueError(f"Number: low must be below high, got low={low!r}, high={high!r}.")
@@ -139,28 +138,8 @@ class Number(Grid):
             raise BadValue(at, f"{values[at].item()!r} {said}")
         return float_codes(np.where(missing, np.float32(0), narrow))
 
-    def ranges(self, operation: str, value: Any, strict: bool) -> Ranges:
-        if self.low is not None:
-            return super().ranges(operation, value, strict)
-        bound, exact = self._float(value)
-        code = int(float_codes(np.array([bound], dtype=np.float32))[0])
-        if not exact:  # an integer between two floats: bound is the lower float
-            operation = {"<": "<=", ">=": ">"}.get(operation, operation)
-            if operation in ("==", "!="):
-                return () if operation == "==" else ((1, self.top),)
-        sets: dict[str, Ranges] = {
-            "==": ((code, code),),
-            "!=": complement(((code, code),), self.top),
-            "<": ((1, code - 1),),
-            "<=": ((1, code),),
-            ">": ((code + 1, self.top),),
-            ">=": ((code, self.top),),
-        }
-        return sets[operation]
-
     def _float(self, value: Any) -> tuple[np.float32, bool]:
         """A bound as float32, and whether comparing with that float32 is equivalent to comparing with the bound."""
-        self._check(value)
         with np.errstate(over="ignore"):
             # numpy raises for an integer beyond float64, but gives infinity for a float.
             bound = np.float32(value if abs(value) < 2**1000 else (math.inf if value > 0 else -math.inf))
@@ -177,9 +156,10 @@ class Number(Grid):
             raise self.error(f"it compares with numbers, got {type(value).__name__} {value!r}")
 
     def position(self, value: Any) -> tuple[int, bool]:
-        assert self.low is not None
-        assert self.step is not None
         self._check(value)
+        if self.low is None or self.step is None:
+            bound, exact = self._float(value)
+            return int(float_codes(np.array([bound], dtype=np.float32))[0]) - 1, exact
         if value < self.low or value > self.high:
             return (-1 if value < self.low else self.points), False
         if all(isinstance(v, int) for v in (value, self.low, self.step)):

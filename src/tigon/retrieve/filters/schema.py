@@ -7,7 +7,6 @@ that a filter reads one word per column.
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import keyword
 import unicodedata
@@ -16,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tigon.data.columns import columns_of
+from tigon.data.arrow import find_nearest
+from tigon.data.columns import read_columns
+from tigon.data.schema import dump_fields, parse_field
 from tigon.data.values import BadValue, Ints, Value, as_value, describe
 from tigon.files import parse_json
 from tigon.retrieve.filters.columns import Category, Coded, Column, Tags, Vocabulary
@@ -108,21 +109,15 @@ class Schema:
         """The end of an error message about an unknown column name."""
         if not self.columns:
             return ": the index has no schema"
-        near = difflib.get_close_matches(name, self.columns, 1) or difflib.get_close_matches(
-            name.lower(), self.columns, 1, cutoff=0.4
-        )
-        if near:
-            return f"; did you mean {near[0]!r}, a {self.columns[near[0]].kind}"
+        if (near := find_nearest(name, self.columns)) is not None:
+            return f"; did you mean {near!r}, a {self.columns[near].kind}"
         return f"; there are {', '.join(map(repr, self.columns))}"
 
     # ---------------------------------------------------------------------------------------------------------- JSON
 
     def to_json(self) -> str:
         """Columns, options and vocabularies as JSON."""
-        return json.dumps(
-            {name: {"kind": column.kind, **column.options()} for name, column in self.columns.items()},
-            ensure_ascii=False,
-        )
+        return json.dumps(dump_fields(self.columns), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Schema:
@@ -136,7 +131,8 @@ class Schema:
         if not isinstance(text, (str, bytes)):
             raise ValueError(f"Schema.from_json: the text must be JSON, got {_type(text)}.")
         described = parse_json(text, "Schema.from_json: the text")
-        return cls(**{name: _parse_column(name, options) for name, options in described.items()})
+        where = "Schema.from_json: column"
+        return cls(**{name: parse_field(f"{where} {name!r}", told, KINDS) for name, told in described.items()})
 
     # -------------------------------------------------------------------------------------------------------- encode
 
@@ -151,7 +147,7 @@ class Schema:
         Returns: (words, rows) int64, and the new values by column.
         Raises: ValueError if a column is unknown or missing, or if a value does not fit its column.
         """
-        columns, rows = columns_of("retrieve", {} if table is None else table)
+        columns, rows = read_columns("retrieve", {} if table is None else table)
         for name in columns:
             if name not in self.columns:
                 raise ValueError(
@@ -229,24 +225,6 @@ def _pack_columns(columns: Mapping[str, Column]) -> tuple[dict[str, list[Place]]
         places[name].append(Place(word, used[word], bits, start))
         used[word] += bits
     return places, len(used)
-
-
-def _parse_column(name: str, options: Any) -> Column:
-    if isinstance(options, str):
-        options = {"kind": options}
-    kind = options.get("kind") if isinstance(options, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        got = options.get("kind") if isinstance(options, dict) else options
-        near = difflib.get_close_matches(str(got).capitalize(), KINDS, 1)
-        meant = f"; did you mean {near[0]!r}" if near else ""
-        raise ValueError(
-            f"Schema.from_json: column {name!r} must have a kind of {', '.join(KINDS)}, got {got!r}{meant}."
-        )
-    rest = {key: value for key, value in options.items() if key != "kind"}
-    try:
-        return KINDS[kind](**rest)
-    except TypeError as error:
-        raise ValueError(f"Schema.from_json: column {name!r}: {str(error).split('() ')[-1]}.") from None
 
 
 def _type(value: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data.columns import columns_of
+from tigon.data.columns import read_columns
 from tigon.ops.targets import CHECKS
 from tigon.retrieve.links.links import LinkWeights
 
@@ -119,7 +119,7 @@ def _to_plain(argument: Any) -> Any:
     if isinstance(argument, np.ndarray) and argument.dtype != object:
         return str(argument.dtype), argument.shape, argument.tobytes()
     if hasattr(argument, "columns"):  # a table that is not a dict
-        argument = columns_of("retrieve", argument)[0]
+        argument = read_columns("retrieve", argument)[0]
     if isinstance(argument, dict):
         return [(name, _to_plain(value)) for name, value in argument.items()]
     return str(list(argument)) if hasattr(argument, "__len__") else str(argument)

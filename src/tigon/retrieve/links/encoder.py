@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tigon.data.columns import columns_of
+from tigon.data.columns import read_columns
 from tigon.data.values import BadValue, Ints, Value, read_categories, read_lists
 from tigon.retrieve.filters.columns import Column, Tags
 from tigon.retrieve.ids import read_ids
@@ -66,7 +66,7 @@ class AttributeEncoder:
 
         Raises: ValueError if a column is missing, or a value has another type.
         """
-        columns, rows = columns_of("retrieve", table)
+        columns, rows = read_columns("retrieve", table)
         of_rows, of_numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         for column, kind in self.kinds.items():
             if column not in columns:

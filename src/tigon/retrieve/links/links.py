@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tigon.data.columns import columns_of
+from tigon.data.columns import read_columns
 from tigon.data.values import Ints, Value, shorten
 from tigon.files import parse_json, read_tensors
 from tigon.retrieve.arguments import read_int, read_path
@@ -386,7 +386,7 @@ def _parse_pairs(name: str, pairs: Any) -> tuple[Any, Any]:
             raise ValueError(f"{name}: pairs must be (pairs, 2), a query and an item each, got {tuple(pairs.shape)}.")
         first, second = pairs[:, 0], pairs[:, 1]
     else:
-        columns, _ = columns_of("retrieve", pairs)
+        columns, _ = read_columns("retrieve", pairs)
         if len(columns) != 2:
             raise ValueError(
                 f"{name}: pairs must be a table of two columns, queries and items, got {', '.join(map(repr, columns))}."

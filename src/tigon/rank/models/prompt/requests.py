@@ -20,8 +20,8 @@ from tigon.rank.data.schema import Roles, Schema
 from tigon.rank.data.tables import (
     OwnHistory,
     Tables,
+    explain_value,
     find_roles,
-    find_side_tables,
     gather_tables,
     load_columns,
     load_history,
@@ -51,8 +51,6 @@ def read_impressions(
     """
     rows = load_columns(data)
     events = load_history(history)
-    near = find_side_tables(data)  # RecBole's items and users are beside its impressions
-    items, users = near.get("items") if items is None else items, near.get("users") if users is None else users
     items, users = (None if side is None else load_columns(side) for side in (items, users))
     labels = _labels(prompt)
     try:
@@ -157,10 +155,8 @@ def _with_vocabulary(tables: Tables, name: str, field: Field, where: tuple[str, 
     found = []
     for table in where:
         if name in tables.columns(table):
-            try:
+            with explain_value(table, name, field.kind):
                 found.append(field.values(tables.columns(table)[name]))
-            except BadValue as error:
-                raise tables.bad(table, name, field.kind, error) from None
     return field.fit(found)
 
 

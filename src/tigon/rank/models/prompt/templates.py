@@ -268,7 +268,7 @@ def to_text(value: Any) -> Any:
     if isinstance(value, str):
         return " ".join(value.split())  # a line break in a title would start a new event
     if isinstance(value, (list, tuple)):
-        return " ".join(str(to_text(one)) for one in value) or "none"  # RecBole stores title words as a list
+        return " ".join(str(to_text(one)) for one in value) or "none"  # words, as in titles that RecBole's files split
     if isinstance(value, datetime.datetime):
         return value.strftime("%Y-%m-%d")
     return value

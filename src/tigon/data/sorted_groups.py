@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.data.groups import Groups, check_groups, discounts
 from tigon.kernels import check_tensors
-from tigon.rank.groups import Groups, check_groups
 
 
 class SortedGroups(NamedTuple):
@@ -65,15 +65,40 @@ class SortedGroups(NamedTuple):
         return torch.where(both, 1 - self.groups.sum(positive * above) / torch.where(both, P * N, 1.0), torch.nan)
 
     def positives(self) -> Tensor:
-        """(G,) number of positives."""
-        return self.groups.sum((self.label > 0).double())
+        """(G,) number of positives, NaN instead of 0."""
+        count = self.groups.sum((self.label > 0).double())
+        return torch.where(count > 0, count, torch.nan)
+
+    def ndcg(self, k: int, *, linear: bool = False) -> Tensor:
+        """(G,) NDCG over the first k, NaN without positives. linear: whether the gain is the label, not 2^label − 1."""
+        value = self.label if linear else torch.exp2(self.label) - 1
+        place = torch.arange(1, max(self.groups.longest(), 1) + 1, dtype=torch.float64, device=value.device)
+        discount = torch.where(place <= k, discounts(place), 0.0)
+        # Without ties this is exactly the discount; with ties, the mean over the tied positions.
+        sums = torch.cat((discount.new_zeros(1), discount.cumsum(0)))
+        mean = (sums[self.before + self.equal] - sums[self.before]) / self.equal
+        shared = torch.where(self.equal == 1, discount[self.before], mean)
+        best = self.groups.sum(value[self.groups.order(value)] * discount[self.place - 1])
+        return self.groups.sum(value * shared) / torch.where(best > 0, best, torch.nan)
 
     def count_hits(self, k: int) -> Tensor:
         """(G,) expected positives among the first k: a tied row counts by the fraction of tied positions within k."""
         share = ((k - self.before).double() / self.equal).clamp(0, 1)
         return self.groups.sum(torch.where(self.label > 0, share, 0.0))
 
-    def mean_at_first_positive(self, value: Tensor, k: int) -> Tensor:
+    def recall(self, k: int) -> Tensor:
+        return self.count_hits(k) / self.positives()
+
+    def precision(self, k: int) -> Tensor:
+        return torch.where(self.positives() > 0, self.count_hits(k) / k, torch.nan)
+
+    def mrr(self, k: int) -> Tensor:
+        return self._mean_at_first_positive(1 / self.place.double(), k)
+
+    def hit_rate(self, k: int) -> Tensor:
+        return self._mean_at_first_positive(torch.ones_like(self.label), k)
+
+    def _mean_at_first_positive(self, value: Tensor, k: int) -> Tensor:
         """(G,) mean of value at the first positive's position, 0 beyond k; NaN without positives."""
         positive = (self.label > 0).double()
         so_far = torch.cat((positive.new_zeros(1), positive.cumsum(0)))

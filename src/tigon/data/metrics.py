@@ -1,4 +1,4 @@
-"""Ranking metrics, over all rows and over ragged groups, computed in fp64 on the scores' device.
+"""Metrics for ranking and retrieval: over all rows and over ragged groups, computed in fp64 on the scores' device.
 
 Group g, the rows shown for a request, contains rows offsets[g] to offsets[g + 1] − 1; without offsets all rows form one
 group.
@@ -8,36 +8,41 @@ group.
     precision                               defined, per-group values, and the number of undefined groups
 
 **Ties** are averaged over all orders of the tied rows, as in scikit-learn's `roc_auc_score` and `ndcg_score`: metrics
-do not depend on the row order. For rankings over a full catalogue see `tigon.retrieve.metrics`.
+do not depend on the row order.
 
+`label_results` turns search results and relevant ids into scores, labels and offsets for these metrics.
 `bootstrap_interval` resamples groups for a confidence interval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from tigon.rank.groups import Groups, check_groups, discounts
-from tigon.rank.sorted_groups import SortedGroups, check_labels, check_positive, check_values, check_weights
+from tigon.data.groups import Groups, check_groups
+from tigon.data.sorted_groups import SortedGroups, check_labels, check_positive, check_values, check_weights
+from tigon.data.values import describe
 
 __all__ = [
     "GroupMetric",
     "Interval",
+    "LabelledResults",
     "auc",
     "bootstrap_interval",
     "ece",
     "gauc",
     "hit_rate",
+    "label_results",
     "log_loss",
     "mrr",
     "ndcg",
+    "overlap",
     "precision",
     "recall",
-]  # fmt: skip
+]
 
 Gain = Literal["exponential", "linear"]
 # Maximum random numbers in memory at once.
@@ -85,7 +90,7 @@ def auc(scores: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> flo
 
     Source: Mann & Whitney 1947, https://doi.org/10.1214/aoms/1177730491; equal to scikit-learn's `roc_auc_score`.
     """
-    ranked = SortedGroups.sort("rank.metrics.auc", scores, labels, None, binary=True, weights=weights)
+    ranked = SortedGroups.sort("metrics.auc", scores, labels, None, binary=True, weights=weights)
     return float(ranked.auc()[0])
 
 
@@ -103,10 +108,10 @@ def gauc(
 
     Source: Zhu et al. 2017, https://doi.org/10.1145/3097983.3098134; Zhou et al. 2018, https://arxiv.org/abs/1706.06978
     """
-    name = "rank.metrics.gauc"
+    name = "metrics.gauc"
     ranked = SortedGroups.sort(name, scores, labels, offsets, binary=True)
     rows = ranked.groups.offsets.diff().double()
-    return _mean(name, ranked.auc(), rows if weights is None else weights)
+    return average_groups(name, ranked.auc(), rows if weights is None else weights)
 
 
 def log_loss(probabilities: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> float:
@@ -120,7 +125,7 @@ def log_loss(probabilities: Tensor, labels: Tensor, *, weights: Tensor | None = 
     Returns: nats; NaN without rows.
     Raises: ValueError for wrong shapes, dtypes and devices, and values out of range.
     """
-    p, y, w = _probabilities("rank.metrics.log_loss", probabilities, labels, weights)
+    p, y, w = _probabilities("metrics.log_loss", probabilities, labels, weights)
     epsilon = torch.finfo(torch.float64).eps
     p = p.clamp(epsilon, 1 - epsilon)
     return float((w * -torch.where(y > 0, p, 1 - p).log()).sum() / w.sum())
@@ -139,7 +144,7 @@ def ece(probabilities: Tensor, labels: Tensor, *, bins: int = 15, weights: Tenso
     Source: Naeini et al. 2015, https://doi.org/10.1609/aaai.v29i1.9602; bins as in Guo et al. 2017,
     https://arxiv.org/abs/1706.04599
     """
-    name = "rank.metrics.ece"
+    name = "metrics.ece"
     check_positive(name, "bins", bins)
     p, y, w = _probabilities(name, probabilities, labels, weights)
     edges = torch.arange(1, bins, dtype=p.dtype, device=p.device) / bins
@@ -169,20 +174,10 @@ def ndcg(
     Source: Järvelin & Kekäläinen 2002, https://doi.org/10.1145/582415.582418; exponential gain, Burges et al. 2005,
     https://doi.org/10.1145/1102351.1102363; ties, McSherry & Najork 2008, https://doi.org/10.1007/978-3-540-78646-7_38
     """
-    name = "rank.metrics.ndcg"
     if gain not in get_args(Gain):
-        raise ValueError(f"{name}: gain must be one of {', '.join(get_args(Gain))}, got {gain!r}.")
-    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
-    value = torch.exp2(ranked.label) - 1 if gain == "exponential" else ranked.label
-    groups, k = ranked.groups, k or len(scores)
-    place = torch.arange(1, max(groups.longest(), 1) + 1, dtype=torch.float64, device=value.device)
-    discount = torch.where(place <= k, discounts(place), 0.0)
-    first, many = ranked.before, ranked.equal
-    # Without ties this is exactly the discount; with ties, the mean over the tied positions.
-    sums = torch.cat((discount.new_zeros(1), discount.cumsum(0)))
-    shared = torch.where(many == 1, discount[first], (sums[first + many] - sums[first]) / many)
-    best = groups.sum(value[groups.order(value)] * discount[ranked.place - 1])
-    return _mean(name, groups.sum(value * shared) / torch.where(best > 0, best, torch.nan), weights)
+        raise ValueError(f"metrics.ndcg: gain must be one of {', '.join(get_args(Gain))}, got {gain!r}.")
+    ranked = SortedGroups.sort("metrics.ndcg", scores, labels, offsets, k)
+    return average_groups("metrics.ndcg", ranked.ndcg(k or len(scores), linear=gain == "linear"), weights)
 
 
 def mrr(
@@ -192,16 +187,13 @@ def mrr(
     """Mean reciprocal rank: 1 / rank of the first positive row, 0 if the rank exceeds k.
 
     Args:
-        scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
-        k: rank cut-off; None: all rows.
-        weights: (G,) group weights; None: equal.
+        scores, offsets, k, weights: as in `ndcg`.
+        labels: (n,) bool, integers or floats; above 0 is positive.
     Returns: `GroupMetric`; groups without a positive row are skipped.
     Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
-    name = "rank.metrics.mrr"
-    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
-    return _mean(name, ranked.mean_at_first_positive(1 / ranked.place.double(), k or len(scores)), weights)
+    ranked = SortedGroups.sort("metrics.mrr", scores, labels, offsets, k)
+    return average_groups("metrics.mrr", ranked.mrr(k or len(scores)), weights)
 
 
 def hit_rate(
@@ -210,17 +202,12 @@ def hit_rate(
     """Fraction of groups with a positive row among the first k.
 
     Args:
-        scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        scores, labels, offsets, weights: as in `mrr`.
         k: rank cut-off.
-        weights: (G,) group weights; None: equal.
     Returns: `GroupMetric`; groups without a positive row are skipped.
     Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
-    name = "rank.metrics.hit_rate"
-    check_positive(name, "k", k)
-    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
-    return _mean(name, ranked.mean_at_first_positive(torch.ones_like(ranked.label), k), weights)
+    return _measure_top_k("hit_rate", scores, labels, offsets, k, weights)
 
 
 def recall(
@@ -229,17 +216,12 @@ def recall(
     """Fraction of a group's positive rows among the first k. Cannot reach 1 for groups with more than k positives.
 
     Args:
-        scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        scores, labels, offsets, weights: as in `mrr`.
         k: rank cut-off.
-        weights: (G,) group weights; None: equal.
     Returns: `GroupMetric`; groups without a positive row are skipped.
     Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
-    name = "rank.metrics.recall"
-    check_positive(name, "k", k)
-    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
-    return _mean(name, ranked.count_hits(k) / ranked.positives(), weights)
+    return _measure_top_k("recall", scores, labels, offsets, k, weights)
 
 
 def precision(
@@ -248,17 +230,105 @@ def precision(
     """Positive rows among a group's first k, divided by k even if the group is smaller.
 
     Args:
-        scores: (n,) floats. labels: (n,) bool, integers or floats; above 0 is positive.
-        offsets: (G + 1,) int32 or int64, group starts, then n. None: one group.
+        scores, labels, offsets, weights: as in `mrr`.
         k: rank cut-off.
-        weights: (G,) group weights; None: equal.
     Returns: `GroupMetric`; groups without a positive row are skipped.
     Raises: ValueError for invalid inputs, NaN scores and negative labels.
     """
-    name = "rank.metrics.precision"
+    return _measure_top_k("precision", scores, labels, offsets, k, weights)
+
+
+def _measure_top_k(
+    metric: str, scores: Tensor, labels: Tensor, offsets: Tensor | None, k: int, weights: Tensor | None
+) -> GroupMetric:
+    name = f"metrics.{metric}"
     check_positive(name, "k", k)
-    ranked = SortedGroups.sort(name, scores, labels, offsets, k)
-    return _mean(name, torch.where(ranked.positives() > 0, ranked.count_hits(k) / k, torch.nan), weights)
+    return average_groups(name, getattr(SortedGroups.sort(name, scores, labels, offsets, k), metric)(k), weights)
+
+
+# ----------------------------------------------------------------------------------------------------- search results
+
+
+class LabelledResults(NamedTuple):
+    """Search results in the form of the metrics: a group for each query.
+
+    Attributes:
+        scores: (n,), −rank for the K results of a query, and −∞ for its relevant items that were not found.
+        labels: (n,), 1 for relevant items.
+        offsets: (queries + 1,) int64.
+    """
+
+    scores: Tensor
+    labels: Tensor
+    offsets: Tensor
+
+
+def label_results(ids: Any, right: Sequence[Collection[Any]]) -> LabelledResults:
+    """Label search results by the relevant ids, for `recall(*label_results(ids, right), k=10)`.
+
+    Args:
+        ids: (queries, k), a tensor or an array, best first; −1 and None mean no item.
+        right: a set of relevant ids for each query. Metrics skip queries without any.
+    Returns: `LabelledResults`.
+    Raises: ValueError if ids is not an array, or right has another length.
+    """
+    rows, is_list = _list_rows("ids", ids), isinstance(right, Sequence) and not isinstance(right, (str, bytes))
+    if not is_list or any(isinstance(one, (str, bytes)) or not hasattr(one, "__iter__") for one in right):
+        raise ValueError(f"metrics: right must be a list with a set of ids for each query, got {describe(right)}.")
+    if len(right) != len(rows):
+        raise ValueError(
+            f"metrics: right must have a set of ids for each of {len(rows):,} queries, got {len(right):,}."
+        )
+    sets = [set(one) for one in right]
+    hits = torch.tensor([[name in one for name in row] for row, one in zip(rows, sets, strict=True)], dtype=torch.bool)
+    return label_hits(hits.reshape(ids.shape), torch.tensor([len(one) for one in sets], dtype=torch.int64))
+
+
+def label_hits(hits: Tensor, relevant: Tensor) -> LabelledResults:
+    """Label results from (Q, K) hits, best first, and (Q,) numbers of relevant items, found or not."""
+    K = hits.shape[1]
+    sizes = K + (relevant - hits.sum(1)).clamp(min=0)  # an id may be repeated
+    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    place = torch.arange(int(offsets[-1]), device=hits.device) - offsets[:-1].repeat_interleave(sizes)
+    labels = torch.ones(len(place), dtype=torch.float64, device=hits.device)
+    labels[place < K] = hits.reshape(-1).double()
+    return LabelledResults(torch.where(place < K, -place.double(), -torch.inf), labels, offsets)
+
+
+def overlap(ids: Any, others: Any) -> float:
+    """The share of the other results' items that are in these results: a search's recall against another search.
+
+    Args:
+        ids, others: (queries, k), tensors or arrays.
+    Returns: 0 to 1; NaN if the other results are empty.
+    Raises: ValueError if they have different query counts.
+    """
+    rows = [[name for name in row if name is not None and name != -1] for row in _list_rows("others", others)]
+    return recall(*label_results(ids, rows), k=max(ids.shape[1], 1)).mean
+
+
+def _list_rows(argument: str, ids: Any) -> list[list[Any]]:
+    if not hasattr(ids, "tolist") or getattr(ids, "ndim", None) != 2:
+        raise ValueError(f"metrics: {argument} must be an array (queries, k), got {describe(ids)}.")
+    rows: list[list[Any]] = ids.tolist()
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------- means and intervals
+
+
+def average_groups(name: str, values: Tensor, weights: Tensor | None = None) -> GroupMetric:
+    """Average (G,) values over the groups where they are not NaN. name: prefix for error messages."""
+    weights = torch.ones_like(values) if weights is None else weights
+    if weights.shape != values.shape or weights.device != values.device:
+        raise ValueError(
+            f"{name}: weights must be ({len(values)},), one a group, on {values.device}, got {tuple(weights.shape)} on "
+            f"{weights.device}."
+        )
+    weights = check_weights(name, weights)
+    counted = ~values.isnan()
+    mean = (values[counted] * weights[counted]).sum() / weights[counted].sum()
+    return GroupMetric(float(mean), values, weights, int((~counted).sum()))
 
 
 def bootstrap_interval(
@@ -279,7 +349,7 @@ def bootstrap_interval(
 
     Source: percentile interval, Efron & Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
-    name = "rank.metrics.bootstrap_interval"
+    name = "metrics.bootstrap_interval"
     check_positive(name, "draws", draws)
     if not 0 < level < 1:
         raise ValueError(f"{name}: level must lie between 0 and 1, got {level}.")
@@ -299,19 +369,6 @@ def bootstrap_interval(
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64, device=found.device)
     low, high = torch.quantile(defined, ends).tolist()
     return Interval(low, high, draws - len(defined))
-
-
-def _mean(name: str, values: Tensor, weights: Tensor | None) -> GroupMetric:
-    weights = torch.ones_like(values) if weights is None else weights
-    if weights.shape != values.shape or weights.device != values.device:
-        raise ValueError(
-            f"{name}: weights must be ({len(values)},), one a group, on {values.device}, got {tuple(weights.shape)} on "
-            f"{weights.device}."
-        )
-    weights = check_weights(name, weights)
-    counted = ~values.isnan()
-    mean = (values[counted] * weights[counted]).sum() / weights[counted].sum()
-    return GroupMetric(float(mean), values, weights, int((~counted).sum()))
 
 
 def _drawn_means(values: Tensor, weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
