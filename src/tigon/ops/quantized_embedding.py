@@ -52,7 +52,6 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     offset = _rounded(low, down=True)
     scale = _rounded((high - offset.double()) / 255, down=False)
     constant = low == high
-    # Constant rows store fp16's rounding error in scale, with code 1.
     near = low.half()
     offset = torch.where(constant, near, offset)
     scale = torch.where(constant, (low - near.double()).half(), scale)
@@ -155,16 +154,11 @@ def _quantized_embedding_fake(
     return codes.new_empty((bags_of(values, offsets)[0], codes.shape[1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor codes, Tensor scale_offset, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, bool mean, "
-    "int padding_idx, ScalarType dtype) -> Tensor",
-    _quantized_embedding_fake,
-)
+@launcher(_quantized_embedding_fake)
 def _quantized_embedding(
     codes: Tensor, scale_offset: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
     factors: Tensor | None, mean: bool, padding_idx: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     y = _quantized_embedding_fake(codes, scale_offset, values, offsets, fields, factors, mean, padding_idx, dtype)
-    # `embedding_bag`'s kernel, which dequantizes each row after loading.
     bag_sums(codes, values, offsets, fields, factors, scale_offset, mean, padding_idx, y)
     return y

@@ -162,11 +162,9 @@ def cross_entropy(
         return _composed(logits, target, weight, reduction, divisor, details, *options)
     if divisor is not None:
         if isinstance(divisor, Tensor):
-            # A tensor, so that a new value needs no new kernel or graph.
             divisor = divisor.detach().to(logits.device)
         else:
             divisor = torch.full((), divisor, dtype=torch.float32, device=logits.device)
-    # A separate operator for details: otherwise no predictions are allocated and the loop has no comparison.
     if not details:
         return _loss_of_logits(logits, target, weight, divisor, reduction, inplace, *options)
     loss, *others = _loss_and_details(logits, target, weight, divisor, reduction, inplace, *options)

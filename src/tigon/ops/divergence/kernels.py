@@ -35,7 +35,6 @@ def _split(top, log, k):
     # per row, none per element.
     lse = top.to(tl.float64) + log.to(tl.float64) / k
     high = lse.to(tl.float32)
-    # high + low has twice fp32's digits. The backward pass subtracts both, in turn, from a logit.
     low = (lse - high.to(tl.float64)).to(tl.float32)
     # Beyond 1e9 fp64 too has no digits left for log, so the parts stay apart. An infinite top stays NaN.
     far = (tl.abs(top) > 1e9) & (tl.abs(top) < float("inf"))
@@ -61,7 +60,6 @@ def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
     if KIND == "tvd":
         terms = 0.5 * tl.abs(b - a)
     elif FORM == "probabilities":
-        # A select: 0 · log 0 must be 0, not NaN.
         terms = tl.where(b == 0.0, 0.0, b * (tl.log2(b) - a * k))
     else:
         terms, _, _ = sides(a * k, b * k, beta, KIND)
@@ -72,7 +70,6 @@ def _terms(a, b, beta, k, KIND: tl.constexpr, FORM: tl.constexpr):
 def _both_edges(input_ptr, target_ptr, first, width, V, other: tl.constexpr):
     """Load both sides' row edges as tiles (1, lanes)."""
     edge, real = edges(input_ptr, first, width, V)
-    # `other` contributes nothing: -inf for logits and logarithms, 0 for probabilities.
     a = tl.load(input_ptr + edge, mask=real, other=other).to(tl.float32)
     b = tl.load(target_ptr + edge, mask=real, other=other).to(tl.float32)
     return a[None, :], b[None, :]
@@ -126,7 +123,6 @@ def statistics_of(
     width = V
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
-        # `uneven` checked that both sides' rows are aligned alike: a common head and body serve both.
         first, width = split(input_ptr, V)
         input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
@@ -146,7 +142,6 @@ def statistics_of(
     if EDGES:
         a_edge, b_edge = _both_edges(input_ptr, target_ptr, first, width, V, float("-inf"))
         nothing = tl.zeros((a_edge.shape[1],), tl.float32)
-        # The edges have separate sums: at most 16 lanes do not fit the body's tile.
         least = nothing + LOWEST
         edge_a, edge_sum_a, edge_b, edge_sum_b, edge_value = _fold_both(
             a_edge, b_edge, least, nothing, least, nothing, nothing, shift, k, KIND
@@ -212,7 +207,6 @@ def second_reading(
         cols, mask = _columns(start, width, plane, DEPTH, BLOCK)
         a = tl.load(input_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
         b = tl.load(target_body + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        # lq = (a − max) k − log₂ Σ, subtracting first. In masked columns q and p are 0, so no kind adds anything.
         terms, q, u = sides((a - row_a) * k - log_a, (b - row_b) * k - log_b, beta, KIND)
         value += tl.sum(terms, 0)
         mean_u += tl.sum(q * u, 0)
@@ -259,7 +253,6 @@ def terms_of(
 
 @jit
 def store_terms(rows_ptr, row, terms, KIND: tl.constexpr):
-    # From bits to nats. TVD's terms are probabilities already.
     tl.store(rows_ptr + row, terms * (1.0 if KIND == "tvd" else LN2))
 
 
@@ -294,7 +287,6 @@ def _divergence_fwd_kernel(
         row_a, _, log_a, row_b, whole_b, log_b, part = statistics_of(
             input_ptr, target_ptr, V, shift, k, plane, KIND, EDGES, DEPTH, BLOCK
         )
-        # KL's gradient q − p does not need the fifth number, which stays unwritten.
         store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
         if KIND == "kl":
             tl.store(rows_ptr + row, kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k))
@@ -304,7 +296,6 @@ def _divergence_fwd_kernel(
                 BLOCK,
             )  # fmt: skip
             store_terms(rows_ptr, row, terms, KIND)
-            # In u's unit, bits for logarithms: the backward pass converts u and its mean together.
             tl.store(stats_ptr + 5 * row + 4, mean_u)
     else:
         terms = terms_of(input_ptr, target_ptr, V, beta, k, plane, signs_ptr, KIND, FORM, EDGES, DEPTH, BLOCK)
@@ -329,13 +320,11 @@ def _write_gradient(
         lq = ((a - high_a) - low_a) * k
         lp = ((b - high_b) - low_b) * k
         if KIND == "kl":
-            # q − p, without a select: neither probability multiplies a logarithm.
             dx = tl.exp2(lq) - tl.exp2(lp)
         else:
             _, q, u = sides(lq, lp, beta, KIND)
             # The softmax's Jacobian applied to q · u: dz = q · (u − Σ q · u).
             dx = q * (u - tl.load(stats_ptr + 5 * row + 4)) * (1.0 if KIND == "tvd" else LN2)
-        # k · log 2 is 1 / temperature, dz/dlogits.
         dx = dx * (k * LN2)
     elif KIND == "tvd":
         dx = half_sign(a, b)
@@ -369,7 +358,6 @@ def _divergence_bwd_kernel(
     if FORM == "logits":
         high_a = tl.load(stats_ptr + 5 * row)
         low_a = tl.load(stats_ptr + 5 * row + 1)
-        # +inf marks an ignored row, whose other statistics are unwritten.
         valid = tl.where(high_a == float("inf"), 0, 1) == 1  # integers: the interpreter has no mask of float scalars
     elif mask_ptr is not None:
         valid = tl.load(mask_ptr + row) != 0
@@ -379,7 +367,6 @@ def _divergence_bwd_kernel(
         if input_ptr is not None:
             input_ptr += row * stride_im
         dinput_ptr += row * V
-        # Aligned by the target, since input may be None.
         first, width = split(target_ptr, V)
         if tl.program_id(0) % blocks == 0:
             edge, real = edges(target_ptr, first, width, V)

@@ -51,7 +51,6 @@ def _part_statistics_kernel(
         return
     input_ptr += row * stride_im
     target_ptr += row * stride_tm
-    # From the row's first logits in all parts, since the parts' sums are added.
     shift = first_difference(input_ptr, target_ptr)
     top_a, sum_a, _, top_b, sum_b, _, value = statistics_of(
         input_ptr + start, target_ptr + start, columns, shift, k, None, KIND, EDGES, DEPTH, BLOCK
@@ -73,7 +72,6 @@ def _row_statistics(partial_ptr, row, P, k, KIND: tl.constexpr, BLOCK_P: tl.cons
     top_b = numbers_of_parts(partial_ptr, row, 2, P, LOWEST, STATISTICS, BLOCK_P)
     sum_b = numbers_of_parts(partial_ptr, row, 3, P, 0.0, STATISTICS, BLOCK_P)
     row_a, row_b = tl.max(top_a, 0), tl.max(top_b, 0)
-    # A part without a logit has sum 0 and a finite weight.
     weight = tl.exp2((top_b - row_b) * k)
     whole_b = tl.sum(sum_b * weight, 0)
     log_a = tl.log2(tl.sum(sum_a * tl.exp2((top_a - row_a) * k), 0))

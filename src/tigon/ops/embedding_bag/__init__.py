@@ -108,15 +108,14 @@ def embedding_bag(
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dw = df = None
-    if dy is not None:
-        *bags, factors, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[0]:
-            dw = embedding_bag_bwd(dy, *bags, factors, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype)
-        if ctx.needs_input_grad[4]:
-            df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
-    return dw, None, None, None, df, None, None, None
+    *bags, factors, weight = ctx.saved_tensors
+    if ctx.needs_input_grad[0]:
+        dw = embedding_bag_bwd(dy, *bags, factors, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype)
+    if ctx.needs_input_grad[4]:
+        df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
+    return dw, None, None, None, df
 
 
 _embedding_bag = differentiable(embedding_bag_fwd, save_bags, _backward)

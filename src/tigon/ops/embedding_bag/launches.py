@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.kernels import Plan, cdiv, launch, launcher, next_power_of_2, view_rows
+from tigon.kernels import Plan, SymInt, cdiv, launch, launcher, next_power_of_2, view_rows
 from tigon.ops.embedding import sum_by_id
 from tigon.ops.embedding_bag.kernels import (
     _embedding_bag_factors_kernel,
@@ -104,11 +104,7 @@ def _embedding_bag_fwd_fake(
     return weight.new_empty((bags_of(values, offsets)[0], weight.shape[1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor weight, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, bool mean, int padding_idx, "
-    "ScalarType? dtype=None) -> Tensor",
-    _embedding_bag_fwd_fake,
-)
+@launcher(_embedding_bag_fwd_fake)
 def embedding_bag_fwd(
     weight: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, mean: bool,
     padding_idx: int, dtype: torch.dtype | None = None,
@@ -126,7 +122,6 @@ def tokens_of(
     ragged, of_fields = offsets is not None, fields is not None
     if not (ragged or of_fields or mean):
         return values, padding_idx, None, None
-    # With invalid offsets a value may lie in no bag: its row is V.
     rows = values.new_full((M,), V, dtype=torch.int32) if ragged or of_fields else None
     bag = values.new_empty(M, dtype=torch.int32) if ragged else None
     scale = values.new_empty(B, dtype=torch.float32) if mean else None
@@ -148,13 +143,9 @@ def _embedding_bag_bwd_fake(
     return dy.new_empty((classes, dy.shape[-1]), dtype=dtype)
 
 
-@launcher(
-    "(Tensor dy, Tensor values, Tensor? offsets, Tensor? fields, Tensor? factors, SymInt classes, bool mean, "
-    "int padding_idx, ScalarType? dtype=None) -> Tensor",
-    _embedding_bag_bwd_fake,
-)
+@launcher(_embedding_bag_bwd_fake)
 def embedding_bag_bwd(
-    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: int,
+    dy: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None, factors: Tensor | None, classes: SymInt,
     mean: bool, padding_idx: int, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     dw = _embedding_bag_bwd_fake(dy, values, offsets, fields, factors, classes, mean, padding_idx, dtype)
@@ -166,18 +157,11 @@ def embedding_bag_bwd(
     return dw
 
 
-def _embedding_bag_factors_fake(
-    dy: Tensor, weight: Tensor, factors: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
-    padding_idx: int,
-) -> Tensor:  # fmt: skip
+def _embedding_bag_factors_fake(dy: Tensor, weight: Tensor, factors: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(factors, memory_format=torch.contiguous_format)
 
 
-@launcher(
-    "(Tensor dy, Tensor weight, Tensor factors, Tensor values, Tensor? offsets, Tensor? fields, int padding_idx) "
-    "-> Tensor",
-    _embedding_bag_factors_fake,
-)
+@launcher(_embedding_bag_factors_fake)
 def embedding_bag_factors(
     dy: Tensor, weight: Tensor, factors: Tensor, values: Tensor, offsets: Tensor | None, fields: Tensor | None,
     padding_idx: int,

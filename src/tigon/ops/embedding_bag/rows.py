@@ -49,7 +49,6 @@ def sort_rows(
     begins = torch.ones_like(keys, dtype=torch.bool)
     torch.ne(keys[1:], keys[:-1], out=begins[1:])
     place = begins.cumsum(0, dtype=torch.int32) - 1
-    # Values without a gradient sort last and do not count.
     found = place[-1] + (keys[-1] < classes)
     if found.device.type != "cuda":
         return Sorted(keys, order, place, bag, scale, found.cpu(), None)
@@ -88,7 +87,6 @@ def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor
 def save_bags(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     weight, values, offsets, fields, factors, ctx.mean, ctx.padding_idx, _ = inputs
     ctx.classes, ctx.weight_dtype = weight.shape[0], weight.dtype
-    # The weight is needed only for the factors' gradient.
     ctx.save_for_backward(values, offsets, fields, factors, None if factors is None else weight)
 
 
@@ -154,36 +152,30 @@ def _rows_reference(
     return found, sums.to(dtype), df
 
 
-def _backward_of_rows(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward_of_rows(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    *bags, factors, weight = ctx.saved_tensors
+    needs_rows, needs_factors = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
     dw = df = None
-    if dy is not None:
-        values, offsets, fields, factors, weight = ctx.saved_tensors[:5]
-        needs_rows, needs_factors = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        found: tuple[Tensor, Tensor] | None = None
-        if not ctx.own["runs_triton"]:
-            seen = weight if needs_factors else None
-            rows, sums, df = _rows_reference(
-                dy, values, offsets, fields, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype
-            )
-            found = rows, sums
-        else:
-            if needs_rows and ctx.sorted is not None:
-                found = sums_of_rows(dy, ctx.sorted, values, offsets, factors, ctx.mean, ctx.weight_dtype)
-            elif needs_rows:
-                found = values.new_empty(0, dtype=torch.int64), dy.new_empty((0, dy.shape[-1]), dtype=ctx.weight_dtype)
-            if needs_factors:
-                df = embedding_bag_factors(dy, weight, factors, values, offsets, fields, ctx.padding_idx)
-        if needs_rows and found is not None:
-            rows, sums = found
-            dw = torch.sparse_coo_tensor(
-                rows[None], sums, (ctx.classes, sums.shape[1]), is_coalesced=True, check_invariants=False
-            )
-            # torch steals the memory of a sparse gradient without other references, and then loses the coalesced flag.
-            # Holding a reference until the end of the pass forces a copy that keeps the flag: a copy of U rows, instead
-            # of a sort in the optimizer.
-            held = [dw]
-            torch.autograd.Variable._execution_engine.queue_callback(held.clear)
-    return dw, None, None, None, df, None, None, None
+    if not ctx.own["runs_triton"]:
+        seen = weight if needs_factors else None
+        rows, sums, df = _rows_reference(
+            dy, *bags, factors, seen, ctx.classes, ctx.mean, ctx.padding_idx, ctx.weight_dtype
+        )
+    elif needs_factors:
+        df = embedding_bag_factors(dy, weight, factors, *bags, ctx.padding_idx)
+    if needs_rows:
+        if ctx.sorted is not None:
+            rows, sums = sums_of_rows(dy, ctx.sorted, *bags[:2], factors, ctx.mean, ctx.weight_dtype)
+        elif ctx.own["runs_triton"]:
+            rows, sums = bags[0].new_empty(0, dtype=torch.int64), dy.new_empty(0, dy.shape[-1], dtype=ctx.weight_dtype)
+        size = ctx.classes, sums.shape[1]
+        dw = torch.sparse_coo_tensor(rows[None], sums, size, is_coalesced=True, check_invariants=False)
+        # torch steals the memory of a sparse gradient without other references, and then loses the coalesced flag.
+        # Holding a reference until the end of the pass forces a copy that keeps the flag: a copy of U rows, instead
+        # of a sort in the optimizer.
+        held = [dw]
+        torch.autograd.Variable._execution_engine.queue_callback(held.clear)
+    return dw, None, None, None, df
 
 
 bag_of_rows = differentiable_directly(_bag_of_rows_fwd, _save_bags_of_rows, _backward_of_rows)

@@ -120,10 +120,8 @@ def _keys_kernel(
                 q_ptr, do_ptr, lse_ptr, delta_ptr, t, last, stride_qt, stride_qh, stride_dt, stride_dh,
                 N, D, BLOCK_M, BLOCK_D,
             )  # fmt: skip
-            # Equals t + rows // N >= key, without a register per column.
             keep = rows[None, :] >= (tl.where(i < rest, key - t, 0) * N)[:, None]
             if window is not None:
-                # Positions count from the start of the key's sequence, which a suffix continues.
                 theirs = tl.load(first_ptr + t + token, mask=t + token < last, other=0)
                 position = t + token - theirs + tl.where(i < rest, 0, own1 - own0)
                 keep = keep & (position[None, :] - (key - own0)[:, None] < window)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tigon.kernels import (
     Plan,
+    SymInt,
     cdiv,
     differentiable,
     launch,
@@ -57,7 +58,6 @@ TILES_CAPPED = {
 }
 # For fp32: three tensor-core products per product and twice the registers; at 128 some spill.
 TILES_FP32 = {64: Tile(16, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)}
-# Tokens per tile in `_single_keys_kernel`, and rows per tile in `_delta_kernel`.
 SINGLE_TOKENS, DELTA_ROWS = 16, 32
 
 
@@ -149,25 +149,15 @@ def _launch_queries(
     launch(_attend_kernel, (kind, singles, across, short, scores, tiles.shape[0], _key(q, k, v, do, dq)), tensors, plan)
 
 
-def _prefix_attention_fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
-    prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
-    suffix_keys: Tensor | None, start: int, singles: int, across: bool, short: bool, scale: float,
-    softcap: float | None, window: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _prefix_attention_fwd_fake(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), _statistics(q, k)
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor first, Tensor stop, Tensor prefixes, Tensor suffixes, "
-    "Tensor? prefix_queries, Tensor? suffix_queries, Tensor? prefix_keys, Tensor? suffix_keys, SymInt start, "
-    "int singles, bool across, bool short, float scale, float? softcap, int? window) -> (Tensor, Tensor)",
-    _prefix_attention_fwd_fake,
-)
+@launcher(_prefix_attention_fwd_fake)
 def _prefix_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, stop: Tensor, prefixes: Tensor, suffixes: Tensor,
     prefix_queries: Tensor | None, suffix_queries: Tensor | None, prefix_keys: Tensor | None,
-    suffix_keys: Tensor | None, start: int, singles: int, across: bool, short: bool, scale: float,
+    suffix_keys: Tensor | None, start: SymInt, singles: int, across: bool, short: bool, scale: float,
     softcap: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = _unit_strides(q, k, v)
@@ -190,15 +180,10 @@ def _prefix_attention_bwd_fake(
     return dq, dk, dv
 
 
-@launcher(
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor first, Tensor stop, Tensor prefix_queries, "
-    "Tensor suffix_queries, Tensor prefix_keys, Tensor suffix_keys, SymInt start, int singles, bool across, "
-    "bool short, float scale, float? softcap, int? window, bool[] wants) -> (Tensor, Tensor, Tensor)",
-    _prefix_attention_bwd_fake,
-)
+@launcher(_prefix_attention_bwd_fake)
 def _prefix_attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, first: Tensor, stop: Tensor,
-    prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: int,
+    prefix_queries: Tensor, suffix_queries: Tensor, prefix_keys: Tensor, suffix_keys: Tensor, start: SymInt,
     singles: int, across: bool, short: bool, scale: float, softcap: float | None, window: int | None,
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -279,11 +264,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if do is None:
-        return (None,) * 18
     wants = list(ctx.needs_input_grad[:3])
     gradients = _prefix_attention_bwd(do, *ctx.saved_tensors, *ctx.options, wants)
-    return *(g if wanted else None for g, wanted in zip(gradients, wants, strict=True)), *(None,) * 15
+    return tuple(g if wanted else None for g, wanted in zip(gradients, wants, strict=True))
 
 
 _prefix_attention = differentiable(_prefix_attention_fwd, _setup_context, _backward)

@@ -90,11 +90,9 @@ def _attend_kernel(
     token = start + rows // N
     head = g * N + rows % N
     live = token < stop
-    # int64: row · stride reaches 2**31 at 512k tokens with width 4096.
     row = token.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     j = tl.arange(0, BLOCK_N)
-    # Offsets into o and dq, and into the statistics, (G, tokens, N): contiguous per tile.
     of_head = row * H + head
     statistics = (tl.cast(g, tl.int64) * count + start) * N + rows
     first = tl.load(first_ptr + row, mask=live, other=0)

@@ -375,10 +375,7 @@ def _batch_norm_relu_fwd_fake(
     return h.new_empty(h.shape), h.new_empty((2, weight.shape[0]), dtype=torch.float32)
 
 
-@launcher(
-    "(Tensor h, Tensor weight, Tensor bias, Tensor? mean, Tensor? variance, float eps) -> (Tensor, Tensor)",
-    _batch_norm_relu_fwd_fake,
-)
+@launcher(_batch_norm_relu_fwd_fake)
 def _batch_norm_relu_fwd(
     h: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, variance: Tensor | None, eps: float, *,
     running: Running | None = None, momentum: float = 0.0,
@@ -406,11 +403,7 @@ def _batch_norm_relu_bwd_fake(
     return h.new_empty(h.shape if need_dh else 0), sums[0], sums[1]
 
 
-@launcher(
-    "(Tensor dy, Tensor h, Tensor weight, Tensor bias, Tensor stats, bool of_batch, bool need_dh, bool need_sums)"
-    " -> (Tensor, Tensor, Tensor)",
-    _batch_norm_relu_bwd_fake,
-)
+@launcher(_batch_norm_relu_bwd_fake)
 def _batch_norm_relu_bwd(
     dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, of_batch: bool, need_dh: bool, need_sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,7 +114,7 @@ def _crossed_sum_fwd_fake(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Ten
     return x.new_empty(x.shape)
 
 
-@launcher("(Tensor x0, Tensor u, Tensor x, Tensor bias) -> Tensor", _crossed_sum_fwd_fake)
+@launcher(_crossed_sum_fwd_fake)
 def _crossed_sum_fwd(x0: Tensor, u: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     (M, N), y = x.shape, _crossed_sum_fwd_fake(x0, u, x, bias)
     if y.numel():
@@ -135,11 +135,7 @@ def _crossed_sum_bwd_fake(
     return du, dx0, db
 
 
-@launcher(
-    "(Tensor dy, Tensor? ds, Tensor x0, Tensor u, Tensor bias, bool need_dx0, bool need_du, bool need_db) -> "
-    "(Tensor, Tensor, Tensor)",
-    _crossed_sum_bwd_fake,
-)
+@launcher(_crossed_sum_bwd_fake)
 def _crossed_sum_bwd(
     dy: Tensor, ds: Tensor | None, x0: Tensor, u: Tensor, bias: Tensor, need_dx0: bool, need_du: bool, need_db: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,7 +59,7 @@ def _relu_gradient_fake(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return dy.new_empty(dy.shape), dy.new_empty(dy.shape[1])
 
 
-@launcher("(Tensor dy, Tensor y) -> (Tensor, Tensor)", _relu_gradient_fake)
+@launcher(_relu_gradient_fake)
 def _relu_gradient(dy: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     (M, N), (dh, db) = y.shape, _relu_gradient_fake(dy, y)
     if not dy.numel():

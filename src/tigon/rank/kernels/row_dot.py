@@ -108,7 +108,7 @@ def _row_dot_fwd_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@launcher("(Tensor x, Tensor weight) -> Tensor", _row_dot_fwd_fake)
+@launcher(_row_dot_fwd_fake)
 def _row_dot_fwd(x: Tensor, weight: Tensor) -> Tensor:
     (M, K), N, z = x.shape, weight.shape[0], _row_dot_fwd_fake(x, weight)
 
@@ -127,9 +127,7 @@ def _row_dot_bwd_fake(
     return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
-@launcher(
-    "(Tensor dz, Tensor x, Tensor weight, bool need_dx, bool need_dw) -> (Tensor, Tensor)", _row_dot_bwd_fake
-)  # fmt: skip
+@launcher(_row_dot_bwd_fake)
 def _row_dot_bwd(dz: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
     (M, K), N = x.shape, weight.shape[0]
     dx, dw = _row_dot_bwd_fake(dz, x, weight, need_dx, need_dw)

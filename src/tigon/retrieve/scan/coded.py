@@ -43,12 +43,7 @@ def _coded_topk_fake(
     return scores, rows, query.new_empty((B,), dtype=torch.bool)
 
 
-@launcher(
-    "(Tensor query, Tensor items, Tensor codes, Tensor scales, Tensor error, int k, Tensor? attributes, Tensor? table, "
-    "Tensor? bitmaps, Tensor? which, int filters, Tensor? live, Tensor? bias, str kind, float? share) "
-    "-> (Tensor, Tensor, Tensor)",
-    _coded_topk_fake,
-)
+@launcher(_coded_topk_fake)
 def _coded_topk(
     query: Tensor, items: Tensor, codes: Tensor, scales: Tensor, error: Tensor, k: int, attributes: Tensor | None,
     table: Tensor | None, bitmaps: Tensor | None, which: Tensor | None, filters: int, live: Tensor | None,

@@ -65,12 +65,7 @@ def _filtered_topk_fake(
     return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
 
 
-@launcher(
-    "(Tensor query, Tensor items, int k, Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? which, "
-    "int filters, Tensor? live, Tensor? bias, str kind, Tensor? words=None, Tensor? tags=None, Tensor? weights=None, "
-    "int width=0) -> (Tensor, Tensor)",
-    _filtered_topk_fake,
-)
+@launcher(_filtered_topk_fake)
 def _filtered_topk(
     query: Tensor, items: Tensor, k: int, attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None,
     which: Tensor | None, filters: int, live: Tensor | None, bias: Tensor | None, kind: str,

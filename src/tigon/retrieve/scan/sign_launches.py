@@ -109,11 +109,7 @@ def _sign_topk_fake(
     return query.new_empty((B, k), dtype=torch.float32), query.new_empty((B, k), dtype=torch.int64)
 
 
-@launcher(
-    "(Tensor query, Tensor items, Tensor codes, Tensor? scales, Tensor projection, int k, int candidates, "
-    "Tensor? attributes, Tensor? table, Tensor? bitmaps, Tensor? live, Tensor? bias) -> (Tensor, Tensor)",
-    _sign_topk_fake,
-)
+@launcher(_sign_topk_fake)
 def _sign_topk(
     query: Tensor, items: Tensor, codes: Tensor, scales: Tensor | None, projection: Tensor, k: int, candidates: int,
     attributes: Tensor | None, table: Tensor | None, bitmaps: Tensor | None, live: Tensor | None, bias: Tensor | None,
