@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tigon.compress.finding import Left
 from tigon.compress.report import LayerRow, Report, swap
 from tigon.kernels import use_triton
-from tigon.ops.quantized_embedding import quantize_rows, quantized_embedding
+from tigon.ops.quantized_table import quantize_rows, quantized_embedding
 
 
 class ByteEmbedding(nn.Module):

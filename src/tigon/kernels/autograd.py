@@ -70,22 +70,27 @@ def _write_type(hint: str) -> str:
     return _TYPES[hint]
 
 
-def _write_schema(fn: Callable[..., Any]) -> str:
+def _write_schema(fn: Callable[..., Any], rest: str, results: int) -> str:
     """The schema of a function with annotated arguments: "(Tensor x, float eps) -> Tensor"."""
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     arguments = [f"{_write_type(fn.__annotations__[name])} {name}" for name in names]
     defaults = fn.__defaults__ or ()
     for i, value in enumerate(defaults, len(names) - len(defaults)):
         arguments[i] += f"={value}"
-    return f"({', '.join(arguments)}) -> {_write_type(fn.__annotations__['return'])}"
+    returns = f"tuple[{', '.join(['Tensor'] * results)}]" if results else fn.__annotations__["return"]
+    return f"({', '.join([*arguments, rest] if rest else arguments)}) -> {_write_type(returns)}"
 
 
-def launcher(fake: Callable[..., Any], schema: str | None = None) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def launcher(
+    fake: Callable[..., Any], schema: str | None = None, *, rest: str = "", results: int = 0
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Register a launch function as `torch.ops.tigon.<name>`: a direct call in eager mode, the op when traced.
 
     Args:
         fake: same arguments; returns empty outputs with the right shape, dtype and strides.
         schema: arguments and results in torch's schema language, by default from the function's annotations.
+        rest: the arguments behind `*args`, likewise: "bool mean, float scale".
+        results: the number of tensors that a function with results `tuple[Tensor, ...]` returns.
 
     The first argument must be a tensor; its device becomes the current device. Keyword-only arguments are not in the
     schema: a call with keywords runs the function directly.
@@ -102,7 +107,7 @@ def launcher(fake: Callable[..., Any], schema: str | None = None) -> Callable[[C
                     return fn(*args, **own)
             return fn(*args, **own)
 
-        _library.define(name + (schema or _write_schema(fn)))
+        _library.define(name + (schema or _write_schema(fn, rest, results)))
         _library.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tigon::{name}", fake, lib=_library)
         op = getattr(torch.ops.tigon, name).default

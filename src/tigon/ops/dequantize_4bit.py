@@ -72,7 +72,7 @@ class FourBit:
         return w if w.dtype == dtype else w.to(dtype)
 
     @classmethod
-    def of(cls, weight: Any) -> FourBit:
+    def from_parameter(cls, weight: Any) -> FourBit:
         """Wrap the weight of a bitsandbytes 4-bit layer, a `Params4bit`, without copying.
 
         Raises: ValueError if the weight has no `quant_state` yet: bitsandbytes quantizes when the layer is moved to a
@@ -101,8 +101,9 @@ def dequantize_4bit(weight: FourBit) -> Tensor:
     Returns: weight.shape in weight.dtype; bitwise equal to bitsandbytes on the same device.
     Raises: nothing; `FourBit` validates when constructed.
 
-    With `FourBit.of(weight)` equivalent to `bitsandbytes.functional.dequantize_4bit`. The code below is for unquantized
-    maxima.
+    With `FourBit.from_parameter(weight)` equivalent to `bitsandbytes.functional.dequantize_4bit`. The code below is for
+    unquantized maxima.
+
 
     Replaces::
 

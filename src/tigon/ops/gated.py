@@ -53,7 +53,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, gate_multiplier: float = 1
 
         y = F.silu(gate * gate_multiplier) * up * multiplier
     """
-    return _checked("swiglu", gate, up, "silu", gate_multiplier, multiplier)
+    return _run("swiglu", gate, up, "silu", gate_multiplier, multiplier)
 
 
 def geglu(
@@ -78,7 +78,7 @@ def geglu(
     """
     if approximate not in GELU:
         raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
-    return _checked("geglu", gate, up, GELU[approximate], gate_multiplier, multiplier)
+    return _run("geglu", gate, up, GELU[approximate], gate_multiplier, multiplier)
 
 
 def reglu(
@@ -105,7 +105,7 @@ def reglu(
 
         y = F.relu(gate).square() * up
     """
-    return _checked("reglu", gate, up, "relu2" if squared else "relu", gate_multiplier, multiplier)
+    return _run("reglu", gate, up, "relu2" if squared else "relu", gate_multiplier, multiplier)
 
 
 def gated_unit(
@@ -123,10 +123,10 @@ def gated_unit(
 
         y = F.silu(gate) * up
     """
-    return _checked("gated_unit", gate, up, checked_act("gated_unit", act), gate_multiplier, multiplier)
+    return _run("gated_unit", gate, up, checked_act("gated_unit", act), gate_multiplier, multiplier)
 
 
-def _checked(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
+def _run(name: str, gate: Tensor, up: Tensor | None, act: str, gate_multiplier: float, multiplier: float) -> Tensor:
     if not gate.dtype.is_floating_point:
         raise ValueError(f"{name}: gate must have a float dtype, got {gate.dtype}.")
     if up is None:
@@ -270,7 +270,7 @@ def laid_out(
     return tensors[0].shape[0], N, tuple([None if t is None else t.stride(0) for t in tensors]), tensors  # type: ignore[union-attr]
 
 
-def unit_of(N: int, strides: tuple[int | None, ...]) -> int:
+def choose_unit(N: int, strides: tuple[int | None, ...]) -> int:
     """Return the elements per unit of N and the strides: 8 if all are multiples of 8 but not all of 16, else 1."""
     return 8 if math.gcd(N, *(s or 0 for s in strides)) % 16 == 8 else 1
 
@@ -283,7 +283,7 @@ def launch_gated(
     M, N, strides, tensors = laid_out(tensors, N, packed)
 
     def plan() -> Plan:
-        unit = unit_of(N, strides)
+        unit = choose_unit(N, strides)
         block, warps = _tile(act, M, N, tensors[0].device)  # type: ignore[union-attr]
         factors = (None if f == 1.0 else f for f in (gate_multiplier, multiplier))
         sizes = (None if n is None else n // unit for n in (N, *strides))

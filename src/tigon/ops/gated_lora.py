@@ -273,7 +273,7 @@ def gated_lora_backward(
     dy: (M, N), the gradient of the unit's result without the part from its adapter, the third in `added`, whose b is
         (r, N); the whole gradient if that is None. y may be dy. All (M, N) tensors are contiguous.
     """
-    block_m, block_n, warps = _tile(_padded(added))
+    block_m, block_n, warps = _tile(_pad_rank(added))
     _backward(dy, gate, up, added, act, into, y, None, (block_m, block_n, block_m, 1), {"num_warps": warps})
 
 
@@ -315,7 +315,7 @@ def gated_lora_gradients(
             if empty is not None:
                 empty.zero_()
         return found
-    R, block_m, block_n = _padded(added), 16, 128
+    R, block_m, block_n = _pad_rank(added), 16, 128
     blocks, steps = cdiv(N, block_n), cdiv(M, block_m)
     # Six programs per multiprocessor: three run at a time, and the second half evens out their run times.
     rows = cdiv(steps, max(1, min(steps, 6 * multiprocessors(gate.device) // blocks))) * block_m
@@ -347,7 +347,7 @@ def _ranks(added: Adapters) -> tuple[int, int, int]:
     return gate.b.shape[1], up.b.shape[1], 1 if behind is None else behind.b.shape[0]
 
 
-def _padded(added: Adapters) -> int:
+def _pad_rank(added: Adapters) -> int:
     """The tiles' rank: tensor cores multiply with inner size 16."""
     return max(16, next_power_of_2(max(_ranks(added))))
 
@@ -372,7 +372,7 @@ def _backward(
 
     def plan() -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         arguments = (
-            M, N, rows, *strides, *scales, *ranks, ACTS[act].tile, _padded(added), b, a, t, block_m, block_n, stages
+            M, N, rows, *strides, *scales, *ranks, ACTS[act].tile, _pad_rank(added), b, a, t, block_m, block_n, stages
         )  # fmt: skip
         return cdiv(N, block_n) * cdiv(M, rows), arguments, options
 

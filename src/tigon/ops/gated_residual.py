@@ -23,7 +23,7 @@ from tigon.kernels import (
     tl,
     use_triton,
 )
-from tigon.ops.gated import laid_out, unit_of
+from tigon.ops.gated import choose_unit, laid_out
 
 
 def gated_residual(x: Tensor | None, gate: Tensor, f: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor | None, ...]) -> None:
     M, N, strides, tensors = laid_out(tensors, first.shape[-1] if first.dim() else 1)
 
     def plan() -> Plan:
-        unit = unit_of(N, strides)
+        unit = choose_unit(N, strides)
         block, warps = _tile(M, N, first.device)
         sizes = (None if n is None else n // unit for n in (N, *strides))
         return M * cdiv(N, block), (*sizes, unit, block), {"num_warps": warps}

@@ -316,7 +316,7 @@ class _Cut(NamedTuple):
     stages: int
 
 
-def _fitted(size: int, most: int, least: int) -> int:
+def _fit_block(size: int, most: int, least: int) -> int:
     """Largest power of two from `least` to `most` whose blocks leave at most an eighth empty; else `most`."""
     block = most
     while block >= least:
@@ -337,8 +337,8 @@ def _cut(slabs: int, D: int, S: int, itemsize: int, inputs: int, processors: int
     block_c = min(next_power_of_2(D), numbers // block_s)
     if not whole:
         # A power of two may leave half a tile empty. Smaller tiles leave less empty, but need enough work per step.
-        fitted_s = _fitted(S, block_s, 64)
-        fitted_c = _fitted(D, min(next_power_of_2(D), numbers // fitted_s), 1)
+        fitted_s = _fit_block(S, block_s, 64)
+        fitted_c = _fit_block(D, min(next_power_of_2(D), numbers // fitted_s), 1)
         if fitted_s * fitted_c >= 2048:
             block_s, block_c = fitted_s, fitted_c
     blocks_c, blocks_s = cdiv(D, block_c), cdiv(S, block_s)

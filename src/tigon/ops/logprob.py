@@ -36,7 +36,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.tiles.cap import cap
 from tigon.kernels.tiles.constants import LN2
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.moments import moments_of_parts, row_moments
 from tigon.kernels.tiles.parts import locate_part_of_row
 from tigon.ops.targets import checked_target
@@ -362,8 +362,8 @@ def _logprob_bwd_kernel(
                 logits_ptr, dlogits_ptr, 0, edge, real, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
                 row, stride_p, stride_e, 0, 0, softcap, unit, k, SOFTCAP,
             )  # fmt: skip
-        logits_ptr = aligned(logits_ptr, first)
-        dlogits_ptr = aligned(dlogits_ptr, first)
+        logits_ptr = align(logits_ptr, first)
+        dlogits_ptr = align(dlogits_ptr, first)
         stride_m, stride_dm = 0, 0
     _write_gradient(
         logits_ptr, dlogits_ptr, first, cols, cols < width, target, counts, dlogprob_ptr, dentropy_ptr, stats_ptr,
@@ -444,12 +444,12 @@ def _launch_parts(
     key = *key, parts
     partial = torch.empty(M * 4 * count, dtype=torch.float32, device=logits.device)  # type: ignore[union-attr]
 
-    def of_parts() -> Plan:
+    def plan_parts() -> Plan:
         depth, block, warps = part_tile(*_fwd_tile(sizes[0], sizes[3]))
         wanted = values[1] is not None, values[4] is not None
         return M * count, (*sizes, count, width, capped, *wanted, edges, depth, block), {"num_warps": warps}
 
-    launch(_logprob_parts_kernel, key, (logits, target, partial), of_parts)
+    launch(_logprob_parts_kernel, key, (logits, target, partial), plan_parts)
     launch(
         _logprob_fold_kernel, key, (*tensors, partial),
         lambda: (M, (*sizes, count, capped, most), {"num_warps": fold_warps(most)}),
@@ -458,7 +458,7 @@ def _launch_parts(
 
 def logprob_gradient_rows(
     logits: Tensor, target: Tensor, stats: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None,
-    dlogits: Tensor, ignore_index: int, temperature: float, softcap: float, scale: float, *, merged: bool = False,
+    dlogits: Tensor, *options: Any, merged: bool = False,
 ) -> None:  # fmt: skip
     """dlogits = dlogprob · d(logprob)/d(logits) + dentropy · d(entropy)/d(logits) for (M, V) rows; may be the logits.
 
@@ -470,10 +470,9 @@ def logprob_gradient_rows(
         return
     if stats is None or not use_triton(logits):
         known = stats if merged else None
-        dlogits.copy_(
-            _gradient_reference(logits, target, dlogprob, dentropy, ignore_index, temperature, softcap, scale, known)
-        )
+        dlogits.copy_(_gradient_reference(logits, target, dlogprob, dentropy, *options, known))
         return
+    ignore_index, temperature, softcap, scale = options
     strides = tuple(0 if d is None else d.stride(0) for d in (dlogprob, dentropy))
     units = _units(temperature, softcap, scale)
     apart = uneven(logits, dlogits)
@@ -488,6 +487,9 @@ def logprob_gradient_rows(
     launch(_logprob_bwd_kernel, key, (logits, target, dlogprob, dentropy, stats, dlogits), plan)
 
 
+_OPTIONS = "int ignore_index, float temperature, float softcap, float scale"
+
+
 def _logprob_fwd_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, ...]:
     one = logits.new_empty(target.shape, dtype=torch.float32)
     top1 = logits.new_empty(target.shape, dtype=torch.bool)
@@ -495,11 +497,7 @@ def _logprob_fwd_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, 
     return one, torch.empty_like(one), torch.empty_like(one), top1, torch.empty_like(one), stats
 
 
-@launcher(
-    _logprob_fwd_fake,
-    "(Tensor logits, Tensor target, int ignore_index, float temperature, float softcap, float scale)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@launcher(_logprob_fwd_fake, rest=_OPTIONS, results=6)
 def _logprob_fwd(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
     *results, stats = _logprob_fwd_fake(logits, target, *options)
     if logits.numel():
@@ -514,11 +512,7 @@ def _logprob_bwd_fake(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@launcher(
-    _logprob_bwd_fake,
-    "(Tensor logits, Tensor target, Tensor stats, Tensor? dlogprob, Tensor? dentropy, int ignore_index,"
-    " float temperature, float softcap, float scale) -> Tensor",
-)
+@launcher(_logprob_bwd_fake, rest=_OPTIONS)
 def _logprob_bwd(
     logits: Tensor, target: Tensor, stats: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, *options: Any
 ) -> Tensor:

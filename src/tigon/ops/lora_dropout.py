@@ -62,7 +62,7 @@ class Masks(NamedTuple):
     row: int = 0
     kernels: bool = False
 
-    def of(self, positions: Sequence[int], row: int = 0) -> Masks:
+    def select(self, positions: Sequence[int], row: int = 0) -> Masks:
         """The masks for these layers only, for a tile that starts at `row`."""
         layers, thresholds = (tuple(numbers[i] for i in positions) for numbers in (self.layers, self.thresholds))
         return self._replace(layers=layers, thresholds=thresholds, row=row)
@@ -159,22 +159,22 @@ def _numbers(ranks: Sequence[int], masks: Masks) -> tuple[list[int], list[int], 
 
 def dropped_product_reference(x: Tensor, a: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
     own = a.to(_wide(x)).split(list(ranks))
-    return torch.cat([_dropped(x, masks, i) @ part.t() for i, part in enumerate(own)], 1).to(dtype)
+    return torch.cat([_drop(x, masks, i) @ part.t() for i, part in enumerate(own)], 1).to(dtype)
 
 
 def dropped_outer_reference(u: Tensor, a: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
     total = u.new_zeros((u.shape[0], a.shape[1]), dtype=_wide(u))
     for i, (left, right) in enumerate(zip(u.split(list(ranks), 1), a.split(list(ranks)), strict=True)):
-        total += _dropped(left.to(total.dtype) @ right.to(total.dtype), masks, i)
+        total += _drop(left.to(total.dtype) @ right.to(total.dtype), masks, i)
     return total.to(dtype)
 
 
 def dropped_gradient_reference(u: Tensor, x: Tensor, ranks: Sequence[int], masks: Masks, dtype: torch.dtype) -> Tensor:
     own = u.to(_wide(x)).split(list(ranks), 1)
-    return torch.cat([part.t() @ _dropped(x, masks, i) for i, part in enumerate(own)]).to(dtype)
+    return torch.cat([part.t() @ _drop(x, masks, i) for i, part in enumerate(own)]).to(dtype)
 
 
-def _dropped(x: Tensor, masks: Masks, i: int) -> Tensor:
+def _drop(x: Tensor, masks: Masks, i: int) -> Tensor:
     # A select, not a product with the mask: 0 · inf would be NaN.
     return torch.where(keep_mask(masks, i, *x.shape), x.to(_wide(x)), 0.0)
 

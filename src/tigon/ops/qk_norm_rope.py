@@ -359,25 +359,25 @@ def _strides(x: Tensor | None, unsqueeze_dim: int) -> tuple[int, int, int]:
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(3 - unsqueeze_dim), x.stride(unsqueeze_dim))
 
 
-def _qk_norm_rope_fwd_fake(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
-    rounded: bool, unsqueeze_dim: int, interleaved: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return like(q, dtype), like(k, dtype)
+_OPTIONS = "float eps, float offset, bool rounded, int unsqueeze_dim, bool interleaved"
 
 
-@launcher(_qk_norm_rope_fwd_fake)
+def _qk_norm_rope_fwd_fake(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return like(q, others[-1]), like(k, others[-1])
+
+
+@launcher(_qk_norm_rope_fwd_fake, rest=f"{_OPTIONS}, ScalarType dtype")
 def _qk_norm_rope_fwd(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
-    rounded: bool, unsqueeze_dim: int, interleaved: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    eps, offset, rounded, unsqueeze_dim, interleaved, dtype = options
     yq, yk = like(q, dtype), like(k, dtype)
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
     # This key determines the copies below and the outputs' strides.
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
-        cos.dtype, sin.dtype, eps, offset, rounded, unsqueeze_dim, interleaved, dtype,
+        cos.dtype, sin.dtype, *options,
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
@@ -400,10 +400,8 @@ def _qk_norm_rope_fwd(
 
 
 def _qk_norm_rope_bwd_fake(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, dyq: Tensor | None,
-    dyk: Tensor | None, eps: float, offset: float, rounded: bool, unsqueeze_dim: int, interleaved: bool,
-    need: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, need: list[bool], *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         like(q, q.dtype) if need[0] else q.new_empty(0), like(k, k.dtype) if need[1] else q.new_empty(0),
         torch.empty_like(q_weight) if need[2] else q.new_empty(0),
@@ -411,18 +409,15 @@ def _qk_norm_rope_bwd_fake(
     )  # fmt: skip
 
 
-@launcher(_qk_norm_rope_bwd_fake)
+@launcher(_qk_norm_rope_bwd_fake, rest=_OPTIONS)
 def _qk_norm_rope_bwd(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, dyq: Tensor | None,
-    dyk: Tensor | None, eps: float, offset: float, rounded: bool, unsqueeze_dim: int, interleaved: bool,
-    need: list[bool],
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, need: list[bool], cos: Tensor, sin: Tensor,
+    dyq: Tensor | None, dyk: Tensor | None, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """need: dq, dk, dWq, dWk. dq and dWq need dyq; dk and dWk need dyk."""
     need_dq, need_dk, need_dwq, need_dwk = need
-    results = _qk_norm_rope_bwd_fake(
-        q, k, q_weight, k_weight, cos, sin, dyq, dyk, eps, offset, rounded, unsqueeze_dim, interleaved, need
-    )
-    dq, dk, dwq, dwk = results
+    eps, offset, rounded, unsqueeze_dim, interleaved = options
+    dq, dk, dwq, dwk = results = _qk_norm_rope_bwd_fake(q, k, q_weight, k_weight, need)
     if q.numel() == 0 and k.numel() == 0:
         dwq.zero_()
         dwk.zero_()
@@ -433,7 +428,7 @@ def _qk_norm_rope_bwd(
     key = (
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), q_weight.dtype, cos.shape, cos.stride(), sin.stride(),
         cos.dtype, sin.dtype, *((None, None) if dy is None else (dy.stride(), dy.dtype) for dy in (dyq, dyk)),
-        eps, offset, rounded, unsqueeze_dim, interleaved, *need,
+        *options, *need,
     )  # fmt: skip
     cos, sin = unit_strides_alike(cos, sin)
     q, k, q_weight, k_weight = unit_stride(q), unit_stride(k), unit_stride(q_weight), unit_stride(k_weight)
@@ -469,17 +464,16 @@ def _qk_norm_rope_bwd(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, _ = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.options = inputs[6:11]
+    ctx.save_for_backward(*inputs[:6])
 
 
 def _backward(ctx: Any, dyq: Tensor | None, dyk: Tensor | None) -> tuple[Tensor | None, ...]:
     need = [n and dy is not None for n, dy in zip(ctx.needs_input_grad[:4], (dyq, dyk, dyq, dyk), strict=True)]
     if not any(need):
         return ()
-    gradients = _qk_norm_rope_bwd(
-        *ctx.saved_tensors, dyq, dyk, ctx.eps, ctx.offset, ctx.rounded, ctx.unsqueeze_dim, ctx.interleaved, need
-    )
+    *inputs, cos, sin = ctx.saved_tensors
+    gradients = _qk_norm_rope_bwd(*inputs, need, cos, sin, dyq, dyk, *ctx.options)
     return tuple(g if n else None for g, n in zip(gradients, need, strict=True))
 
 

@@ -116,17 +116,17 @@ def rope(
     planes = (-1, -1) if section is None else _planes(section, cos)
     check_rotary("rope", q, k, cos, sin, unsqueeze_dim, 1 if section is None else 3)
     if not use_triton(q, k, cos, sin):
-        rotated: tuple[Tensor, Tensor] | Tensor = _rotated(q, k, cos, sin, unsqueeze_dim, config)
+        rotated: tuple[Tensor, Tensor] | Tensor = _rotate(q, k, cos, sin, unsqueeze_dim, config)
         return rotated
     options: Any = (unsqueeze_dim, config.interleaved, *planes, config.arithmetic == "native", False)
     # A launch takes a single dtype for x and for y; a k with another dtype gets a separate launch.
     turned: tuple[Tensor, Tensor] = _rope(
-        q, k if k is not None and k.dtype == q.dtype else None, cos, sin, *options, _promoted(q, cos)
+        q, k if k is not None and k.dtype == q.dtype else None, cos, sin, *options, _promote(q, cos)
     )
     if k is None:
         return turned[0]
     if k.dtype != q.dtype:
-        return turned[0], _rope(k, None, cos, sin, *options, _promoted(k, cos))[0]
+        return turned[0], _rope(k, None, cos, sin, *options, _promote(k, cos))[0]
     return turned
 
 
@@ -177,17 +177,17 @@ def _planes(section: Sequence[int], cos: Tensor) -> tuple[int, int]:
     return section[0], section[0] + section[1]
 
 
-def _promoted(x: Tensor, cos: Tensor) -> torch.dtype:
+def _promote(x: Tensor, cos: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == cos.dtype else torch.promote_types(x.dtype, cos.dtype)
 
 
 def rope_reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, config: Rope = DEFAULT
 ) -> Any:
-    return _rotated(q, k, *config.spread(cos, sin), unsqueeze_dim, config)
+    return _rotate(q, k, *config.spread(cos, sin), unsqueeze_dim, config)
 
 
-def _rotated(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, config: Rope) -> Any:
+def _rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, config: Rope) -> Any:
     """The operator in plain PyTorch; cos and sin hold each angle twice."""
     interleaved, section = config.interleaved, config.mrope_section
     if section is not None:
@@ -306,10 +306,11 @@ def like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)  # the kernels write unit strides
 
 
-def _rope_fake(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
-    third: int, native: bool, inverse: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+_OPTIONS = "int unsqueeze_dim, bool interleaved, int second, int third, bool native, bool inverse, ScalarType dtype"
+
+
+def _rope_fake(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    unsqueeze_dim, *_, inverse, dtype = options
     if not inverse:
         return like(q, dtype), q.new_empty(0) if k is None else like(k, dtype)
     # Token-major for any gradient layout: the projection's backward then needs no copy.
@@ -323,15 +324,12 @@ def _rope_fake(
     return yq, torch.empty_strided((B, K, T, D), (T * K * D, D, K * D, 1), dtype=dtype, device=q.device)
 
 
-@launcher(_rope_fake)
-def _rope_launch(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool, second: int,
-    third: int, native: bool, inverse: bool, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    yq, yk = _rope_fake(q, k, cos, sin, unsqueeze_dim, interleaved, second, third, native, inverse, dtype)
+@launcher(_rope_fake, rest=_OPTIONS)
+def _rope_launch(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    unsqueeze_dim, interleaved, second, third, native, inverse, _ = options
+    yq, yk = _rope_fake(q, k, cos, sin, *options)
     if yq.numel() == 0 and yk.numel() == 0:
         return yq, yk
-    options = unsqueeze_dim, interleaved, second, third, native, inverse, dtype
     key = (
         options, q.shape, q.stride(), q.dtype, cos.shape, cos.stride(), sin.stride(), cos.dtype, sin.dtype,
         None if k is None else (k.shape, k.stride()),

@@ -62,7 +62,7 @@ def _statistics_reference(
     logits: Tensor, labels: Tensor, temperature: float, softcap: float, scale: float, along: bool, total: bool
 ) -> Tensor:
     k = _units(temperature, softcap, scale)[2]
-    z = _capped(logits, softcap, scale)
+    z = _cap(logits, softcap, scale)
     top = z.amax(-1, keepdim=True).clamp(min=LEAST)
     power = (z - top) * k
     e = torch.exp2(power)
@@ -76,7 +76,7 @@ def _statistics_reference(
     return torch.where((labels == IGNORED).unsqueeze(-1), 0.0, torch.stack(found, -1))
 
 
-def _capped(logits: Tensor, softcap: float, scale: float) -> Tensor:
+def _cap(logits: Tensor, softcap: float, scale: float) -> Tensor:
     """Return the statistics' z: capped logits or, without a cap, logits before the scale."""
     return _cap_reference(logits, softcap, scale)[0] if softcap else logits
 

@@ -231,11 +231,11 @@ def _sparsemax_fwd(x: Tensor) -> Tensor:
         launch(_sparsemax_wide_fwd_kernel, key, (x, y), lambda: (M, (N, stride, 8192), {"num_warps": 32}))
     else:
 
-        def tiled() -> Plan:
+        def plan_tile() -> Plan:
             block_m, block_n, warps = _fwd_tile(N)
             return cdiv(M, block_m), (M, N, stride, block_m, block_n), {"num_warps": warps}
 
-        launch(_sparsemax_fwd_kernel, key, (x, y), tiled)
+        launch(_sparsemax_fwd_kernel, key, (x, y), plan_tile)
     return y
 
 
@@ -253,11 +253,11 @@ def _sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     # dx is dense. An expanded dy has no unit stride, and `view_rows` copies it.
     strides = dy.stride(0), y.stride(0)
 
-    def tiled() -> Plan:
+    def plan_tile() -> Plan:
         block_m, block_n, warps = _bwd_tile(N)
         return cdiv(M, block_m), (M, N, *strides, block_m, block_n), {"num_warps": warps}
 
-    launch(_sparsemax_bwd_kernel, (M, N, *strides, dy.dtype, y.dtype), (dy, y, dx), tiled)
+    launch(_sparsemax_bwd_kernel, (M, N, *strides, dy.dtype, y.dtype), (dy, y, dx), plan_tile)
     return dx
 
 

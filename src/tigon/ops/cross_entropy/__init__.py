@@ -159,7 +159,7 @@ def cross_entropy(
     # From here on 0.0 means no softcap: an operator's schema has floats, and the kernel a branch.
     options = (ignore_index, config.label_smoothing, config.z_loss, config.softcap or 0.0, config.scale)
     if not use_triton(logits, weight):
-        return _composed(logits, target, weight, reduction, divisor, details, *options)
+        return _compose(logits, target, weight, reduction, divisor, details, *options)
     if divisor is not None:
         if isinstance(divisor, Tensor):
             divisor = divisor.detach().to(logits.device)
@@ -171,7 +171,7 @@ def cross_entropy(
     return CrossEntropyDetails(loss, *(t.detach() for t in others))
 
 
-def _composed(
+def _compose(
     logits: Tensor, target: Tensor, weight: Tensor | None, reduction: str, divisor: Tensor | float | None,
     details: bool, *options: Any,
 ) -> Tensor | CrossEntropyDetails:  # fmt: skip

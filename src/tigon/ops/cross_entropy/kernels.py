@@ -17,7 +17,7 @@ from __future__ import annotations
 from tigon.kernels import do_not_specialize, jit, tl
 from tigon.kernels.tiles.cap import cap
 from tigon.kernels.tiles.constants import LN2, LOG2E, LOWEST
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.loss import row_loss
 
 NOWHERE = tl.constexpr(2**31 - 1)  # a column beyond every row
@@ -113,7 +113,7 @@ def row_sums(
     body_ptr = logits_ptr
     if EDGES:
         first, width = split(logits_ptr, V)
-        body_ptr = aligned(logits_ptr, first)
+        body_ptr = align(logits_ptr, first)
     for start in range(0, width, DEPTH * BLOCK):
         mask = start + tile < width
         # -inf in masked lanes wins no maximum, and has an exponential of 0.
@@ -453,8 +453,8 @@ def _cross_entropy_bwd_kernel(
                 logits_ptr, dlogits_ptr, rows, 0, 0, 0, edge, real, inside, counts, target, weight_ptr,
                 top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale, SMOOTHING, SOFTCAP,
             )  # fmt: skip
-        logits_ptr = aligned(logits_ptr, first)
-        dlogits_ptr = aligned(dlogits_ptr, first)
+        logits_ptr = align(logits_ptr, first)
+        dlogits_ptr = align(dlogits_ptr, first)
     _write_gradient(
         logits_ptr, dlogits_ptr, rows, stride_m, stride_dm, first, cols, cols < width, inside, counts, target,
         weight_ptr, top, log2_sum, mass, on_target, factor, classes, smoothing, z_loss, softcap, scale,
@@ -488,7 +488,7 @@ def _cross_entropy_grad_kernel(
         width = V
         if EDGES:
             first, width = split(row_ptr, V)
-            body_ptr = aligned(row_ptr, first)
+            body_ptr = align(row_ptr, first)
             blocks = tl.cdiv(width, DEPTH * BLOCK)
         target = tl.load(target_ptr + row)
         if target == ignore_index:

@@ -78,15 +78,15 @@ def _grad_tile(V: int, softcap: float, smoothing: float) -> tuple[int, int, int,
 
 def cross_entropy_rows(
     logits: Tensor, target: Tensor, loss: Tensor, stats: Tensor | None, factor: Tensor | None, gradient: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    *options: Any,
 ) -> None:  # fmt: skip
     """Write each row's loss. With `gradient`, overwrite the logits by d(loss)/d(logits), times `factor`.
 
     logits: (M, V) with unit stride along V, overwritten if `gradient`; target, loss: (M,), dense.
     stats: (4 + 2 M,), filled for the backward kernel, or None; Triton only, without `gradient`.
     factor: None, 0-d, or (M,) with a factor per row.
+    options: ignore_index, label_smoothing, z_loss, softcap, scale.
     """
-    options = (ignore_index, label_smoothing, z_loss, softcap, scale)
     if not use_triton(logits):
         for part in _cache_sized(logits):
             here = factor[part] if factor is not None and factor.dim() else factor
@@ -107,6 +107,7 @@ def cross_entropy_rows(
         factor = loss.new_ones(()) if factor is None else factor
         _launch_gradient(factor, logits, target, None, stats, logits, False, *options)
         return
+    _, label_smoothing, _, softcap, _ = options
     warps, depth, block, programs, keep, drop, back = _grad_tile(V, softcap, label_smoothing)
     edges = uneven(logits)
     # Without a limit three rows would share an SM, where the registers of the even-row kernel allow two: beyond 64 KiB,
@@ -152,11 +153,11 @@ def _cache_sized(logits: Tensor) -> list[slice]:
 
 def _launch_rows(
     logits: Tensor, target: Tensor, weight: Tensor | None, loss: Tensor, stats: Tensor | None, z: Tensor | None,
-    predicted: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    predicted: Tensor | None, *options: Any,
 ) -> None:  # fmt: skip
     """Write each row's loss, and stats, z-loss and predicted class unless None."""
-    M, V = logits.shape
-    sizes = V, logits.stride(0), ignore_index, label_smoothing, z_loss, softcap, scale
+    (M, V), (_, label_smoothing, _, softcap, _) = logits.shape, options
+    sizes = V, logits.stride(0), *options
     branches = label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3
     edges = uneven(logits)
     tensors = (logits, target, weight, loss, stats, z, predicted)
@@ -179,18 +180,17 @@ def _launch_rows(
     launch(_cross_entropy_narrow_fwd_kernel if V <= NARROW else _cross_entropy_fwd_kernel, key, tensors, plan)
 
 
-def _launch_reduction(
-    rows: Tensor, z_rows: Tensor | None, target: Tensor, weight: Tensor | None, predicted: Tensor | None,
-    divisor: Tensor | None, loss: Tensor | None, z: Tensor | None, accuracy: Tensor | None, stats: Tensor,
-    mean: bool, V: int, ignore_index: int,
-) -> None:  # fmt: skip
+def _launch_reduction(inputs: tuple[Any, ...], results: tuple[Any, ...], mean: bool, V: int, ignore_index: int) -> None:
+    """inputs: rows, z_rows, target, weight, predicted, divisor. results: loss, z, accuracy, stats."""
+    rows, z_rows, target, weight, predicted, divisor = inputs
+    loss, z, accuracy, _ = results
     M = target.shape[0]
     # For few rows a second launch would take longer than the sum. On 16 warps 4096 rows are 8 per thread, with up to
     # five sums each.
     block = 4096 if M > 1024 else 1024
     parts = 1 if M <= ONE_PROGRAM else min(256, cdiv(M, block))
     partial = rows.new_empty(5 * parts) if parts > 1 else None
-    tensors = (rows, z_rows, target, weight, predicted, divisor, partial, loss, z, accuracy, stats)
+    tensors = (*inputs, partial, *results)
     dtypes = [target.dtype, *(None if t is None else t.dtype for t in (weight, divisor))]
     key = (M, V, ignore_index, mean, *dtypes, *(t is None for t in (z_rows, predicted, loss, z, accuracy)))
     sizes = M, parts, V, ignore_index, mean
@@ -233,7 +233,7 @@ def _forward(
     if reduction != "none" or details:
         out, z_out = (loss, z) if reduction != "none" else (None, None)
         inputs = rows, z_rows, target, weight, predicted, divisor
-        _launch_reduction(*inputs, out, z_out, accuracy, stats, mean, V, options[0])
+        _launch_reduction(inputs, (out, z_out, accuracy, stats), mean, V, options[0])
     return outputs
 
 
@@ -246,22 +246,16 @@ def _fwd_fake(
     return loss, stats
 
 
-def _details_fake(
-    logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
-    *options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    loss, stats = _fwd_fake(logits, target, weight, divisor, reduction, inplace)
+def _details_fake(logits: Tensor, target: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    loss, stats = _fwd_fake(logits, target, *others)
     predicted = logits.new_empty(target.shape, dtype=torch.int64)
     return loss, torch.empty_like(loss), logits.new_empty((), dtype=torch.float32), predicted, stats
 
 
-_ARGUMENTS = (
-    "(Tensor logits, Tensor target, Tensor? weight, Tensor? divisor, str reduction, bool inplace, int ignore_index,"
-    " float label_smoothing, float z_loss, float softcap, float scale)"
-)
+_OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, float scale"
 
 
-@launcher(_fwd_fake, _ARGUMENTS + " -> (Tensor, Tensor)")
+@launcher(_fwd_fake, rest=_OPTIONS, results=2)
 def _cross_entropy_fwd(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
     *options: Any,
@@ -269,7 +263,7 @@ def _cross_entropy_fwd(
     return _forward(logits, target, weight, divisor, reduction, False, *options)
 
 
-@launcher(_details_fake, _ARGUMENTS + " -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+@launcher(_details_fake, rest=_OPTIONS, results=5)
 def _cross_entropy_details_fwd(
     logits: Tensor, target: Tensor, weight: Tensor | None, divisor: Tensor | None, reduction: str, inplace: bool,
     *options: Any,
@@ -281,11 +275,7 @@ def _bwd_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@launcher(
-    _bwd_fake,
-    "(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, Tensor stats, bool mean, int ignore_index,"
-    " float label_smoothing, float z_loss, float softcap, float scale) -> Tensor",
-)
+@launcher(_bwd_fake, rest=_OPTIONS)
 def _cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, mean: bool, *options: Any
 ) -> Tensor:
@@ -298,8 +288,7 @@ def _cross_entropy_bwd(
 
 def _launch_gradient(
     dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, stats: Tensor, dx: Tensor, mean: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float, *,
-    classes: int | None = None,
+    *options: Any, classes: int | None = None,
 ) -> None:  # fmt: skip
     """dx (M, V) = dloss · d(loss)/dx; dx may be x. classes: over all shards together, None if V covers all."""
     if not x.numel():
@@ -309,14 +298,13 @@ def _launch_gradient(
     rows = dloss if same else dloss.reshape(-1)
     target = target.reshape(-1).contiguous()
     weight = weight if weight is None else weight.contiguous()
-    M, V = x.shape
+    (M, V), (_, label_smoothing, _, softcap, _) = x.shape, options
     warps, block_m, block_n = _bwd_tile(V)
     between = uneven(x, dx)
     block_m, body = (1, V // 4 * 4) if between else (block_m, V)
     arguments = (
         M, V, V if classes is None else classes, 0 if same else rows.stride(0), x.stride(0), dx.stride(0),
-        ignore_index, label_smoothing, z_loss, softcap, scale,
-        mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, between, block_m, block_n,
+        *options, mean, label_smoothing != 0.0, softcap != 0.0, 2 if weight is None else 3, between, block_m, block_n,
     )  # fmt: skip
     plan = cdiv(M, block_m) * cdiv(body, block_n), arguments, {"num_warps": warps}
     key = (arguments, rows.dtype, x.dtype, target.dtype, None if weight is None else weight.dtype)

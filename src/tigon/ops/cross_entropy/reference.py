@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +54,10 @@ def _cap_reference(logits: Tensor, softcap: float, scale: float) -> tuple[Tensor
 
 
 def rows_reference(
-    logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    logits: Tensor, target: Tensor, factor: Tensor | None, gradient: bool, *options: Any
+) -> tuple[Tensor, Tensor | None]:
     """Loss and factor · d(loss)/d(logits) for (M, V) rows: the kernels' work on other devices, without autograd."""
-    options = ignore_index, label_smoothing, z_loss, softcap, scale
+    ignore_index, label_smoothing, z_loss, softcap, scale = options
     z, slope = _cap_reference(logits, softcap, scale)
     valid = target != ignore_index
     at = torch.where(valid, target, 0).long().unsqueeze(-1)
@@ -75,25 +75,25 @@ def rows_reference(
 
 
 def gradient_reference(
-    logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor | None, classes: int,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
-) -> Tensor:  # fmt: skip
+    logits: Tensor, labels: Tensor, stats: Tensor, factor: Tensor | None, classes: int, *options: Any
+) -> Tensor:
     """The gradient of `rows_reference` for the logits of some classes, from statistics over all classes.
 
     stats: (M, 2), the maximum of z (without a softcap: of the logits) and log₂ Σ exp(z − max).
     """
+    softcap, scale = options[3:]
     z, slope = _cap_reference(logits, softcap, scale)
     top, log_sum = stats[:, :1] * (1.0 if softcap else scale), stats[:, 1:] * math.log(2.0)
     lse = (top + log_sum).squeeze(-1)
-    options = ignore_index, label_smoothing, z_loss, softcap, scale
     return _slope_reference((z - top) - log_sum, lse, slope, labels, factor, classes, *options)
 
 
 def _slope_reference(
     logp: Tensor, lse: Tensor, slope: Tensor | float, target: Tensor, factor: Tensor | None, classes: int,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    *options: Any,
 ) -> Tensor:  # fmt: skip
     """factor · d(loss)/d(logits), in logp's memory. A target may be outside these classes."""
+    ignore_index, label_smoothing, z_loss, softcap, scale = options
     dz = logp.exp_()
     if z_loss:
         dz *= (1 + 2 * z_loss * lse).unsqueeze(-1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from tigon.kernels import jit, tl
 from tigon.kernels.tiles.constants import LN2, LOWEST
 from tigon.kernels.tiles.divergence import half_sign, sides
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 from tigon.kernels.tiles.fold import fold
 from tigon.ops.divergence.signs import store_signs
 
@@ -112,7 +112,7 @@ def first_difference(input_ptr, target_ptr):
 
 
 @jit
-def statistics_of(
+def sum_statistics(
     input_ptr, target_ptr, V, shift, k, plane,
     KIND: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def statistics_of(
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
         first, width = split(input_ptr, V)
-        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+        input_body, target_body = align(input_ptr, first), align(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
     # A finite start: a lane with only -inf must not compute inf − inf.
     top_a = tl.full((BLOCK,), LOWEST, tl.float32)
@@ -179,7 +179,7 @@ def store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k):
 
 
 @jit
-def kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k):
+def finish_kl(row_a, log_a, row_b, whole_b, log_b, part, shift, k):
     """A row's KL from its statistics: E_p[b − a] − (lse_b − lse_a), in a single reading."""
     # Back from the unit 2⁴⁰, with the shift added again. Subtract the maxima, the log-sum-exps' large parts, first.
     gap = tl.fma(part / whole_b, 1.0 / LITTLE, shift - (row_b - row_a))
@@ -196,7 +196,7 @@ def second_reading(
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
         first, width = split(input_ptr, V)
-        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+        input_body, target_body = align(input_ptr, first), align(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
     mean_u = tl.zeros((BLOCK,), tl.float32)
     stop, step = _reach(width, plane, DEPTH, BLOCK)
@@ -224,7 +224,7 @@ def second_reading(
 
 
 @jit
-def terms_of(
+def sum_terms(
     input_ptr, target_ptr, V, beta, k, plane, signs_ptr,
     KIND: tl.constexpr, FORM: tl.constexpr, EDGES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -233,7 +233,7 @@ def terms_of(
     input_body, target_body = input_ptr, target_ptr
     if EDGES:
         first, width = split(input_ptr, V)
-        input_body, target_body = aligned(input_ptr, first), aligned(target_ptr, first)
+        input_body, target_body = align(input_ptr, first), align(target_ptr, first)
     value = tl.zeros((BLOCK,), tl.float32)
     other: tl.constexpr = 0.0 if FORM == "probabilities" else float("-inf")
     stop, step = _reach(width, plane, DEPTH, BLOCK)
@@ -284,12 +284,12 @@ def _divergence_fwd_kernel(
         signs_ptr += row * plane
     if FORM == "logits":
         shift = first_difference(input_ptr, target_ptr)
-        row_a, _, log_a, row_b, whole_b, log_b, part = statistics_of(
+        row_a, _, log_a, row_b, whole_b, log_b, part = sum_statistics(
             input_ptr, target_ptr, V, shift, k, plane, KIND, EDGES, DEPTH, BLOCK
         )
         store_log_sums(stats_ptr, row, row_a, log_a, row_b, log_b, k)
         if KIND == "kl":
-            tl.store(rows_ptr + row, kl_of(row_a, log_a, row_b, whole_b, log_b, part, shift, k))
+            tl.store(rows_ptr + row, finish_kl(row_a, log_a, row_b, whole_b, log_b, part, shift, k))
         else:
             terms, mean_u = second_reading(
                 input_ptr, target_ptr, V, row_a, log_a, row_b, log_b, beta, k, plane, signs_ptr, KIND, EDGES, DEPTH,
@@ -298,7 +298,7 @@ def _divergence_fwd_kernel(
             store_terms(rows_ptr, row, terms, KIND)
             tl.store(stats_ptr + 5 * row + 4, mean_u)
     else:
-        terms = terms_of(input_ptr, target_ptr, V, beta, k, plane, signs_ptr, KIND, FORM, EDGES, DEPTH, BLOCK)
+        terms = sum_terms(input_ptr, target_ptr, V, beta, k, plane, signs_ptr, KIND, FORM, EDGES, DEPTH, BLOCK)
         store_terms(rows_ptr, row, terms, KIND)
 
 
@@ -374,9 +374,9 @@ def _divergence_bwd_kernel(
                 drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, edge, real, valid, high_a, low_a,
                 stride_g, 0, 0, 0, beta, k, KIND, FORM,
             )  # fmt: skip
-        target_ptr, dinput_ptr = aligned(target_ptr, first), aligned(dinput_ptr, first)
+        target_ptr, dinput_ptr = align(target_ptr, first), align(dinput_ptr, first)
         if input_ptr is not None:
-            input_ptr = aligned(input_ptr, first)
+            input_ptr = align(input_ptr, first)
         stride_im, stride_tm, stride_dm = 0, 0, 0
     _write_gradient(
         drows_ptr, input_ptr, target_ptr, stats_ptr, dinput_ptr, row, cols, cols < width, valid, high_a, low_a,

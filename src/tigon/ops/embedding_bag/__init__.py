@@ -44,7 +44,7 @@ def embedding_bag(
             field_offsets at least 0, and skipped in every field's table.
         field_offsets: (F + 1,) int64, ascending: field f's table is weight[field_offsets[f]:field_offsets[f + 1]], and
             the field's ids count from the table's first row.
-        grad: the weight gradient's format. "dense": (V, D), zeros for rows in no bag. "rows": a coalesced
+        grad: the weight gradient's format. "dense": (V, D), zeros for rows in no bag. "rows": a coalesce_rows
             torch.sparse_coo tensor with the sorted rows that occur, for `tigon.training.RowAdagrad`, or torch's
             SparseAdam and Adagrad.
         dtype: the result's dtype, for example autocast's; any float dtype. None: the weight's. The gradient has the

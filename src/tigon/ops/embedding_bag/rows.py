@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.kernels import differentiable_directly
 from tigon.ops.embedding import SORTED, sorted_ids, sums_of_runs
-from tigon.ops.embedding_bag.launches import bags_of, embedding_bag_factors, embedding_bag_fwd, tokens_of
+from tigon.ops.embedding_bag.launches import embedding_bag_factors, embedding_bag_fwd, locate_values, measure_bags
 from tigon.ops.embedding_bag.reference import embedding_bag_reference
 
 
@@ -20,7 +20,7 @@ class Sorted(NamedTuple):
         keys: (M,), rows, ascending; `classes` and above for values without a gradient.
         order: (M,), the value of each key.
         place: (M,), each key's index among the distinct keys.
-        bag, scale: as returned by `tokens_of`.
+        bag, scale: as returned by `locate_values`.
         number: distinct row count; a host tensor, valid once `written` has completed.
         written: None if number is valid already.
     """
@@ -44,7 +44,7 @@ def sort_rows(
     values: Tensor, offsets: Tensor | None, fields: Tensor | None, classes: int, mean: bool, padding_idx: int
 ) -> Sorted:  # fmt: skip
     """Sort the bags' values (at least one), and start copying the distinct row count to the host."""
-    ids, padding, bag, scale = tokens_of(values, offsets, fields, classes, mean, padding_idx)
+    ids, padding, bag, scale = locate_values(values, offsets, fields, classes, mean, padding_idx)
     keys, order = sorted_ids(ids, classes, padding)
     begins = torch.ones_like(keys, dtype=torch.bool)
     torch.ne(keys[1:], keys[:-1], out=begins[1:])
@@ -68,12 +68,12 @@ def sums_of_rows(
     if not unique:
         return values.new_empty(0, dtype=torch.int64), sums
     scale = found.scale if factors is None else factors.contiguous()
-    length = bags_of(values, offsets)[1]
+    length = measure_bags(values, offsets)[1]
     starts = sums_of_runs(dy, found.place, found.order, sums, bag=found.bag, length=length, scale=scale, by_bag=mean)
     return found.keys[starts[:unique]].long(), sums
 
 
-def coalesced(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+def coalesce_rows(indices: Tensor, dy: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Return the distinct rows (U,) in indices (M,), ascending, and their sums of dy (M, D). Waits for U."""
     if indices.numel() > SORTED:
         raise ValueError(f"row_adagrad: grad must name at most 2³⁰ rows, got {indices.numel()}.")

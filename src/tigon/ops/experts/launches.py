@@ -166,11 +166,7 @@ def _moe_mlp_fwd_fake(
     return x.new_empty(x.shape), z, *empty_routing(index, gate_up.shape[0])
 
 
-@launcher(
-    _moe_mlp_fwd_fake,
-    "(Tensor x, Tensor index, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias,"
-    f" bool keep, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@launcher(_moe_mlp_fwd_fake, rest=_OPTIONS, results=6)
 def _moe_mlp_fwd(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, keep: bool, *options: Any,
@@ -217,28 +213,25 @@ def _rooms(
 
 
 def _moe_mlp_bwd_fake(
-    dy: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, z: Tensor, order: Tensor, place: Tensor, offsets: Tensor, tiles: Tensor,
-    needs: list[bool], *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(map(_rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias), range(6)))
+    dy: Tensor, needs: list[bool], reuse: bool, x: Tensor, index: Tensor, *parameters: Any
+) -> tuple[Tensor, ...]:
+    return tuple(map(_rooms(needs, x, *parameters[:5]), range(6)))
 
 
 @launcher(
     _moe_mlp_bwd_fake,
-    "(Tensor dy, Tensor x, Tensor index, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
-    " Tensor? down_bias, Tensor z, Tensor order, Tensor place, Tensor offsets, Tensor tiles, bool[] needs, bool reuse,"
-    f" {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    rest=f"Tensor z, Tensor order, Tensor place, Tensor offsets, Tensor tiles, {_OPTIONS}",
+    results=6,
 )
 def _moe_mlp_bwd(
-    dy: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, z: Tensor, order: Tensor, place: Tensor, offsets: Tensor, tiles: Tensor,
-    needs: list[bool], reuse: bool, *options: Any,
+    dy: Tensor, needs: list[bool], reuse: bool, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor,
+    down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, *saved: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the six gradients; unneeded gradients are empty.
 
     reuse: dz may overwrite z. Never set in a compiled graph, whose operators must not mutate their inputs.
     """
+    z, order, place, offsets, tiles, *options = saved
     routing = Routing(order, place, offsets, tiles)
     gradient = _rooms(needs, x, weights, gate_up, down, gate_up_bias, down_bias)
     found = [x.new_empty(0) for _ in range(6)]
@@ -302,7 +295,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
     needs = [wanted[i] and saved[i] is not None for i in (0, 2, 3, 4, 5, 6)]
     # z is internal to the graph. Unless the graph is retained, no later pass reads z, so dz may overwrite it.
     reuse = getattr(ctx, "hides", False) and not is_traced(dy) and not is_graph_retained()
-    found = _moe_mlp_bwd(dy, *saved, needs, reuse, *ctx.options)
+    found = _moe_mlp_bwd(dy, needs, reuse, *saved, *ctx.options)
     first, second, *others = (g if need else None for g, need in zip(found, needs, strict=True))
     return (first, None, second, *others)
 

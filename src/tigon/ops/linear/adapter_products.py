@@ -80,7 +80,7 @@ def add_outer_product(
     return out.addmm_(left, right, alpha=scale) if over else torch.addmm(out, left, right, alpha=scale)
 
 
-def stacked(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
+def stack_factors(dtype: torch.dtype, *stacks: Sequence[Tensor]) -> list[Tensor]:
     """Concatenate each stack of matrices in this dtype; a single launch makes all copies."""
     wholes = [stack[0] for stack in stacks]
     copied = [i for i, stack in enumerate(stacks) if len(stack) > 1 or stack[0].dtype != dtype]
@@ -137,7 +137,7 @@ class Group:
 
     def factors(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """[A…] (Σr, H) and every B, in the dtype they are multiplied in."""
-        joined, *each = stacked(self.thin, a, *((own,) for own in b))
+        joined, *each = stack_factors(self.thin, a, *((own,) for own in b))
         return joined, each
 
     # ------------------------------------------------------------------------------------------------------ forward
@@ -145,7 +145,7 @@ class Group:
     def thin_products(self, rows: Tensor, a: Tensor, first: int = 0) -> Tensor:
         """t (M, Σr) = x [A…]ᵀ for a tile of rows that starts at row `first`."""
         if self.masks is not None:
-            return dropped_product(rows, a, self.ranks, self.masks.of(range(self.count), first), self.thin)
+            return dropped_product(rows, a, self.ranks, self.masks.select(range(self.count), first), self.thin)
         return skinny_product(rows, a.t(), self.thin)
 
     def results(
@@ -189,7 +189,7 @@ class Group:
     ) -> Tensor:
         """dx = u [A…] + Σ dyᵢ Wᵢ, over the layers that have a gradient."""
         present = [i for i, dy in enumerate(dys) if dy is not None]
-        joined = self._of(present, a, 0)
+        joined = self._select(present, a, 0)
         dx = (
             outer_product(u, joined, self.dtype)
             if self.masks is None
@@ -203,9 +203,9 @@ class Group:
         """Σ mᵢ ⊙ (uᵢ Aᵢ) for these layers' u (M, Σr) and A (Σr, H)."""
         assert self.masks is not None
         ranks = [self.ranks[i] for i in present]
-        return dropped_outer(u, a, ranks, self.masks.of(present, first), self.dtype)
+        return dropped_outer(u, a, ranks, self.masks.select(present, first), self.dtype)
 
-    def _of(self, layers: Sequence[int], joined: Tensor, dim: int, among: Sequence[int] | None = None) -> Tensor:
+    def _select(self, layers: Sequence[int], joined: Tensor, dim: int, among: Sequence[int] | None = None) -> Tensor:
         """Select some layers' parts in a tensor that joins the parts for `among`, by default all layers."""
         among = range(self.count) if among is None else among
         if len(layers) == len(among):
@@ -228,14 +228,14 @@ class Group:
         found: list[Tensor | None] = [None] * self.count
         if not wanted:
             return found
-        u = self._of(wanted, u, 1, present)
+        u = self._select(wanted, u, 1, present)
         # The product is rounded to the widest parameter dtype, and each part is narrowed from there: a second rounding
         # only where dtypes differ.
         widest = a[wanted[0]].dtype
         for i in wanted:
             widest = torch.promote_types(widest, a[i].dtype)
         if self.masks is not None:
-            da = dropped_gradient(u, rows, [self.ranks[i] for i in wanted], self.masks.of(wanted, first), widest)
+            da = dropped_gradient(u, rows, [self.ranks[i] for i in wanted], self.masks.select(wanted, first), widest)
         elif u.dtype == rows.dtype:
             da = rounded_product(u.t(), rows, widest)
         else:

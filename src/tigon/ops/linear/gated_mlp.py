@@ -84,11 +84,11 @@ def gated_mlp(
     if dtype is not None and x.dtype != torch.float64:
         cast = [t if t is None else t.to(dtype) for t in tensors]
         with torch.autocast(autocast_device(device), enabled=False):
-            return _checked(*cast, act, tile_bytes)  # type: ignore[arg-type,call-arg]
-    return _checked(*tensors, act, tile_bytes)
+            return _run(*cast, act, tile_bytes)  # type: ignore[arg-type,call-arg]
+    return _run(*tensors, act, tile_bytes)
 
 
-def _checked(
+def _run(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor, gate_bias: Tensor | None,
     up_bias: Tensor | None, down_bias: Tensor | None, act: str, tile_bytes: int | None,
 ) -> Tensor:  # fmt: skip
@@ -168,22 +168,17 @@ def _gated_mlp_fwd(
     return y
 
 
-def _gated_mlp_bwd_fake(
-    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int, need: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    tensors = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    return [
-        x.new_empty(t.shape if n and t is not None else 0) for n, t in zip(need, tensors, strict=True)
-    ]  # fmt: skip
+def _gated_mlp_bwd_fake(dy: Tensor, need: list[bool], x: Tensor, *others: Any) -> list[Tensor]:
+    parameters = (x, *others)[: len(need)]
+    return [x.new_empty(t.shape if n and t is not None else 0) for n, t in zip(need, parameters, strict=True)]
 
 
-@launcher(_gated_mlp_bwd_fake)
+@launcher(_gated_mlp_bwd_fake, rest="str act, int budget")
 def _gated_mlp_bwd(
-    dy: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
-    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, act: str, budget: int,
-    need: list[bool],
+    dy: Tensor, need: list[bool], x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, down_weight: Tensor,
+    gate_bias: Tensor | None, up_bias: Tensor | None, down_bias: Tensor | None, *options: Any,
 ) -> list[Tensor]:  # fmt: skip
+    act, budget = options
     need_x, need_gate, need_up, need_down, need_gate_bias, need_up_bias, need_down_bias = need
     rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, down_weight.shape[0])
     # Uninitialised: every token is in exactly one tile, which writes its row.
@@ -262,13 +257,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 9
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     need = [n and t is not None for n, t in zip(ctx.needs_input_grad[:7], saved, strict=True)]
-    grads = _gated_mlp_bwd(dy, *saved, ctx.act, ctx.budget, need)
-    return *(g if n else None for g, n in zip(grads, need, strict=True)), None, None
+    grads = _gated_mlp_bwd(dy, need, *saved, ctx.act, ctx.budget)
+    return tuple(g if n else None for g, n in zip(grads, need, strict=True))
 
 
 _gated_mlp = differentiable(_gated_mlp_fwd, _setup_context, _backward)

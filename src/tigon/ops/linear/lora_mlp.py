@@ -30,7 +30,7 @@ from tigon.ops.gated_lora import (
     gated_lora_gradients,
     sums_along,
 )
-from tigon.ops.linear.adapter_products import Group, stacked
+from tigon.ops.linear.adapter_products import Group, stack_factors
 from tigon.ops.linear.adapters import gated_lora_linear, lora_linear
 from tigon.ops.linear.lora import LoRA, checked_layers, runs_by_hand, widest_dtype
 
@@ -116,14 +116,14 @@ def _lora_mlp_fwd(
     rows = x.reshape(-1, x.shape[-1])
     # A single launch casts all factors that need it. gate's and up's B stay: the unit's kernel narrows them on
     # load.
-    joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
+    joined, own_ad, own_bd = stack_factors(first.dtype, (ag, au), (ad,), (bd,))
     t = first.thin_products(rows, joined)
     g, u = (first.product(i, rows, (wg, wu)) for i in (0, 1))
     # A checkpoint recomputes up to here: h, its thin product and down's product are skipped. The backward pass then
     # makes td.
     if saved_by is not None:
         save_tensors(ctx, saved_by, x, t, g, u, None, *tensors)
-    h = gated_lora_forward(g, u, _added(first, t, (bg, bu)), act)
+    h = gated_lora_forward(g, u, _split_adapters(first, t, (bg, bu)), act)
     td = last.thin_products(h, own_ad)
     if saved_by is None:
         save_tensors(ctx, saved_by, x, t, g, u, td, *tensors)
@@ -139,7 +139,7 @@ def _lora_mlp_fwd(
     return (y.view(residual.shape), *anchor)
 
 
-def _added(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
+def _split_adapters(plan: Group, t: Tensor, b: tuple[Tensor, Tensor]) -> tuple[Added, Added]:
     one, other = t.split_with_sizes(plan.ranks, 1)
     return Added(one, b[0], plan.scales[0]), Added(other, b[1], plan.scales[1])
 
@@ -152,7 +152,7 @@ def _lora_mlp_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         ctx.needs_input_grad[i] for i in (0, *range(5, 16))
     )
     rows = dy.reshape(-1, dy.shape[-1])
-    joined, own_ad, own_bd = stacked(first.dtype, (ag, au), (ad,), (bd,))
+    joined, own_ad, own_bd = stack_factors(first.dtype, (ag, au), (ad,), (bd,))
     ud = last.upstream([rows], (own_bd,))
     behind = None
     if last.masks is None:
@@ -166,7 +166,7 @@ def _lora_mlp_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         dg, du = g, u
     else:
         dg, du = torch.empty_like(g), torch.empty_like(u)
-    added = (*_added(first, t, (bg, bu)), behind)
+    added = (*_split_adapters(first, t, (bg, bu)), behind)
     recomputes = need_bd and td is None
     # Up to a rank that fits in registers, the pass makes the adapters' products from loaded tiles, so that six thin
     # products need not read dgate, dup and h again.
@@ -186,7 +186,7 @@ def _lora_mlp_bwd(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
         )
     else:
         gated_lora_backward(dh, g, u, added, ctx.act, (dg, du), h)
-        up_stream = first.upstream((dg, du), stacked(first.dtype, (bg,), (bu,)))
+        up_stream = first.upstream((dg, du), stack_factors(first.dtype, (bg,), (bu,)))
         dbg, dbu = first.b_gradients((dg, du), t, (bg, bu), (need_bg, need_bu))
         dad = None
     if h is not None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import add_anchor, autocast_device, autocast_dtype, load_tensors, make_function, save_tensors
-from tigon.ops.linear.adapter_products import Group, add_outer_product, outer_product, skinny_product, stacked
+from tigon.ops.linear.adapter_products import Group, add_outer_product, outer_product, skinny_product, stack_factors
 from tigon.ops.linear.adapters import adapter_reference
 from tigon.ops.linear.lora import LoRA, checked_layers, runs_by_hand
 from tigon.ops.lora_dropout import Masks, draw_masks
@@ -133,7 +133,7 @@ def _sum(y: Tensor, x: Tensor, layer: LoRA, base: Opaque, t: Tensor, group: Grou
         return _add(y, t, layer.b, layer.scale, group, early, over)[0]  # type: ignore[no-any-return]
     low = _add(None, t, layer.b, layer.scale, group, early, False)[0]
     total: Tensor = y + low.view(*y.shape[:-1], low.shape[1])
-    return _narrowed(total, y, base)
+    return _narrow(total, y, base)
 
 
 def _reference(x: Tensor, i: int, layer: LoRA, base: Opaque, masks: Masks | None) -> Tensor:
@@ -144,10 +144,10 @@ def _reference(x: Tensor, i: int, layer: LoRA, base: Opaque, masks: Masks | None
     dtype = cast or torch.promote_types(x.dtype, torch.promote_types(layer.a.dtype, layer.b.dtype))
     with torch.autocast(autocast_device(device), enabled=False):
         total = y + adapter_reference(x, i, layer, masks, dtype)
-    return _narrowed(total, y, base)
+    return _narrow(total, y, base)
 
 
-def _narrowed(total: Tensor, y: Tensor, base: Opaque) -> Tensor:
+def _narrow(total: Tensor, y: Tensor, base: Opaque) -> Tensor:
     return total.to(y.dtype) if base.narrows else total
 
 
@@ -160,7 +160,7 @@ def _thin_products_fwd(
     """x, …, A… → x, if passes, and tᵢ = x Aᵢᵀ (M, r)."""
     ctx.set_materialize_grads(False)
     ctx.group, ctx.passes, ctx.fresh, ctx.shape = group, passes, fresh, x.shape
-    t = group.thin_products(x.reshape(-1, x.shape[-1]), stacked(group.thin, a)[0])
+    t = group.thin_products(x.reshape(-1, x.shape[-1]), stack_factors(group.thin, a)[0])
     needed = any(ctx.needs_input_grad[5:])
     save_tensors(ctx, saved_by, x if needed else None, *a)
     # Double backward must find a path to x even if x is not saved.
@@ -183,7 +183,7 @@ def _thin_products_bwd(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
     found = [u for u in us if u is not None]
     u = found[0] if len(found) == 1 else torch.cat(found, 1)
     if ctx.needs_input_grad[0]:
-        (own,) = stacked(group.thin, [a[i] for i in present])
+        (own,) = stack_factors(group.thin, [a[i] for i in present])
         # Contiguous, so that `rows` is a view of dx. Without requires_grad, because a write would corrupt dx's graph.
         over = dx is not None and ctx.fresh and dx.is_contiguous() and not dx.requires_grad
         rows = None if dx is None else dx.reshape(-1, dx.shape[-1])

@@ -91,7 +91,7 @@ class PrefixLayout:
         parts += [t.flatten() for t in self._host.values()]
         ends = [-(-t.numel() // 4) * 4 for t in parts]
         padded = [torch.nn.functional.pad(t, (0, n - t.numel())) for t, n in zip(parts, ends, strict=True)]
-        copied = _copied(torch.cat(padded), device).split(ends)
+        copied = _copy(torch.cat(padded), device).split(ends)
         moved: list[Tensor] = [t[: part.numel()] for t, part in zip(copied, parts, strict=True)]
         self.device = moved[0].device
         self.cu_prefix, self.cu_suffix, self._of_suffix = moved[:3]
@@ -111,7 +111,7 @@ class PrefixLayout:
             return _cut(sequences, size, rows // size + sequences.shape[0], kind == "suffix keys")
         found = self._tiles.get((kind, size))
         if found is None:
-            found = _copied(_cut(self._host[kind], size, None, kind == "suffix keys"), self.device)
+            found = _copy(_cut(self._host[kind], size, None, kind == "suffix keys"), self.device)
             self._tiles[kind, size] = found
         return found
 
@@ -221,7 +221,7 @@ def _owners(starts: Tensor, rows: int) -> Tensor:
     return torch.bincount(starts, minlength=rows + 1)[:rows].cumsum(0) - 1
 
 
-def _copied(host: Tensor, device: torch.device) -> Tensor:
+def _copy(host: Tensor, device: torch.device) -> Tensor:
     """Copy to the device without a synchronization: a copy from pageable memory would wait for the stream."""
     if device.type != "cuda":
         return host.to(device)

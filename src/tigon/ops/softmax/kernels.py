@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from tigon.kernels import do_not_specialize, jit, tl
 from tigon.kernels.tiles.constants import LOG2E, LOWEST
-from tigon.kernels.tiles.edges import aligned, edges, split
+from tigon.kernels.tiles.edges import align, edges, split
 
 
 @jit
@@ -208,7 +208,7 @@ def _body(ptr, N, start, stop, last):
     first, width = split(ptr, N)
     edge, real = edges(ptr, first, width, N)
     real &= start == 0
-    return edge, real, real & (edge <= last), first, width, tl.minimum(stop, width), last - first, aligned(ptr, first)
+    return edge, real, real & (edge <= last), first, width, tl.minimum(stop, width), last - first, align(ptr, first)
 
 
 # A program: a row that is too wide for registers or has edges (STEP 0), or a part of such a row, `width` columns, P
@@ -241,7 +241,7 @@ def _softmax_wide_fwd_kernel(
     if EDGES:
         x_row, y_row = x_ptr, y_ptr
         edge, real, seen, first, N, stop, last, x_ptr = _body(x_row, N, start, stop, last)
-        y_ptr = aligned(y_row, first)
+        y_ptr = align(y_row, first)
     if STEP < 2:
         top, total = _statistics(x_ptr, mask_ptr, N, start, stop, last, stride_mn, scale, SCALED, CAUSAL, BLOCK)
         if EDGES:
@@ -295,7 +295,7 @@ def _softmax_wide_bwd_kernel(
     if EDGES:
         dy_row, y_row, dx_row = dy_ptr, y_ptr, dx_ptr
         edge, real, seen, first, N, stop, last, dy_ptr = _body(dy_row, N, start, stop, last)
-        y_ptr, dx_ptr = aligned(y_row, first), aligned(dx_row, first)
+        y_ptr, dx_ptr = align(y_row, first), align(dx_row, first)
         dy_edge = tl.load(dy_row + edge, mask=seen, other=0.0).to(tl.float32)
         y_edge = tl.load(y_row + edge, mask=seen, other=0.0).to(tl.float32)
     if STEP < 2:

@@ -146,14 +146,14 @@ def _softmax_fwd(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> 
         _launch_wide(_softmax_wide_fwd_kernel, key, (x, mask, y), arguments, M, N, 2, edges)
     else:
 
-        def tiled() -> Plan:
+        def plan_tile() -> Plan:
             block_m, block_n, warps = _tile(M, N, x.device)
             tiles, stages = cdiv(M, block_m), _prefetch(block_n * x.element_size(), x)
             # Persistent with a prefetch only: otherwise the hardware balances the load of one program per tile.
             grid = tiles if stages == 1 else min(tiles, multiprocessors(x.device))
             return grid, (M, *arguments, block_m, block_n, stages), {"num_warps": warps}
 
-        launch(_softmax_fwd_kernel, key, (x, mask, y), tiled)
+        launch(_softmax_fwd_kernel, key, (x, mask, y), plan_tile)
     return y
 
 
@@ -176,7 +176,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
         _launch_wide(_softmax_wide_bwd_kernel, key, (dy, y, dx), arguments, M, N, 1, edges)
     else:
 
-        def tiled() -> Plan:
+        def plan_tile() -> Plan:
             block_m, block_n, warps = _tile(M, N, y.device)
             # Up to 16384 columns registers hold both tensors in fp32. Beyond, bf16 stays as loaded, in half the
             # registers.
@@ -185,7 +185,7 @@ def _softmax_bwd(dy: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
                 warps = 16
             return cdiv(M, block_m), (M, *arguments, reload, block_m, block_n), {"num_warps": warps}
 
-        launch(_softmax_bwd_kernel, key, (dy, y, dx), tiled)
+        launch(_softmax_bwd_kernel, key, (dy, y, dx), plan_tile)
     return dx
 
 

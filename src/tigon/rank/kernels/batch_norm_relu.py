@@ -34,7 +34,7 @@ from tigon.kernels import (
     use_triton,
     view_rows,
 )
-from tigon.ops.gated import unit_of
+from tigon.ops.gated import choose_unit
 from tigon.ops.sum_rows import sum_rows
 
 Running = tuple[Tensor, Tensor]
@@ -343,7 +343,7 @@ def _launch(kernel: Any, inputs: tuple[Tensor, ...], others: tuple[Tensor | None
     strides = tuple(t.stride(0) for t in inputs)
 
     def plan() -> Plan:
-        cut, unit = _cut_of(*inputs), unit_of(W, strides)
+        cut, unit = _cut_of(*inputs), choose_unit(W, strides)
         sizes = C, N, W // unit, *(s // unit for s in strides), cut.per, unit
         return cut.programs, (*sizes, *cut.tile), {"num_warps": 4}
 

@@ -25,7 +25,7 @@ from tigon.kernels import (
     use_triton,
 )
 from tigon.kernels.tiles.parts import locate_part
-from tigon.ops.gated import unit_of
+from tigon.ops.gated import choose_unit
 from tigon.ops.sum_rows import WARPS, cut, shares, sum_rows
 
 
@@ -113,7 +113,7 @@ def _row_dot_fwd(x: Tensor, weight: Tensor) -> Tensor:
     (M, K), N, z = x.shape, weight.shape[0], _row_dot_fwd_fake(x, weight)
 
     def plan() -> Plan:
-        (block_m, block_n, warps), unit = (16, 256, 4), unit_of(K, ())  # 32 numbers per thread
+        (block_m, block_n, warps), unit = (16, 256, 4), choose_unit(K, ())  # 32 numbers per thread
         return cdiv(M, block_m), (M, N, K // unit, unit, block_m, block_n), {"num_warps": warps}
 
     if M:
@@ -137,7 +137,7 @@ def _row_dot_bwd(dz: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dw: 
     partial = shares(how.parts, dw)[0] if need_dw else None
 
     def plan() -> Plan:
-        unit = unit_of(K, ())
+        unit = choose_unit(K, ())
         sizes = M, N, K // unit, how.each, unit, how.rows, how.columns
         return how.parts * how.blocks, sizes, {"num_warps": WARPS}
 
